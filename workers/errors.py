@@ -1,10 +1,10 @@
-"""Errors of a worker's own life, beside those of `mooncake.errors`.
+"""Errors of a worker's sessions, beside those of `mooncake.errors`.
 
-Owns: their meaning. Does not know: who raises them.
+Owns: their meaning. Does not know: where they are raised.
 """
 
 from mooncake.errors import MooncakeError
 
 
 class SessionLostError(MooncakeError):
-    """Somebody without whom a session cannot go on is gone, or no longer knows this worker."""
+    """A peer that the session needs is lost, or no longer knows this worker."""

@@ -31,7 +31,7 @@ from workers.engine.model import DecoderModel
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
 from workers.execution.model_spec import model_spec
-from workers.kvcache.copies import BlockCopy, Copies, Loaded, Mark, copies_for
+from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, copies_for
 from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
@@ -58,13 +58,13 @@ class NoTransfers(LayerTransfers):
 
 
 class Throttled:
-    """Copies whose stores take `seconds_per_copy` for one layer of one block."""
+    """LayerCopies whose stores take `seconds_per_copy` for one layer of one block."""
 
-    def __init__(self, copies: Copies, seconds_per_copy: float) -> None:
+    def __init__(self, copies: LayerCopies, seconds_per_copy: float) -> None:
         self._copies, self._seconds_per_copy = copies, seconds_per_copy
         self._due_s = 0.0
 
-    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         return self._copies.load(layer, blocks, free)
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:

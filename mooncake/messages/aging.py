@@ -5,7 +5,7 @@ Owns: that rate, and what a prompt without a deadline counts as. Does not know: 
 
 AGING_S = 60.0
 """who has waited so long more counts as one step of `priority` (lower goes first) before the others"""
-PATIENCE_S = 30.0
+NO_DEADLINE_S = 30.0
 """how long a prompt without a deadline stands behind those that have one"""
 
 
@@ -16,7 +16,7 @@ def aged_priority(priority: int, waited_s: float) -> int:
 
 def due_s(time_left_s: float | None, now_s: float) -> float:
     """When the first token of a prompt is due that comes now; what is overdue is due now."""
-    return now_s + (PATIENCE_S if time_left_s is None else max(0.0, time_left_s))
+    return now_s + (NO_DEADLINE_S if time_left_s is None else max(0.0, time_left_s))
 
 
 def standing_s(priority: int, due_s: float) -> float:

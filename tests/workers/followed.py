@@ -12,14 +12,14 @@ from mooncake.messages.pools import Capacity, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from workers.decode.block_transfers import BlockTransfers
-from workers.decode.held_sequences import HeldSequences
+from workers.decode.sequence_blocks import SequenceBlocks
 from workers.execution.executor import Executor
 from workers.groups.followers import Followers, Hear
 from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage
 from workers.groups.rank_messages import Meet
 from workers.groups.stage_messages import StageHello
-from workers.kvcache.copies import Copies, copies_for
+from workers.kvcache.copies import LayerCopies, copies_for
 from workers.kvcache.layerwise import LayerTransfers
 from workers.prefill.follower_stage import FollowerStage
 from workers.process.rank_runner import RankRunner
@@ -33,7 +33,7 @@ class FollowingRank:
 
     executor: Executor
     pool: WorkerClient
-    copies: Copies | None = None
+    copies: LayerCopies | None = None
     overlap: bool = True
 
 
@@ -57,7 +57,7 @@ class FollowedGroup:
         self.followers = Followers(self._links)
         self._leaders = [self._leader(link, size, fingerprint) for link in self._links]
         self.stages: list[FollowerStage] = []
-        self.held: list[HeldSequences] = []
+        self.held: list[SequenceBlocks] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def _leader(self, link: NextStage, size: int, fingerprint: str) -> PreviousStage:
@@ -81,7 +81,7 @@ class FollowedGroup:
                 rank.copies or copies_for(kv, segment), overlap=rank.overlap, window=kv.window
             )
             stage = FollowerStage(rank.executor, rank.pool, transfers)
-            held = HeldSequences(rank.pool, BlockTransfers(copies_for(kv, segment), kv), leader.send, group)
+            held = SequenceBlocks(rank.pool, BlockTransfers(copies_for(kv, segment), kv))
             runner = RankRunner(rank.executor, stage, held, leader, group, nowhere)
             self.stages.append(stage)
             self.held.append(held)

@@ -1,4 +1,4 @@
-"""Copies between device and pool, and iterations of a batch, that stop where a test wants them to."""
+"""LayerCopies between device and pool, and iterations of a batch, that stop where a test wants them to."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,11 @@ from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
 from workers.execution.draws import Drawn, Draws
 from workers.execution.executor import Executor
-from workers.kvcache.copies import BlockCopy, Copies, Loaded, Mark, copies_for
+from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, copies_for
 
 
 class Gate:
-    """Copies that stop before the load or store of one layer until they are let through."""
+    """LayerCopies that stop before the load or store of one layer until they are let through."""
 
     def __init__(self, *, load: int | None = None, store: int | None = None) -> None:
         self._load, self._store = load, store
@@ -23,11 +23,11 @@ class Gate:
         self.stored_layers: list[int] = []
         self.num_marks = 0
 
-    def make(self, kv: DeviceKVCache, segment: Segment) -> Copies:
+    def make(self, kv: DeviceKVCache, segment: Segment) -> LayerCopies:
         gate, real = self, copies_for(kv, segment)
 
         class Gated:
-            def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+            def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
                 gate._pass(layer == gate._load)
                 return real.load(layer, blocks, free)
 

@@ -54,7 +54,7 @@ from workers.engine.tensor_parallel import TensorShard, kv_heads_of
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
 from workers.execution.model_spec import model_spec
-from workers.kvcache.copies import Copies, copies_for
+from workers.kvcache.copies import LayerCopies, copies_for
 from workers.kvcache.layerwise import LayerTransfers
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
@@ -63,7 +63,7 @@ from workers.prefill.stage import Stage
 BLOCK_SIZE = 8
 FINGERPRINT = "f" * 32
 FRONT = b"front#1"
-MakeCopies = Callable[[DeviceKVCache, Segment], Copies]
+MakeCopies = Callable[[DeviceKVCache, Segment], LayerCopies]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ class MiniCluster:
                 assert stats.integrity is None
             if instance.ranks is not None:
                 assert not any(stage.jobs for stage in instance.ranks.stages)
-                assert not any(held.is_busy for held in instance.ranks.held)
+                assert all(held.is_empty for held in instance.ranks.held)
 
 
 @contextlib.asynccontextmanager

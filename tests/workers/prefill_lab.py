@@ -47,7 +47,7 @@ from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage
 from workers.groups.stage_messages import StageHello
 from workers.kvcache import prefix_fetch
-from workers.kvcache.copies import Copies, copies_for
+from workers.kvcache.copies import LayerCopies, copies_for
 from workers.kvcache.layerwise import LayerTransfers
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
@@ -78,7 +78,7 @@ class Setting:
 
     prefill_chunk: int = 1000
     overlap: bool = True
-    make_copies: Callable[[DeviceKVCache, Segment], Copies] = copies_for
+    make_copies: Callable[[DeviceKVCache, Segment], LayerCopies] = copies_for
     stage: int = 0
 
 
@@ -333,7 +333,7 @@ class Lab:
             assert part.executor.kv.num_free_pages == part.executor.kv.num_pages - self.num_taken_pages
             await self.assert_nothing_is_held(part.client)
 
-    def _copies(self, setting: Setting, number: int) -> Copies:
+    def _copies(self, setting: Setting, number: int) -> LayerCopies:
         make_copies = setting.make_copies if number == setting.stage else copies_for
         return make_copies(self.parts[number].executor.kv, self.parts[number].client.segment)
 

@@ -24,7 +24,7 @@ from tests.workers.test_prefill_equality import assert_equal, cell, fail, prompt
 from tests.workers.test_prefill_faults import gone
 from workers.engine.batch import Chunk
 from workers.execution.loading import layer_window
-from workers.kvcache.copies import BlockCopy, Loaded, Mark
+from workers.kvcache.copies import BlockCopy, LoadedLayer, Mark
 from workers.kvcache.layerwise import LayerTransfers, PassPart, PromptBlock
 
 NUM_LAYERS, WINDOW = 4, 2
@@ -123,13 +123,13 @@ async def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(
 
 
 class HeldStores:
-    """Copies whose stores from one page do not end until they are `released`."""
+    """LayerCopies whose stores from one page do not end until they are `released`."""
 
     def __init__(self, held_page: int) -> None:
         self._held_page, self.released = held_page, threading.Event()
 
-    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
-        return Loaded(None, [])
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
+        return LoadedLayer(None, [])
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
         if blocks[0].device_page == self._held_page:

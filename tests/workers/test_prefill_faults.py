@@ -22,8 +22,8 @@ from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Receiving, Setting, endle
 from tests.workers.test_prefill_equality import assert_equal, holding, prompt_of
 from workers.engine.kvcache import DeviceKVCache
 from workers.kvcache import prefix_fetch
-from workers.kvcache.copies import BlockCopy, Copies, Mark, copies_for
-from workers.kvcache.prefix_fetch import PATIENCE_S, PrefixFetch
+from workers.kvcache.copies import BlockCopy, LayerCopies, Mark, copies_for
+from workers.kvcache.prefix_fetch import SILENCE_S, PrefixFetch
 
 pytestmark = pytest.mark.cluster
 
@@ -177,8 +177,8 @@ class PiecesClock:
 @pytest.mark.parametrize(
     ("layer", "piece_s"),
     [
-        (0, 0.2 * PATIENCE_S),
-        (2, 0.45 * PATIENCE_S),
+        (0, 0.2 * SILENCE_S),
+        (2, 0.45 * SILENCE_S),
     ],  # the first layer tells how far the last is
 )
 async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
@@ -189,7 +189,7 @@ async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt, clock = prompt_of(3, 5 * BLOCK_SIZE + 3), PiecesClock(piece_s)
-    assert NUM_PIECES * piece_s > PATIENCE_S
+    assert NUM_PIECES * piece_s > SILENCE_S
     monkeypatch.setattr(prefix_fetch, "time", clock)
     on_layers = PrefixFetch._on_layers
 
@@ -253,14 +253,14 @@ async def test_store_that_fails_fails_its_prompt_and_no_other(
 
 
 class FailingStore:
-    """Copies of which one fails: the first store of `layer`."""
+    """LayerCopies of which one fails: the first store of `layer`."""
 
     REASON = "the page cannot be written"
 
     def __init__(self, layer: int) -> None:
         self._layer: int | None = layer
 
-    def make(self, kv: DeviceKVCache, segment: Segment) -> Copies:
+    def make(self, kv: DeviceKVCache, segment: Segment) -> LayerCopies:
         copies = copies_for(kv, segment)
         store = copies.store
 

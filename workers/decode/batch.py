@@ -1,13 +1,12 @@
-"""Who is decoded next: admission, growth by page, preemption (Mooncake, section 3, step 4).
+"""The decode batch: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
-First come, first served, but a step of the priority number is worth a minute: whoever came first by that is
-admitted first and preempted last, so nobody starves. Among sequences of one priority tenants have equal parts
-of the batch, and so have a tenant's answers (`workers.decode.batch_shares`): who has less is admitted
-first, and if the batch is full, who has more is preempted for it. A sequence that gets no page sits an
-iteration out while others' pages are about to come free.
+First come, first served, but a step of the priority number is worth a minute: the first sequence by that is
+admitted first and preempted last, so none starves. Among sequences of one priority tenants have equal shares
+of the batch, and so have a tenant's answers (`workers.decode.batch_shares`): the tenant with less is served
+first, and if the batch is full, the tenant with more is preempted. A sequence that gets no page sits out an
+iteration while pages of other sequences are about to come free.
 
-Owns: the batch and who has which pages of the device. Does not know: tokens, time, how anything is copied
-or computed.
+Owns: the batch and its device pages. Does not know: tokens, time, how anything is copied or computed.
 """
 
 from bisect import insort
@@ -21,7 +20,7 @@ _by_rank = attrgetter("rank")
 
 
 class DecodeBatch:
-    """Decides, step by step: `enter`, then `join` once it is loaded, `leave`, and `free` in the end.
+    """A decode instance's sequences: `enter`, `join` once it is loaded, `leave`, `free` in the end.
 
     Invariant: a page is free, or one sequence has it that is LOADING, RUNNING or LEAVING.
     """
@@ -36,11 +35,11 @@ class DecodeBatch:
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being decoded."""
+        """Number of sequences that are being decoded."""
         return len(self._running)
 
     def enter(self, sequence: Sequence) -> None:
-        """Its KVCache is complete, and not on the device: it waits to be admitted."""
+        """Queue a sequence for admission; its KVCache is complete, and not on the device."""
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING
         sequence.admitted.clear()
@@ -48,14 +47,14 @@ class DecodeBatch:
         insort(self._waiting, sequence, key=_by_rank)
 
     def join(self, sequence: Sequence) -> None:
-        """Its KVCache has come to its pages: it is part of the next iteration."""
+        """Add a sequence to the next iteration; its KVCache is in its device pages."""
         if sequence.state is SequenceState.LOADING:
             self._loading.remove(sequence)
             sequence.state = SequenceState.RUNNING
             insort(self._running, sequence, key=_by_rank)
 
     def leave(self, sequence: Sequence) -> None:
-        """It is part of no further iteration. It keeps its pages until `free`. Idempotent."""
+        """Take a sequence out of further iterations. It keeps its pages until `free`. Idempotent."""
         lists = {
             SequenceState.WAITING: self._waiting,
             SequenceState.LOADING: self._loading,
@@ -67,7 +66,7 @@ class DecodeBatch:
             self._leaving.append(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Nobody reads or writes its pages any more. Idempotent."""
+        """Free a sequence's pages, which nobody reads or writes any more. Idempotent."""
         if sequence.state is SequenceState.LEAVING:
             assert not sequence.is_in_flight
             self._leaving.remove(sequence)
@@ -76,13 +75,13 @@ class DecodeBatch:
             sequence.pages = []
 
     def settle(self) -> None:
-        """Tell those that have left the batch that no iteration computes with their pages."""
+        """Tell sequences that have left the batch that no iteration computes with their pages."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
                 sequence.left.set()
 
     def plan(self) -> list[Sequence]:
-        """The sequences of the next iteration, each with a page for its next token; preempts and admits."""
+        """Preempt and admit, and return the next iteration: sequences with a page for their next token."""
         ready = self._grow()
         self._admit()
         return ready
@@ -107,19 +106,21 @@ class DecodeBatch:
 
     @property
     def _num_coming_pages(self) -> int:
-        """Pages of sequences that are about to end, or have left."""
+        """Number of pages of sequences that are about to end, or have left."""
         ending = (sequence for sequence in self._running if sequence.ends_in_flight)
         return sum(len(sequence.pages) for sequence in (*self._leaving, *ending))
 
     @property
     def _newest_first(self) -> list[Sequence]:
-        """Those that can be preempted."""
+        """Sequences that can be preempted, the newest first."""
         return [sequence for sequence in reversed(self._running) if not sequence.ends_in_flight]
 
     def _make_room(self, sequence: Sequence) -> int:
-        """Preempt one, so that `sequence` can grow; it may be `sequence` itself. How many pages come free.
+        """Preempt one sequence, maybe `sequence` itself, so that `sequence` can grow.
 
-        The newest of those that have more; else of all but those that have less.
+        Return how many pages come free.
+
+        The newest of a tenant or answer that has more; else the newest of all but those that have less.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -142,7 +143,7 @@ class DecodeBatch:
     # -- admission ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """In order, while batch and pages allow it. One page is left to grow."""
+        """Admit sequences in order, while batch and pages allow it. One page is left to grow."""
         kv = self._kv
         while self._waiting:
             sequence = self._first_waiting()
@@ -167,17 +168,17 @@ class DecodeBatch:
         return len(self._running) + len(self._loading) >= self._max_batch
 
     def _first_waiting(self) -> Sequence:
-        """Of those with the priority of the first in rank, the first whose tenant, and answer, has least."""
+        """Return the next sequence to admit: among those of the first's priority, by the smallest share."""
         if len(self._waiting) == 1:
             return self._waiting[0]
         priority, shares = self._waiting[0].request.priority, self._shares()
         equals = (sequence for sequence in self._waiting if sequence.request.priority == priority)
-        return min(equals, key=shares.parts)
+        return min(equals, key=shares.fractions)
 
     def _preempted_for(self, claim: Sequence, num_pages: int) -> list[Sequence]:
-        """So many that `claim` gets a slot and so many pages when these have left; none if that cannot be.
+        """Return the sequences to preempt so that `claim` gets a slot and its pages; none if that cannot be.
 
-        Each time the newest of those that have most.
+        Each is the newest of the tenant or answer that has most.
         """
         shares, chosen = self._shares(), list[Sequence]()
         num_slots = len(self._running) + len(self._loading)
@@ -188,7 +189,7 @@ class DecodeBatch:
             yielding = [other for other in left if shares.yields(other, claim, 1, num_pages)]
             if not yielding:
                 return []
-            other = max(yielding, key=shares.parts)
+            other = max(yielding, key=shares.fractions)
             left.remove(other)
             shares.remove(other)
             chosen.append(other)

@@ -1,12 +1,20 @@
-"""Equal parts of a decode batch: who has more of it than others, and yields to them.
+"""Fair shares of a decode batch: which sequence is preempted for which.
 
+<<<<<<< HEAD
 Tenants have equal parts, and of a tenant's part its answers do, however many choices each has. A part is
 counted in what it takes most of, slots or pages (dominant resource fairness, Ghodsi et al., NSDI 2011). A
 sequence that waits takes from a tenant that still has no less than its own then: a step towards max-min
 fairness, as at the Conductor (`conductor.requests.preemption`). So an idle slot is anybody's, and nobody
 is swapped out and in again without a change.
+=======
+Tenants have equal shares, and within a tenant its answers have, however many choices each has. A share is
+counted in slots or in pages, whichever is more (dominant resource fairness, Ghodsi et al., NSDI 2011). A
+waiting sequence takes from a tenant that still has no less than its own tenant then: a step towards max-min
+fairness, as at the Conductor. So an idle slot is anybody's, and no sequence is swapped out and in again
+without a change.
+>>>>>>> d706064 (Workers: docstrings that stand alone, the glossary's names, one way for a sequence's blocks)
 
-Owns: that rule. Does not know: who is admitted when, pages, time.
+Owns: that rule. Does not know: when a sequence is admitted, pages, time.
 """
 
 from collections import Counter
@@ -17,18 +25,18 @@ from mooncake.messages.requests import Flow
 from workers.decode.sequence import Sequence
 
 _Party = str | Flow
-"""a tenant, or one of its answers"""
+"""A tenant, or one of its answers."""
 
 
-class Parts(NamedTuple):
-    """What a tenant has of the batch, and what the answer has that is looked at. 1 is the whole batch."""
+class BatchFractions(NamedTuple):
+    """The fractions of the batch that a tenant has, and one of its answers."""
 
     tenant: float
     answer: float
 
 
 class BatchShares:
-    """Of the sequences in a batch of at most `num_slots` sequences and `num_pages` pages."""
+    """The shares of a batch of at most `num_slots` sequences and `num_pages` pages."""
 
     def __init__(self, sequences: Iterable[Sequence], num_slots: int, num_pages: int) -> None:
         self._num_slots, self._num_pages = num_slots, num_pages
@@ -38,18 +46,18 @@ class BatchShares:
             self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """It is not in the batch any more."""
+        """Take a sequence out of the account."""
         self._count(sequence, -1)
 
-    def parts(self, sequence: Sequence) -> Parts:
-        """Of its tenant and its answer; what it would take itself is not included while it waits."""
+    def fractions(self, sequence: Sequence) -> BatchFractions:
+        """Return the shares of a sequence's tenant and answer, without what a waiting sequence would take."""
         flow = sequence.request.flow
-        return Parts(self._part(flow.tenant), self._part(flow))
+        return BatchFractions(self._fraction(flow.tenant), self._fraction(flow))
 
     def yields(self, other: Sequence, claim: Sequence, num_slots: int, num_pages: int) -> bool:
-        """Whether `other`, which is in the batch, yields to `claim`, which wants so much more.
+        """Return whether `other`, which is in the batch, yields to `claim`, which wants so much more.
 
-        Nobody yields to a higher priority number.
+        No sequence yields to a higher priority number.
         """
         if other.request.priority < claim.request.priority:
             return False
@@ -57,10 +65,10 @@ class BatchShares:
         if owner == claimant:
             return False
         of_tenants = owner.tenant != claimant.tenant
-        rest = self._part(owner.tenant if of_tenants else owner, -1, -len(other.pages))
-        return rest >= self._part(claimant.tenant if of_tenants else claimant, num_slots, num_pages)
+        rest = self._fraction(owner.tenant if of_tenants else owner, -1, -len(other.pages))
+        return rest >= self._fraction(claimant.tenant if of_tenants else claimant, num_slots, num_pages)
 
-    def _part(self, party: _Party, more_slots: int = 0, more_pages: int = 0) -> float:
+    def _fraction(self, party: _Party, more_slots: int = 0, more_pages: int = 0) -> float:
         slots, pages = self._slots[party] + more_slots, self._pages[party] + more_pages
         return max(slots / self._num_slots, pages / self._num_pages)
 

@@ -1,9 +1,9 @@
-"""Whole blocks between the device and the pool, beside the batch: joining, sealing, preemption.
+"""Copies of whole blocks between device and pool, beside the batch: joining, sealing, preemption.
 
 Pages that are copied belong to sequences that no iteration computes with, so no copy waits for the device,
 and the device waits for no copy.
 
-Owns: the two threads. Does not know: whose blocks they are.
+Owns: the two threads. Does not know: the sequences of the blocks.
 """
 
 import asyncio
@@ -17,28 +17,28 @@ import torch
 
 from kernels.kv_copy import gather_pages, scatter_pages
 from workers.engine.kvcache import DeviceKVCache
-from workers.execution.jobs import see_out
-from workers.kvcache.copies import Copies
+from workers.execution.jobs import wait_to_end
+from workers.kvcache.copies import LayerCopies
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPair:
-    """One block, in a device page and in a page of the pool."""
+    """A block in a device page and in a pool page."""
 
     device_page: int
     pool_page: int
 
     def stored_checksum(self, layer: int) -> int | None:
-        """What is loaded has been sealed, or settled."""
+        """None: a block that is loaded has been sealed or settled, so the pool knows its checksums."""
         return None
 
 
 class BlockTransfers:
-    """A cancelled call copies no further layer, and ends when nothing is being copied."""
+    """Loads and stores of blocks; a cancelled call copies no further layer, and returns when no copy runs."""
 
-    def __init__(self, copies: Copies, kv: DeviceKVCache) -> None:
+    def __init__(self, copies: LayerCopies, kv: DeviceKVCache) -> None:
         self._copies = copies
         self._kv = kv
         self._quiet = copies.mark()  # whoever computed with the pages before has been waited for
@@ -46,7 +46,7 @@ class BlockTransfers:
         self._storing = ThreadPoolExecutor(1, "kvcache-seal")
 
     async def load(self, blocks: Sequence[BlockPair]) -> list[int]:
-        """From the pool to the device. Returns the pool pages with wrong bytes."""
+        """Copy blocks from the pool to the device. Return the pool pages with wrong bytes."""
 
         def work(is_given_up: threading.Event) -> list[int]:
             damaged: set[int] = set()
@@ -62,7 +62,7 @@ class BlockTransfers:
         return await self._on(self._loading, work) if blocks else []
 
     async def store(self, blocks: Sequence[BlockPair]) -> list[list[int]]:
-        """From the device to the pool. Returns the checksums of each block's layers."""
+        """Copy blocks from the device to the pool. Return the checksums of each block's layers."""
 
         def work(is_given_up: threading.Event) -> list[list[int]]:
             by_layer = []
@@ -75,7 +75,7 @@ class BlockTransfers:
         return await self._on(self._storing, work) if blocks else []
 
     async def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        """Copies of device pages in host memory, one tensor a layer."""
+        """Return copies of device pages in host memory, one tensor a layer."""
 
         def work(is_given_up: threading.Event) -> list[torch.Tensor]:
             index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
@@ -85,7 +85,7 @@ class BlockTransfers:
         return await self._on(self._storing, work)
 
     async def restore(self, pages: Sequence[int], saved: Sequence[torch.Tensor]) -> None:
-        """The inverse of `save`, into other pages."""
+        """Copy saved pages back to the device, into other pages."""
 
         def work(is_given_up: threading.Event) -> None:
             index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
@@ -97,11 +97,11 @@ class BlockTransfers:
         await self._on(self._loading, work)
 
     def close(self) -> None:
-        """After this nothing can be called. What is being copied may end later."""
+        """Accept no further call. A copy that runs may end later."""
         self._loading.shutdown(wait=False)
         self._storing.shutdown(wait=False)
 
     async def _on(self, thread: ThreadPoolExecutor, work: Callable[[threading.Event], T]) -> T:
         given_up = threading.Event()
         ended = asyncio.get_running_loop().run_in_executor(thread, work, given_up)
-        return await see_out(ended, on_cancel=given_up.set)
+        return await wait_to_end(ended, on_cancel=given_up.set)

@@ -1,10 +1,10 @@
-"""The local scheduler of a decode instance checks what the Conductor has placed here (Mooncake, section 3).
+"""The double check: a decode instance's own test of the TBT SLO (Mooncake, section 3, the local scheduler).
 
-With the TBT that it predicts it may let a request wait, or refuse it, until its first token leaves, and it
-decides which prompts are computed here (section 5).
+With the TBT that it predicts, an instance may let a request wait or refuse it until the first token leaves,
+and it decides which prompts are inlined (section 5).
 
-Owns: what a request would do to the batch, who waits for that to become smaller. Does not know: who is told,
-how anything is measured.
+Owns: what a request would do to the batch, which requests wait for a smaller one. Does not know: who is
+told, how anything is measured.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from workers.decode.sequence import Sequence
 
 
 class TooSlowError(Exception):
-    """With this request the batch would miss the TBT SLO."""
+    """The batch would miss the TBT SLO with this request."""
 
     def __init__(self, batch_size: int, predicted_tbt_s: float, tbt_slo_s: float) -> None:
         super().__init__(
@@ -29,23 +29,26 @@ class TooSlowError(Exception):
 
 
 class DoubleCheck:
-    """Predicts with what `meter` has learned. `max_inline_tokens`: of one pass; 0 if nothing is inlined."""
+    """The check of one instance; `meter` predicts.
+
+    `max_inline_tokens`: limit of one pass; 0: nothing is inlined.
+    """
 
     def __init__(self, meter: DecodeMeter, max_inline_tokens: int) -> None:
         self._meter = meter
         self._max_inline_tokens = max_inline_tokens
         self._turn = asyncio.Lock()
-        """of the one that is looked at, while others stand behind it"""
+        """Held by the request that is checked, while others queue behind it."""
         self._changed = asyncio.Event()
         self._num_waiting = 0
-        """for their turn"""
+        """Number of requests that wait for their turn."""
 
-    async def pass_in_turn(
+    async def wait_turn(
         self, sequence: Sequence, others: Callable[[], Iterable[Sequence]], time_left_s: float | None
     ) -> None:
-        """Returns when it may join the batch: first come, first served.
+        """Wait until the sequence may join the batch: first come, first served.
 
-        Raises TooSlowError if that is not within `time_left_s`, or (None) now.
+        Raises TooSlowError if the batch is too large for `time_left_s`, or (None) if it is too large now.
         """
         if time_left_s is not None:
             with contextlib.suppress(TimeoutError), self._waiting():
@@ -65,19 +68,22 @@ class DoubleCheck:
         finally:
             self._num_waiting -= 1
 
-    def look_again(self) -> None:
-        """The batch has made a step, or somebody has left it."""
+    def recheck(self) -> None:
+        """Check the waiting requests again; to be called after a step, or when a sequence has left."""
         self._changed.set()
 
     def load(self, sequences: Iterable[Sequence]) -> DecodeLoad:
-        """Of these, whether they are prefilled or not."""
+        """Return the load of these sequences, whether they are prefilled or not."""
         batch = [sequence for sequence in sequences if sequence.finish_reason is None]
         num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
         tbt_s = self._meter.tbt.predict_s(len(batch), num_kv_tokens)
         return DecodeLoad(len(batch), self._num_waiting, tbt_s)
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
-        """None if nothing else is to be done: the prediction may be outdated."""
+        """Return why the sequence cannot join now.
+
+        An empty batch refuses none: its prediction may be outdated.
+        """
         batch = _decoded(sequence, others)
         if sequence.tbt_slo_s is None or not batch:
             return None
@@ -87,7 +93,7 @@ class DoubleCheck:
         return TooSlowError(len(batch) + 1, predicted_s, sequence.tbt_slo_s)
 
     def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """Whether the rest of its prompt, behind `num_cached_tokens`, is computed here."""
+        """Return whether the rest of a prompt, behind `num_cached_tokens`, is computed here."""
         batch = _decoded(sequence, others)
         num_tokens = sum(other.num_tokens_left for other in (*batch, sequence))
         return is_inlined(

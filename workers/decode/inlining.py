@@ -1,7 +1,7 @@
-"""Which prompts the decode instance computes itself, in an iteration of its batch (Mooncake, section 5).
+"""Inlined prefill: prompts that a decode instance computes itself, in an iteration (Mooncake, section 5).
 
-A short prompt is not worth a way over a prefill instance, if what of it is to be computed fits into one pass
-and the batch keeps its time between tokens.
+A short prompt does not pay for the way over a prefill instance, if the rest of it that is to be computed fits
+into one pass and the batch keeps its time between tokens.
 
 Owns: the rule, and what a prompt's token costs in an iteration. Does not know: the clock, pools, requests.
 """
@@ -10,28 +10,29 @@ DECAY = 0.9
 
 
 class PromptCost:
-    """Seconds that a token of a prompt adds to an iteration: a mean that follows the machine."""
+    """The seconds that a prompt token adds to an iteration: a mean that follows the machine."""
 
     def __init__(self) -> None:
         self._seconds = self._num_tokens = 0.0
 
     def observe(self, num_tokens: int, added_s: float) -> None:
-        """An iteration with so many tokens of prompts took so much longer than one without."""
+        """Learn that an iteration with `num_tokens` of prompts took `added_s` longer than one without."""
         self._seconds = DECAY * self._seconds + max(0.0, added_s)
         self._num_tokens = DECAY * self._num_tokens + num_tokens
 
     def predict_s(self, num_tokens: int) -> float | None:
-        """What so many tokens add; None before the first observation."""
+        """Return the seconds that `num_tokens` add; None before the first observation."""
         return num_tokens * self._seconds / self._num_tokens if self._num_tokens else None
 
 
 def is_inlined(
     num_tokens: int, max_tokens: int, batch_s: float | None, prompt_s: float | None, tbt_slo_s: float | None
 ) -> bool:
-    """Whether a prompt is inlined: with those inlined before it, `num_tokens` are to be computed then.
+    """Return whether a prompt is inlined.
 
-    `max_tokens`: of one pass. `batch_s`: of an iteration without them, 0 if nobody else is decoded, and
-    `prompt_s`: what they add; None for what is not known. `tbt_slo_s`: what both may take, None if anything.
+    `num_tokens` are to be computed for it and for those inlined before it, `max_tokens` is the limit of a
+    pass. `batch_s` is the predicted iteration without them (0: nothing else is decoded) and `prompt_s` what
+    they add; None is not known. `tbt_slo_s` limits the sum; None is no limit.
     """
     if num_tokens > max_tokens:
         return False

@@ -1,10 +1,10 @@
-"""Iterations of decoding, one behind the other: the next is planned while one runs.
+"""Iterations of decoding, one behind the other: the next one is planned while one runs.
 
-The device thread begins an iteration as soon as the one before has ended, with the tokens that that has
-drawn, before anybody else has seen them. Until it begins, it can be taken back and planned anew: for
-whoever has come meanwhile.
+The device thread begins an iteration as soon as the previous one has ended, with its tokens, before anybody
+else has seen them. Until it begins, it can be taken back and planned anew, for sequences that were loaded
+meanwhile.
 
-Owns: the way of tokens from one iteration to the next. Does not know: who is decoded, and why.
+Owns: the way of tokens from one iteration to the next. Does not know: which sequences are decoded, and why.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.tensor_parallel import RankLost
 from workers.execution.draws import Draws, Row
 from workers.execution.executor import Executor
-from workers.execution.jobs import see_out
+from workers.execution.jobs import wait_to_end
 from workers.groups.followers import Followers
 from workers.groups.rank_messages import DecodePass, PassChunk
 
 
 class Iteration:
-    """The next token of each of `sequences`. `before` is in flight: its tokens are not known yet."""
+    """One iteration over `sequences`. `before` is in flight: its tokens are not known yet."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Iteration:
     ) -> None:
         self.sequences = sequences
         self.tokens: list[int] = []
-        """drawn, when it has ended"""
+        """Drawn tokens, one a sequence; empty until the iteration has ended."""
         self.logprobs: dict[int, TokenLogprobs] = {}
-        """then, by row"""
+        """Logprobs of the drawn tokens by row, for requests that want them."""
         self.began_s = self.forward_began_s = self.ended_s = 0.0
         self._before = before
         self._executor, self._followers = executor, followers
@@ -52,12 +52,12 @@ class Iteration:
         ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
         self.num_kv_tokens = sum(ends)
         self.num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks) - len(chunks)
-        """of inlined prompts"""
+        """Tokens of inlined prompts in this iteration."""
         self._batch = executor.prepare(chunks)
         self._draws = Draws([_row(sequence, end) for sequence, end in zip(sequences, ends, strict=True)])
 
     def begin(self) -> None:
-        """On the device thread, when `before` has ended."""
+        """Fill in the tokens of `before`, which has ended. Runs on the device thread."""
         self.began_s = time.perf_counter()
         if self._before is not None and self._rows:
             drawn = [self._before.tokens[row] for row in self._rows_before]
@@ -68,7 +68,7 @@ class Iteration:
         self.forward_began_s = time.perf_counter()
 
     def run(self) -> None:
-        """On the device thread, then. The other ranks begin it when they hear of it."""
+        """Compute, after `begin`, on the device thread. The other ranks begin when they hear of it."""
         refs = [sequence.ref for sequence in self.sequences]
         with self._executor.record.computing(refs, expected=RankLost):
             if self._followers is not None:
@@ -78,7 +78,7 @@ class Iteration:
 
 
 class Iterations:
-    """At most one is in flight: it runs, or has ended and not been received. One more may be behind it."""
+    """The iterations of a batch: at most one is in flight or not received, and at most one is planned."""
 
     def __init__(
         self, executor: Executor, on_turn: Callable[[], None], followers: Followers | None = None
@@ -91,11 +91,11 @@ class Iterations:
         self._planned: Iteration | None = None
         self._in_flight: Iteration | None = None
         self._num_idle_calls = 0
-        """to the device thread, which have not looked for something planned yet"""
+        """Calls to the device thread that have not looked for a planned iteration yet."""
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:
-        """Those that have ended since. What was planned and has not begun is taken back."""
+        """Return iterations that have ended since the last call. A plan that has not begun is taken back."""
         with self._lock:
             planned, self._planned = self._planned, None
         ended = []
@@ -114,11 +114,11 @@ class Iterations:
 
     @property
     def is_running(self) -> bool:
-        """After `receive`: whether one has begun whose tokens are not known."""
+        """Whether an iteration has begun whose tokens are not known; to be asked after `receive`."""
         return self._in_flight is not None
 
     def plan(self, sequences: list[Sequence]) -> None:
-        """What comes next; after `receive`, which says what is known."""
+        """Plan the next iteration; to be called after `receive`."""
         planned = Iteration(sequences, self._in_flight, self._executor, self._followers)
         _set_in_flight(planned, True)
         with self._lock:
@@ -132,12 +132,12 @@ class Iterations:
             call.add_done_callback(lambda _: self._after_call(loop))
 
     async def close(self) -> None:
-        """Returns when none runs any more, however often it is cancelled."""
+        """Wait until no iteration runs, however often the caller is cancelled."""
         with self._lock:
             self._planned = None
         if self._calls:
             waiting = asyncio.wait([asyncio.wrap_future(call) for call in self._calls])
-            await see_out(asyncio.ensure_future(waiting))
+            await wait_to_end(asyncio.ensure_future(waiting))
 
     def _run_planned(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
         with self._lock:
@@ -157,7 +157,7 @@ class Iterations:
 
 
 def _next_chunk(sequence: Sequence) -> Chunk:
-    """What has no KVCache yet: the newest token, or one in its place that is in flight."""
+    """Return the tokens without KVCache: the newest, or the place of one that is in flight."""
     start = sequence.num_planned_tokens - 1 if sequence.is_in_flight else sequence.num_kv_tokens
     return Chunk(sequence.tokens[min(start, len(sequence.tokens) - 1) :], start, sequence.pages)
 
@@ -172,7 +172,7 @@ def _announced(batch: Batch) -> DecodePass:
 
 
 def _row(sequence: Sequence, position: int) -> Row:
-    """Its next draw. Without rules nobody looks at its output."""
+    """Return a sequence's next draw. Its output is needed for rules only."""
     rules = sequence.rules
     output = sequence.tokens[sequence.request.num_prompt_tokens :] if rules is not None else ()
     return Row(sequence.request.sampling, position, rules, output)

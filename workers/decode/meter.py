@@ -1,6 +1,6 @@
-"""What decoding on this device takes, and what it has done: totals for heartbeats, the line for predictions.
+"""Counters of decoding for heartbeats, and the predictor of its iterations.
 
-Owns: counters. Does not know: who reads them.
+Owns: counters. Does not know: their readers.
 """
 
 from collections import Counter
@@ -17,14 +17,14 @@ from workers.decode.tbt import TBTPredictor
 
 
 class DecodeMeter:
-    """`num_...` are totals since the session began."""
+    """Counters of one session; `num_...` are totals since it began."""
 
     def __init__(self) -> None:
         self.tbt = TBTPredictor()
         self.prompt_cost = PromptCost()
         self.num_inlined = self.num_not_inlined = 0
         self.num_prompt_tokens: Counter[str] = Counter()
-        """of inlined prompts by source (`PREFILL_SOURCES`)"""
+        """Tokens of inlined prompts by source (`PREFILL_SOURCES`)."""
         self.num_preemptions: Counter[str] = Counter()
         self.num_refusals = 0
         self.num_sealed_blocks = 0
@@ -32,18 +32,18 @@ class DecodeMeter:
         self._num_iterations = self._num_tokens = 0
         self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
-        self._gave_way = False
-        """since an iteration has ended"""
+        self._has_paused = False
+        """Whether the next iteration was delayed on purpose since the last one ended."""
 
     @contextmanager
     def host_time(self) -> Iterator[None]:
-        """Of the loop: planning, sending. Processor time: waits for the lock are no work."""
+        """Measure the processor time that the loop plans and sends; waits for the lock do not count."""
         began_s = thread_time()
         yield
         self._host_s += thread_time() - began_s
 
     def ended(self, iteration: Iteration) -> None:
-        """Take its times."""
+        """Record the times of an iteration that has ended."""
         batch = len(iteration.sequences), iteration.num_kv_tokens
         seconds = iteration.ended_s - iteration.began_s
         if iteration.num_prompt_tokens:
@@ -58,12 +58,12 @@ class DecodeMeter:
         self._host_s += iteration.forward_began_s - iteration.began_s
         if self._last_ended_s is not None:
             gap_s = iteration.began_s - self._last_ended_s
-            self._bubble_s += 0.0 if self._gave_way else gap_s
-            self._pause_s += gap_s if self._gave_way else 0.0
-        self._last_ended_s, self._gave_way = iteration.ended_s, False
+            self._bubble_s += 0.0 if self._has_paused else gap_s
+            self._pause_s += gap_s if self._has_paused else 0.0
+        self._last_ended_s, self._has_paused = iteration.ended_s, False
 
     def inlined(self, sequence: Sequence, cached: Iterable[Tier | None], page_size: int) -> None:
-        """Its prompt is computed here, behind the `cached` blocks from these tiers."""
+        """Record that a prompt is computed here, behind its `cached` blocks, given by their tiers."""
         self.num_inlined += 1
         num_left = sequence.num_cached_tokens
         for tier in cached:
@@ -72,17 +72,17 @@ class DecodeMeter:
             num_left -= min(page_size, num_left)
         self.num_prompt_tokens[COMPUTED] += sequence.num_tokens_left
 
-    def gives_way(self) -> None:
-        """The next iteration is put off for prompts that are prefilled."""
-        self._gave_way = True
+    def pauses(self) -> None:
+        """Record that the next iteration is delayed for prompts that are being prefilled."""
+        self._has_paused = True
 
     def idle(self) -> None:
-        """There is nobody to decode: the device does not wait."""
+        """Record that there is no sequence to decode: an idle device is no bubble."""
         self._last_ended_s = None
 
     @property
     def stats(self) -> DecodeStats:
-        """All of it."""
+        """The totals as heartbeats carry them."""
         return DecodeStats(
             self._num_iterations,
             self._num_tokens,

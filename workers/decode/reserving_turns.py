@@ -1,8 +1,8 @@
-"""Who reserves pages of the pool next at a decode instance: equal parts for tenants, and for their answers.
+"""The order in which prompts reserve pool pages at a decode instance: fair shares of the pool.
 
 A reserved prompt holds its pages until its sequence joins the batch, which may be long after its prefill. So
-a tenant's prompts hold at most a part of the pool, and an answer's a smaller one: the rest is headroom for
-others, who need not wait until a batch has gone through what stands before them. Of those that wait the one
+a tenant's prompts hold at most a share of the pool, and an answer's a smaller one: the rest is headroom for
+other tenants, which need not wait until the batch has served all prompts before theirs. The waiting prompt
 goes first whose tenant, and whose answer, holds least; then the first that came.
 
 Owns: that order. Does not know: how pages are reserved, what they hold.
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from mooncake.messages.requests import Flow
 
 TENANT_SHARE = 0.75
-"""of the pool's pages that a tenant's reserved prompts hold at most, unless it is a single one"""
+"""Share of the pool's pages that a tenant's reserved prompts hold at most; a single prompt may hold more."""
 ANSWER_SHARE = 0.5
-"""the same of one answer"""
+"""Share of the pool's pages that an answer's reserved prompts hold at most; a single one may hold more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class _Waiting:
 
 
 class ReservingTurns:
-    """One at a time. `held` says how many pages which reserved prompts hold."""
+    """Turns to reserve, one at a time. `held` yields the pages that each reserved prompt holds."""
 
     def __init__(self, num_pages: int, held: Callable[[], Iterable[tuple[Flow, int]]]) -> None:
         self._num_pages, self._held = num_pages, held
@@ -39,11 +39,11 @@ class ReservingTurns:
 
     @asynccontextmanager
     async def turn(self, flow: Flow, num_pages: int) -> AsyncIterator[None]:
-        """Wait for the turn of a prompt of so many pages; it lasts until this is left."""
+        """Wait for the turn of a prompt of `num_pages`; the turn lasts until the block ends."""
         waiting = _Waiting(flow, num_pages, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
-            self.look_again()
+            self.recheck()
             await waiting.turn
             yield
         finally:
@@ -51,10 +51,10 @@ class ReservingTurns:
                 self._waiting.remove(waiting)
             else:
                 self._is_taken = False
-            self.look_again()
+            self.recheck()
 
-    def look_again(self) -> None:
-        """Pages have been released."""
+    def recheck(self) -> None:
+        """Give the next turn, if it is free; to be called when pages have been released."""
         if self._is_taken or not self._waiting:
             return
         by_tenant: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""How long an iteration of decoding will take: learned from those that were measured.
+"""The predictor of decode iterations, which learns from the measured ones.
 
 A line in batch size and KV tokens (Mooncake, section 3: the local scheduler's double check), by weighted
 least squares. An iteration counts `DECAY` times as much as the one after it, so the line follows the
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 DECAY = 0.995
 MIN_ITERATIONS = 8
-"""before it says anything"""
+"""Iterations that are measured before the first prediction."""
 _TOKENS_PER_UNIT = 1000.0
 _RIDGE = 0.01
-"""variance of a feature, in requests or 1,000 tokens, squared, that tells about as much as nothing"""
+"""Variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
 
 
 class _Moments(NamedTuple):
-    """Weighted sums of products of deviations from the means: of requests (b), 1,000 KV tokens (k), seconds
+    """Weighted sums of products of deviations from the means of requests (b), 1,000 KV tokens (k), seconds
     (s)."""
 
     bb: float = 0.0
@@ -29,7 +29,7 @@ class _Moments(NamedTuple):
 
 
 class TBTPredictor:
-    """Time between tokens: of the next one of everybody in the batch."""
+    """A line in batch size and KV tokens that predicts the duration of an iteration."""
 
     def __init__(self) -> None:
         self._num_iterations = 0
@@ -38,7 +38,7 @@ class TBTPredictor:
         self._moments = _Moments()
 
     def observe(self, batch_size: int, num_kv_tokens: int, seconds: float) -> None:
-        """One iteration has been measured."""
+        """Learn from one measured iteration."""
         self._num_iterations += 1
         self._weight = DECAY * self._weight + 1.0
         b = batch_size - self._mean_b
@@ -58,8 +58,10 @@ class TBTPredictor:
         )
 
     def predict_s(self, batch_size: int, num_kv_tokens: int) -> float | None:
-        """Seconds of an iteration over so many requests of so many tokens in all; None while too little is
-        known."""
+        """Return the predicted seconds of an iteration; None while too little is known.
+
+        `num_kv_tokens` counts the tokens of all `batch_size` requests together.
+        """
         if self._num_iterations < MIN_ITERATIONS:
             return None
         request_s, unit_s = self._slopes()
@@ -67,7 +69,7 @@ class TBTPredictor:
         return max(0.0, self._mean_s + request_s * (batch_size - self._mean_b) + unit_s * more_units)
 
     def _slopes(self) -> tuple[float, float]:
-        """Seconds for each more request and each 1,000 more tokens; neither makes an iteration shorter."""
+        """Return the seconds of one more request and of 1,000 more tokens; neither is negative."""
         weight, of = self._weight, self._moments
         bb, bk, kk = of.bb / weight + _RIDGE, of.bk / weight, of.kk / weight + _RIDGE
         bs, ks = of.bs / weight, of.ks / weight

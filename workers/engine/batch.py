@@ -1,7 +1,7 @@
-"""One forward pass: the chunks of several sequences, concatenated without padding.
+"""The batch of a forward pass: chunks of several sequences, concatenated without padding.
 
-Owns: what all layers of a pass share (token ids, positions, pages to write, rotary factors, attention
-plans), computed at most once. Does not know: why the scheduler chose these chunks.
+Owns: the inputs that all layers of a pass share (token ids, positions, pages to write, rotary factors,
+attention plans), computed at most once. Does not know: why the scheduler chose these chunks.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ class HostTokens(NamedTuple):
 
 
 class Batch:
-    """What the layers read, on the device of the cache. T tokens in all, S chunks.
+    """The inputs of the layers, on the device of the cache. T tokens in all, S chunks.
 
-    What only one of the implementations of a layer wants is prepared when it first asks, and kept.
+    An input that only one implementation of a layer needs is prepared on its first use, and kept.
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv: DeviceKVCache) -> None:
@@ -69,11 +69,11 @@ class Batch:
         self.dtype, self.device = kv.dtype, kv.device
         self.num_tokens = sum(query_lens)
         self.query_lens = tuple(query_lens)
-        """new tokens of each chunk"""
+        """New tokens of each chunk."""
         self.kv_lens = tuple(kv_lens)
-        """tokens of each sequence, the new ones included"""
+        """Tokens of each sequence, the new ones included."""
         self.page_tables = tables
-        """int64, of each sequence, on the CPU"""
+        """Page table of each sequence, int64, on the CPU."""
         self.host = HostTokens(
             token_ids, positions, page_of_token, positions % kv.page_size, np.cumsum(query_lens) - 1
         )
@@ -84,7 +84,7 @@ class Batch:
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
-        """Prepares `chunks` (prefill and decode may be mixed) for the pages of `kv`.
+        """Prepare `chunks` (prefill and decode may be mixed) for the pages of `kv`.
 
         Raises ValueError for no chunk, an empty one, pages that do not reach its end, a position too high,
         a token that the model does not have.
@@ -96,46 +96,46 @@ class Batch:
         return cls(chunks, kv)
 
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
-        """The last tokens of these chunks, which were not known when it was built.
+        """Fill in the last tokens of these chunks, which were not known when the batch was built.
 
-        Before anything is computed: layers and captured graphs take them from the host then.
+        To be called before anything is computed: layers and captured graphs take tokens from the host then.
         """
         assert "_uploaded" not in self.__dict__, "the batch is on its device already"
         self.host.token_ids[self.host.last_rows[chunks]] = token_ids
 
     @cached_property
     def _uploaded(self) -> list[torch.Tensor]:
-        """`host`, on the device; a captured graph that computes the batch never asks for it."""
+        """The tokens of `host` on the device; a captured graph never asks for them."""
         return upload(self.host, self.device)
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """int64 [T]"""
+        """Token ids, int64 [T]."""
         return self._uploaded[0]
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [T]"""
+        """Positions, int64 [T]."""
         return self._uploaded[1]
 
     @property
     def page_of_token(self) -> torch.Tensor:
-        """int64 [T], where the token's KV is written"""
+        """Page to which each token's KV is written, int64 [T]."""
         return self._uploaded[2]
 
     @property
     def offset_of_token(self) -> torch.Tensor:
-        """int64 [T], within that page"""
+        """Offset of each token within its page, int64 [T]."""
         return self._uploaded[3]
 
     @property
     def last_rows(self) -> torch.Tensor:
-        """int64 [S], the row of each chunk's last token"""
+        """Row of each chunk's last token, int64 [S]."""
         return self._uploaded[4]
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token's angles: two float32 tensors `[T, head_dim / 2]`."""
+        """Cosines and sines of each token's angles: two float32 tensors `[T, head_dim / 2]`."""
         return cos_sin(self._spec, self.positions)
 
     @cached_property
@@ -144,7 +144,7 @@ class Batch:
         return rotation_factors(*self.cos_sin, self.dtype)
 
     def plan(self, sliding_window: int | None) -> AttentionPlan:
-        """What torch's attention gathers and masks, for layers with this window."""
+        """Return the plan of torch's attention, for layers with this window."""
         if sliding_window not in self._plans:
             tables = [torch.from_numpy(table) for table in self.page_tables]
             _, num_kv_heads, _, page_size, _ = self.kv_shape
@@ -155,11 +155,11 @@ class Batch:
 
     @cached_property
     def slots(self) -> Slots:
-        """Angles and places of the tokens, for the CPU's kernels."""
+        """Angles and token slots, for the CPU's kernels."""
         return Slots(*self.cos_sin, self.page_of_token, self.offset_of_token)
 
     def attention(self, library: Library, heads: Heads, sliding_window: int | None) -> PagedAttention:
-        """The CPU's attention, for layers with this window."""
+        """Return the CPU's attention, for layers with this window."""
         if sliding_window not in self._attentions:
             self._attentions[sliding_window] = PagedAttention(
                 library, self.query_lens, self.kv_lens, self.page_tables, self.kv_shape, heads, sliding_window
@@ -167,7 +167,7 @@ class Batch:
         return self._attentions[sliding_window]
 
     def workspace(self, num_elements: int) -> torch.Tensor:
-        """Memory for what lies between a layer's operations: `num_elements` a token, for all layers."""
+        """Return memory for results between a layer's operations: `num_elements` a token, for all layers."""
         if self._workspace is None:
             self._workspace = torch.empty(self.num_tokens * num_elements, dtype=self.dtype)
         return self._workspace

@@ -1,4 +1,4 @@
-"""What computes on a GPU, found out without importing what is not there.
+"""The choice of GPU kernels, made without importing Triton where it is not installed.
 
 Owns: that choice. Does not know: how anything is computed.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32
-"""query heads of a KV head: a tile holds them all, and float32's are that small"""
+"""Most query heads of a KV head: a tile holds them all, in float32 too."""
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Why the GPU's kernels cannot compute a model; empty if they can."""
+    """Return why the GPU's kernels cannot compute a model; empty if they can."""
     if dtype not in FLOATS:
         return f"{dtype} is not one of {', '.join(map(str, FLOATS))}"
     if spec.head_dim > MAX_HEAD_DIM:
@@ -35,14 +35,14 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 def triton_layers(spec: ModelSpec, weights: Weights) -> TritonLayers:
-    """Takes over `weights`; `unsupported` must have been empty."""
+    """Make layers that take over `weights`; `unsupported` must have been empty."""
     from workers.engine.layers.gpu import TritonLayers
 
     return TritonLayers(spec, weights)
 
 
 def decode_graphs(layers: TritonLayers, kv: DeviceKVCache) -> DecodeGraphs:
-    """For a whole model; captures nothing yet."""
+    """Make the graphs of a whole model; captures nothing yet."""
     from workers.engine.decode_graphs import CudaCapture, DecodeGraphs
 
     return DecodeGraphs(layers, kv, CudaCapture(kv.device))

@@ -21,7 +21,7 @@ from workers.engine.rotary import cos_sin
 
 _BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 _TOKEN_FIELDS = 4
-"""token id, position, page, offset"""
+"""Token id, position, page, offset."""
 _NO_PAGE = -1
 
 
@@ -33,13 +33,13 @@ class Captured(NamedTuple):
 
 
 class Capture(Protocol):
-    """Runs a computation at least once, and captures it."""
+    """A function that runs a computation at least once, and captures it."""
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> Captured: ...
 
 
 class CudaCapture:
-    """All captured graphs share one pool of memory: they never run at the same time."""
+    """A capture into CUDA graphs, which share one memory pool as they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """For a whole model and the pages of `kv`. Used by one thread, like the model."""
+    """The graphs of a whole model and the pages of `kv`. Used by one thread, like the model."""
 
     def __init__(self, layers: TritonLayers, kv: DeviceKVCache, capture: Capture) -> None:
         self.kv = kv
@@ -72,12 +72,12 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def can_compute(self, batch: Batch) -> bool:
-        """Whether it is a batch of single tokens, within the largest bucket."""
+        """Return whether a batch has single tokens only, within the largest bucket."""
         is_decode = batch.num_tokens == len(batch.query_lens) <= _BUCKETS[-1]
         return is_decode and _num_table_pages(batch) <= self.kv.num_pages
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """float32 logits `[S, vocab_size]`; `can_compute` must have said yes."""
+        """Compute float32 logits `[S, vocab_size]`; `can_compute` must have been True."""
         bucket = next(size for size in _BUCKETS if size >= batch.num_tokens)
         if bucket not in self._graphs:
             self._graphs[bucket] = _Graph(bucket, self._layers, self.kv)
@@ -85,7 +85,7 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """`size` sequences; all pages of the cache may be in their tables."""
+    """The graph of a batch of `size` sequences; all pages of the cache may be in their tables."""
 
     def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache) -> None:
         self._size, self._layers, self._kv = size, layers, kv
@@ -119,7 +119,7 @@ class _Graph:
         return self._layers.head(hidden)
 
     def _fill(self, batch: Batch) -> None:
-        """One copy from pinned memory, as long as the batch's page tables are."""
+        """Fill the inputs by one copy from pinned memory, as long as the batch's page tables are."""
         num_pages, _, _, page_size, _ = batch.kv_shape
         plan = plan_spans(
             batch.query_lens, batch.kv_lens, batch.page_tables, num_pages, page_size, tile_tokens=1
@@ -137,7 +137,7 @@ class _Graph:
         self._inputs[:num_used].copy_(staged, non_blocking=True)
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(`[_TOKEN_FIELDS, size]`, spans `[size, SPAN_FIELDS]`, pages) of `inputs`, which they share."""
+        """Return views of `inputs`: tokens `[_TOKEN_FIELDS, size]`, spans `[size, SPAN_FIELDS]`, pages."""
         num_token, num_span = self._size * _TOKEN_FIELDS, self._size * SPAN_FIELDS
         tokens, spans, pages = torch.split(inputs, [num_token, num_span, len(inputs) - num_token - num_span])
         return tokens.view(_TOKEN_FIELDS, -1), spans.view(-1, SPAN_FIELDS), pages

@@ -1,7 +1,7 @@
 """The device's own paged KVCache: one tensor per layer, and the list of free pages.
 
-Owns: device memory of pages and which of them are free. Does not know: whose pages they are, block
-keys, or the pool of host memory.
+Owns: device memory of pages and which of them are free. Does not know: the owners of pages, block keys, the
+pool of host memory.
 """
 
 from collections.abc import Iterable
@@ -29,8 +29,8 @@ class DeviceKVCache:
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.messages.blocks.KVLayout`).
 
-    With a `window` there is memory for so many layers only, which they take in turn: layer l has that of
-    layer `l - window`, whose pages have to be stored, or not to be wanted any more, before l's are written.
+    With a `window` there is memory for so many layers only, which take turns: layer l has that of layer
+    `l - window`, whose pages have to be stored, or given up, before l's are written.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DeviceKVCache:
     ) -> None:
         self.spec, self.layers = spec, layers
         self.window = window if window is not None and window < len(layers) else None
-        """None: every layer has its own memory"""
+        """Number of layers that have memory at a time; None: every layer has its own."""
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.num_pages, self.page_size = num_pages, page_size
         self.dtype, self.device = dtype, torch.device(device)
@@ -71,7 +71,7 @@ class DeviceKVCache:
         return self._tensors[(layer - self.layers.start) % len(self._tensors)]
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Takes `num_pages` pages; their content is undefined. Raises OutOfPages and takes none."""
+        """Take `num_pages` pages; their content is undefined. Raises OutOfPages and takes none."""
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free), self.num_pages)
         pages = [self._free.pop() for _ in range(num_pages)]
@@ -80,7 +80,7 @@ class DeviceKVCache:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back, at once allocatable again."""
+        """Free pages, which can be allocated again at once."""
         for page in pages:
             assert not self._is_free[page], f"page {page} is already free"
             self._is_free[page] = True

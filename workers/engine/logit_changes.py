@@ -1,8 +1,8 @@
-"""What requests want changed of their logits before a token is drawn.
+"""Changes that requests want of their logits before a token is drawn.
 
-Penalties of tokens that have been before (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's two), biases, and
-tokens that must not come now, or that a grammar does not allow. The order is vLLM's: forbidden tokens,
-biases, penalties.
+These are penalties of tokens that have occurred (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's two),
+biases, and tokens that must not come now, or that a grammar does not allow. The order is vLLM's: forbidden
+tokens, biases, penalties.
 
 Owns: these changes, for the rows that want some. Does not know: the draw, requests.
 """
@@ -15,45 +15,48 @@ import numpy as np
 import torch
 
 
-class Follower(Protocol):
-    """Goes along with an output and knows what may follow."""
+class OutputGrammar(Protocol):
+    """A grammar that an output follows."""
 
     def allowed_after(self, tokens: Sequence[int], /) -> np.ndarray:
-        """Bit `i` of byte `j`, uint8: token `8 * j + i` may follow. All tokens have a bit, one is set."""
+        """Return a bit for each token, uint8: bit `i` of byte `j` says that token `8 * j + i` may follow.
+
+        At least one bit is set.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """One request's wishes, prepared once. `bad_words` are token ids, each at least one."""
+    """The changes that one request wants, prepared once. `bad_words` are token ids, each at least one."""
 
     repetition_penalty: float
-    """divides positive logits of the prompt's and the output's tokens, multiplies negative ones"""
+    """Divisor of positive logits of tokens in prompt or output, factor of negative ones."""
     presence_penalty: float
-    """subtracted from logits of the output's tokens"""
+    """Penalty that is subtracted from logits of tokens in the output."""
     frequency_penalty: float
-    """subtracted as often as the token is in the output"""
+    """Penalty that is subtracted as often as the token is in the output."""
     prompt_tokens: np.ndarray
-    """int64, each once; empty if nothing depends on them"""
+    """Tokens of the prompt, int64, each once; empty if nothing depends on them."""
     bias_tokens: np.ndarray
-    """int64"""
+    """Tokens with a bias, int64."""
     biases: np.ndarray
-    """float32, of `bias_tokens`"""
+    """Biases of `bias_tokens`, float32."""
     bad_words: Sequence[Sequence[int]]
-    """no output contains one of these"""
+    """Token sequences that the output must not contain."""
     min_tokens: int
-    """the output is at least so long before one of `stop_tokens`"""
+    """Least length of the output before one of `stop_tokens`."""
     stop_tokens: np.ndarray
-    """int64"""
-    grammar: Follower | None = None
-    """what the output must follow; `forbidden` must leave some of its tokens"""
+    """Tokens that end the output, int64."""
+    grammar: OutputGrammar | None = None
+    """Grammar of the output; `forbidden` must leave some of its tokens."""
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens count that have been before."""
+        """Whether there is a penalty of tokens that have occurred."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def forbidden(self, output: Sequence[int]) -> list[int]:
-        """Tokens that must not follow `output`."""
+        """Return the tokens that must not follow `output`."""
         tokens = [word[-1] for word in self.bad_words if _ends_with(output, word[:-1])]
         if len(output) < self.min_tokens:
             tokens += self.stop_tokens.tolist()
@@ -61,24 +64,24 @@ class LogitRules:
 
 
 class LogitChanges:
-    """Of one pass. Rows that want nothing are not touched, and cost nothing."""
+    """The changes of one pass. Rows without rules are not touched, and cost nothing."""
 
     def __init__(self) -> None:
         self._rules: dict[int, LogitRules] = {}
         self._outputs: dict[int, list[int]] = {}
 
     def add(self, row: int, rules: LogitRules, output: Sequence[int]) -> None:
-        """`output`: what is known of it so far, without the prompt."""
+        """Add a row with rules. `output` is its request's output so far."""
         self._rules[row], self._outputs[row] = rules, list(output)
 
     def extend(self, row: int, token: int) -> None:
-        """Another token of the row's output is known."""
+        """Append a token to a row's output."""
         if row in self._outputs:
             self._outputs[row].append(token)
 
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor) -> None:
-        """Changes `logits` float32 `[S, V]` in place."""
+        """Change `logits` float32 `[S, V]` in place."""
         if not self._rules:
             return
         self._forbid(logits)
@@ -135,7 +138,7 @@ class LogitChanges:
 def _places(
     tokens_of_rows: Mapping[int, Sequence[int] | np.ndarray], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index of these tokens in these rows."""
+    """Return the index of these tokens in these rows."""
     lens = [len(tokens) for tokens in tokens_of_rows.values()]
     rows = np.repeat(np.fromiter(tokens_of_rows, np.int64), lens)
     tokens = np.concatenate([np.asarray(of_row, dtype=np.int64) for of_row in tokens_of_rows.values()])

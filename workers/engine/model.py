@@ -1,4 +1,4 @@
-"""A decoder-only transformer over a paged KVCache, executed layer by layer.
+"""A decoder-only transformer over a paged KVCache, computed layer by layer.
 
 Token-for-token equality with transformers' eager models in float32 is the aim.
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Layers(Protocol):
-    """What an implementation computes: the methods of `DecoderModel` of the same names."""
+    """An implementation of the layers, with the methods of `DecoderModel` of the same names."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -74,7 +74,7 @@ class DecoderModel:
         self._library, self.fallback_reason = self._choose(allow_native)
         self.computed_by = self._name()
         self.idle_cores: frozenset[int] = frozenset()
-        """those on which it computes as long as others leave them idle"""
+        """Cores on which it computes as long as other processes leave them idle."""
         self._computed: Layers | None = None
         self._triton: TritonLayers | None = None
         self._graphs: DecodeGraphs | None = None
@@ -102,8 +102,7 @@ class DecoderModel:
         return "torch" if self.fallback_reason else "triton"
 
     def use_idle_cores(self, num_threads: int) -> bool:
-        """Let its kernels compute with so many threads, of which one is the caller's. False: it has none of
-        the CPU's kernels."""
+        """Let the CPU's kernels compute with `num_threads`, the caller's included; False without them."""
         if self._library is None:
             return False
         self._library.set_num_threads(num_threads)
@@ -112,7 +111,7 @@ class DecoderModel:
 
     @property
     def kv_heads(self) -> range:
-        """Those that its KVCache has: of the whole model's."""
+        """KV heads of this rank's KVCache, numbered as in the whole model."""
         return self._part.kv_heads
 
     @property
@@ -125,7 +124,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes (Hugging Face name, tensor) pairs of the whole model or of these layers; casts to the dtype.
+        """Load (Hugging Face name, tensor) pairs of the whole model or of these layers; cast to the dtype.
 
         Only this rank's part of each tensor is kept.
 
@@ -137,7 +136,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def init_dummy_weights(self, seed: int = 0) -> None:
-        """Random weights for tests and benchmarks; stages and ranks get what the whole model would."""
+        """Make random weights for tests and benchmarks, equal to the parts of the whole model's."""
         weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.init_dummy(seed)
         self._prepare(weights)
@@ -155,7 +154,7 @@ class DecoderModel:
         self._computed = computed if self.shard is None else ShardedLayers(computed, self.spec, self.shard)
 
     def _graphs_over(self, kv: DeviceKVCache) -> "DecodeGraphs | None":
-        """Those of the cache that was used last; None where nothing is captured."""
+        """Return the graphs over the cache that was used last; None where nothing is captured."""
         if self._triton is not None and (self._graphs is None or self._graphs.kv is not kv):
             self._graphs = cuda.decode_graphs(self._triton, kv)
         return self._graphs
@@ -167,7 +166,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Hidden states `[T, hidden_size]` of the batch's tokens; first stage only."""
+        """Return hidden states `[T, hidden_size]` of the batch's tokens; first stage only."""
         assert self.is_first_stage, f"layers {self.layers} do not start with the embedding"
         return self._loaded.embed(batch.token_ids)
 
@@ -175,7 +174,7 @@ class DecoderModel:
     def forward_layer(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """One layer (its number in the whole model) over `hidden` [T, hidden_size]; returns the same shape.
+        """Compute layer `layer` of the whole model over `hidden` [T, hidden_size]; return the same shape.
 
         Writes the batch's keys and values of this layer to their pages; earlier tokens' must be there.
         """
@@ -184,13 +183,13 @@ class DecoderModel:
 
     @torch.inference_mode()
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """float32 logits `[S, vocab_size]` of `hidden_rows` [S, hidden_size]; last stage only."""
+        """Return float32 logits `[S, vocab_size]` of `hidden_rows` [S, hidden_size]; last stage only."""
         assert self.is_last_stage, f"layers {self.layers} do not end with the head"
         return self._loaded.logits(hidden_rows)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage.
+        """Return float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage.
 
         On CUDA, decode steps over the pages of one cache are captured graphs.
         """

@@ -1,9 +1,9 @@
 """A tensor-parallel group over torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-A process is in one group at a time. When that has lost a rank, those that are left can join another.
+A process is in one group at a time. When a rank of it is lost, the others can join another group.
 
-Owns: the process group, its deadline, the order of sums. Does not know: models; who starts the ranks, and
-what is done when one is lost.
+Owns: the process group, its deadline, the order of sums. Does not know: models, how ranks are started and
+replaced.
 """
 
 import os
@@ -19,7 +19,10 @@ from workers.engine.tensor_parallel import RankLost, TensorShard
 
 
 def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
-    """A rank's calls, whichever group it is in then: a model outlives groups. RankLost outside of any."""
+    """Return a rank's calls, which use its current group: a model outlives groups.
+
+    RankLost outside of any.
+    """
     all_reduce = _all_reduce_by_nccl if device.type == "cuda" else _all_reduce_in_order
     return TensorShard(rank, size, all_reduce, _all_gather)
 
@@ -28,7 +31,7 @@ def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
 def join_group(
     store: Store, rank: int, size: int, device: torch.device, *, interface: str, timeout_s: float
 ) -> Iterator[TensorShard]:
-    """Meets the other ranks in `store`, and leaves them at the end.
+    """Meet the other ranks in `store`, and leave them at the end.
 
     `store` is new for each group: a `FileStore` in a private directory for the ranks of one host, else a
     `TCPStore`, which listens on every interface. What is exchanged goes over the network `interface`
@@ -65,7 +68,7 @@ def _all_gather(part: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce_in_order(tensor: torch.Tensor) -> None:
-    """Every rank adds up all parts, in float32 and in the order of the ranks.
+    """Add up all parts on every rank, in float32 and in the order of the ranks.
 
     gloo's own sum goes round a ring that starts at another rank for each piece of the tensor, so the bits of
     a token would depend on the size of its batch. With two ranks this sends as much, and waits half as often.

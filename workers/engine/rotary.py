@@ -13,7 +13,7 @@ from workers.engine.spec import ModelSpec, RopeKind
 
 @lru_cache(maxsize=8)
 def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """Angle per position of each pair of dimensions: float32 `[head_dim / 2]`, on the CPU."""
+    """Return the angle per position of each pair of dimensions: float32 `[head_dim / 2]`, on the CPU."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
     frequencies = 1.0 / (spec.rope_theta**exponents)
     scaling = spec.rope_scaling
@@ -25,7 +25,8 @@ def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
 
 
 def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Scale frequencies as Llama 3.1: stretch long wavelengths by `factor`, keep short ones, interpolate
+    others."""
     scaling = spec.rope_scaling
     original, low, high = scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
@@ -38,12 +39,12 @@ def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Ten
 
 @lru_cache(maxsize=8)
 def _frequencies_on(spec: ModelSpec, device: torch.device) -> torch.Tensor:
-    """Kept there: a copy from the CPU would make every batch wait for the device."""
+    """Return the frequencies on a device, where they are kept: a copy would make every batch wait."""
     return inverse_frequencies(spec).to(device)
 
 
 def cos_sin(spec: ModelSpec, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the angles at int64 `positions` [T]: two float32 tensors `[T, head_dim / 2]`."""
+    """Return cosines and sines of the angles at int64 `positions` [T]: float32 `[T, head_dim / 2]` each."""
     angles = positions[:, None].to(torch.float32) * _frequencies_on(spec, positions.device)
     return angles.cos(), angles.sin()
 
@@ -51,7 +52,7 @@ def cos_sin(spec: ModelSpec, positions: torch.Tensor) -> tuple[torch.Tensor, tor
 def rotation_factors(
     cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of `rotate` from `cos_sin`: two tensors `[T, 1, head_dim]` in `dtype`.
+    """Return the factors of `rotate` from `cos_sin`: two tensors `[T, 1, head_dim]` in `dtype`.
 
     The first half of the sines is negated, so that `rotate` needs no negation.
     """
@@ -60,6 +61,6 @@ def rotation_factors(
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates `heads` [T, heads, head_dim] by `rotation_factors`' result; pairs are (i, i + head_dim / 2)."""
+    """Rotate `heads` [T, heads, head_dim] by `rotation_factors`' result; pairs are (i, i + head_dim / 2)."""
     first, second = heads.chunk(2, dim=-1)
     return (heads * cos).add_(torch.cat((second, first), dim=-1).mul_(sin))

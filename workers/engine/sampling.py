@@ -1,9 +1,9 @@
-"""Drawing the next token from logits: greedy, temperature, min-p, top-k, top-p. And its logprobs.
+"""Draws of the next token from logits (greedy, temperature, min-p, top-k, top-p), and logprobs.
 
 A draw depends on the request's seed and the token's position only (`uniform`), not on the worker that
 makes it nor on the batch around it: a request that moves to another instance continues with the same text.
 
-Owns: the draw, what ranks before what. Does not know: penalties, logit biases, grammars; those change the
+Owns: the draw, the ranking of tokens. Does not know: penalties, logit biases, grammars, which change the
 logits before (`logit_changes`).
 """
 
@@ -15,7 +15,7 @@ import torch
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that draws the token at `position` of a request with `seed` (any two integers)."""
+    """Return the number in [0, 1) that draws the token at `position`; `seed` and it are any integers."""
     digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
     return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
@@ -29,7 +29,7 @@ def sample(
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Next token of each row: int64 `[S]`, on the device of `logits` [S, V] (float32, finite or -inf).
+    """Draw the next token of each row of `logits` [S, V] (float32, finite or -inf): int64 `[S]`.
 
     The five parameters are `[S]`, best on the CPU (then an all-greedy batch never waits for the device).
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
@@ -56,7 +56,7 @@ def _draw(
     *,
     has_min_p: bool,
 ) -> torch.Tensor:
-    """Inverts each row's cumulative distribution, in float64, over its tokens from the likeliest on."""
+    """Invert each row's cumulative distribution, in float64, over its tokens from the likeliest on."""
     vocab_size = logits.shape[-1]
     num_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
     values, tokens = _rank(logits, int(num_by_k.max()))
@@ -73,7 +73,7 @@ def _draw(
 
 
 class Logprobs(NamedTuple):
-    """Of R rows: the drawn token's, float32 `[R]`, and the likeliest tokens, int64 and float32 `[R, N]`."""
+    """Logprobs of R rows: drawn tokens, float32 `[R]`, and the likeliest, int64 and float32 `[R, N]`."""
 
     drawn: torch.Tensor
     top_tokens: torch.Tensor
@@ -82,8 +82,10 @@ class Logprobs(NamedTuple):
 
 @torch.inference_mode()
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
-    """Logarithms of the probabilities by which `logits` [R, V] (float32) lead to `tokens` [R], and of the
-    `num_top` likeliest, descending; equal ones by id."""
+    """Return the logprobs of `tokens` [R] by `logits` [R, V] (float32), and of the `num_top` likeliest.
+
+    The likeliest are in descending order; equal ones by id.
+    """
     values, top_tokens = _rank(logits, num_top)
     log_mass = logits.logsumexp(-1, keepdim=True)
     return Logprobs(
@@ -94,7 +96,7 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logpro
 
 
 def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `num_ranks` largest logits of each row, descending, and their token ids; equal ones by id.
+    """Return the `num_ranks` largest logits of each row, descending, and their token ids; equal ones by id.
 
     Sorts integers that hold both: the float's bits, made monotonic, above the complement of the id. No two
     are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15 times as fast as torch's.

@@ -1,4 +1,4 @@
-"""What the engine must know of a model: its shapes and its variants of the decoder layer.
+"""The engine's spec of a model: its shapes and its variants of the decoder layer.
 
 Owns: these facts, and what must hold among them. Does not know: config.json
 (`workers.execution.model_spec`), weights, devices, tokenizers.
@@ -13,7 +13,7 @@ class UnsupportedModel(ValueError):
 
 
 class RopeKind(Enum):
-    """How rotary frequencies are stretched beyond the length that the model was trained on."""
+    """Scalings of rotary frequencies beyond the length that the model was trained on."""
 
     NONE = "default"
     LINEAR = "linear"
@@ -69,5 +69,5 @@ class ModelSpec:
             raise UnsupportedModel(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     def layer_sliding_window(self, layer: int) -> int | None:
-        """Tokens that a query of `layer` sees, itself included; None if it sees all before it."""
+        """Return how many tokens a query of `layer` sees, itself included; None: all before it."""
         return self.sliding_window if layer >= self.num_full_attention_layers else None

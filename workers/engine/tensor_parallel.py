@@ -1,10 +1,10 @@
-"""Which part of a model a rank of a tensor-parallel group holds (Megatron-LM, arXiv 1909.08053, section 3).
+"""The split of a model over the ranks of a tensor-parallel group (Megatron-LM, arXiv 1909.08053, section 3).
 
 A rank computes with its KV heads and the query heads that use them, its columns of the MLP, its rows of the
-vocabulary; what each has computed of a half of a layer is added up over the group, twice a layer. Shares are
-as even as whole heads and the kernels allow.
+vocabulary; the ranks' results of a half of a layer are added up over the group, twice a layer. Parts are as
+even as whole heads and the kernels allow.
 
-Owns: the split, and what a rank needs of its group. Does not know: weights, arithmetic, how ranks meet.
+Owns: the split, and a rank's calls to its group. Does not know: weights, arithmetic, how ranks meet.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ _MLP_MULTIPLE = 16
 
 
 class RankLost(RuntimeError):
-    """Another rank is gone, or has not come in time: this group computes nothing any more."""
+    """Another rank is lost, or has not come in time: this group computes nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """One rank of a group of `size`. All ranks make the same calls, in the same order.
+    """The calls of one rank in a group of `size`. All ranks make the same calls, in the same order.
 
     A call blocks until all ranks have made theirs (on CUDA the stream does). Raises RankLost if one does not.
     """
@@ -32,35 +32,35 @@ class TensorShard:
     rank: int
     size: int
     all_reduce: Callable[[torch.Tensor], None]
-    """adds up over the ranks, in place: contiguous, same bits on every rank"""
+    """Sum over the ranks, in place: contiguous, the same bits on every rank."""
     all_gather: Callable[[torch.Tensor], torch.Tensor]
-    """`[size, ...]` of every rank's contiguous `[...]`, in the order of the ranks"""
+    """Gather of every rank's contiguous `[...]` into `[size, ...]`, in the order of the ranks."""
 
     def __post_init__(self) -> None:
         _check(self.rank, self.size)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of them some rank has set."""
+        """Return which flags are set by some rank."""
         return self.all_gather(torch.tensor(flags, dtype=torch.uint8)).any(0).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank holds; ranges are those of the whole model. An unsplit model is rank 0 of 1."""
+    """One rank's part of a model, in ranges of the whole. An unsplit model is rank 0 of 1."""
 
     kv_heads: range
     heads: range
-    """query heads: those that use `kv_heads`"""
+    """Query heads that use `kv_heads`."""
     mlp_columns: range
-    """of gate and up, rows of down"""
+    """Columns of gate and up, rows of down."""
     vocab: range
-    """rows of embedding and head"""
+    """Rows of embedding and head."""
     adds_bias: bool
-    """of the products whose results are added up: one rank does"""
+    """Whether the rank adds the biases of products whose results are summed; one rank does."""
 
 
 def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:
-    """The KV heads of `rank`: the first ranks hold one more where `size` does not divide them.
+    """Return the KV heads of `rank`; the first ranks hold one more where `size` does not divide them.
 
     Raises UnsupportedModel if there is not one for every rank.
     """
@@ -74,7 +74,10 @@ def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:
 
 
 def part_of(spec: ModelSpec, rank: int = 0, size: int = 1) -> RankPart:
-    """What `rank` holds. Raises UnsupportedModel for more ranks than there are parts of something."""
+    """Return the part of `rank`.
+
+    Raises UnsupportedModel for more ranks than a dimension can be split into.
+    """
     kv_heads = kv_heads_of(spec, rank, size)
     group = spec.num_heads // spec.num_kv_heads
     return RankPart(
@@ -87,7 +90,7 @@ def part_of(spec: ModelSpec, rank: int = 0, size: int = 1) -> RankPart:
 
 
 def vocab_of(spec: ModelSpec, rank: int, size: int) -> range:
-    """The token ids whose rows of embedding and head `rank` holds."""
+    """Return the token ids whose rows of embedding and head `rank` holds."""
     return _share(spec.vocab_size, rank, size)
 
 

@@ -1,4 +1,4 @@
-"""Small arrays on their way to the device: one copy for all of them, which nobody waits for.
+"""The upload of small arrays to the device: one copy for all of them, which nobody waits for.
 
 Owns: the copy. Does not know: what the numbers mean.
 """
@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 2
-"""int64 numbers in 16 bytes: Triton compiles a kernel again for pointers that are aligned less"""
+"""Alignment in int64 numbers: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int64 arrays as tensors of the same shapes on `device`; on the CPU they share the arrays' memory.
+    """Return int64 arrays as tensors on `device`; on the CPU they share the arrays' memory.
 
     On CUDA they are parts of one tensor, filled from pinned memory on the current stream.
     """

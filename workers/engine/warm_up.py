@@ -1,4 +1,4 @@
-"""The first run of a model on a GPU, which compiles its kernels.
+"""The warm-up of a model on a GPU, which compiles its kernels.
 
 Owns: what is run. Does not know: what any kernel does.
 """
@@ -11,7 +11,7 @@ from workers.engine.model import DecoderModel
 
 
 def warm_up(model: DecoderModel, kv: DeviceKVCache) -> None:
-    """Lets kernels be compiled before a request has to wait for it: one prompt, and one step after it.
+    """Compute one prompt and one step, so that no request waits for the compilation of kernels.
 
     A whole model captures its first graph, a stage computes its layers. Blocks for seconds; the pages that it
     uses are free again.

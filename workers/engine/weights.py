@@ -1,7 +1,7 @@
-"""Weights of the layers that a worker owns: their memory, and how a checkpoint fills it, once.
+"""The weights of a worker's layers: their memory, and how a checkpoint fills it, once.
 
-Owns: tensors, Hugging Face names, shape checks, which part of each tensor a rank holds, dummy values. Does
-not know: files, downloads, arithmetic.
+Owns: tensors, Hugging Face names, shape checks, a rank's part of each tensor, dummy values. Does not know:
+files, downloads, arithmetic.
 """
 
 import hashlib
@@ -27,15 +27,17 @@ _DUMMY_STD = 0.02
 
 
 class WeightsError(ValueError):
-    """A checkpoint's tensors do not fit the model. Names the tensor, and what was expected."""
+    """A checkpoint's tensors do not fit the model. The message names the tensor, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up.
+    """The weights of one decoder layer.
 
-    Of a rank that shares the layer with others: its heads and MLP columns, norms in whole; one rank has the
-    biases of `o` and `down`.
+    Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up.
+
+    A rank of a group holds its heads and MLP columns, and the whole norms; one rank has the biases of `o` and
+    `down`.
     """
 
     input_norm: torch.Tensor
@@ -66,9 +68,9 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """What a tensor of the checkpoint, of this `shape`, fills: `part` of dimension `dim` goes to `target`.
+    """The target of a checkpoint's tensor of this `shape`: `part` of dimension `dim` goes to `target`.
 
-    Without a target it is another rank's: checked all the same.
+    Without a target the tensor belongs to another rank, and only its shape is checked.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +84,7 @@ class _Slot:
 
 
 class Weights:
-    """Memory for `layers`, the embedding on the first stage, final norm and head on the last: `part` of them.
+    """A rank's `part` of `layers`, of the embedding on the first stage, of final norm and head on the last.
 
     With tied embeddings, first and last stage hold the same matrix (twice, if they are different workers).
     """
@@ -105,7 +107,7 @@ class Weights:
             self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies a checkpoint's tensors in, casting; those of other stages are skipped.
+        """Copy a checkpoint's tensors in, casting; skip those of other stages.
 
         Raises WeightsError for an unknown tensor, a wrong shape, or a tensor that never came.
         """
@@ -127,7 +129,7 @@ class Weights:
         self._slots.clear()  # whoever takes a layer now is its only owner
 
     def init_dummy(self, seed: int) -> None:
-        """Small random weights. Values depend on `seed` and name only, not on stage or rank."""
+        """Fill in small random weights. Values depend on `seed` and name only, not on stage or rank."""
         for name, slot in self._slots.items():
             if name.endswith("norm.weight"):
                 slot.fill(torch.ones(slot.shape))
@@ -138,7 +140,7 @@ class Weights:
         self._slots.clear()
 
     def _check_foreign(self, name: str) -> None:
-        """Passes what other stages load; refuses a tensor that no stage would."""
+        """Accept a tensor that other stages load; refuse one that no stage would."""
         layer = _LAYER_NAME.match(name)
         is_elsewhere = (
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers
@@ -148,7 +150,8 @@ class Weights:
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 
     def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the parts of stacked tensors, under the parts' names; all else as it is."""
+        """Yield the parts of stacked tensors as views, under the parts' names, and other tensors as they
+        are."""
         for name, tensor in tensors:
             packed = _PACKED_NAME.fullmatch(name)
             names = [f"{packed[1]}{part}{packed[3]}" for part in _PACKED_PARTS[packed[2]]] if packed else []
@@ -167,7 +170,8 @@ class Weights:
         return self._stacked([name], [_Cut(size, range(size))])
 
     def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
-        """One tensor whose consecutive rows are filled by several of the checkpoint's, each cut."""
+        """Allocate one tensor whose consecutive rows are filled by several tensors of the checkpoint, each
+        cut."""
         num_rows = [len(cut.part) for cut in cuts]
         tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
         for name, cut, target in zip(names, cuts, torch.split(tensor, num_rows), strict=True):

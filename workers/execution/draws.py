@@ -1,6 +1,6 @@
-"""How the rows of a pass are drawn: from requests' sampling parameters to what the engine computes with.
+"""The draws of a pass: from requests' sampling parameters to the tensors that the engine samples with.
 
-Owns: which rows want what. Does not know: the model, batches, how a logit is changed.
+Owns: the parameters of each row. Does not know: the model, batches, how a logit is changed.
 """
 
 from collections.abc import Sequence
@@ -10,26 +10,26 @@ import numpy as np
 import torch
 
 from mooncake.messages.requests import Request, SamplingParams, TokenLogprobs
-from workers.engine.logit_changes import Follower, LogitChanges, LogitRules
+from workers.engine.logit_changes import LogitChanges, LogitRules, OutputGrammar
 from workers.engine.sampling import logprobs, sample, uniform
 
 
 class Drawn(NamedTuple):
-    """One token of each row, and of the rows that want them, their logprobs."""
+    """The result of a pass: a token of each row, and logprobs of the rows that want them."""
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
 
 
 class FirstToken(NamedTuple):
-    """What a prompt's prefill draws; `logprobs` if its request wants them."""
+    """The token that prefill draws for a prompt; `logprobs` if its request wants them."""
 
     token: int
     logprobs: TokenLogprobs | None = None
 
 
 class Row(NamedTuple):
-    """One draw. `position` is that of the drawn token; `output` what is known so far of the request's."""
+    """One draw: `position` of the drawn token, and the request's `output` so far."""
 
     sampling: SamplingParams
     position: int
@@ -37,8 +37,11 @@ class Row(NamedTuple):
     output: Sequence[int] = ()
 
 
-def rules_of(request: Request, grammar: Follower | None = None) -> LogitRules | None:
-    """What a request wants changed of its logits; None: nothing. `grammar`: that of its sampling, begun."""
+def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRules | None:
+    """Return the changes that a request wants of its logits, or None.
+
+    `grammar` is the state of its grammar.
+    """
     sampling = request.sampling
     is_neutral = (
         (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
@@ -65,7 +68,7 @@ def rules_of(request: Request, grammar: Follower | None = None) -> LogitRules | 
 
 
 class Draws:
-    """Those of one pass. The limits of `sample`, `[S]` each, are on the CPU."""
+    """The draws of one pass. The limits of `sample`, `[S]` each, are on the CPU."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         sampling = [row.sampling for row in rows]
@@ -90,11 +93,11 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """The newest token before the row's draw is known now; its `output` lacked it."""
+        """Append the newest token to a row's output, which lacked it."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """From `logits` float32 `[S, V]`, which are changed. Waits for the device."""
+        """Draw from `logits` float32 `[S, V]`, which are changed in place. Waits for the device."""
         if not self._num_logprobs:
             self._changes.apply(logits)
             return Drawn(sample(logits, *self._limits).tolist(), {})

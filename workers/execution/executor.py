@@ -1,4 +1,4 @@
-"""The device's one place: everything that computes on it, on one thread.
+"""The device's executor: everything that computes on it, on one thread.
 
 Owns: the model, the device's paged KVCache, the thread. Does not know: messages, requests, leases.
 `prefill` and `decode` run on the device thread (`Executor.run`, `submit`) and block it.
@@ -18,7 +18,7 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.draws import Drawn, Draws
-from workers.execution.jobs import see_out
+from workers.execution.jobs import wait_to_end
 from workers.execution.pass_record import PassRecord
 from workers.kvcache.layerwise import LayerTransfers, PassPart
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class CancelledOnDevice(Exception):
-    """Nobody wants the result any more; nothing of the work is running any more."""
+    """The work was given up, and nothing of it runs any more."""
 
 
 class Executor:
@@ -39,31 +39,34 @@ class Executor:
         grammars: Grammars | None = None,
         record: PassRecord | None = None,
     ) -> None:
-        """Without `grammars` no request may have one. `record`: where it stands whose pass is computed."""
+        """Make an executor.
+
+        Without `grammars` no request may have one. `record` names the requests of a pass.
+        """
         self.model = model
         self.kv = kv
         self.record = record or PassRecord()
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._cutting_in: deque[Callable[[], None]] = deque()
-        """calls that wait for the end of a layer; the loop appends, the device thread takes"""
+        """Calls that wait for the end of a layer; the event loop appends, the device thread takes."""
 
     @property
     def engine(self) -> str:
-        """What computes, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
+        """Device and kernels, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
         return f"{self.kv.device} ({self.model.computed_by})"
 
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
         """Make `call` on the device thread.
 
-        A cancelled caller calls `on_cancel`, which may shorten the call, and waits until it has ended: only
-        then may the pages that it uses be given back.
+        A cancelled caller calls `on_cancel`, which may shorten the call, and waits until the call has ended:
+        only then may its pages be freed.
         """
         ended = asyncio.get_running_loop().run_in_executor(self._thread, call)
-        return await see_out(ended, on_cancel)
+        return await wait_to_end(ended, on_cancel)
 
     async def cut_in(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
-        """Make `call` as `run` does, but between two layers of the prefill pass that is under way, if any."""
+        """Make `call` like `run`, but between two layers of the prefill pass that runs, if there is one."""
         ended: Future[T] = Future()
 
         def make() -> None:
@@ -73,15 +76,15 @@ class Executor:
                 ended.set_exception(error)
 
         self._cutting_in.append(make)
-        self._thread.submit(self._let_in)  # in case no pass is running, or its last layer has ended
-        return await see_out(asyncio.wrap_future(ended), on_cancel)
+        self._thread.submit(self._run_cut_ins)  # in case no pass is running, or its last layer has ended
+        return await wait_to_end(asyncio.wrap_future(ended), on_cancel)
 
-    def _let_in(self) -> None:
+    def _run_cut_ins(self) -> None:
         while self._cutting_in:
             self._cutting_in.popleft()()
 
     async def follow(self, grammar: str) -> GrammarState | None:
-        """The beginning of an output that must follow `grammar`; None: it may be any. Raises GrammarError."""
+        """Return the initial state of a grammar; None without one. Raises GrammarError."""
         if not grammar:
             return None
         if self._grammars is None:
@@ -89,19 +92,20 @@ class Executor:
         return (await self._grammars.get(grammar)).begin()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Make `call` on the device thread, behind all that it has been given before."""
+        """Make `call` on the device thread, behind all earlier calls."""
         return self._thread.submit(call)
 
     def prefill(
         self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One pass of layer-wise prefill: the hidden states `[T, hidden_size]` behind this model's layers, of
-        all parts' tokens, one part after the other. `hidden`: those before them, on any device; None in the
-        first stage. Between two layers calls may cut in.
+        """Compute one pass of layer-wise prefill; calls may cut in between two layers.
 
-        Loads run one layer ahead, stores behind. Stores may be under way when it returns
-        (`PassPart.storing`), loads are not. Raises `CancelledOnDevice` between two layers once all parts are
-        dropped; all ranks of a tensor-parallel group stop at the same one.
+        Returns the hidden states `[T, hidden_size]` behind this model's layers, one part after the other.
+        `hidden` are those before them, on any device; None in the first stage.
+
+        Loads run one layer ahead, stores behind. Stores may still run when it returns (`PassPart.storing`).
+        Raises `CancelledOnDevice` between two layers once all parts are dropped; all ranks of a
+        tensor-parallel group stop at the same layer.
         """
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)
@@ -114,11 +118,11 @@ class Executor:
             loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
             hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
             transfers.launch_store(layer, parts)
-            self._let_in()
+            self._run_cut_ins()
         return hidden
 
     def dropped(self, parts: Sequence[PassPart]) -> list[bool]:
-        """Which parts of a pass have been dropped by now, by any rank: a decision that all ranks share."""
+        """Return which parts of a pass have been dropped, by any rank: a decision that all ranks share."""
         are_dropped = [part.is_dropped for part in parts]
         if self.model.shard is not None:
             are_dropped = self.model.shard.any(are_dropped)
@@ -127,9 +131,9 @@ class Executor:
         return are_dropped
 
     def prepare(self, chunks: Sequence[Chunk]) -> Batch:
-        """What the layers of a pass share; on the caller's thread, without the device."""
+        """Build the batch of a pass, on the caller's thread, without the device."""
         return Batch.build(chunks, self.kv)
 
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
-        """One iteration: the next token of every sequence."""
+        """Compute one iteration: the next token of every sequence."""
         return draws.draw(self.model.forward(batch, self.kv))

@@ -1,4 +1,4 @@
-"""Tasks of a runner by the work that they do, so that each can be cancelled and none is forgotten."""
+"""Tasks by the request that they serve, so that each can be cancelled and none is forgotten."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,10 @@ U = TypeVar("U")
 
 
 class Jobs:
-    """Runs coroutines in a `TaskGroup`, one a `Ref`; an unexpected error in one ends the group, and `record`
-    says whose work it was."""
+    """The tasks of a runner, one a `Ref`.
+
+    An unexpected error ends their group, and `record` names the request.
+    """
 
     def __init__(self, group: asyncio.TaskGroup, record: PassRecord | None = None) -> None:
         self._group, self._record = group, record or PassRecord()
@@ -24,11 +26,11 @@ class Jobs:
 
     @property
     def refs(self) -> list[Ref]:
-        """What is being worked on."""
+        """The requests that are being served."""
         return list(self._tasks)
 
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
-        """Start the work named `ref`; a name is used once. `work` is not called if it is cancelled before."""
+        """Start the work named `ref`, which is used once. `work` is not called if it is cancelled before."""
         task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")
         self._tasks[ref] = task
         task.add_done_callback(lambda _: self._tasks.pop(ref, None))
@@ -43,21 +45,23 @@ class Jobs:
             raise
 
     def cancel(self, ref: Ref) -> None:
-        """Cancel the work, once; unknown work has just ended."""
+        """Cancel the work of `ref`, once; unknown work has just ended."""
         task = self._tasks.get(ref)
         if task is not None and not task.cancelling():
             task.cancel()
 
 
 def is_cancelled() -> bool:
-    """Whether somebody wants the current task to end."""
+    """Return whether the current task has been cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
-    """Both, side by side. When one fails, or the caller is cancelled, the other is cancelled; this is left
-    when both have ended. Raises what failed first."""
+    """Run both side by side, and return or raise when both have ended.
+
+    When one fails, or the caller is cancelled, the other is cancelled. Raises the first error.
+    """
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(own), asyncio.ensure_future(others)]
 
     def stop() -> None:
@@ -71,7 +75,7 @@ async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
             await asyncio.wait(late)
 
     try:
-        await see_out(asyncio.ensure_future(settled()), on_cancel=stop)
+        await wait_to_end(asyncio.ensure_future(settled()), on_cancel=stop)
     finally:
         errors = [task.exception() for task in tasks if not task.cancelled()]
     for error in errors:
@@ -80,11 +84,11 @@ async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
     return tasks[0].result(), tasks[1].result()
 
 
-async def see_out(ended: "asyncio.Future[T]", on_cancel: Callable[[], object] | None = None) -> T:
-    """The result of what another thread does.
+async def wait_to_end(ended: "asyncio.Future[T]", on_cancel: Callable[[], object] | None = None) -> T:
+    """Wait for `ended` to its end, also when the caller is cancelled, and return its result.
 
-    A cancelled caller calls `on_cancel`, and leaves when it has ended: only then may the memory that it uses
-    be given back.
+    A cancelled caller calls `on_cancel`, and CancelledError is raised when the work has ended: only then may
+    the memory that it uses be freed.
     """
     try:
         return await asyncio.shield(ended)

@@ -1,4 +1,4 @@
-"""From a checkpoint to an executor: device, threads, weights, memory.
+"""Loading a checkpoint into an executor: device, threads, weights, memory.
 
 Owns: the choices made once at start. Does not know: what is computed later.
 """
@@ -35,7 +35,7 @@ _CPU_SATURATING_TOKENS = 128
 
 
 def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
-    """The layers of one stage: as many as of any other, or one more."""
+    """Return the layers of one stage: as many as in any other, or one more."""
     if stage.num_stages > num_layers:
         raise ConfigError(f"pipeline.stages: {stage.num_stages} stages for a model of {num_layers} layers")
     return range(
@@ -44,7 +44,7 @@ def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
 
 
 def heads_of(spec: ModelSpec, rank: RankProcess) -> list[range]:
-    """The KV heads of each rank; the first has as many as any other, so its pages are the largest."""
+    """Return the KV heads of each rank; the first has at least as many as any other."""
     if rank.size > spec.num_kv_heads:
         raise ConfigError(
             f"worker.tensor_parallel: {rank.size} ranks for a model of {spec.num_kv_heads} KV heads;"
@@ -56,10 +56,10 @@ def heads_of(spec: ModelSpec, rank: RankProcess) -> list[range]:
 def load_executor(
     checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess, record: PassRecord | None = None
 ) -> Executor:
-    """Load the layers of this stage, this rank's part of them, and allocate the device's KVCache. `layout` is
-    the whole model's. `record`: where the executor says whose pass it computes.
+    """Load this stage's layers, this rank's part of them, and allocate the device's KVCache.
 
-    Blocks for seconds to minutes, reports progress.
+    `layout` is the whole model's. `record` is where the executor names the requests of a pass. Blocks for
+    seconds to minutes, reports progress.
     """
     config, rank = process.config, process.rank
     device = pick_device(config.worker.device, rank)
@@ -92,9 +92,9 @@ def load_executor(
 
 
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
-    """Refuse weights, of which this is some `share`, that the device has no memory for.
+    """Refuse weights that the device has no memory for; `share` of them are loaded here.
 
-    The kernel would end some process instead.
+    The operating system would kill some process instead.
     """
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     needed = checkpoint.model.num_parameters * share * DTYPE_BYTES[dtype]
@@ -106,7 +106,7 @@ def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: 
 
 
 def layer_window(process: WorkerProcess, layers: range, device: torch.device) -> int | None:
-    """How many of its layers the device has memory for at a time; None: for all."""
+    """Return how many layers the device has memory for at a time; None: for all."""
     config = process.config
     window = config.worker.prefill_layer_window
     if process.role is not Role.PREFILL or window == "all":
@@ -133,7 +133,8 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
 
 
 def pick_device(name: str, rank: RankProcess) -> torch.device:
-    """The configured device, or for `auto` the first GPU if there is one; of rank r, the r-th behind it."""
+    """Return the configured device; for `auto` the first GPU, if there is one; for rank r the r-th behind
+    it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -149,20 +150,24 @@ def pick_device(name: str, rank: RankProcess) -> torch.device:
 
 
 def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
-    """Tokens of a pass: enough to keep the device busy, few enough to let urgent prompts past."""
+    """Return the tokens of a pass: enough to keep the device busy, few enough for urgent prompts to
+    overtake."""
     if isinstance(configured, int):
         return configured
     return _GPU_PREFILL_CHUNK if device.type == "cuda" else _CPU_PREFILL_CHUNK
 
 
 def pick_saturating_tokens(device: torch.device) -> int | None:
-    """So many tokens of a pass bring the device to its full speed, which on CPUs are few; None: not known."""
+    """Return the tokens of a pass that bring the device to its full speed, few on CPUs; None: not known."""
     return None if device.type == "cuda" else _CPU_SATURATING_TOKENS
 
 
 def _set_num_threads(model: DecoderModel, configured: int | str, num_local_workers: int) -> None:
-    """The CPU's kernels leave other workers' cores alone, so each worker may use them all. Torch's threads,
-    more than cores, would stall one another: workers share the cores evenly."""
+    """Set the number of threads that compute.
+
+    The CPU's kernels leave busy cores alone, so each worker may use all. Torch's threads would stall one
+    another if they were more than the cores: workers share the cores evenly.
+    """
     num_cores = len(os.sched_getaffinity(0))
     num_threads = configured if isinstance(configured, int) else num_cores
     if model.use_idle_cores(num_threads):

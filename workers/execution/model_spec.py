@@ -1,4 +1,4 @@
-"""From what a config.json says to what the engine must know.
+"""The translation of a config.json into the engine's model spec.
 
 Owns: this translation. Does not know: what is checked (`mooncake.model.config`), what is computed.
 """
@@ -11,13 +11,15 @@ from workers.engine.spec import ModelSpec, RopeKind, RopeScaling
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """The model that `config` describes, which has the form of a config.json (or of
-    `PretrainedConfig.to_dict()`), of transformers 4 or 5. Raises ModelError."""
+    """Return the spec of a config.json, or of `PretrainedConfig.to_dict()`, of transformers 4 or 5.
+
+    Raises ModelError.
+    """
     return spec_of(read_model_config(config))
 
 
 def spec_of(config: ModelConfig) -> ModelSpec:
-    """The same model in the engine's words."""
+    """Return the engine's spec of a model."""
     is_llama, is_qwen3 = config.architecture == "LlamaForCausalLM", config.architecture == "Qwen3ForCausalLM"
     has_attention_bias = bool(config.attention_bias) and (is_llama or is_qwen3)
     rope, (sliding_window, num_full_attention_layers) = config.rope, config.window

@@ -1,10 +1,10 @@
-"""Whose pass is computed now, in memory that outlives the process.
+"""A record of the requests whose pass is being computed, in memory that outlives the process.
 
-The next life finds there in whose pass the one before ended. There are two areas, each a length and a list
-of refs: the pass that runs, and one that has failed (or a request that has) while the process goes on to its
+The next process finds there in whose pass the previous one ended. There are two areas, each a length and a
+list of refs: the pass that runs, and the pass or request that has failed while the process goes on to its
 end, in which it may still compute for others.
 
-Owns: this memory. Does not know: how a process ended, who is told.
+Owns: this memory. Does not know: how a process ended, who is told of it.
 """
 
 import contextlib
@@ -28,18 +28,20 @@ _decoder = msgspec.msgpack.Decoder(list[Ref])
 
 
 class PassRecord:
-    """The record behind `fd`, which the supervisor keeps; without one it ends with the process."""
+    """The record behind `fd`, which the supervisor keeps; without `fd` it ends with the process."""
 
     def __init__(self, fd: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if fd is None else fd, PASS_RECORD_BYTES)
         self._running: list[Ref] | None = []
         self._written: list[Ref] | None = []
         self._length = _NOBODY
-        """of what was written last to the area of the pass that runs"""
+        """Length of the entry that was written last for the pass that runs."""
 
     def take(self) -> list[Ref] | None:
-        """What the life before has left, which is forgotten by that; None: a pass, and it is not known whose.
-        Call before the first pass."""
+        """Return the requests that the previous process has left, and forget them; None: they are not known.
+
+        To be called before the first pass.
+        """
         left = self._read(_FAILED)
         if left == []:
             left = self._read(_RUNNING)
@@ -47,7 +49,7 @@ class PassRecord:
         return left
 
     def clear(self) -> None:
-        """Nothing is computed, and nothing has failed."""
+        """Record that nothing is computed and nothing has failed."""
         for area in (_RUNNING, _FAILED):
             self._set_length(area, _NOBODY)
 
@@ -55,9 +57,10 @@ class PassRecord:
     def computing(
         self, refs: list[Ref] | None, expected: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Compute a pass of these requests (None: not known), on the device thread.
+        """Record that a pass of these requests (None: not known) is computed while the block runs.
 
-        An error that is not `expected` is what ends this process. While a pass cuts in, that one stands here.
+        To be used on the device thread. An error that is not `expected` is about to end this process. While
+        another pass cuts in, that one is recorded.
         """
         outer, self._running = self._running, refs
         self._note_running()
@@ -73,7 +76,10 @@ class PassRecord:
             self._note_running()
 
     def blame(self, refs: list[Ref] | None) -> None:
-        """The work of these requests has failed, and this process is about to end. The first one counts."""
+        """Record that the work of these requests has failed and this process is about to end.
+
+        The first call counts.
+        """
         if self._read(_FAILED) == []:
             self._set_length(_FAILED, self._write(_FAILED, refs))
 
@@ -87,7 +93,7 @@ class PassRecord:
         self._set_length(_RUNNING, self._length)
 
     def _write(self, area: int, refs: Sequence[Ref] | None) -> int:
-        """What the length is to be."""
+        """Write an entry; return the value of its length field."""
         if refs is None:
             return _UNKNOWN
         data = msgspec.msgpack.encode(refs)

@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 def iter_weights(
     checkpoint: Checkpoint, layers: range, on_progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `layers`, and those outside any layer, as (Hugging Face name, CPU tensor).
+    """Yield the weights of `layers`, and those outside any layer, as (Hugging Face name, CPU tensor).
 
     safetensors keep their dtype and alias the mapped file, so nothing is read before it is used; GGUF tensors
     are float32. `on_progress(done, total)` counts the wanted tensors' bytes on disk, once each is consumed.
@@ -83,7 +83,7 @@ def _iter_gguf(
 
 
 def _dequantize(header: GGUFHeader, tensor: GGUFTensor) -> torch.Tensor:
-    """`tensor` as float32 `[rows, columns]` (or `[rows]`), its rows in Hugging Face's order."""
+    """Return `tensor` as float32 `[rows, columns]` (or `[rows]`), its rows in Hugging Face's order."""
     try:
         stored = np.fromfile(header.path, np.uint8, count=tensor.size_bytes, offset=tensor.offset)
         values = gguf.dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.encoding)

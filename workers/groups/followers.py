@@ -1,10 +1,10 @@
 """The other ranks of a tensor-parallel group, as the first one sees them.
 
-What is said to them leaves in one order, whoever says it: the order of their passes is that of this rank's
-device thread.
+All messages to them leave in one order, whichever task sends them: the order of their passes is that of this
+rank's device thread.
 
-Owns: their links, what they are asked and what all of them together have answered. Does not know: prompts,
-sequences, how ranks compute.
+Owns: their links, calls and the answers of all of them together. Does not know: prompts, sequences, how ranks
+compute.
 """
 
 import asyncio
@@ -17,9 +17,18 @@ from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferErr
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import SessionLostError
-from workers.execution.jobs import see_out
+from workers.execution.jobs import wait_to_end
 from workers.groups.next_stage import NextStage
-from workers.groups.rank_messages import Answer, Call, Done, Failed, FailureKind, Held, StopCall, Work
+from workers.groups.rank_messages import (
+    Call,
+    CallDone,
+    FailureKind,
+    PromptReserved,
+    RankAnswer,
+    RankCallFailed,
+    RankWork,
+    StopCall,
+)
 from workers.groups.stage_messages import AboutJob, PromptLeft, StageFailed, Unusable, Usable
 
 Hear = Callable[[AboutJob], Awaitable[None]]
@@ -31,7 +40,7 @@ _ERRORS: dict[FailureKind, type[MooncakeError]] = {
 
 
 def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None":
-    """Those of a first rank, which begins to listen for them; None if it is alone."""
+    """Return the followers of a first rank, which begins to listen for them; None if it is alone."""
     rank = process.rank
     if rank.size == 1:
         return None
@@ -51,28 +60,28 @@ def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None"
 
 
 class Followers:
-    """`join` first, then `start`."""
+    """The links to all followers: `join` first, then `start`."""
 
     def __init__(self, links: Sequence[NextStage]) -> None:
         self._links = links
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
         self._call_ids = itertools.count(1)
-        self._answers: dict[int, list[asyncio.Future[Held | None]]] = {}
-        """of calls, by rank"""
+        self._answers: dict[int, list[asyncio.Future[PromptReserved | None]]] = {}
+        """Answers to calls, by rank."""
         self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
-        """what some have said of a prompt, and not all"""
+        """Messages about a prompt that some followers have sent, and not all."""
         self.lost = asyncio.Event()
-        """one of them is, or the session ends"""
+        """Set when a follower is lost, or the session ends."""
 
     def close(self) -> None:
-        """They learn it from their next beats, or from silence."""
+        """Close the links; followers learn it from their next beats, or from silence."""
         for link in self._links:
             link.close()
 
     @property
     def capacity(self) -> Capacity:
-        """The least of theirs."""
+        """The least capacity of any follower."""
         return Capacity(
             min(link.capacity.num_pool_pages for link in self._links),
             min(link.capacity.num_device_pages for link in self._links),
@@ -80,29 +89,29 @@ class Followers:
 
     @property
     def shards(self) -> tuple[PoolShard, ...]:
-        """Their parts of the pool."""
+        """The followers' parts of the pool."""
         return tuple(shard for link in self._links for shard in link.shards)
 
     @property
     def engine(self) -> str:
-        """What computes in them, for people."""
+        """The followers' engines, for people."""
         return " + ".join(link.engine for link in self._links)
 
     @property
     def pools(self) -> dict[str, PoolStats]:
-        """As last heard."""
+        """The followers' pools, as last heard."""
         return {name: stats for link in self._links for name, stats in link.pools.items()}
 
     async def join(self) -> None:
-        """Returns when all are there and fit."""
+        """Wait until all followers are there and fit."""
         await asyncio.gather(*(link.join() for link in self._links))
 
     def start(self, group: asyncio.TaskGroup, hear: Hear) -> list[asyncio.Task[None]]:
-        """Their loops, as tasks of `group`; one that is gone ends it with `SessionLostError`."""
+        """Run the links as tasks of `group`; a lost follower ends it with `SessionLostError`."""
         tasks = [group.create_task(self._post())]
         for rank, link in enumerate(self._links):
 
-            def on_answer(answer: Answer, rank: int = rank) -> None:
+            def on_answer(answer: RankAnswer, rank: int = rank) -> None:
                 self._take(rank, answer)
 
             running = link.run(lambda message: self._hear(message, hear), on_answer)
@@ -110,17 +119,19 @@ class Followers:
         return tasks
 
     async def send(self, message: msgspec.Struct) -> None:
-        """To all, behind all that has been sent before."""
+        """Send to all followers, behind all that was sent before."""
         self._outbox.put_nowait(message)
 
     def announce(self, message: msgspec.Struct) -> None:
-        """As `send`, on any thread."""
+        """Send to all followers, from any thread."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
 
-    async def call(self, work: Work) -> list[Held | None]:
-        """Have it done by all, and return what they answer. Nothing of it goes on when this is left.
+    async def call(self, work: RankWork) -> list[PromptReserved | None]:
+        """Have all followers do `work`, and return their answers.
 
-        Raises what has failed in one of them, SessionLostError if one is gone.
+        All have stopped when this returns or raises.
+
+        Raises the error of one of them, or SessionLostError if one is lost.
         """
         if self.lost.is_set():
             raise SessionLostError("another rank is gone")
@@ -138,7 +149,7 @@ class Followers:
                 await asyncio.wait(late)
 
         try:
-            await see_out(asyncio.ensure_future(settled()), on_cancel=stop)
+            await wait_to_end(asyncio.ensure_future(settled()), on_cancel=stop)
         finally:
             del self._answers[call_id]
             errors = [answer.exception() for answer in answers if not answer.cancelled()]
@@ -147,7 +158,7 @@ class Followers:
                 raise error
         return [answer.result() for answer in answers]
 
-    # -- what they say ------------------------------------------------------------------------------
+    # -- messages of the followers ------------------------------------------------------------------
 
     async def _post(self) -> None:
         try:
@@ -161,18 +172,18 @@ class Followers:
                 if not answer.done():
                     answer.set_exception(SessionLostError("another rank is gone"))
 
-    def _take(self, rank: int, answer: Answer) -> None:
+    def _take(self, rank: int, answer: RankAnswer) -> None:
         waiting = self._answers[answer.call_id][rank]
         match answer:
-            case Done(held=held):
-                waiting.set_result(held)
-            case Failed(kind=FailureKind.STOPPED):
+            case CallDone(reserved=reserved):
+                waiting.set_result(reserved)
+            case RankCallFailed(kind=FailureKind.STOPPED):
                 waiting.cancel()
-            case Failed(kind=kind, reason=reason):
+            case RankCallFailed(kind=kind, reason=reason):
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Passed on once all have said it; at once if one is enough."""
+        """Pass a message on once all followers have sent it, or at once if one is enough."""
         if isinstance(message, Unusable | StageFailed):
             await hear(message)
             return

@@ -1,4 +1,4 @@
-"""Where the ranks of a tensor-parallel group meet, for as long as a session of all of them lasts.
+"""The process group of tensor-parallel ranks, for the time of one session.
 
 All are on one node: they find each other in a file of the run directory, which is its user's alone, and
 compute over the loopback interface.
@@ -15,20 +15,20 @@ import torch.distributed as dist
 
 from mooncake.node.process_config import WorkerProcess
 from workers.engine.process_group import join_group
-from workers.execution.jobs import see_out
+from workers.execution.jobs import wait_to_end
 
 _INTERFACE = "lo"
 _TIMEOUTS_APART = 2
-"""so many of a peer may pass until a rank that others wait for counts as lost, should its pulse not tell"""
+"""Peer timeouts after which a rank that others wait for is lost, should its pulse not tell before."""
 
 
 @contextlib.asynccontextmanager
 async def meeting(path: str, process: WorkerProcess, device: torch.device) -> AsyncIterator[None]:
-    """In the group that meets at `path`, which is new for each. Raises RankLost if not all come in time."""
+    """Join the group that meets at `path`, a new one for each. Raises RankLost if not all come in time."""
     rank = process.rank
     store = dist.FileStore(path, rank.size)  # type: ignore[attr-defined]
     timeout_s = _TIMEOUTS_APART * process.config.conductor.peer_timeout_s
     group = join_group(store, rank.number, rank.size, device, interface=_INTERFACE, timeout_s=timeout_s)
     with contextlib.ExitStack() as stack:
-        await see_out(asyncio.ensure_future(asyncio.to_thread(stack.enter_context, group)))
+        await wait_to_end(asyncio.ensure_future(asyncio.to_thread(stack.enter_context, group)))
         yield

@@ -1,6 +1,6 @@
-"""The stage behind this one, as this one sees it; or another rank, as the first one does.
+"""The link to the stage behind this one, or from the first rank to another.
 
-Owns: the link to it (this side listens), room for passes that it has not begun. Does not know: prompts.
+Owns: the link (this side listens), flow control of passes. Does not know: prompts.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from mooncake.node.process import Progress, report
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
 from workers.errors import SessionLostError
-from workers.groups.rank_messages import Answer, Done, Failed, FromFollower
+from workers.groups.rank_messages import CallDone, FromFollower, RankAnswer, RankCallFailed
 from workers.groups.stage_messages import (
     AboutJob,
     HiddenStates,
@@ -34,13 +34,14 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import Pulse
 
 _PASSES_AHEAD = 2
-"""that it has not begun: one that comes while it computes another, and one so that it never waits"""
+"""Passes that are sent before the stage has begun them: one in flight, and one so that it never waits."""
 _MOST_BYTES = 4 << 20
-"""of hidden states in one message"""
+"""Most bytes of hidden states in one message."""
 
 
 def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
-    """The stage behind a worker, which begins to listen for it; None if it is the last one."""
+    """Return the link to the stage behind a worker, which begins to listen for it; None for the last
+    stage."""
     stage = process.stage
     if stage.number + 1 == stage.num_stages:
         return None
@@ -55,7 +56,7 @@ def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None
 
 
 class NextStage:
-    """`join` first, then `run` and `beat` beside the rest."""
+    """The link to the stage behind: `join` first, then `run` and `beat` beside the rest."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class NextStage:
         timeout_s: float,
         kind: str = "stage",
     ) -> None:
-        """`stage` is the number of the one behind. Without a word for `timeout_s` it counts as gone.
+        """Listen for stage number `stage`, which counts as lost after `timeout_s` of silence.
 
         `kind`: what is numbered, for people.
         """
@@ -80,25 +81,25 @@ class NextStage:
         self._num_ahead = 0
         self._taken = asyncio.Event()
         self.capacity: Capacity
-        """of this and all stages behind it"""
+        """The least capacity of that stage and all behind it."""
         self.engine: str
-        """of this and all stages behind it, for people"""
+        """Engines of that stage and all behind it, for people."""
         self.shards: tuple[PoolShard, ...]
-        """of this and all stages behind it"""
+        """Pool parts of that stage and all behind it."""
         self.pools: dict[str, PoolStats] = {}
-        """of this and all stages behind it, as last heard"""
+        """Counters of the pools of that stage and all behind it, as last heard."""
 
     @property
     def endpoint(self) -> str:
-        """Where it connects to."""
+        """The address that the stage connects to."""
         return self._router.endpoint
 
     def close(self) -> None:
-        """The stage behind learns it from its next beat, or from silence."""
+        """Close the link; the stage learns it from its next beat, or from silence."""
         self._router.close()
 
     async def join(self) -> None:
-        """Returns when it is there and fits. Whoever does not is told so and keeps this instance waiting."""
+        """Wait until the stage is there and fits. One that does not fit is refused, and this waits on."""
         report(Progress(f"waiting for {self._name} at {self.endpoint}", 0, 0))
         while self._peer is None:
             sender, message = await self._router.recv()
@@ -112,11 +113,13 @@ class NextStage:
             self.capacity, self.engine, self.shards = message.capacity, message.engine, message.shards
 
     async def run(
-        self, hear: Callable[[AboutJob], Awaitable[None]], on_answer: Callable[[Answer], None] | None = None
+        self,
+        hear: Callable[[AboutJob], Awaitable[None]],
+        on_answer: Callable[[RankAnswer], None] | None = None,
     ) -> None:
-        """The loop: receive, act. `on_answer`: of a rank.
+        """Loop: receive, act. `on_answer` takes the answers of a rank.
 
-        Raises `SessionLostError` when it is gone or has begun anew.
+        Raises `SessionLostError` when the stage is lost or has begun anew.
         """
         while True:
             sender, message = await self._router.recv()
@@ -135,7 +138,7 @@ class NextStage:
                 case PassTaken():
                     self._num_ahead -= 1
                     self._taken.set()
-                case Done() | Failed():
+                case CallDone() | RankCallFailed():
                     if on_answer is None:
                         raise SessionLostError(f"{self._name} answers what nobody has asked")
                     on_answer(message)
@@ -143,11 +146,14 @@ class NextStage:
                     await hear(message)
 
     async def beat(self) -> None:
-        """Beside `run`. Raises `SessionLostError` when it is gone, or has been silent for too long."""
+        """Send beats beside `run`.
+
+        Raises `SessionLostError` when the stage is lost or silent for too long.
+        """
         await self._pulse.beat(lambda: self.send(StageAlive(known=True)))
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Raises `SessionLostError` when it is gone."""
+        """Send a message. Raises `SessionLostError` when the stage is lost."""
         assert self._peer is not None
         try:
             await self._router.send(self._peer, message)
@@ -155,7 +161,7 @@ class NextStage:
             raise SessionLostError(f"{self._name} is gone: {error}") from None
 
     async def compute(self, shares: Sequence[PassShare], hidden: torch.Tensor) -> None:
-        """Hand a pass on, `hidden` [T, hidden_size] on the CPU. Returns when there is room for another."""
+        """Send a pass, `hidden` [T, hidden_size] on the CPU, and wait until another may be sent."""
         data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         await self.send(Pass(list(shares), len(data), bytes(data[:_MOST_BYTES])))
         for start in range(_MOST_BYTES, len(data), _MOST_BYTES):
@@ -166,7 +172,7 @@ class NextStage:
             await self._taken.wait()
 
     async def _refuses(self, sender: bytes, hello: StageHello) -> bool:
-        """Whether it does not fit, of which it is told."""
+        """Refuse a stage that does not fit; return whether it was refused."""
         try:
             self._check(hello)
         except MismatchError as error:
@@ -187,7 +193,7 @@ class NextStage:
                 )
 
     async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:
-        """To whom may have gone."""
+        """Send to a peer that may be gone."""
         try:
             await self._router.send(sender, message)
         except PeerGoneError:
@@ -195,7 +201,7 @@ class NextStage:
 
 
 class Behind(Protocol):
-    """The next stage, with those behind it, or the other ranks."""
+    """The later stages, or the other ranks."""
 
     @property
     def capacity(self) -> Capacity: ...
@@ -206,7 +212,7 @@ class Behind(Protocol):
 
 
 def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
-    """What all stages from one on can hold, or all ranks: a prompt has as many pages in each."""
+    """Return what a stage and all behind it can hold, or all ranks: a prompt has as many pages in each."""
     if behind is None:
         return capacity
     return Capacity(
@@ -216,10 +222,10 @@ def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
 
 
 def shards_of(shard: PoolShard, behind: Behind | None) -> tuple[PoolShard, ...]:
-    """The parts of the pool of all stages from one on."""
+    """Return the pool parts of a stage and all behind it."""
     return (shard,) if behind is None else (shard, *behind.shards)
 
 
 def engines_of(engine: str, behind: Behind | None) -> str:
-    """What computes in all stages from one on."""
+    """Return the engines of a stage and all behind it, for people."""
     return engine if behind is None else f"{engine} + {behind.engine}"

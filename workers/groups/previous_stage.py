@@ -1,6 +1,6 @@
-"""The stage before this one, as this one sees it; or the first rank, as another one does.
+"""The link to the stage before this one, or from another rank to the first.
 
-Owns: the link to it (this side connects), the passes that it sends. Does not know: prompts.
+Owns: the link (this side connects), the passes that arrive. Does not know: prompts.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from workers.groups.stage_pulse import Pulse
 
 
 class IncomingPass:
-    """A pass, and the hidden states that have come of it."""
+    """A pass, and the hidden states that have arrived of it."""
 
     def __init__(self, announced: Pass) -> None:
         self.shares: list[PassShare] = announced.shares
@@ -42,11 +42,11 @@ class IncomingPass:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all hidden states have arrived."""
         return self._num_bytes == len(self.hidden)
 
     def take(self, data: bytes) -> None:
-        """Raises TransferError for more than was announced."""
+        """Append hidden states. Raises TransferError for more bytes than were announced."""
         end = self._num_bytes + len(data)
         if end > len(self.hidden):
             raise TransferError(f"a pass of {len(self.hidden)} bytes came with {end}")
@@ -55,7 +55,8 @@ class IncomingPass:
 
 
 class PreviousStage:
-    """`join` first, then `run` beside the rest; both with `beat` beside them."""
+    """The link to the stage before: `join` first, then `run` beside the rest; both with `beat` beside
+    them."""
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class PreviousStage:
         timeout_s: float,
         name: str = "the stage before",
     ) -> None:
-        """Without a word for `timeout_s` it counts as gone. It is told of `pools` with every beat.
+        """Connect to the stage before, which counts as lost after `timeout_s` of silence.
 
-        `name`: who it is, for people.
+        Every beat carries the result of `pools`. `name` names the other end, for people.
         """
         self._dealer: Dealer[FromLeader] = Dealer(endpoint, identity, FromLeader, key)
         self._hello, self._pools = hello, pools
@@ -77,13 +78,13 @@ class PreviousStage:
         self._pulse = Pulse(name, timeout_s)
         self._has_joined = False
         self._num_connections = 0
-        """when it had joined: before, the stage before may have begun anew"""
+        """Connections until this stage had joined; the other end may begin anew before that."""
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
-        """whole ones that have not begun; as many as `NextStage` lets come"""
+        """Passes that have arrived and not begun; as many as the flow control of `NextStage` allows."""
         self._coming: IncomingPass | None = None
 
     def close(self, linger_s: float) -> None:
-        """What was not sent may still leave within `linger_s`."""
+        """Close the link; queued messages may still leave within `linger_s`."""
         self._dealer.close(linger_s)
 
     async def beat(self) -> None:
@@ -98,7 +99,7 @@ class PreviousStage:
             await self.send(self._hello)
 
     async def join(self) -> None:
-        """Returns when it has taken this stage on. Raises `ConfigError` if it never will."""
+        """Wait until the stage before has taken this one on. Raises `ConfigError` if it refuses."""
         while not self._has_joined:
             message = await self._dealer.recv()
             match message:
@@ -115,9 +116,10 @@ class PreviousStage:
         keep: Callable[[BlockOrder], None],
         follow: Callable[[ToFollower], None] | None = None,
     ) -> None:
-        """The loop: receive, act. A rank follows.
+        """Loop: receive, act. `follow` takes the messages to a rank.
 
-        Raises `SessionLostError` when it has begun anew, or the connection broke and is there again.
+        Raises `SessionLostError` when the other end has begun anew, or the connection broke and is there
+        again.
         """
         while True:
             message = await self._dealer.recv()
@@ -148,11 +150,11 @@ class PreviousStage:
                     follow(message)
 
     async def taken(self) -> None:
-        """The oldest of `passes` is being computed."""
+        """Tell the stage before that the oldest of `passes` is being computed."""
         await self.send(PassTaken())
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Raises `SessionLostError` when it does not read."""
+        """Send a message. Raises `SessionLostError` when the other end does not read."""
         try:
             await self._dealer.send(message)
         except PeerGoneError as error:

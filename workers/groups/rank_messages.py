@@ -1,18 +1,18 @@
-"""What the ranks of a tensor-parallel group say to each other, beside the words of stages.
+"""The messages between the ranks of a tensor-parallel group, beside those of stages.
 
 The first rank leads: it takes orders from the Conductor, decides, and draws tokens. It has a link to each of
 the others, its followers, as a stage has to the next one (`stage_messages`): a prompt is prefilled with the
-same words. Pages of the device are the leader's: it names them, and no follower chooses any.
+same messages. Device pages are the leader's: it names them, and no follower chooses any.
 
     leader                                follower
     (StageHello, StageWelcome)
     Meet(path)            ->              join the process group
-    PrefillPass           ->              compute, in this order; the ranks' sums are all that is waited for
+    PrefillPass           ->              compute, in this order; the ranks wait for their sums only
     DecodePass            ->
-    Call(id, work)        ->              what a sequence that is decoded needs of a rank's own pool
-    StopCall(id)          ->              if it is not wanted any more
-                          <-   Done       either way, once nothing of it goes on
-                          <-   Failed
+    Call(id, work)        ->              work on a decoded sequence's blocks in the rank's own pool
+    StopCall(id)          ->              the work is not wanted any more
+                          <-   CallDone   either way, once the work has stopped
+                          <-   RankCallFailed
 
 Owns: the vocabulary. Does not know: sockets.
 """
@@ -22,13 +22,13 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.messages.blocks import BlockKey
-from mooncake.messages.pools import Grant
+from mooncake.messages.pools import Grant, Tier
 from mooncake.messages.requests import Request
 from workers.groups.stage_messages import FromBefore, FromBehind, PassShare
 
 
 class PassChunk(msgspec.Struct, frozen=True, array_like=True):
-    """`workers.engine.batch.Chunk`, with the pages up to its end."""
+    """A `workers.engine.batch.Chunk`, with the pages up to its end."""
 
     token_ids: list[int]
     start: int
@@ -38,30 +38,31 @@ class PassChunk(msgspec.Struct, frozen=True, array_like=True):
 # -- work on a sequence that is decoded, named by its `number` ----------------------------------------
 
 
-class Hold(msgspec.Struct, tag=True, frozen=True):
-    """Reserve the prompt's pages, and open those that lack to whoever prefills. Done with `Held`."""
+class ReservePrompt(msgspec.Struct, tag=True, frozen=True):
+    """Reserve a prompt's pages, and grant the missing blocks. Answered with `PromptReserved`."""
 
     number: int
     request: Request
 
 
 class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
-    """Done when all that was granted has arrived."""
+    """Wait until all granted pages have arrived."""
 
     number: int
 
 
-class Load(msgspec.Struct, tag=True, frozen=True):
-    """Bring the first blocks to these pages of the device."""
+class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Copy the first blocks to these device pages, from the pool or from where `SaveToHost` has put them."""
 
     number: int
     pages: list[int]
 
 
-class Keep(msgspec.Struct, tag=True, frozen=True):
+class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
     """Store these pages in the pool: blocks with `keys`, then `num_private` others.
 
-    They are held as the sequence's if it `is_parked`. `tokens`: what the keys stand for, if others may know.
+    They stay reserved for the sequence if it `is_parked`. `tokens` are those of the keyed blocks, if
+    followers of KV events may know them.
     """
 
     number: int
@@ -72,40 +73,33 @@ class Keep(msgspec.Struct, tag=True, frozen=True):
     is_parked: bool
 
 
-class Save(msgspec.Struct, tag=True, frozen=True):
-    """Copy these pages to the host's memory."""
+class SaveToHost(msgspec.Struct, tag=True, frozen=True):
+    """Copy these device pages to host memory."""
 
     number: int
     pages: list[int]
 
 
-class Restore(msgspec.Struct, tag=True, frozen=True):
-    """Bring what was saved to these pages."""
-
-    number: int
-    pages: list[int]
-
-
-class LetGo(msgspec.Struct, tag=True, frozen=True):
-    """Give back what is held or saved. Idempotent."""
+class ReleaseSequence(msgspec.Struct, tag=True, frozen=True):
+    """Release the sequence's reservation and saved pages. Idempotent."""
 
     number: int
 
 
-Work = Hold | AwaitArrival | Load | Keep | Save | Restore | LetGo
+RankWork = ReservePrompt | AwaitArrival | LoadBlocks | StoreBlocks | SaveToHost | ReleaseSequence
 
 
 # -- leader -> follower -------------------------------------------------------------------------------
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True):
-    """Join the process group, in a file of this name."""
+    """Join the process group that meets in a file of this name."""
 
     path: str
 
 
 class PrefillPass(msgspec.Struct, tag=True, frozen=True):
-    """A pass over parts of prompts. `are_last`: logits are wanted of their last tokens."""
+    """A pass over parts of prompts. `are_last`: the part ends its prompt, so logits are wanted."""
 
     shares: list[PassShare]
     chunks: list[PassChunk]
@@ -113,20 +107,20 @@ class PrefillPass(msgspec.Struct, tag=True, frozen=True):
 
 
 class DecodePass(msgspec.Struct, tag=True, frozen=True):
-    """An iteration."""
+    """An iteration of the decode batch."""
 
     chunks: list[PassChunk]
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Calls go on side by side."""
+    """Do `work`; calls run side by side."""
 
     call_id: int
-    work: Work
+    work: RankWork
 
 
 class StopCall(msgspec.Struct, tag=True, frozen=True):
-    """It has been answered, or is to be soon."""
+    """Cancel a call; it has been answered, or is to be answered soon."""
 
     call_id: int
 
@@ -134,22 +128,22 @@ class StopCall(msgspec.Struct, tag=True, frozen=True):
 # -- follower -> leader -------------------------------------------------------------------------------
 
 
-class Held(msgspec.Struct, frozen=True):
-    """`num_cached` blocks, from the first on, are there."""
+class PromptReserved(msgspec.Struct, frozen=True):
+    """The result of `ReservePrompt`: a grant, and the tiers of the leading blocks that need none."""
 
-    num_cached: int
     grant: Grant
+    cached_tiers: list[Tier | None]
 
 
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """`held` answers `Hold`."""
+class CallDone(msgspec.Struct, tag=True, frozen=True):
+    """A call has been done; `reserved` answers `ReservePrompt`."""
 
     call_id: int
-    held: Held | None = None
+    reserved: PromptReserved | None = None
 
 
 class FailureKind(StrEnum):
-    """Which error of `mooncake.errors` it was."""
+    """The error of `mooncake.errors` that a call has failed with, or STOPPED."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"
@@ -157,15 +151,15 @@ class FailureKind(StrEnum):
     STOPPED = "stopped"
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The work has not been done, and nothing of it goes on."""
+class RankCallFailed(msgspec.Struct, tag=True, frozen=True):
+    """A call has failed or was stopped, and nothing of it runs any more."""
 
     call_id: int
     kind: FailureKind
     reason: str
 
 
-Answer = Done | Failed
-FromFollower = FromBehind | Answer
+RankAnswer = CallDone | RankCallFailed
+FromFollower = FromBehind | RankAnswer
 ToFollower = Meet | PrefillPass | DecodePass | Call | StopCall
 FromLeader = FromBefore | ToFollower

@@ -1,9 +1,8 @@
-"""What the stages of a prefill pipeline say to each other (chunked pipeline parallelism, Mooncake, section
-5.1).
+"""Messages between the stages of a prefill pipeline (chunked pipeline parallelism, Mooncake, section 5.1).
 
 The stages are a chain: each talks to the one behind it and the one before it, over ZeroMQ
 (`mooncake.messages.bus`). The first one leads: it takes orders, and its decisions travel down the chain in
-the order in which they were made; what stages have to say travels up.
+the order in which they were made; the stages' reports travel up.
 
     before                                behind
                           <-   StageHello, until answered
@@ -11,11 +10,11 @@ the order in which they were made; what stages have to say travels up.
     Begin(prompt)         ->                                    get memory for it
                           <-   Usable(blocks)                   here and in all stages behind
     Pass, HiddenStates... ->                                    compute, in this order
-                          <-   PassTaken                        it is being computed: room for one more
-                          <-   FirstDrawn                       of a prompt that ended with a pass
-                          <-   Stored                           all that the stages behind computed
-                          <-   Sent                             their part of it is at the decode side
-    End(prompt)           ->                                    aborted or failed: let go of it
+                          <-   PassTaken                        it is being computed: one more may be sent
+                          <-   FirstDrawn                       the first token of a prompt
+                          <-   Stored                           the blocks are in the pools behind
+                          <-   Sent                             the blocks are at the decode side
+    End(prompt)           ->                                    aborted or failed: release its memory
 
 Reuse that fails in a stage begins another *round* of the prompt: `Unusable` goes up, `Recount` comes down and
 is answered by `Usable`, and the prompt is computed again from there. Passes of earlier rounds are skipped.
@@ -31,10 +30,10 @@ from mooncake.messages.workers import BlockOrder, Prefill
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
-    """First message of a stage to the one before it; the stages behind it are there.
+    """The first message of a stage to the one before it; the stages behind it are there.
 
-    `capacity`: the least of its own and theirs. `engine`: what computes in all of them, for people.
-    `shards`: their parts of the pool.
+    `capacity` is the least of its own and theirs, `engine` names all of their engines, for people, and
+    `shards` are their parts of the pool.
     """
 
     protocol_version: int
@@ -47,14 +46,14 @@ class StageHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageBeat(msgspec.Struct, tag=True, frozen=True):
-    """I am alive, and these are the pools of this and all stages behind it."""
+    """The stage is alive, and these are the pool counters of it and all stages behind it."""
 
     pools: dict[str, PoolStats]
-    """by the names of their messengers"""
+    """Pool counters by the messenger's name."""
 
 
 class Usable(msgspec.Struct, tag=True, frozen=True):
-    """The KVCache of so many blocks of the prompt, from the first on, need not be computed in this round."""
+    """The first `num_blocks` of the prompt need not be computed in this round."""
 
     job_id: int
     round: int
@@ -62,14 +61,14 @@ class Usable(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unusable(msgspec.Struct, tag=True, frozen=True):
-    """Some of what was to be reused in this round has not come."""
+    """Blocks that were to be reused in this round have not arrived."""
 
     job_id: int
     round: int
 
 
 class PassTaken(msgspec.Struct, tag=True, frozen=True):
-    """The oldest pass that was not taken is being computed."""
+    """The oldest pass that was not taken yet is being computed."""
 
 
 class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
@@ -82,25 +81,25 @@ class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
-    """The prompt's KVCache is in the pool, as far as this stage and those behind it have computed it."""
+    """The blocks that this stage and those behind it have computed of the prompt are in their pools."""
 
     job_id: int
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """The decode side has what this stage and those behind it had to send of the prompt."""
+    """The decode side has all blocks that this stage and those behind it had to send of the prompt."""
 
     job_id: int
 
 
 class PromptLeft(msgspec.Struct, tag=True, frozen=True):
-    """Of a rank: nothing here reads or writes the prompt's pages any more. The last word about it."""
+    """A rank neither reads nor writes the prompt's pages any more. The last message about it."""
 
     job_id: int
 
 
 class StageFailed(msgspec.Struct, tag=True, frozen=True):
-    """This prompt cannot go on in this stage or one behind it."""
+    """The prompt has failed in this stage or one behind it."""
 
     job_id: int
     reason: str
@@ -117,15 +116,15 @@ class StageRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageAlive(msgspec.Struct, tag=True, frozen=True):
-    """The stage before you is alive. If you are not `known`, it has begun anew, and so must you."""
+    """The stage before is alive. A stage that is not `known` must begin anew, as that one has."""
 
     known: bool
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """Get memory for a prompt. Stages serve these in order.
+    """Get memory for a prompt. Stages serve these messages in order.
 
-    `device_pages`: to a rank, which has those of the first one.
+    `device_pages`: those of the first rank, for another one.
     """
 
     job_id: int
@@ -134,16 +133,16 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recount(msgspec.Struct, tag=True, frozen=True):
-    """A new round: say again what is usable."""
+    """Begin a new round: report the usable blocks again."""
 
     job_id: int
     round: int
 
 
 class PassShare(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens `[start, start + num_tokens)` of a prompt are part of a pass.
+    """A prompt's share of a pass: tokens `[start, start + num_tokens)`.
 
-    `num_cached_blocks` are reused in this round: their tokens come before `start`, but for the very last one.
+    `num_cached_blocks` are reused in this round: their tokens come before `start`, except maybe the last one.
     """
 
     job_id: int
@@ -154,8 +153,11 @@ class PassShare(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pass(msgspec.Struct, tag=True, frozen=True):
-    """A forward pass over `num_bytes` of hidden states: `[tokens, hidden_size]` in the model's dtype, the
-    shares one after the other. `data` are the first bytes of them; the others follow in `HiddenStates`."""
+    """A forward pass over `num_bytes` of hidden states.
+
+    The states are `[tokens, hidden_size]` in the model's dtype, one share after the other. `data` are the
+    first bytes; the others follow in `HiddenStates`.
+    """
 
     shares: list[PassShare]
     num_bytes: int
@@ -163,7 +165,7 @@ class Pass(msgspec.Struct, tag=True, frozen=True):
 
 
 class HiddenStates(msgspec.Struct, tag=True, frozen=True):
-    """The next bytes of the newest pass."""
+    """The next bytes of the newest pass's hidden states."""
 
     data: bytes
 
@@ -175,7 +177,7 @@ class End(msgspec.Struct, tag=True, frozen=True):
 
 
 AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed | PromptLeft
-"""what goes up the chain to whoever works on the prompt"""
+"""Reports about a prompt, which travel up the chain."""
 FromBehind = StageHello | StageBeat | PassTaken | AboutJob
 FromBefore = (
     StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End | BlockOrder

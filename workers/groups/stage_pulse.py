@@ -1,6 +1,6 @@
-"""Whether the other end of a link between two stages is alive.
+"""The check that the other end of a link between two stages is alive.
 
-Owns: the count of beats without a word from it. Does not know: messages, sockets.
+Owns: the count of silent beats. Does not know: messages, sockets.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ _BEATS_PER_TIMEOUT = 5
 
 
 class Pulse:
-    """`beat` runs beside the loop that receives, which says `heard` for each message.
+    """The beats of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
 
-    Silence is counted in beats: while this process itself is held up, none passes, and what has come
-    meanwhile is received before the next one.
+    Silence is counted in beats: while this process itself is held up, none passes, and messages that have
+    arrived meanwhile are received before the next one.
     """
 
     def __init__(self, who: str, timeout_s: float) -> None:
@@ -24,7 +24,7 @@ class Pulse:
         self._num_silent_beats = 0
 
     def heard(self) -> None:
-        """A word has come."""
+        """Note that a message has arrived."""
         self._num_silent_beats = 0
 
     async def beat(self, send: Callable[[], Awaitable[None]]) -> None:

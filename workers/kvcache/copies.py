@@ -1,9 +1,9 @@
-"""One layer of some blocks, between the device's pages and the pool's, checked on the way.
+"""Copies of one layer of blocks between device pages and pool pages, checked on the way.
 
-A layer of a device page is byte for byte one layer of a block, or of the shard of it that a stage has. Layers
-are the model's. Loads compare checksums with those that the pool keeps, stores return new ones.
+A layer of a device page is byte for byte one layer of a block, or of a stage's or rank's shard of it. Layers
+are numbered as in the model. Loads compare checksums with those that the pool keeps, stores return new ones.
 
-Owns: how bytes get there, on the CPU and on CUDA. Does not know: when, which blocks, threads.
+Owns: how bytes are copied, on the CPU and on CUDA. Does not know: when, which blocks, threads.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Pages = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class BlockCopy(Protocol):
-    """One block, in a device page and in a page of the pool."""
+    """A block in a device page and in a pool page."""
 
     @property
     def device_page(self) -> int: ...
@@ -29,39 +29,41 @@ class BlockCopy(Protocol):
     def pool_page(self) -> int: ...
 
     def stored_checksum(self, layer: int) -> int | None:
-        """The xxh3-64 of a layer that was stored here, which the pool may not have heard of yet. None: the
-        pool keeps it."""
+        """Return the xxh3-64 of a layer that was stored here and not yet committed; None: the pool keeps
+        it."""
 
 
 Mark = torch.cuda.Event | None
-"""a moment in a stream's work; None where calls return when their work is done"""
+"""A moment in a stream's work; None where calls return when their work is done."""
 
 
-class Loaded(NamedTuple):
-    """The layer is on the device when `mark` has passed. `damaged` are pool pages with wrong bytes."""
+class LoadedLayer(NamedTuple):
+    """The result of a load: the layer is on the device when `mark` has passed; `damaged` pool pages have
+    wrong bytes."""
 
     mark: Mark
     damaged: list[int]
 
 
-class Copies(Protocol):
-    """Loads are called by one thread, stores by one, the other two by the device thread."""
+class LayerCopies(Protocol):
+    """Loads and stores of layers: `load` is called by one thread, `store` by one, the others by the device
+    thread."""
 
-    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
-        """Copies one layer from the pool to device pages that nobody uses any more once `free` has passed."""
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
+        """Copy one layer from the pool to device pages, which are unused once `free` has passed."""
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
-        """Copies one layer to the pool once `computed` has passed. Returns the xxh3-64 of each block's."""
+        """Copy one layer to the pool once `computed` has passed. Return the xxh3-64 of each block's layer."""
 
     def mark(self) -> Mark:
-        """What has been given to the device so far."""
+        """Return a mark behind all work that the device has been given."""
 
     def wait(self, mark: Mark) -> None:
-        """What the device is given from now on comes after `mark`. Does not block."""
+        """Let the device begin further work only after `mark`. Does not block."""
 
 
 class _PoolPages:
-    """Where the pool's pages are, and what is in them. The segment stays mapped as long as this is there."""
+    """Addresses and checksums of the pool's pages. Keeps the segment mapped."""
 
     def __init__(self, segment: Segment) -> None:
         self.layer_bytes = segment.layout.layer_bytes
@@ -70,13 +72,13 @@ class _PoolPages:
         self._bytes = np.frombuffer(segment.buffer, np.uint8)
 
     def addresses(self, layer: int, blocks: Sequence[BlockCopy]) -> Addresses:
-        """Of one layer of each block."""
+        """Return the address of one layer of each block."""
         position = self._layers.index(layer)
         start = self._bytes.ctypes.data + self._header.pages_offset + position * self.layer_bytes
         return _addresses(start, self._header.page_stride, _pool_pages(blocks), self._header.num_pages)
 
     def damaged(self, layer: int, blocks: Sequence[BlockCopy], digests: Digests) -> list[int]:
-        """The pages of those blocks whose checksums are not these."""
+        """Return the pool pages of blocks whose checksums differ from `digests`."""
         pages = _pool_pages(blocks)
         expected = self._table.layer_checksums(pages, self._layers.index(layer))
         for index, block in enumerate(blocks):
@@ -88,16 +90,16 @@ class _PoolPages:
 
 
 class HostCopies:
-    """Between a device that is the CPU and the pool's segment."""
+    """Copies between a device that is the CPU and the pool's segment."""
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
         self._kv = kv
         self._pool = _PoolPages(segment)
 
-    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         sources, targets = self._pool.addresses(layer, blocks), self._device_addresses(layer, blocks)
         digests = copy_scattered(sources, targets, self._pool.layer_bytes)
-        return Loaded(None, self._pool.damaged(layer, blocks, digests))
+        return LoadedLayer(None, self._pool.damaged(layer, blocks, digests))
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
         sources, targets = self._device_addresses(layer, blocks), self._pool.addresses(layer, blocks)
@@ -116,7 +118,7 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Between a GPU and the pool's segment: by way of pinned memory, on a stream for each direction.
+    """Copies between a GPU and the pool's segment: by way of pinned memory, on a stream for each direction.
 
     No call waits for more than its own copies: streams wait for each other by events.
     """
@@ -127,7 +129,7 @@ class CudaCopies:
         self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
-    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> Loaded:
+    def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         staged, places = self._staging(len(blocks))
         digests = copy_scattered(self._pool.addresses(layer, blocks), places, self._pool.layer_bytes)
         pages = torch.from_numpy(_device_pages(blocks)).pin_memory()
@@ -138,7 +140,7 @@ class CudaCopies:
             index = pages.to(self._kv.device, non_blocking=True)
             scatter_pages(self._kv.layer(layer), index, on_device)
             mark = self._load_stream.record_event()
-        return Loaded(mark, self._pool.damaged(layer, blocks, digests))
+        return LoadedLayer(mark, self._pool.damaged(layer, blocks, digests))
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
         assert computed is not None
@@ -163,7 +165,8 @@ class CudaCopies:
             torch.cuda.current_stream(self._kv.device).wait_event(mark)
 
     def _staging(self, num_blocks: int) -> tuple[torch.Tensor, Addresses]:
-        """Pinned memory for one layer of so many blocks, as a tensor and as the address of each."""
+        """Return pinned memory for one layer of `num_blocks` blocks, as a tensor and as the address of
+        each."""
         shape = (num_blocks, *self._kv.layer_shape[1:])
         staged = torch.empty(shape, dtype=self._kv.dtype, pin_memory=True)
         return staged, staged.data_ptr() + np.arange(num_blocks, dtype=np.int64) * self._pool.layer_bytes
@@ -178,11 +181,11 @@ def _pool_pages(blocks: Sequence[BlockCopy]) -> Pages:
 
 
 def _addresses(start: int, stride: int, pages: Pages, num_pages: int) -> Addresses:
-    """Of `pages` that are `stride` bytes apart, page 0 at `start`."""
+    """Return the addresses of `pages` that are `stride` bytes apart, page 0 at `start`."""
     assert ((pages >= 0) & (pages < num_pages)).all(), "copies know no other bounds"
     return start + pages * stride
 
 
-def copies_for(kv: DeviceKVCache, segment: Segment) -> Copies:
-    """Those for the device of `kv`."""
+def copies_for(kv: DeviceKVCache, segment: Segment) -> LayerCopies:
+    """Return the copies for the device of `kv`."""
     return CudaCopies(kv, segment) if kv.device.type == "cuda" else HostCopies(kv, segment)

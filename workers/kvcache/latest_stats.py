@@ -1,6 +1,6 @@
-"""The counters of a worker's pool, for heartbeats.
+"""The latest counters of a worker's pool, for heartbeats.
 
-Owns: the last ones that were heard. Does not know: who is told.
+Owns: the last counters that were heard. Does not know: their readers.
 """
 
 import asyncio
@@ -11,19 +11,19 @@ from mooncake.messages.pools import PoolStats
 
 
 class LatestStats:
-    """Made by `of`. A messenger that is slow must not make its worker look dead: then the last ones count."""
+    """Pool counters that are at worst a little old: a slow messenger must not make its worker look dead."""
 
     def __init__(self, pool: WorkerClient, stats: PoolStats) -> None:
         self._pool, self._stats = pool, stats
 
     @classmethod
     async def of(cls, pool: WorkerClient) -> "LatestStats":
-        """Asks for the first ones."""
+        """Ask the messenger for the first counters."""
         return cls(pool, await pool.stats())
 
-    async def get(self, patience_s: float) -> PoolStats:
-        """New ones, if they come within `patience_s`."""
+    async def get(self, timeout_s: float) -> PoolStats:
+        """Return new counters, if they come within `timeout_s`, else the last ones."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 self._stats = await self._pool.stats()
         return self._stats

@@ -1,7 +1,7 @@
 """Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
 
 Before a layer's attention its load is waited for and that of the next layer launched; after it its store is
-launched. Nobody waits for a store before the prompt is through, unless the device has memory for a window of
+launched. Nobody waits for a store before the prompt's end, unless the device has memory for a window of
 layers only: then a layer waits for the store of the one whose memory it takes.
 
 Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from workers.engine.batch import Chunk
-from workers.kvcache.copies import Copies, Mark
+from workers.kvcache.copies import LayerCopies, Mark
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class PromptBlock:
-    """One block of a prompt, in a device page and in a page of the pool.
+    """One block of a prompt, in a device page and in a pool page.
 
-    Its layers come to the pool in order: those before `next_layer` are there, or on their way from here.
+    Layers come to the pool in order: those before `next_layer` are stored, or being stored.
     """
 
     device_page: int
@@ -33,18 +33,20 @@ class PromptBlock:
     next_layer: int
     first_stored: int = 0
     stored: "array[int] | None" = None
-    """checksums of what a window of layers has stored and will load again, one layer after the other from
-    `first_stored` on: 8 bytes each, for thousands of blocks"""
+    """Checksums of layers from `first_stored` on, which a window of layers has stored and will load again.
+
+    An array, as it is kept for thousands of blocks.
+    """
 
     def keep_checksum(self, layer: int, checksum: int) -> None:
-        """Of a layer that has been stored here, as the one before it."""
+        """Keep the checksum of a layer that has just been stored, behind that of the layer before it."""
         if self.stored is None:
             self.first_stored, self.stored = layer, array("Q")
         assert layer == self.first_stored + len(self.stored), "layers are stored in order, each once"
         self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
-        """None: the pool knows it."""
+        """Return the checksum that is kept of `layer`; None: the pool knows it."""
         position = layer - self.first_stored
         if self.stored is None or not 0 <= position < len(self.stored):
             return None
@@ -66,27 +68,27 @@ class PassPart:
     await_pool: Callable[[int], bool]
     on_stored: Callable[[int, Sequence[PromptBlock], list[int]], None]
     damaged_pages: list[int] = field(default_factory=list)
-    """of the pool, found by loads"""
+    """Pool pages whose bytes were found damaged by loads."""
     storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
 
 
 class LayerTransfers:
-    """Loads and stores of all passes, each kind in order. Without `overlap` they are done when launched.
+    """The loads and stores of all passes, each kind in order. Without `overlap` they are done when launched.
 
     `window`: that of the device's KVCache (`DeviceKVCache.window`), 2 or more.
     """
 
-    def __init__(self, copies: Copies, *, overlap: bool, window: int | None = None) -> None:
+    def __init__(self, copies: LayerCopies, *, overlap: bool, window: int | None = None) -> None:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
-        """from the memory that every `window`-th layer takes: when the last one ends, so have those before"""
+        """The last store from the memory that every `window`-th layer takes; earlier ones end before it."""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
-        """On the device thread. None if there is nothing to load, and no store to wait for."""
+        """Begin to load `layer`, on the device thread. None: nothing to load, and no store to wait for."""
         loading = [part for part in parts if part.loads and not part.is_dropped]
         last_store = self._last_stores.get(layer % self._window) if self._window is not None else None
         if not loading and last_store is None:
@@ -94,14 +96,13 @@ class LayerTransfers:
         return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
-        """On the device thread: what it computes from now on finds the layer, and memory for it, or its part
-        was dropped."""
+        """Wait, on the device thread, until layer and memory are there, or the part was dropped."""
         if loading is not None:
             for mark in loading.result():
                 self._copies.wait(mark)
 
     def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
-        """On the device thread: `layer` has been computed."""
+        """Begin to store `layer`, which has been computed; on the device thread."""
         computed = self._copies.mark() if any(part.stores for part in parts) else None
         for part in parts:
             blocks = [block for block in part.stores if block.next_layer == layer]
@@ -114,7 +115,7 @@ class LayerTransfers:
                     self._last_stores[layer % self._window] = storing
 
     def close(self) -> None:
-        """After the last pass. Waits for what has been launched."""
+        """End the threads after the last pass; waits for what has been launched."""
         self._loading.shutdown()
         self._storing.shutdown()
 
@@ -144,7 +145,7 @@ class LayerTransfers:
 
 
 class _AtOnce(Executor):
-    """Does what is submitted before it returns."""
+    """An executor that makes each call before `submit` returns."""
 
     def submit(self, call: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
         done: Future[T] = Future()

@@ -1,13 +1,13 @@
-"""Blocks of a prompt on their way from another instance's pool into the own one, as the worker sees it.
+"""A worker's view of a fetch: blocks of a prompt on the way from another instance's pool into its own.
 
-The messenger says how far they are, and that bytes come at all; the load thread waits for that. Whatever goes
-wrong (holder gone or too slow, block evicted, nothing comes) ends the fetch, and what has not come by then is
-computed.
+The messenger reports how many layers have arrived, and that bytes arrive at all; the load thread waits for
+that. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and what has not arrived
+by then is computed.
 
-A holder that goes on sending is waited for, one that stops is not. Whether a fetch pays is the Conductor's to
-estimate; here it gets altogether, on top of `_GRACE_S`, the time in which a slow instance computes as many
-tokens, and is given up when it is seen to be slower. So that a slow one does not hold up a pass that others
-share, its prompt joins one only when the last layers are near.
+A holder that goes on sending is waited for, a silent one is not. Whether a fetch pays is the Conductor's to
+estimate; here it gets, on top of `_GRACE_S`, the time in which a slow instance computes as many tokens, and
+is given up when it is seen to be slower. A slow fetch must not delay a pass that other prompts share, so its
+prompt joins one only when the last layers are near.
 
 Owns: one prompt's fetch. Does not know: how bytes travel, what is computed.
 """
@@ -25,71 +25,74 @@ from mooncake.messages.pools import PoolShard
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
-"""since the last sign of the holder's life: computing is quicker than one that has stopped"""
+SILENCE_S = 1.0
+"""Time since the holder's last sign of life after which computing is quicker than waiting."""
 _GRACE_S = 4.0
-"""of a fetch of few blocks"""
+"""Time that a fetch of few blocks may take."""
 _SLOW_TOKENS_PER_S = 100
-"""computed by an instance whose prefixes are hardly worth being fetched any slower"""
+"""Speed of an instance that computes slowly: a fetch that is slower than this does not pay."""
 
 
 class PrefixFetch:
-    """Blocks `indices` of a reservation, which nobody else writes until it has ended."""
+    """The fetch of blocks `indices` of a reservation, which nobody else writes until it has ended."""
 
     def __init__(
         self, pool: WorkerClient, reservation_id: int, sources: Sequence[PoolShard], indices: Sequence[int]
     ) -> None:
         self.indices = list(indices)
         self.num_layers = [0] * len(indices)
-        """of each block, how many layers have come"""
+        """Number of layers that have arrived, by block."""
         self.pages: list[int] | None = None
-        """of each block, where it is at the end"""
+        """The blocks' pool pages when the fetch has ended."""
         self.has_ended = False
-        """nothing more will come"""
+        """Whether no further layer will arrive."""
         self.error: MooncakeError | None = None
-        """of the own messenger, or PoolFullError: what the source hung in has no other pages"""
+        """An error of the own messenger, or PoolFullError: no pages replace those that a hanging source may
+        write."""
         self._pool, self._reservation_id = pool, reservation_id
         self._sources = sources
         self._begun_s = self._heard_s = time.monotonic()
-        """when it began, and when the holder last gave a sign of life"""
+        """Times of the beginning, and of the holder's last sign of life."""
         num_tokens = len(indices) * pool.segment.layout.block_size
         self._deadline_s = self._begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
         self._changed = threading.Condition()
         self._num_blocks = self._num_layers = 0
-        """so many layers of so many blocks, from the first ones on, have come; the other blocks never will"""
+        """Layers and blocks, counted from the first, that have arrived; the other blocks never will."""
         self._is_over = False
         self._heard = asyncio.Event()
-        """set at each sign of life, and at the end"""
+        """Set at each sign of life, and at the end."""
         self._fetching = asyncio.create_task(self._run())
 
     @property
     def expected_indices(self) -> list[int]:
-        """The blocks that the holder has been found to have."""
+        """The blocks that the holder turned out to have."""
         return self.indices[: self._num_blocks]
 
     async def begun(self) -> None:
-        """Returns when the first layers have come and the last ones are near, or nothing more will come.
+        """Wait until the first layers have arrived and the last ones are near, or nothing more will arrive.
 
-        Near: here within `PATIENCE_S`, at their pace so far. Who waits here holds up no pass.
+        Near means: within `SILENCE_S`, at the pace so far. A prompt that waits here delays no pass.
         """
         while not (self.has_ended or self._is_near):
-            left_s = self._left_s(PATIENCE_S)
+            left_s = self._left_s(SILENCE_S)
             if left_s <= 0 or self._is_too_slow:
                 names = ", ".join(shard.messenger.instance for shard in self._sources)
                 log.info("%s: nothing comes, or too slowly, the blocks are computed", names)
-                await self.ended(patience_s=0)
+                await self.ended(silence_s=0)
                 return
             self._heard.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._heard.wait()
 
-    async def ended(self, patience_s: float | None = PATIENCE_S) -> None:
-        """Returns when nothing is fetched any more. That is brought about if the holder gives no sign of life
-        for `patience_s`, or takes too long; not if None."""
+    async def ended(self, silence_s: float | None = SILENCE_S) -> None:
+        """Wait for the end of the fetch; stop it if the holder is silent for `silence_s`, or takes too long.
+
+        With None it is not stopped.
+        """
         await asyncio.wait([self._fetching], timeout=0)  # by then the messenger has been asked to fetch
-        while patience_s is not None and not self._fetching.done():
-            left_s = self._left_s(patience_s)
+        while silence_s is not None and not self._fetching.done():
+            left_s = self._left_s(silence_s)
             if left_s <= 0:
                 await self._pool.stop_fetch(self._reservation_id)
                 break
@@ -97,11 +100,13 @@ class PrefixFetch:
         await asyncio.wait([self._fetching])
 
     def await_layer(self, layer: int, num_blocks: int) -> bool:
-        """On the load thread: blocks until `layer` of the first `num_blocks` has come; False if it won't, or
-        is not worth waiting for: then no later layer is either."""
+        """Block the load thread until `layer` of the first `num_blocks` has arrived.
+
+        Return False if it will not arrive, or is not worth waiting for: then no later layer is either.
+        """
         with self._changed:
             while not (self._is_over or self._num_blocks < num_blocks or self._num_layers > layer):
-                left_s = self._left_s(PATIENCE_S)
+                left_s = self._left_s(SILENCE_S)
                 if left_s > 0:
                     self._changed.wait(left_s)
                 else:
@@ -109,28 +114,29 @@ class PrefixFetch:
             return self._num_layers > layer and self._num_blocks >= num_blocks
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop waiting for further layers."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
-    def _left_s(self, patience_s: float) -> float:
-        """How much longer it is waited for if nothing is heard."""
-        return min(self._heard_s + patience_s, self._deadline_s) - time.monotonic()
+    def _left_s(self, silence_s: float) -> float:
+        """Return how much longer the fetch is waited for if nothing is heard."""
+        return min(self._heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     @property
     def _is_near(self) -> bool:
-        return self._num_layers > 0 and self._expected_end_s <= self._heard_s + PATIENCE_S
+        return self._num_layers > 0 and self._expected_end_s <= self._heard_s + SILENCE_S
 
     @property
     def _is_too_slow(self) -> bool:
-        """The first moments do not count: there may have been a connection to be made."""
-        has_pace = self._num_layers > 0 and self._heard_s >= self._begun_s + PATIENCE_S
+        """Whether the fetch will miss its deadline; the first moments do not count, as it may have to
+        connect."""
+        has_pace = self._num_layers > 0 and self._heard_s >= self._begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s
 
     @property
     def _expected_end_s(self) -> float:
-        """If the layers to come are as quick as those that are there."""
+        """When the fetch ends, if layers go on to arrive at the pace so far."""
         layer_s = (self._heard_s - self._begun_s) / self._num_layers
         return self._begun_s + layer_s * self._pool.segment.layout.num_layers
 

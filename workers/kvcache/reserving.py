@@ -1,4 +1,4 @@
-"""A prompt's pages in the pool: the one way in which both prefill and decode get them.
+"""The reservation of a prompt's pool pages, for prefill and decode alike.
 
 Owns: the wait for room. Does not know: what is computed.
 """
@@ -10,9 +10,9 @@ from mooncake.messages.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
-    """Leases what the pool holds of the prompt and reserves the rest, waiting for room if need be.
+    """Lease the blocks that the pool holds of a prompt and reserve pages for the rest, waiting for room.
 
-    Cancelled, or left by an error, it leaves nothing reserved.
+    Nothing stays reserved if this is cancelled or raises.
     """
     num_private = 1 if len(request.token_ids) % block_size else 0
     reservation = await _reserve(pool, request, num_private)

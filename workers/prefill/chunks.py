@@ -1,5 +1,4 @@
-"""Where a prompt is cut into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section
-5.1).
+"""Cuts a prompt into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section 5.1).
 
 While a stage computes chunk c, the one before it computes chunk c + 1. All of them are busy only if chunks
 take equally long, and a token behind a long prefix takes longer than the first ones: its attention reads all
@@ -14,22 +13,23 @@ from dataclasses import dataclass
 from workers.engine.spec import ModelSpec
 
 _PASS_TOKENS = 32
-"""What a pass costs by itself, in tokens without a prefix: weights are read, states handed on. As measured on
+"""The fixed cost of a pass (weights are read, states handed on), in tokens without a prefix; measured on
 CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What a layer costs, in any unit: n tokens behind p others take `n * (token + pair * (p + n / 2))`."""
+class LayerCosts:
+    """The costs of a layer, in any unit: n tokens behind p others take `n * (token + pair * (p + n / 2))`."""
 
     token: float
-    """for one token, whatever stands before it"""
+    """Cost of one token, whatever its position."""
     pair: float
-    """for one pair of a token and one before it"""
+    """Cost of one pair of a token and an earlier one."""
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> "Costs":
-        """Floating-point operations: 2 for a weight and a token, 4 for a dimension of a head and a pair."""
+    def of(cls, spec: ModelSpec) -> "LayerCosts":
+        """Count floating-point operations: 2 for a weight and a token, 4 for a dimension of a head and a
+        pair."""
         heads_dim = spec.num_heads * spec.head_dim
         num_weights = spec.hidden_size * (
             2 * heads_dim + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size
@@ -37,34 +37,34 @@ class Costs:
         return cls(token=2.0 * num_weights, pair=4.0 * heads_dim)
 
     def of_tokens(self, start: int, num_tokens: float) -> float:
-        """Of tokens `[start, start + num_tokens)` of a prompt."""
+        """Return the cost of tokens `[start, start + num_tokens)` of a prompt."""
         return num_tokens * (self.token + self.pair * (start + num_tokens / 2))
 
     def num_tokens(self, start: int, cost: float) -> float:
-        """How many tokens from `start` on cost so much: the inverse of `of_tokens`."""
+        """Return how many tokens from `start` on have this `cost`: the inverse of `of_tokens`."""
         first = self.token + self.pair * start
         return 2 * cost / (first + math.sqrt(first * first + 2 * self.pair * cost))
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How the prompts of a pipeline are cut: into chunks that take equally long, up to rounding.
+    """A rule that cuts the prompts of a pipeline into chunks that take equally long, up to rounding.
 
-    With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves
-    `of_tokens(start, x_i) = i / m * of_tokens(start, end - start)`. With m chunks X stages need
-    `(cost + m * pass_cost) * (m + X - 1) / (m * X)`: more chunks leave the others idle for a shorter time at
-    both ends, but each costs something by itself. So m is `sqrt((X - 1) * cost / pass_cost)`, where that is
-    least; more if a chunk would be longer than `most_tokens`. Boundaries are multiples of `multiple` (a block
-    of the KVCache, so that every chunk fills the blocks that it stores), the last one apart.
+    With boundaries x_0 = 0 < ... < x_m = end - start, x_i solves `of_tokens(start, x_i) = i / m *
+    of_tokens(start, end - start)`. With m chunks X stages need `(cost + m * pass_cost) * (m + X - 1) / (m *
+    X)`: more chunks leave the other stages idle for a shorter time at both ends, but each has a fixed cost.
+    So m is `sqrt((X - 1) * cost / pass_cost)`, where that is least; more if a chunk would be longer than
+    `max_tokens`. Boundaries are multiples of `multiple` (a block of the KVCache, so that every chunk fills
+    the blocks that it stores), except the last one.
     """
 
-    costs: Costs
+    costs: LayerCosts
     num_stages: int
-    most_tokens: int
+    max_tokens: int
     multiple: int
 
     def __call__(self, start: int, end: int) -> list[range]:
-        """The chunks of the tokens `[start, end)` of a prompt."""
+        """Return the chunks of the tokens `[start, end)` of a prompt."""
         assert 0 <= start < end
         cost = self.costs.of_tokens(start, end - start)
         num_chunks = self._num_chunks(start, cost)
@@ -72,14 +72,14 @@ class ChunkPlan:
         for index in range(1, num_chunks):
             bound = start + round(self.costs.num_tokens(start, cost * index / num_chunks))
             bound = (bound + self.multiple // 2) // self.multiple * self.multiple
-            bound = min(bound, bounds[-1] + self.most_tokens)
+            bound = min(bound, bounds[-1] + self.max_tokens)
             if bounds[-1] < bound < end:
                 bounds.append(bound)
-        while end - bounds[-1] > self.most_tokens:
-            bounds.append(bounds[-1] + self.most_tokens)
+        while end - bounds[-1] > self.max_tokens:
+            bounds.append(bounds[-1] + self.max_tokens)
         return [range(a, b) for a, b in zip(bounds, [*bounds[1:], end], strict=True)]
 
     def _num_chunks(self, start: int, cost: float) -> int:
         best = math.sqrt((self.num_stages - 1) * cost / (_PASS_TOKENS * self.costs.token))
-        # The first one is the longest.
-        return max(1, round(best), math.ceil(cost / self.costs.of_tokens(start, self.most_tokens)))
+        # The first chunk is the longest.
+        return max(1, round(best), math.ceil(cost / self.costs.of_tokens(start, self.max_tokens)))

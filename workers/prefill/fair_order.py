@@ -1,17 +1,17 @@
-"""In which order prompts of several tenants are computed: fair queueing, in tokens.
+"""The order in which prompts of several tenants are computed: fair queueing, in tokens.
 
-Tenants: the prompt goes first that would end first if all tenants' prompts were computed side by side (the
-fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits for no long one of
-another tenant, nor for a hundred, and no prompt ends much later than with equal parts for all tenants.
+Between tenants, the prompt goes first that would end first if all tenants' prompts were computed side by side
+(the fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits neither for a
+long prompt of another tenant nor for a hundred, and no prompt ends much later than with equal shares.
 
-Of a tenant: first come, first served, but the second prompt of an answer counts as if it had come when the
-first one's tokens had been computed (start-time fair queueing, Goyal et al., SIGCOMM 1996).
+Within a tenant, first come, first served, but the second prompt of an answer counts as if it had come when
+the first one's tokens had been computed (start-time fair queueing, Goyal et al., SIGCOMM 1996).
 
-A tenant that comes begins with what the least served one that waits has had: idle time earns no credit, and
-nobody starves. As long as a tenant has little to compute, it is about a pass ahead: turns are given by the
-pass, and with less two prompts that come soon after one another would not both be served at once.
+A new tenant begins with the service of the least served waiting tenant: idle time earns no credit, and none
+starves. A tenant with little to compute is about a pass ahead: turns are given by the pass, and with less two
+prompts that come soon after one another would not both be served at once.
 
-Owns: what each tenant has had, virtual time among its answers. Does not know: priorities, deadlines, passes.
+Owns: each tenant's service, virtual time among its answers. Does not know: priorities, deadlines, passes.
 """
 
 from collections import Counter
@@ -23,15 +23,15 @@ from mooncake.messages.requests import Flow
 
 
 class Waiting(Protocol):
-    """A prompt that is not computed."""
+    """A prompt that is still to be computed."""
 
     flow: Flow
     start: float
-    """in its tenant's virtual time; `FairOrder.enter` sets it"""
+    """Start in the tenant's virtual time, set by `FairOrder.enter`."""
 
     @property
     def num_expected(self) -> int:
-        """Tokens that are still to be computed, as far as known."""
+        """Number of tokens that are still to be computed, as far as known."""
 
 
 T = TypeVar("T", bound=Waiting)
@@ -39,20 +39,20 @@ T = TypeVar("T", bound=Waiting)
 
 @dataclass(slots=True)
 class _Tenant:
-    num_had: float
-    """tokens that were computed for it; what the least served one had had when it came, if that was more"""
+    num_served: float
+    """Tokens computed for the tenant; at least those of the least served tenant when this one came."""
     now: float = 0.0
-    """virtual time among its answers"""
+    """Virtual time among the tenant's answers."""
     num_waiting: dict[str, int] = field(default_factory=dict)
-    """prompts, by answer"""
+    """Number of prompts by answer."""
     next_starts: dict[str, float] = field(default_factory=dict)
-    """by answer"""
+    """Start of the next prompt by answer."""
 
 
 class FairOrder:
-    """Of all prompts that have entered and not left. It begins anew when there are none.
+    """The order of all prompts that have entered and not left; history is forgotten when there are none.
 
-    A tenant with at most `lead_tokens` to compute is so many ahead.
+    A tenant with at most `lead_tokens` to compute is ahead by so many.
     """
 
     def __init__(self, lead_tokens: int = 0) -> None:
@@ -60,18 +60,18 @@ class FairOrder:
         self._tenants: dict[str, _Tenant] = {}
 
     def enter(self, prompt: Waiting) -> None:
-        """It waits from now on."""
+        """Add a prompt that waits from now on."""
         tenant_name, answer_id = prompt.flow
         tenant = self._tenants.setdefault(tenant_name, _Tenant(0.0))
         if not tenant.num_waiting:  # idle time earns no credit
-            waiting = [other.num_had for other in self._tenants.values() if other.num_waiting]
-            tenant.num_had = max(tenant.num_had, min(waiting, default=0.0))
+            waiting = [other.num_served for other in self._tenants.values() if other.num_waiting]
+            tenant.num_served = max(tenant.num_served, min(waiting, default=0.0))
         prompt.start = max(tenant.now, tenant.next_starts.get(answer_id, 0.0))
         tenant.next_starts[answer_id] = prompt.start + prompt.num_expected
         tenant.num_waiting[answer_id] = tenant.num_waiting.get(answer_id, 0) + 1
 
     def leave(self, prompt: Waiting) -> None:
-        """It has been computed, or nobody wants it."""
+        """Remove a prompt that has been computed, or aborted."""
         tenant_name, answer_id = prompt.flow
         tenant = self._tenants[tenant_name]
         tenant.num_waiting[answer_id] -= 1
@@ -81,9 +81,9 @@ class FairOrder:
             self._tenants.clear()
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
-        """So many tokens of a prompt are computed that has not left."""
+        """Charge `num_tokens` that are computed of a prompt that has not left."""
         tenant = self._tenants[prompt.flow.tenant]
-        tenant.num_had += num_tokens
+        tenant.num_served += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
@@ -93,7 +93,7 @@ class FairOrder:
         for prompt in in_turn:
             num_expected[prompt.flow.tenant] += prompt.num_expected
         ends = {
-            name: self._tenants[name].num_had - (self._lead_tokens if num <= self._lead_tokens else 0)
+            name: self._tenants[name].num_served - (self._lead_tokens if num <= self._lead_tokens else 0)
             for name, num in num_expected.items()
         }
         keyed = []

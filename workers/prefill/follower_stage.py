@@ -1,7 +1,6 @@
-"""A stage of a follower: it computes the passes that the first rank of its tensor-parallel group announces.
+"""The stage of a follower: it computes the passes that the first rank of its tensor-parallel group announces.
 
-Owns: what of a pass this rank takes part in with its own pool. Does not know: which pages are free (the
-leader does), what is drawn.
+Owns: this rank's part of a pass. Does not know: which pages are free (the leader does), what is drawn.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,13 @@ from workers.prefill.stage import Stage
 
 
 class FollowerStage(Stage):
-    """The device pages of its prompts come with them (`Begin`)."""
+    """A stage whose device pages are chosen by the leader and come with each prompt (`Begin`)."""
 
     async def follow(self, announced: PrefillPass, jobs: Sequence[PrefillJob | None]) -> list[bool]:
-        """Compute a pass, with all ranks. Returns which shares have been computed.
+        """Compute a pass with all ranks. Return which shares have been computed.
 
-        A share without a job is not wanted here: it is computed as far as the others compute it, and counts
-        as dropped in all ranks.
+        A share without a job is not wanted here: it is computed as far as the other ranks compute it, and
+        counts as dropped in all of them.
         """
         chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
         parts = [
@@ -59,5 +58,5 @@ class FollowerStage(Stage):
 
 
 def _dropped(chunk: Chunk) -> PassPart:
-    """Tokens that are only computed because others' are, in the same pass."""
+    """Return the part of a pass that is computed only because other parts are."""
     return PassPart(chunk, [], [], lambda _: False, lambda *_: None, is_dropped=True)

@@ -1,8 +1,7 @@
-"""A prompt that is being prefilled, in one stage: its pages, what of it is in which memory, its part of each
-pass.
+"""A prompt that is being prefilled in one stage: its pages, its blocks in pool and device, its passes.
 
-Owns: one prompt's blocks and their way between device and pool. Does not know: the queue, other prompts, how
-the stages behind are told.
+Owns: one prompt's blocks and their way between device and pool. Does not know: the queue, other prompts,
+messages to the stages behind.
 """
 
 import asyncio
@@ -22,61 +21,64 @@ from workers.groups.stage_messages import PassShare
 from workers.kvcache.commits import Commits
 from workers.kvcache.layerwise import PassPart, PromptBlock
 from workers.kvcache.prefix_fetch import PrefixFetch
-from workers.prefill.queue import Progress
+from workers.prefill.queue import PromptProgress
 from workers.prefill.scope import FailureScope
 
 
 class PrefillJob:
-    """Made when an order comes; its memory comes with `begin`. `job_id` names it in all stages.
+    """One prompt in one stage, from its order to its end. `job_id` names it in all stages.
 
-    It is computed in *rounds*: another one begins, at the last good block, if what was to be reused fails to
-    come.
+    `begin` gives it memory. It is computed in *rounds*: if blocks that were to be reused do not arrive,
+    another round begins at the last good block.
     """
 
     def __init__(
         self,
         job_id: int,
         order: Prefill,
-        progress: Progress,
+        progress: PromptProgress,
         pool: WorkerClient,
         layers: range,
         *,
         is_windowed: bool = False,
     ) -> None:
-        """`is_windowed`: its device pages have one layer after the other (`DeviceKVCache.window`), so each of
-        its passes loads what stands before it."""
+        """Make the job of an order.
+
+        `is_windowed`: layers take turns in its device pages (`DeviceKVCache.window`), so each pass loads the
+        blocks before it.
+        """
         self.job_id, self.order, self.progress = job_id, order, progress
         self.scope = FailureScope()
         self.turn = asyncio.Event()
-        """set when it is admitted"""
+        """Set when the prompt is admitted."""
         self.stored_behind = asyncio.Event()
-        """set when it has been computed in all stages, and stored by those behind this one"""
+        """Set when all stages have computed the prompt, and those behind this one have stored it."""
         self.sent_behind = asyncio.Event()
-        """set when the decode side has what the stages behind this one had to send"""
+        """Set when the decode side has the blocks of the stages behind this one."""
         self.left_behind = asyncio.Event()
-        """set when no other rank uses its device pages any more"""
+        """Set when no other rank uses the prompt's device pages any more."""
         self.is_dropped = False
-        """it is on its way out"""
+        """Whether the prompt was aborted or has failed."""
         self.num_cached_tokens = 0
         self.device_pages: list[int] = []
         self.reservation: Reservation | None = None
         self.fetch: PrefixFetch | None = None
         self.grammar: GrammarState | None = None
-        """what the first token must follow, where that is drawn"""
+        """Grammar of the first token, in the stage that draws it."""
         self.damaged_pages: list[int] = []
-        """of the pool, found by loads"""
+        """Pool pages whose bytes were found damaged by loads."""
         self._pool, self._layers, self._is_windowed = pool, layers, is_windowed
         self._loop = asyncio.get_running_loop()
         self.begin_round(0)
         self._blocks: list[PromptBlock] = []
         self._part: PassPart | None = None
-        """in the pass that runs now"""
+        """The prompt's part of the pass that runs now."""
         self._pass_ended = asyncio.Event()
         self._pass_ended.set()
         self._must_load = False
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
-        """of a fetch that was under way when they were counted as cached"""
+        """Blocks that are counted as cached while a fetch brings them."""
         self._storing: deque[Future[None]] = deque()
         self._commits = Commits(layers, pool.segment.layout.layer_bytes, self._commit)
         self._committing: deque[Future[None]] = deque()
@@ -84,24 +86,24 @@ class PrefillJob:
     # -- rounds -------------------------------------------------------------------------------------
 
     def begin_round(self, number: int) -> None:
-        """What is reused is still to be settled, by `reuse`."""
+        """Begin a round, in which `reuse` is still to settle the reused blocks."""
         self.round = number
         self.is_settled = False
-        """whether it is known what is reused in this round"""
-        self.outcome: asyncio.Future[FirstToken | None] = self._loop.create_future()
-        """of this round: the first token, or None if what was to be reused could not be had"""
+        """Whether the reused blocks of this round are known."""
+        self.result: asyncio.Future[FirstToken | None] = self._loop.create_future()
+        """The round's result: the first token, or None if blocks that were to be reused did not arrive."""
         self.usable_behind: asyncio.Future[int] = self._loop.create_future()
-        """how many blocks the stages behind need not compute in this round"""
+        """Number of blocks that the stages behind need not compute in this round."""
 
-    def end_round(self, outcome: FirstToken | None) -> None:
-        """Idempotent: the first `outcome` counts."""
-        if not self.outcome.done():
-            self.outcome.set_result(outcome)
+    def end_round(self, result: FirstToken | None) -> None:
+        """End the round. Idempotent: the first `result` counts."""
+        if not self.result.done():
+            self.result.set_result(result)
 
     # -- memory -------------------------------------------------------------------------------------
 
     def begin(self, device_pages: list[int]) -> None:
-        """Its pages are there: one of each kind for each block."""
+        """Take the prompt's memory: a device page and a pool page for each block."""
         reservation, self.device_pages = self.reservation, device_pages
         assert reservation is not None
         first, end = self._layers.start, self._layers.stop
@@ -111,14 +113,14 @@ class PrefillJob:
         ]
 
     def missing_blocks(self, num_blocks: int) -> list[int]:
-        """Those of the first `num_blocks` with a key that the own pool lacks."""
+        """Return the indices of keyed blocks, among the first `num_blocks`, that the own pool lacks."""
         assert self.reservation is not None
         num_keyed = len(self.order.request.block_keys)
         blocks = self.reservation.blocks[: min(num_blocks, num_keyed)]
         return [index for index, block in enumerate(blocks) if not block.sealed]
 
     def num_usable_blocks(self) -> int:
-        """Of the longest prefix that is in the pool or, if a fetch is under way, on its way there."""
+        """Return the length of the longest prefix that is in the pool or being fetched, in blocks."""
         if self.fetch is not None:
             self._take_note_of(self.fetch)
         expected, end = self._expected_indices, self._layers.stop
@@ -128,7 +130,7 @@ class PrefillJob:
         return len(self._blocks)
 
     def reuse(self, num_blocks: int, page_size: int) -> None:
-        """Settle that `num_blocks` need not be computed, which are no more than are usable.
+        """Settle that `num_blocks`, all of them usable, are not computed in this round.
 
         At least one token is computed: its logits are the answer's first token.
         """
@@ -141,17 +143,17 @@ class PrefillJob:
         self._must_load = num_blocks > 0
 
     def fetches_beyond(self, num_blocks: int) -> bool:
-        """Whether blocks behind the first `num_blocks` are still on their way."""
+        """Return whether blocks behind the first `num_blocks` are still being fetched."""
         return any(index >= num_blocks for index in self._expected_indices)
 
     @property
     def _expected_indices(self) -> set[int]:
-        """Blocks that a fetch is going to bring."""
+        """Indices of blocks that are being fetched."""
         fetch = self.fetch
         return set() if fetch is None or fetch.has_ended else set(fetch.expected_indices)
 
     def _take_note_of(self, fetch: PrefixFetch) -> None:
-        """What has come by now, and where."""
+        """Record the layers that a fetch has brought, and their pages."""
         if fetch.error is not None:
             raise fetch.error
         for index, num_layers in zip(fetch.indices, fetch.num_layers, strict=True):
@@ -163,7 +165,7 @@ class PrefillJob:
                 block.pool_page, block.next_layer = page, self._layers.start
 
     def num_tokens_by_source(self, page_size: int) -> Counter[str]:
-        """Where the prompt's KVCache came from (`PREFILL_SOURCES`), in tokens."""
+        """Return the prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`)."""
         assert self.reservation is not None
         sources: Counter[str] = Counter()
         for index in range(self._num_cached_blocks):
@@ -176,11 +178,12 @@ class PrefillJob:
     # -- passes -------------------------------------------------------------------------------------
 
     def share(self, num_tokens: int) -> PassShare:
-        """What the stages behind are told of its part of a pass, before it joins that."""
+        """Return the prompt's share of a pass as the stages behind are told of it, before `join_pass`."""
         return PassShare(self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens)
 
     def join_pass(self, num_tokens: int, page_size: int) -> PassPart:
-        """Its next tokens. Every block that they complete is stored, as far as the pool has not got it."""
+        """Return the prompt's next tokens as a part of a pass, which stores the blocks that the pool
+        lacks."""
         tokens, start = self.order.request.token_ids, self.progress.num_done
         end = start + num_tokens
         end_block = len(self._blocks) if end == len(tokens) else end // page_size
@@ -199,13 +202,13 @@ class PrefillJob:
         return self._part
 
     def _num_to_load(self, start: int, page_size: int) -> int:
-        """Blocks before token `start` that are not on the device, or will not be when their layer comes."""
+        """Return how many blocks before token `start` a pass has to load."""
         if self._is_windowed:
             return -(-start // page_size)
         return self._num_cached_blocks if self._must_load else 0
 
     def leave_pass(self, *, is_computed: bool) -> None:
-        """The pass has ended."""
+        """Take note that the pass has ended."""
         part, self._part = self._part, None
         assert part is not None
         self._pass_ended.set()
@@ -219,11 +222,11 @@ class PrefillJob:
 
     @property
     def lacks_reuse(self) -> bool:
-        """Whether its part of a pass was dropped because something did not come; else it was aborted."""
+        """Whether a part of a pass was dropped because blocks did not arrive; else the prompt was aborted."""
         return bool(self.damaged_pages or self._num_expected_blocks)
 
     def drop(self) -> None:
-        """Nobody wants it any more: a pass that computes only for such stops before its next layer."""
+        """Give the prompt up: a pass that computes only dropped ones stops before its next layer."""
         self.is_dropped = True
         if self._part is not None:
             self._part.is_dropped = True
@@ -231,11 +234,11 @@ class PrefillJob:
             self.fetch.give_up()
 
     async def left_pass(self) -> None:
-        """Returns when it is in no pass."""
+        """Wait until the prompt is in no pass."""
         await self._pass_ended.wait()
 
     async def stored(self) -> None:
-        """Returns when all that has been computed is in the pool. Raises what kept it from there."""
+        """Wait until all that was computed is in the pool. Raise the error that kept it from there."""
         await self.left_pass()
         await self._all_of(self._storing)
         await self._all_of(self._committing)
@@ -244,7 +247,8 @@ class PrefillJob:
                 raise error
 
     async def untouched(self) -> None:
-        """Returns when neither memory is read or written for it any more, however often it is cancelled."""
+        """Wait until neither memory is read or written for the prompt, however often the caller is
+        cancelled."""
         for end in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
             waiting = asyncio.ensure_future(end)
             while not waiting.done():
@@ -280,7 +284,7 @@ class PrefillJob:
 
 
 def _watched(future: Future[None]) -> asyncio.Future[None]:
-    """Its end. Its error is said by `stored`, if anybody still wants to know."""
+    """Return the end of `future`, whose error is reported by `stored`, if anybody still waits for it."""
     watched = asyncio.wrap_future(future)
     watched.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return watched

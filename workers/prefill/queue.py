@@ -1,20 +1,20 @@
-"""Which prompts are computed next: those whose TTFT deadline is earliest, a minute added for each step of
-their priority number; then the first that came.
+"""The wait queue of prompts: which ones are computed next.
 
-Prompts pass through three states; only READY ones are computed:
+The earliest TTFT deadline goes first, a minute added for each step of the priority number; then the first
+that came. Prompts pass through three states; only READY ones are computed:
 
     WAITING ──> ADMITTED ──> READY
-                    ^──────────┘     reuse failed: what to compute is being found out again
+                    ^──────────┘     reuse failed: the blocks to compute are being found out again
 
-A prompt without a deadline counts as if it had `PATIENCE_S`. So every prompt has a rank of its own that does
-not move, and sooner or later all prompts that arrive have later ones, of whatever priority: none starves.
+A prompt without a deadline counts as if it had `NO_DEADLINE_S`. So every prompt has a rank that does not
+move, and sooner or later all prompts that arrive have later ones, of whatever priority: none starves.
 
-Where it is the turn of a prompt without a deadline, one of the same priority without one may have the turn
-instead: these share them fairly between tenants and answers (`workers.prefill.fair_order`).
+Prompts of one priority without deadlines share their turns fairly between tenants and answers
+(`workers.prefill.fair_order`).
 
-A tenant with little to compute has passes of its own, and does not wait for the end of another one's pass.
+A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
 
-Owns: order, admission, what shares a forward pass. Does not know: time, pages, where KVCache comes from.
+Owns: order, admission, the prompts of a pass. Does not know: time, pages, where KVCache comes from.
 """
 
 import bisect
@@ -30,11 +30,11 @@ from workers.prefill.fair_order import FairOrder
 
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
-"""so many passes' worth of prompts are admitted: one that is computed, one that is being prepared"""
+"""Prompts worth two passes are admitted: one that is computed, one that is being prepared."""
 
 
 class PromptState(Enum):
-    """Where a queued prompt is. WAITING ones hold no memory."""
+    """States of a queued prompt. WAITING prompts hold no memory."""
 
     WAITING = auto()
     ADMITTED = auto()
@@ -42,75 +42,75 @@ class PromptState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
-    """How far a prompt is. Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
+class PromptProgress:
+    """A prompt's progress. Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
 
     num_tokens: int
     num_done: int = 0
 
     @property
     def num_left(self) -> int:
-        """Tokens that are still to be computed, as far as known."""
+        """Number of tokens that are still to be computed, as far as known."""
         return self.num_tokens - self.num_done
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class QueuedPrompt(Progress):
-    """A prompt whose turn has not come, or is not over. No pass goes beyond the next of `chunk_ends`."""
+class QueuedPrompt(PromptProgress):
+    """A prompt that is not computed to its end. No pass goes beyond the next of `chunk_ends`."""
 
     priority: int = 0
     deadline_s: float
     arrival: int
     flow: Flow = _UNNAMED
     shares_turns: bool = False
-    """it has no deadline of its own"""
+    """Whether the prompt has no deadline, and shares turns with others like it."""
     num_reusable: int = 0
-    """tokens that are expected to need no computation, while it is not known"""
+    """Tokens that are expected to need no computation, until it is known."""
     start: float = 0.0
-    """in virtual time"""
+    """Start in the tenant's virtual time."""
     is_alone: bool = False
     state: PromptState = PromptState.WAITING
     chunk_ends: Sequence[int] = field(default=())
-    """in tokens of the prompt; the last one is its end"""
+    """Ends of the chunks, in tokens of the prompt; the last one is the prompt's end."""
 
     @property
     def num_left_of_chunk(self) -> int:
-        """Tokens up to the next of `chunk_ends`."""
+        """Number of tokens up to the next of `chunk_ends`."""
         return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
 
     @property
     def num_expected(self) -> int:
-        """Tokens that are still to be computed, as far as known."""
+        """Number of tokens that are still to be computed, as far as known."""
         return self.num_left if self.state is PromptState.READY else self.num_tokens - self.num_reusable
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Lower ones go first."""
+        """Sort key of the queue: the lowest goes first."""
         return standing_s(self.priority, self.deadline_s), self.arrival
 
 
-class Share(NamedTuple):
-    """The next `num_tokens` of a prompt are part of a pass."""
+class PlannedShare(NamedTuple):
+    """A prompt's next `num_tokens` as a part of a planned pass."""
 
     prompt: QueuedPrompt
     num_tokens: int
 
 
 Cut = Callable[[int, int], Sequence[range]]
-"""the chunks of tokens `[start, end)` of a prompt"""
+"""A function that returns the chunks of tokens `[start, end)` of a prompt."""
 
 
 def uncut(start: int, end: int) -> Sequence[range]:
-    """Only the limit of a pass cuts a prompt."""
+    """Return one chunk: only the limit of a pass cuts a prompt."""
     return [range(start, end)]
 
 
 class PrefillQueue:
-    """All prompts that have not been computed. A pass has at most `prefill_chunk` tokens, rounded down to a
-    multiple of `multiple`.
+    """All prompts of an instance that have not been computed.
 
-    Further prompts come to a pass up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger
-    one is no faster, prompts that share it only wait for one another.
+    A pass has at most `prefill_chunk` tokens, rounded down to a multiple of `multiple`. Further prompts share
+    it up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger pass is no faster, prompts
+    that share it only wait for one another.
 
     A share that begins at a multiple of `multiple` tokens, and does not end its prompt, ends at one.
     """
@@ -141,8 +141,10 @@ class PrefillQueue:
         *,
         is_alone: bool = False,
     ) -> QueuedPrompt:
-        """A prompt whose first token is due in `time_left_s`; what is overdue is due now. One that `is_alone`
-        shares no pass."""
+        """Add a prompt whose first token is due in `time_left_s` (None: no deadline).
+
+        An overdue one is due now. A prompt that `is_alone` shares no pass.
+        """
         self._num_arrived += 1
         prompt = QueuedPrompt(
             num_tokens,
@@ -158,14 +160,14 @@ class PrefillQueue:
         return prompt
 
     def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
-        """It can be computed, from token `num_done` on; also one that had been removed."""
+        """Mark a prompt as READY from token `num_done` on; add it again if it was removed."""
         if prompt not in self._prompts:
             self._insert(prompt)
         prompt.num_done, prompt.state = num_done, PromptState.READY
         prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
 
     def remove(self, prompt: QueuedPrompt) -> None:
-        """Idempotent."""
+        """Remove a prompt. Idempotent."""
         if prompt in self._prompts:
             self._prompts.remove(prompt)
             self._fair_order.leave(prompt)
@@ -183,10 +185,10 @@ class PrefillQueue:
         return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
 
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
-        """The first prompt that waits, unless those before it are work enough for the next passes.
+        """Return the first WAITING prompt, unless those before it are work enough for the next passes.
 
-        `admitted` is one that waits for its memory, which may take long: the next one must come before it, be
-        of a tenant with little to compute, and take little memory itself.
+        `admitted` is a prompt that waits for its memory, which may take long: the next one must come before
+        it, be of a tenant with little to compute, and take little memory.
         """
         num_ahead, num_expected = 0, self._num_expected()
         for prompt in self._in_order():
@@ -199,18 +201,18 @@ class PrefillQueue:
             num_ahead += prompt.num_left
         return None
 
-    def plan(self) -> list[Share]:
-        """The next pass, which is to be computed: as many tokens of each prompt in turn as there is room for.
+    def plan(self) -> list[PlannedShare]:
+        """Return the next pass, which is to be computed: as many tokens of each prompt in turn as fit.
 
-        If prompts of tenants with little to compute are first in order, it holds only these. May be empty.
+        If prompts of tenants with little to compute are first in order, it holds only these. It may be empty.
         """
         return self._charged(self._plan_light([]) or self._plan_full())
 
-    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[Share]:
-        """A pass that goes before the rest of the one of `running`, which may take long. May be empty.
+    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[PlannedShare]:
+        """Return a pass that is computed between two layers of the pass of `running`; it may be empty.
 
-        It holds prompts of tenants with little to compute that come before all of `running`; a pass of such
-        tenants is over soon, and nothing cuts into it.
+        It holds prompts of tenants with little to compute that come before all of `running`. A pass of such
+        tenants is short, and nothing cuts into it.
         """
         num_expected = self._num_expected()
         is_short = all(num_expected[prompt.flow.tenant] <= self._saturating_tokens for prompt in running)
@@ -218,13 +220,13 @@ class PrefillQueue:
             return []
         return self._charged(self._plan_light(running))
 
-    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[Share]:
-        """Whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
+    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[PlannedShare]:
+        """Return whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
 
-        Tokens of a tenant with more to compute would make the pass longer, and end no sooner themselves.
+        A tenant with more to compute would make the pass longer, and gain nothing.
         """
         num_expected = self._num_expected()
-        shares, room = list[Share](), self._saturating_tokens
+        shares, room = list[PlannedShare](), self._saturating_tokens
         for prompt in self._in_order():
             if prompt in running:
                 break
@@ -234,19 +236,19 @@ class PrefillQueue:
             fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
             if not is_light or not fits_whole or prompt.is_alone:
                 break
-            shares.append(Share(prompt, prompt.num_left))
+            shares.append(PlannedShare(prompt, prompt.num_left))
             room -= prompt.num_left
         return shares
 
     def _num_expected(self) -> Counter[str]:
-        """Tokens that are still to be computed, by tenant."""
+        """Return the tokens that are still to be computed, by tenant."""
         num_expected: Counter[str] = Counter()
         for prompt in self._prompts:
             num_expected[prompt.flow.tenant] += prompt.num_expected
         return num_expected
 
-    def _plan_full(self) -> list[Share]:
-        shares, num_taken = list[Share](), 0
+    def _plan_full(self) -> list[PlannedShare]:
+        shares, num_taken = list[PlannedShare](), 0
         for prompt in self._in_order():
             if shares and (prompt.is_alone or shares[0].prompt.is_alone):
                 continue
@@ -254,12 +256,12 @@ class PrefillQueue:
                 most = self._saturating_tokens if shares else self._prefill_chunk
                 num_tokens = self._num_next(prompt, most - num_taken)
                 if num_tokens:
-                    shares.append(Share(prompt, num_tokens))
+                    shares.append(PlannedShare(prompt, num_tokens))
                     num_taken += num_tokens
         return shares
 
-    def _charged(self, shares: list[Share]) -> list[Share]:
-        """The shares, charged to their tenants."""
+    def _charged(self, shares: list[PlannedShare]) -> list[PlannedShare]:
+        """Charge the shares to their tenants, and return them."""
         for share in shares:
             self._fair_order.computed(*share)
         return shares

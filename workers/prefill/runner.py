@@ -1,10 +1,10 @@
-"""Prefill: compute what no pool holds, store it layer by layer, stream it to the decode side.
+"""The prefill runner: compute what no pool holds, store it layer by layer, stream it to the decode side.
 
-Each prompt has a task that gets its memory, waits for its passes and sees its KVCache off; one loop plans
+Each prompt has a task that gets its memory, waits for its passes and then for its transfer; one loop plans
 the passes, which prompts may share (Mooncake, section 3, steps 1 to 3). In a pipeline this is the first
 stage, which leads the others.
 
-Owns: which prompt is where. Does not know: who decides, how bytes travel, which prompt goes first.
+Owns: the state of each prompt. Does not know: who decides, how bytes travel, which prompt goes first.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs
 from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
 from workers.prefill.job import PrefillJob
-from workers.prefill.queue import PrefillQueue, PromptState, QueuedPrompt, Share
+from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
 from workers.prefill.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
 
 
 class PrefillRunner:
-    """Takes `Prefill` orders and answers each with `Prefilled` or `WorkFailed`. `stage` ends with `run`."""
+    """The runner answers each `Prefill` order with `Prefilled` or `WorkFailed`. `stage` ends with `run`."""
 
     def __init__(self, stage: Stage, queue: PrefillQueue, send: Send, jobs: Jobs) -> None:
         self._stage, self._queue = stage, queue
@@ -38,19 +38,20 @@ class PrefillRunner:
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
         self._admitting: list[QueuedPrompt] = []
-        """get their memory just now: one, and a small one beside it unless a stage behind keeps the order"""
+        """Prompts that wait for memory: one, and a small one beside it unless a stage behind keeps the
+        order."""
         self._ready = asyncio.Event()
         self.num_waiting = 0
-        """prompts that have not left yet, the running ones included"""
+        """Number of prompts that are here, the running ones included."""
         self.num_tokens: Counter[str] = Counter()
-        """prompt tokens of finished prefills by source (`PREFILL_SOURCES`)"""
+        """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
 
     def start(self, order: Prefill) -> None:
-        """Queue a prompt. `Jobs.cancel` stops it and gives everything back."""
+        """Queue a prompt. `Jobs.cancel` stops it and releases everything."""
         self._jobs.start(order.ref, lambda: self._serve(order))
 
     async def hear(self, message: AboutJob) -> None:
-        """What the stages behind say. Words of earlier rounds, or of prompts that have left, are dropped."""
+        """Take a message of the stages behind; those of earlier rounds, or of ended prompts, are dropped."""
         self._stage.hear(message)
         job = self._stage.jobs.get(message.job_id)
         match message:
@@ -65,12 +66,12 @@ class PrefillRunner:
                     job.scope.fail(TransferError(reason))
 
     async def run(self) -> None:
-        """The loop: plan, compute."""
+        """Loop: plan a pass, compute it."""
         try:
             while True:
                 shares = self._queue.plan()
-                if shares and self._stage.lets_in:
-                    await self._compute_and_let_in(shares)
+                if shares and self._stage.can_cut_in:
+                    await self._compute_with_cut_ins(shares)
                 elif shares:
                     await self._compute(shares)
                 else:
@@ -128,7 +129,7 @@ class PrefillRunner:
             self._leave_admission(queued)
 
     async def _admit(self, queued: QueuedPrompt, job: PrefillJob) -> None:
-        """Wait for its turn, then for its memory."""
+        """Wait for the prompt's turn, then for its memory."""
         self._admit_next()
         if not job.turn.is_set():  # time enough to bring from SSD what it has
             await self._stage.pool.prefetch(job.order.request.block_keys)
@@ -138,13 +139,13 @@ class PrefillRunner:
         await self._stage.fetch(job)
 
     async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
-        """Let it be computed, again from the last good block on if something to be reused fails to come."""
+        """Have the prompt computed, again from the last good block on if reused blocks do not arrive."""
         while True:
             num_blocks = await self._stage.num_usable_blocks(job)
             if await self._stage.reuse(job, num_blocks):
                 self._queue.ready(queued, job.num_cached_tokens)
                 self._ready.set()
-                first = await job.outcome
+                first = await job.result
                 if first is not None:
                     return first
                 queued.state = PromptState.ADMITTED
@@ -153,7 +154,7 @@ class PrefillRunner:
     # -- admission ----------------------------------------------------------------------------------
 
     def _admit_next(self) -> None:
-        if len(self._admitting) < (2 if self._stage.lets_in else 1):
+        if len(self._admitting) < (2 if self._stage.can_cut_in else 1):
             prompt = self._queue.next_to_admit(self._admitting[0] if self._admitting else None)
             if prompt is not None:
                 prompt.state = PromptState.ADMITTED
@@ -161,15 +162,15 @@ class PrefillRunner:
                 self._job_of[prompt].turn.set()
 
     def _leave_admission(self, queued: QueuedPrompt) -> None:
-        """It has its memory, or has gone: there may be room for others."""
+        """Admit further prompts, as this one has its memory or has ended."""
         if queued in self._admitting:
             self._admitting.remove(queued)
         self._admit_next()
 
     # -- passes -------------------------------------------------------------------------------------
 
-    async def _compute_and_let_in(self, shares: Sequence[Share]) -> None:
-        """One pass; meanwhile those of prompts that need not wait for its end cut in."""
+    async def _compute_with_cut_ins(self, shares: Sequence[PlannedShare]) -> None:
+        """Compute one pass; prompts that need not wait for its end cut in meanwhile."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(shares))
             running.add_done_callback(lambda _: self._ready.set())
@@ -181,22 +182,22 @@ class PrefillRunner:
                     self._ready.clear()
                     await self._ready.wait()
 
-    async def _compute(self, shares: Sequence[Share], *, cuts_in: bool = False) -> None:
+    async def _compute(self, shares: Sequence[PlannedShare], *, cuts_in: bool = False) -> None:
         in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in shares]
         rounds = [job.round for job, _ in in_pass]
         computed = await self._stage.compute(in_pass, cuts_in=cuts_in)
-        for (prompt, _), (job, _), outcome, round_ in zip(
-            shares, in_pass, computed.outcomes, rounds, strict=True
+        for (prompt, _), (job, _), result, round_ in zip(
+            shares, in_pass, computed.results, rounds, strict=True
         ):
             if not prompt.num_left:
                 self._queue.remove(prompt)
-            if not outcome.is_computed:
+            if not result.is_computed:
                 prompt.state = PromptState.ADMITTED
             if job.round != round_:
                 continue  # a stage behind lacks what was to be reused
-            if outcome.first_token is not None:
-                job.end_round(outcome.first_token)
-            elif not outcome.is_computed and job.lacks_reuse:
+            if result.first_token is not None:
+                job.end_round(result.first_token)
+            elif not result.is_computed and job.lacks_reuse:
                 job.end_round(None)
         self._admit_next()
         await self._stage.hand_on(computed)

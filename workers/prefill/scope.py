@@ -1,6 +1,6 @@
-"""A block of asynchronous work that somebody else can make fail.
+"""A block of asynchronous work that other tasks can make fail.
 
-Owns: the way of an error into a task that waits for something. Does not know: what fails, who says so.
+Owns: the way of an error into a waiting task. Does not know: what fails, who reports it.
 """
 
 import asyncio
@@ -8,9 +8,9 @@ from types import TracebackType
 
 
 class FailureScope:
-    """`async with scope:` is left by the error that `fail` is given, once, wherever its task waits.
+    """A scope, `async with scope:`, that raises the error given to `fail`, once, wherever its task waits.
 
-    As `asyncio.timeout` does: the task is cancelled, and the cancellation becomes the error on the way out.
+    It works like `asyncio.timeout`: the task is cancelled, and the cancellation becomes the error at the end.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class FailureScope:
         self._error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
-        """Idempotent; later errors and those after the end are of no interest."""
+        """Make the scope fail. Idempotent; later errors and those after the end are ignored."""
         if self._error is None and self._task is not None:
             self._error = error
             self._task.cancel()

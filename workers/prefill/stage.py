@@ -1,10 +1,10 @@
-"""One stage of a prefill instance: what it does for a prompt, whichever its layers (Mooncake, sections 3, 5).
+"""One stage of a prefill instance: what it does for a prompt (Mooncake, sections 3, 5).
 
 An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
 the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`). In a tensor-parallel
 group each rank does so with its own KV heads, and computes each pass with the others (`followers`).
 
-Owns: the prompts that are in it, their pages. Does not know: which prompt goes first, who leads.
+Owns: the stage's prompts, their pages. Does not know: which prompt goes first, which stage leads.
 """
 
 import asyncio
@@ -41,26 +41,29 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.kvcache.reserving import reserve_prompt
 from workers.prefill.job import PrefillJob
-from workers.prefill.queue import Progress
+from workers.prefill.queue import PromptProgress
 
 
-class Outcome(NamedTuple):
-    """Of one prompt's share of a pass. `first_token`: of a prompt that ended with it, in the last stage.
+class ShareResult(NamedTuple):
+    """The result of one prompt's share of a pass.
 
-    A share that was not computed was aborted, or lacks what was to be reused (`PrefillJob.lacks_reuse`).
+    `first_token` is set in the last stage if the prompt ended with the share. A share that was not computed
+    was aborted, or lacks blocks that were to be reused (`PrefillJob.lacks_reuse`).
     """
 
     is_computed: bool
     first_token: FirstToken | None = None
 
 
-class Computed(NamedTuple):
-    """A pass. `hidden`: the states `[T, hidden_size]` of what `shares` name, on the CPU, for the next stage.
+class PassResult(NamedTuple):
+    """The result of a pass.
 
-    Without a next stage there are none of both.
+    `hidden` are the states `[T, hidden_size]` of `shares`, on the CPU, for the next stage.
+
+    Without a next stage both are empty.
     """
 
-    outcomes: list[Outcome]
+    results: list[ShareResult]
     shares: list[PassShare]
     hidden: torch.Tensor | None
 
@@ -72,14 +75,14 @@ def stage_of(
     next_stage: NextStage | None = None,
     followers: Followers | None = None,
 ) -> "Stage":
-    """A stage as it is configured."""
+    """Make a stage as it is configured."""
     copies = copies_for(executor.kv, pool.segment)
     transfers = LayerTransfers(copies, overlap=config.layerwise_overlap, window=executor.kv.window)
     return Stage(executor, pool, transfers, next_stage, followers)
 
 
 class Stage:
-    """`transfers` are its own; they end with `close`."""
+    """The prompts of a stage and their passes. `transfers` are its own; they end with `close`."""
 
     def __init__(
         self,
@@ -89,44 +92,44 @@ class Stage:
         next_stage: NextStage | None = None,
         followers: Followers | None = None,
     ) -> None:
-        """`followers`: of a first rank; it has no next stage then."""
+        """Make a stage. A first rank has `followers` and no next stage."""
         self.pool = pool
         self.jobs: dict[int, PrefillJob] = {}
         self._executor, self._transfers, self._next = executor, transfers, next_stage
         self._followers = followers
         self._behind = next_stage or followers
-        """who is told of each prompt, and has its part of it"""
+        """The link to those that compute their part of each prompt: later stages or other ranks."""
         self._pages_freed = asyncio.Event()
 
     @property
     def page_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens of a block."""
         return self._executor.kv.page_size
 
     @property
     def layers(self) -> range:
-        """Of the model."""
+        """Layers of this stage, numbered as in the model."""
         return self._executor.model.layers
 
     @property
-    def lets_in(self) -> bool:
+    def can_cut_in(self) -> bool:
         """Whether a pass can cut into another one: not if other ranks or stages would have to do the same."""
         return self._behind is None
 
-    def job(self, job_id: int, order: Prefill, progress: Progress) -> PrefillJob:
-        """A prompt's part here; its time here is to be spent in `serving`."""
+    def job(self, job_id: int, order: Prefill, progress: PromptProgress) -> PrefillJob:
+        """Make a prompt's job, which is to be run inside `serving`."""
         is_windowed = self._executor.kv.window is not None
         return PrefillJob(job_id, order, progress, self.pool, self.layers, is_windowed=is_windowed)
 
     def close(self) -> None:
-        """After the last pass."""
+        """End the transfers, after the last pass."""
         self._transfers.close()
 
     # -- a prompt's time here -----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def serving(self, job: PrefillJob) -> AsyncIterator[None]:
-        """Everything that it has goes back at the end, in the stages behind too if it fails."""
+        """Serve a prompt while the block runs, and release its memory at the end; if it fails, behind too."""
         self.jobs[job.job_id] = job
         try:
             async with job.scope:
@@ -145,14 +148,13 @@ class Stage:
             if job.reservation is not None:
                 await self.pool.release(job.reservation.reservation_id)
             if job.fetch is not None:
-                await job.fetch.ended(patience_s=None)  # its messenger has just ended it
+                await job.fetch.ended(silence_s=None)  # its messenger has just ended it
 
     async def admit(self, job: PrefillJob) -> None:
-        """Get its memory, in all stages at the same time; what is committed from now on is sent.
+        """Get the prompt's memory, in all stages at the same time; layers committed from now on are sent.
 
-        Where there are several stages, prompts are admitted one after the other, in all stages in the same
-        order: so none waits for another that waits for it. In one stage all get pages of the pool first, and
-        then those of the device.
+        Several stages admit prompts one after the other in the same order, so none waits for another that
+        waits for it. Within one stage all get pool pages first, and then device pages.
         """
         order = job.order
         if self._next is None:  # the first token is drawn here
@@ -166,7 +168,8 @@ class Stage:
         job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
 
     async def fetch(self, job: PrefillJob) -> None:
-        """Begin to fetch what the order's `prefix_source` is believed to have and the own pool lacks."""
+        """Begin to fetch the blocks that the order's `prefix_source` is believed to have and the own pool
+        lacks."""
         source, reservation = job.order.prefix_source, job.reservation
         assert reservation is not None
         if source is not None and all(shard.messenger != self.pool.address for shard in source.shards):
@@ -176,12 +179,12 @@ class Stage:
                 await job.fetch.begun()
 
     async def num_usable_blocks(self, job: PrefillJob) -> int:
-        """How many blocks need not be computed in this round, neither here nor behind."""
+        """Return how many blocks need not be computed in this round, here and behind."""
         num_blocks = job.num_usable_blocks()
         return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
 
     async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
-        """Begin to compute behind so many blocks, unless they have turned out not to be usable here."""
+        """Settle that `num_blocks` are reused; False if they have turned out not to be usable here."""
         if job.fetch is not None and job.fetches_beyond(num_blocks):
             await job.fetch.ended()  # nobody writes the others while they are computed
         if job.num_usable_blocks() < num_blocks:
@@ -190,7 +193,7 @@ class Stage:
         return True
 
     async def recount(self, job: PrefillJob, round_: int) -> None:
-        """Begin another round: reuse has failed, here or elsewhere."""
+        """Begin another round after reuse has failed, here or in another stage."""
         job.begin_round(round_)
         if self._behind is not None:
             await self._behind.send(Recount(job.job_id, round_))
@@ -200,15 +203,15 @@ class Stage:
             await job.fetch.ended()
 
     async def store(self, job: PrefillJob) -> None:
-        """Returns when its KVCache is in the pool, here and behind."""
+        """Wait until the prompt's KVCache is in the pool, here and behind."""
         await job.stored_behind.wait()
         await job.stored()
         self._free_device_pages(job)
 
     async def sent(self, job: PrefillJob) -> None:
-        """Returns when the decode side has all of it, from here and from behind. Raises TransferError.
+        """Wait until the decode side has all blocks, from here and from behind. Raises TransferError.
 
-        Until then the stages before can be told that it has failed here.
+        Until then the stages before can be told that the prompt has failed here.
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
@@ -216,7 +219,7 @@ class Stage:
             await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
-        """What the stages behind say, as far as it concerns this stage. Late words are dropped."""
+        """Take a message of the stages behind, as far as it concerns this stage; a late one is dropped."""
         job = self.jobs.get(message.job_id)
         match message:
             case Usable(round=round_, num_blocks=num_blocks):
@@ -235,7 +238,7 @@ class Stage:
     # -- memory -------------------------------------------------------------------------------------
 
     async def _drop_damaged(self, job: PrefillJob) -> None:
-        """Blocks of the own pool that are not what they were: the next attempt must not find them."""
+        """Drop damaged blocks from the own pool, so that the next attempt does not find them."""
         if job.damaged_pages:
             assert job.reservation is not None
             keyed = zip(job.order.request.block_keys, job.reservation.blocks, strict=False)
@@ -243,7 +246,10 @@ class Stage:
             raise PoolError(f"{len(job.damaged_pages)} cached blocks were damaged and have been dropped")
 
     async def _allocate(self, num_pages: int) -> list[int]:
-        """Device pages, waiting for those of other prefills. Raises OutOfPages if these are not enough."""
+        """Return device pages, waiting for those of other prompts.
+
+        Raises OutOfPages if these are not enough.
+        """
         kv = self._executor.kv
         while kv.num_free_pages < num_pages and any(job.device_pages for job in self.jobs.values()):
             self._pages_freed.clear()
@@ -256,7 +262,8 @@ class Stage:
         self._pages_freed.set()
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
-        """Returns when they do not use its device pages any more, however often it is cancelled."""
+        """Wait until followers do not use the prompt's device pages, however often the caller is
+        cancelled."""
         ends = [asyncio.ensure_future(event.wait()) for event in (job.left_behind, followers.lost)]
         while not any(end.done() for end in ends):
             with contextlib.suppress(asyncio.CancelledError):
@@ -272,26 +279,26 @@ class Stage:
         hidden: torch.Tensor | None = None,
         *,
         cuts_in: bool = False,
-    ) -> Computed:
-        """One pass: the next tokens of each prompt. Aborted ones are computed on while others need the pass.
+    ) -> PassResult:
+        """Compute one pass: the next tokens of each prompt, aborted ones too while others need the pass.
 
-        `hidden`: the states `[T, hidden_size]` that the stage before has handed on, None in the first one.
-        `cuts_in`: between two layers of another pass, which shares no prompt with this one.
+        `hidden` are the states `[T, hidden_size]` of the stage before, None in the first one. With `cuts_in`
+        it is computed between two layers of another pass, which shares no prompt with this one.
         """
-        assert not cuts_in or self.lets_in
+        assert not cuts_in or self.can_cut_in
         run = self._executor.cut_in if cuts_in else self._executor.run
         jobs = [job for job, _ in shares]
         told = [job.share(num_tokens) for job, num_tokens in shares]
         are_last = [job.progress.num_left == num_tokens for job, num_tokens in shares]
         parts = [job.join_pass(num_tokens, self.page_size) for job, num_tokens in shares]
-        done = Computed([Outcome(is_computed=False)] * len(jobs), [], None)
+        done = PassResult([ShareResult(is_computed=False)] * len(jobs), [], None)
         announced = self._announced(told, parts, are_last)
 
         def drop_all() -> None:
             for job in jobs:
                 job.drop()
 
-        def compute_recorded() -> Computed:
+        def compute_recorded() -> PassResult:
             with self.recorded(jobs):
                 return self._pass_on_device(jobs, parts, told, are_last, hidden, announced)
 
@@ -300,24 +307,24 @@ class Stage:
         except CancelledOnDevice:
             pass
         finally:
-            for job, outcome in zip(jobs, done.outcomes, strict=True):
-                job.leave_pass(is_computed=outcome.is_computed)
-                if outcome.first_token is not None and self._behind is None:
+            for job, result in zip(jobs, done.results, strict=True):
+                job.leave_pass(is_computed=result.is_computed)
+                if result.first_token is not None and self._behind is None:
                     job.stored_behind.set()
         return done
 
     def recorded(self, jobs: Sequence[PrefillJob | None]) -> contextlib.AbstractContextManager[None]:
-        """The time of a pass of `jobs`, on the device thread."""
+        """Record, on the device thread, that a pass of `jobs` is being computed."""
         refs = [job.order.ref for job in jobs if job is not None]
         return self._executor.record.computing(refs, expected=(CancelledOnDevice, RankLost, MooncakeError))
 
     def hidden_of(self, data: bytearray) -> torch.Tensor:
-        """The states `[T, hidden_size]` that the stage before has sent."""
+        """Return the states `[T, hidden_size]` that the stage before has sent as bytes."""
         model = self._executor.model
         return torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
 
-    async def hand_on(self, computed: Computed) -> None:
-        """To the next stage, if there is one. Returns when that has room for another pass."""
+    async def hand_on(self, computed: PassResult) -> None:
+        """Send a pass to the next stage, if there is one, and wait until that can take another."""
         if self._next is not None and computed.hidden is not None:
             await self._next.compute(computed.shares, computed.hidden)
 
@@ -329,7 +336,7 @@ class Stage:
         are_last: Sequence[bool],
         hidden: torch.Tensor | None,
         announced: PrefillPass | None,
-    ) -> Computed:
+    ) -> PassResult:
         if self._followers is not None:
             assert announced is not None
             self._followers.announce(announced)
@@ -337,17 +344,17 @@ class Stage:
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         if self._next is None:
             tokens = self._first_tokens(jobs, self._ends(parts, are_computed, are_last), hidden)
-            return Computed([Outcome(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
+            return PassResult([ShareResult(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
         rows = torch.split(hidden, [share.num_tokens for share in told])
         wanted = [of_share for of_share, is_computed in zip(rows, are_computed, strict=True) if is_computed]
         shares = [share for share, is_computed in zip(told, are_computed, strict=True) if is_computed]
-        outcomes = [Outcome(is_computed) for is_computed in are_computed]
-        return Computed(outcomes, shares, torch.cat(wanted).cpu() if wanted else None)
+        results = [ShareResult(is_computed) for is_computed in are_computed]
+        return PassResult(results, shares, torch.cat(wanted).cpu() if wanted else None)
 
     def _ends(
         self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
     ) -> dict[int, int]:
-        """The rows of hidden states from which first tokens are drawn, by part."""
+        """Return the rows of hidden states from which first tokens are drawn, by part."""
         ends, row = {}, -1
         for index, part in enumerate(parts):
             row += len(part.chunk.token_ids)
@@ -358,7 +365,7 @@ class Stage:
     def _first_tokens(
         self, jobs: Sequence[PrefillJob], ends: dict[int, int], hidden: torch.Tensor
     ) -> list[FirstToken | None]:
-        """Of each prompt that ends with this pass."""
+        """Draw the first token of each prompt that ends with this pass."""
         tokens: list[FirstToken | None] = [None] * len(jobs)
         if ends:
             requests = [jobs[index].order.request for index in ends]
@@ -378,7 +385,7 @@ class Stage:
     def _announced(
         self, told: Sequence[PassShare], parts: Sequence[PassPart], are_last: Sequence[bool]
     ) -> PrefillPass | None:
-        """A pass as the followers are told of it, if there are any."""
+        """Return a pass as the followers are told of it, if there are any."""
         if self._followers is None:
             return None
         chunks = []

@@ -1,4 +1,4 @@
-"""A stage behind the first one of a prefill pipeline: does as it is told (Mooncake, section 5.1).
+"""The runner of a later stage of a prefill pipeline, which follows the first one (Mooncake, section 5.1).
 
 Owns: the loop of its passes, its answers. Does not know: the queue of prompts, the Conductor.
 """
@@ -26,14 +26,17 @@ from workers.groups.stage_messages import (
     Usable,
 )
 from workers.prefill.job import PrefillJob
-from workers.prefill.queue import Progress
+from workers.prefill.queue import PromptProgress
 from workers.prefill.stage import Stage
 
 log = logging.getLogger(__name__)
 
 
 class StageRunner:
-    """Takes what the stage before says, and answers it. `stage` ends with `run`, its tasks are `group`'s."""
+    """Obeys the messages of the stage before, and answers them.
+
+    `stage` ends with `run`, its tasks are `group`'s.
+    """
 
     def __init__(self, stage: Stage, before: PreviousStage, group: asyncio.TaskGroup) -> None:
         self._stage, self._before, self._group = stage, before, group
@@ -41,7 +44,7 @@ class StageRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def obey(self, message: Begin | Recount | End) -> None:
-        """Words about a prompt that has failed here are of no interest any more."""
+        """Begin, recount or end a prompt. Messages about one that has failed here are ignored."""
         match message:
             case Begin():
                 self._tasks[message.job_id] = task = self._group.create_task(self._serve(message))
@@ -56,13 +59,13 @@ class StageRunner:
                     running.cancel()
 
     async def hear(self, message: AboutJob) -> None:
-        """What the stages behind say. What this stage has no part in is passed on."""
+        """Take a message of the stages behind, and pass on what concerns the first stage."""
         self._stage.hear(message)
         if isinstance(message, Unusable | FirstDrawn | StageFailed):
             await self._before.send(message)
 
     async def run(self) -> None:
-        """The loop: receive, compute, hand on."""
+        """Loop: receive a pass, compute it, hand it on."""
         try:
             while True:
                 incoming = await self._before.passes.get()
@@ -86,7 +89,7 @@ class StageRunner:
 
     async def _follow(self, begin: Begin) -> None:
         stage, order = self._stage, begin.order
-        progress = Progress(len(order.request.token_ids))
+        progress = PromptProgress(len(order.request.token_ids))
         job = stage.job(begin.job_id, order, progress)
         job.device_pages = begin.device_pages or []
         async with stage.serving(job):
@@ -114,7 +117,7 @@ class StageRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute(self, incoming: IncomingPass) -> None:
-        """One pass, without the shares of prompts that have gone or have begun another round."""
+        """Compute one pass, without the shares of prompts that have ended or have begun another round."""
         rows = self._stage.hidden_of(incoming.hidden)
         of_shares = torch.split(rows, [share.num_tokens for share in incoming.shares])
         begun = []
@@ -122,24 +125,24 @@ class StageRunner:
             job = self._stage.jobs.get(share.job_id)
             if job is not None and job.round == share.round and await self._begins(job, share):
                 begun.append((job, share, of_share))
-        # One may have gone while another was waited for.
+        # A prompt may have ended while another was waited for.
         begun = [(job, share, of_share) for job, share, of_share in begun if self._wants(job, share)]
         if not begun:
             return
         in_pass = [(job, share.num_tokens) for job, share, _ in begun]
         shares, hidden = [share for _, share, _ in begun], [of_share for _, _, of_share in begun]
         computed = await self._stage.compute(in_pass, torch.cat(hidden))
-        for (job, _), share, outcome in zip(in_pass, shares, computed.outcomes, strict=True):
+        for (job, _), share, result in zip(in_pass, shares, computed.results, strict=True):
             if job.round != share.round:
                 continue  # another stage lacks what was to be reused
-            if outcome.first_token is not None:
-                await self._before.send(FirstDrawn(job.job_id, job.round, *outcome.first_token))
-            elif not outcome.is_computed and job.lacks_reuse:
+            if result.first_token is not None:
+                await self._before.send(FirstDrawn(job.job_id, job.round, *result.first_token))
+            elif not result.is_computed and job.lacks_reuse:
                 await self._say_unusable(job)
         await self._stage.hand_on(computed)
 
     async def _begins(self, job: PrefillJob, share: PassShare) -> bool:
-        """Whether this share can be computed here."""
+        """Settle reuse for a share's round; False if the share cannot be computed here."""
         if not self._wants(job, share):
             return False  # nor could those behind it in this round
         try:
@@ -156,7 +159,7 @@ class StageRunner:
         return True
 
     def _wants(self, job: PrefillJob, share: PassShare) -> bool:
-        return not (job.is_dropped or job.outcome.done() or job.round != share.round)
+        return not (job.is_dropped or job.result.done() or job.round != share.round)
 
     async def _say_unusable(self, job: PrefillJob) -> None:
         job.end_round(None)

@@ -1,6 +1,6 @@
-"""What the Conductor wants done with blocks beside requests: pinned (context caches), fetched ahead, dropped.
+"""The Conductor's orders about blocks beside requests: pin (context caches), replicate, drop.
 
-Owns: passing orders on to the stages or ranks behind, fetching copies. Does not know: why blocks are wanted,
+Owns: passing orders on to later stages or other ranks, fetching copies. Does not know: why blocks are wanted,
 how a pool keeps one.
 """
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockOrders:
-    """Of one session, whose tasks are `group`'s. `behind` are pools with other shards of the same blocks."""
+    """The orders of one session, run as tasks of `group`. `behind` have other shards of the same blocks."""
 
     def __init__(
         self, pool: WorkerClient, behind: NextStage | Followers | None, group: asyncio.TaskGroup
@@ -25,7 +25,7 @@ class BlockOrders:
         self._pool, self._behind, self._group = pool, behind, group
 
     def obey(self, order: BlockOrder) -> None:
-        """Beside everything else: blocks may have to come from disk, or from another instance."""
+        """Begin an order beside other work: blocks may have to come from disk, or from another instance."""
         self._group.create_task(self._carry_out(order))
 
     async def _carry_out(self, order: BlockOrder) -> None:
@@ -47,7 +47,7 @@ class BlockOrders:
             log.warning("%s of %d blocks: %s", type(order).__name__, len(order.keys), error)
 
     async def _replicate(self, order: Replicate) -> None:
-        """Without room, or without anything from the source in time, there is no copy."""
+        """Copy blocks from their source; without room, or if they do not arrive in time, there is no copy."""
         try:
             async with asyncio.timeout(order.timeout_s):
                 reservation = await self._pool.reserve(order.keys, 0)

@@ -1,4 +1,4 @@
-"""An instance's own `/metrics` and `/ready`, for those who scrape instances and not the Conductor.
+"""An instance's own `/metrics` and `/ready`, for scrapers of instances rather than of the Conductor.
 
 Owns: the HTTP listener, in a thread of its own. Does not know: what is measured.
 """
@@ -33,16 +33,19 @@ _CLIENT_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class InstanceStatus:
-    """What the listener tells: replaced by whoever serves, read by the listener's threads."""
+    """The state that the listener reports: written by the session, read by the listener's threads."""
 
     report: InstanceReport | None = None
-    """None before the first heartbeat"""
+    """The latest heartbeat's report; None before the first."""
     is_registered: bool = False
 
 
 @contextmanager
 def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator[int]:
-    """Answers at `address` (host:port) until the block ends; the port. Raises ConfigError if it cannot."""
+    """Answer at `address` (host:port) while the block runs; yields the port.
+
+    Raises ConfigError if it cannot.
+    """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -64,7 +67,7 @@ def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator
 
 
 class _Server(ThreadingHTTPServer):
-    """Has few connections, and a thread for each; one more ends the oldest."""
+    """A server with few connections and a thread for each; one more connection ends the oldest."""
 
     daemon_threads = True
 
@@ -84,7 +87,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of clients that hang up, or are put out: they can do that as often as they like."""
+        """Log unexpected errors only: clients may hang up, or be disconnected, as often as they like."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -129,4 +132,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """A scrape is no news."""
+        """Log no scrapes."""

@@ -1,10 +1,9 @@
-"""Measures what prefill and decode cost on this device: `python -m workers.process.profile`, started by
-`mooncake-serve profile`.
+"""The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
-The model and the device alone, as a worker would use them: prompts in passes of `worker.prefill_chunk`
-tokens behind KVCache that is there, and steps of batches up to `worker.max_batch`. Reports each duration.
+It uses the model and the device alone, as a worker would: prompts in passes of `worker.prefill_chunk` tokens
+behind KVCache that is there, and steps of batches up to `worker.max_batch`. It reports each duration.
 
-Owns: what is measured. Does not know: what becomes of it.
+Owns: what is measured. Does not know: how measurements are used.
 """
 
 import asyncio
@@ -25,38 +24,39 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""what takes longer is measured once, and nothing larger is"""
+"""A size that takes longer is measured once, and nothing larger is."""
 TOKEN_ID = 1
 
 
-class Prefill(NamedTuple):
-    """New tokens behind cached ones."""
+class PrefillSize(NamedTuple):
+    """A prompt of new tokens behind cached ones."""
 
     num_new_tokens: int
     num_cached_tokens: int
 
 
-class Step(NamedTuple):
-    """One step of requests that have so much context each."""
+class StepSize(NamedTuple):
+    """One step of `batch_size` requests with `num_context_tokens` each."""
 
     batch_size: int
     num_context_tokens: int
 
 
-def grid(most_tokens: int, most_position: int, max_batch: int) -> list[Prefill | Step]:
-    """What is measured on a device whose KVCache has room for `most_tokens`, in the order of growing cost."""
-    longest = min(most_tokens, most_position)
+def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize | StepSize]:
+    """Return the sizes to measure on a device whose KVCache holds `max_tokens`, in the order of growing
+    cost."""
+    longest = min(max_tokens, max_position)
     prefills = [
-        Prefill(num_new, num_cached)
+        PrefillSize(num_new, num_cached)
         for num_cached in CACHED_TOKENS
         for num_new in NEW_TOKENS
         if num_new + num_cached <= longest
     ]
     steps = [
-        Step(batch_size, context)
+        StepSize(batch_size, context)
         for context in CONTEXT_TOKENS
         for batch_size in BATCH_SIZES
-        if batch_size <= max_batch and context < most_position and batch_size * (context + 1) <= most_tokens
+        if batch_size <= max_batch and context < max_position and batch_size * (context + 1) <= max_tokens
     ]
     return [*prefills, *steps]
 
@@ -67,20 +67,20 @@ class Profiler:
     def __init__(self, executor: Executor, prefill_chunk: int) -> None:
         self._model, self._kv = executor.model, executor.kv
         self._prefill_chunk = prefill_chunk
-        self.too_long: list[Prefill | Step] = []
-        """nothing that is larger is measured"""
+        self.too_long: list[PrefillSize | StepSize] = []
+        """Sizes that took too long: nothing larger is measured."""
 
     @property
     def num_free_pages(self) -> int:
-        """Of the device."""
+        """Number of free device pages."""
         return self._kv.num_free_pages
 
-    def seconds(self, size: Prefill | Step) -> float | None:
-        """Of the shortest run, for others only ever add to it; None if a smaller size took too long."""
+    def seconds(self, size: PrefillSize | StepSize) -> float | None:
+        """Return the duration of the shortest run; None if a smaller size took too long."""
         for other in self.too_long:
             if type(size) is type(other) and size[0] >= other[0] and size[1] >= other[1]:
                 return None
-        passes = self._prefill(size) if isinstance(size, Prefill) else [self._step(size)]
+        passes = self._prefill(size) if isinstance(size, PrefillSize) else [self._step(size)]
         try:
             first_s = self._run(passes)
             if first_s > LONGEST_S:
@@ -90,7 +90,7 @@ class Profiler:
         finally:
             self._kv.free({page for chunks in passes for chunk in chunks for page in chunk.pages})
 
-    def _prefill(self, prefill: Prefill) -> list[list[Chunk]]:
+    def _prefill(self, prefill: PrefillSize) -> list[list[Chunk]]:
         start, end = prefill.num_cached_tokens, sum(prefill)
         pages = self._kv.allocate(-(-end // self._kv.page_size))
         begins = range(start, end, self._prefill_chunk)
@@ -99,7 +99,7 @@ class Profiler:
             for begin in begins
         ]
 
-    def _step(self, step: Step) -> list[Chunk]:
+    def _step(self, step: StepSize) -> list[Chunk]:
         context = step.num_context_tokens
         num_pages = -(-(context + 1) // self._kv.page_size)
         return [Chunk([TOKEN_ID], context, self._kv.allocate(num_pages)) for _ in range(step.batch_size)]
@@ -131,11 +131,11 @@ async def serve(process: WorkerProcess) -> None:
             report(_measured(size, seconds, executor.engine))
 
 
-def _measured(size: Prefill | Step, seconds: float, engine: str) -> Measured:
+def _measured(size: PrefillSize | StepSize, seconds: float, engine: str) -> Measured:
     match size:
-        case Prefill(num_new_tokens, num_cached_tokens):
+        case PrefillSize(num_new_tokens, num_cached_tokens):
             return Measured("prefill", num_new_tokens, num_cached_tokens, seconds, engine)
-        case Step(batch_size, context):
+        case StepSize(batch_size, context):
             return Measured("decode", batch_size, batch_size * (context + 1), seconds, engine)
 
 

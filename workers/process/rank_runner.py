@@ -1,21 +1,35 @@
-"""A rank behind the first one of a tensor-parallel group: does as it is told.
+"""The runner of a later rank of a tensor-parallel group, which follows the first one.
 
-A prompt is served as a stage of a pipeline serves one (`stage_runner`); passes come from the first rank, of
-prompts and of sequences that are decoded, and are computed in the order in which that computes them.
+A prompt is served as in a stage of a pipeline (`stage_runner`); passes of prompts and iterations come from
+the first rank, and are computed in its order.
 
 Owns: the loop of its passes. Does not know: the queue of prompts, the batch, the Conductor.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
-from workers.decode.held_sequences import HeldSequences
+from mooncake.errors import MooncakeError, PoolFullError, TransferError
+from workers.decode.sequence_blocks import SequenceBlocks
 from workers.engine.batch import Chunk
 from workers.engine.tensor_parallel import RankLost
 from workers.execution.executor import Executor
+from workers.execution.jobs import is_cancelled, wait_to_end
 from workers.groups.previous_stage import PreviousStage
-from workers.groups.rank_messages import Call, DecodePass, Meet, PrefillPass, StopCall, ToFollower
+from workers.groups.rank_messages import (
+    Call,
+    CallDone,
+    DecodePass,
+    FailureKind,
+    Meet,
+    PrefillPass,
+    PromptReserved,
+    RankAnswer,
+    RankCallFailed,
+    StopCall,
+    ToFollower,
+)
 from workers.groups.stage_messages import Begin, PassShare, PromptLeft
 from workers.prefill.follower_stage import FollowerStage
 from workers.prefill.job import PrefillJob
@@ -25,38 +39,39 @@ JoinGroup = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class RankRunner(StageRunner):
-    """Takes what the leader says, and answers it. `stage` and `held` end with `run`."""
+    """Obeys the leader's messages, and answers them. `stage` and `blocks` end with `run`."""
 
     def __init__(
         self,
         executor: Executor,
         stage: FollowerStage,
-        held: HeldSequences,
+        blocks: SequenceBlocks,
         leader: PreviousStage,
         group: asyncio.TaskGroup,
         join_group: JoinGroup,
     ) -> None:
         super().__init__(stage, leader, group)
-        self._executor, self._ranked, self._held = executor, stage, held
+        self._executor, self._ranked, self._blocks = executor, stage, blocks
+        self._calls = _Calls(blocks, leader.send, group)
         self._join_group = join_group
         self._meeting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._passes: asyncio.Queue[PrefillPass | DecodePass] = asyncio.Queue()
 
     def follow(self, message: ToFollower) -> None:
-        """What a stage is not told."""
+        """Take a message that only ranks get."""
         match message:
             case Meet(path=path):
                 if not self._meeting.done():
                     self._meeting.set_result(path)
             case PrefillPass() | DecodePass():
                 self._passes.put_nowait(message)
-            case Call(call_id=call_id, work=work):
-                self._held.start(call_id, work)
+            case Call():
+                self._calls.start(message)
             case StopCall(call_id=call_id):
-                self._held.stop(call_id)
+                self._calls.stop(call_id)
 
     async def run(self) -> None:
-        """The loop: receive, compute with the others."""
+        """Loop: receive a pass, compute it with the other ranks."""
         try:
             async with self._join_group(await self._meeting):
                 while True:
@@ -67,7 +82,7 @@ class RankRunner(StageRunner):
                         await self._prefill(announced)
         finally:
             self._ranked.close()
-            self._held.close()
+            self._blocks.close()
 
     async def _serve(self, begin: Begin) -> None:
         try:
@@ -79,7 +94,7 @@ class RankRunner(StageRunner):
 
     async def _prefill(self, announced: PrefillPass) -> None:
         begun = [await self._job_of(share) for share in announced.shares]
-        # One may have gone while another was waited for.
+        # A prompt may have ended while another was waited for.
         jobs = [
             job if job is not None and self._wants(job, share) else None
             for job, share in zip(begun, announced.shares, strict=True)
@@ -90,7 +105,7 @@ class RankRunner(StageRunner):
                 await self._say_unusable(job)
 
     async def _job_of(self, share: PassShare) -> PrefillJob | None:
-        """If this share can be computed here."""
+        """Return the job of a share, or None if the share cannot be computed here."""
         job = self._ranked.jobs.get(share.job_id)
         if job is None or job.round != share.round or not await self._begins(job, share):
             return None
@@ -100,3 +115,45 @@ class RankRunner(StageRunner):
         chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
         with self._executor.record.computing(None, expected=RankLost):  # only the leader knows whose it is
             self._executor.model.forward(self._executor.prepare(chunks), self._executor.kv)
+
+
+class _Calls:
+    """Performs the leader's calls, each as a task of `group`, and answers them."""
+
+    def __init__(
+        self,
+        blocks: SequenceBlocks,
+        answer: Callable[[RankAnswer], Awaitable[None]],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        self._blocks, self._answer, self._group = blocks, answer, group
+        self._tasks: dict[int, asyncio.Task[PromptReserved | None]] = {}
+
+    def start(self, call: Call) -> None:
+        """Begin a call, which is answered later."""
+        self._tasks[call.call_id] = task = asyncio.create_task(self._blocks.perform(call.work))
+        self._group.create_task(self._answer_at_end(call.call_id, task))
+
+    def stop(self, call_id: int) -> None:
+        """Cancel a call, unless it has been answered."""
+        task = self._tasks.get(call_id)
+        if task is not None:
+            task.cancel()
+
+    async def _answer_at_end(self, call_id: int, task: asyncio.Task[PromptReserved | None]) -> None:
+        answer: RankAnswer
+        try:
+            answer = CallDone(call_id, await wait_to_end(task, on_cancel=task.cancel))
+        except asyncio.CancelledError:
+            if not task.cancelled() or is_cancelled():
+                raise
+            answer = RankCallFailed(call_id, FailureKind.STOPPED, "")
+        except PoolFullError as error:
+            answer = RankCallFailed(call_id, FailureKind.POOL_FULL, str(error))
+        except TransferError as error:
+            answer = RankCallFailed(call_id, FailureKind.TRANSFER, str(error))
+        except MooncakeError as error:
+            answer = RankCallFailed(call_id, FailureKind.POOL, str(error))
+        finally:
+            del self._tasks[call_id]
+        await self._answer(answer)

@@ -1,6 +1,6 @@
-"""A session of a rank behind the first: its messenger, the first rank, and the group that they compute in.
+"""The session of a later rank: its messenger, the first rank, and the process group.
 
-Owns: the rank's connections. Does not know: how work is done, the Conductor.
+Owns: the rank's connections. Does not know: how requests are computed, the Conductor.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from mooncake.node.process import Progress, Ready, report
 from workers.decode.block_transfers import BlockTransfers
-from workers.decode.held_sequences import HeldSequences
+from workers.decode.sequence_blocks import SequenceBlocks
 from workers.groups.meeting import meeting
 from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage
@@ -22,11 +22,11 @@ from workers.kvcache.layerwise import LayerTransfers
 from workers.prefill.follower_stage import FollowerStage
 from workers.process.block_orders import BlockOrders
 from workers.process.rank_runner import RankRunner
-from workers.process.stage_session import LINGER_S, STATS_PATIENCE_S, StageSession
+from workers.process.stage_session import LINGER_S, STATS_TIMEOUT_S, StageSession
 
 
 class RankSession(StageSession):
-    """Runs until messenger, leader or group are lost."""
+    """A session that runs until messenger, leader or group are lost."""
 
     async def _serve(self, group: asyncio.TaskGroup, pool: WorkerClient, behind: NextStage | None) -> None:
         process, rank = self._process, self._process.rank
@@ -35,7 +35,7 @@ class RankSession(StageSession):
         stats = await LatestStats.of(pool)
 
         async def pools() -> dict[str, PoolStats]:
-            return {self._part: await stats.get(STATS_PATIENCE_S)}
+            return {self._part: await stats.get(STATS_TIMEOUT_S)}
 
         timeout_s = process.config.conductor.peer_timeout_s
         leader = PreviousStage(
@@ -64,10 +64,9 @@ class RankSession(StageSession):
         overlap = self._process.config.worker.layerwise_overlap
         copies = copies_for(kv, pool.segment)
         stage = FollowerStage(executor, pool, LayerTransfers(copies, overlap=overlap, window=kv.window))
-        transfers = BlockTransfers(copies_for(kv, pool.segment), kv)
-        held = HeldSequences(pool, transfers, leader.send, group)
+        blocks = SequenceBlocks(pool, BlockTransfers(copies_for(kv, pool.segment), kv))
         return RankRunner(
-            executor, stage, held, leader, group, lambda path: meeting(path, self._process, kv.device)
+            executor, stage, blocks, leader, group, lambda path: meeting(path, self._process, kv.device)
         )
 
     def _hello(self, pool: WorkerClient, behind: NextStage | None) -> StageHello:

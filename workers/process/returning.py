@@ -1,8 +1,8 @@
-"""The first word of a worker whose life before this one has ended: in whose pass that was.
+"""The first message of a restarted worker: in whose pass the previous process has ended.
 
-It is said before the model is loaded, so that the Conductor knows soon whether a request is to blame.
+It is sent before the model is loaded, so that the Conductor knows soon whether a request is to blame.
 
-Owns: this word. Does not know: what follows from it.
+Owns: this message. Does not know: its consequences.
 """
 
 import asyncio
@@ -16,13 +16,14 @@ from mooncake.messages.workers import Returning, ReturnNoted, ToWorker
 from mooncake.node.lives import ProcessEnd
 from mooncake.node.process_config import WorkerProcess
 
-PATIENCE_S = 10.0
-"""for a Conductor that does not answer: what it has lost by then nobody can blame on anybody"""
+ANSWER_TIMEOUT_S = 10.0
+"""Time after which a Conductor that does not answer is not waited for: it blames nobody so late."""
 log = logging.getLogger(__name__)
 
 
 async def say_returning(process: WorkerProcess, left: list[Ref] | None) -> None:
-    """Return when the Conductor has heard it, or does not answer. `left`: whose pass the life before left."""
+    """Tell the Conductor which requests (`left`) the previous process left in a pass, and wait for its
+    answer."""
     if process.previous_end is None:
         return
     failed_in = left if process.previous_end is ProcessEnd.FAILED else []
@@ -32,7 +33,7 @@ async def say_returning(process: WorkerProcess, left: list[Ref] | None) -> None:
             process.config.conductor.endpoint, identity, ToWorker, process.cluster_key
         )
         with contextlib.closing(conductor):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await conductor.send(Returning(process.instance, process.incarnation, failed_in))
                 while not isinstance(await conductor.recv(), ReturnNoted):
                     pass

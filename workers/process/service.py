@@ -1,4 +1,4 @@
-"""A worker process: `python -m workers.process.service`, started by the supervisor.
+"""The worker process: `python -m workers.process.service`, started by the supervisor.
 
 It loads the model once, then lives in *sessions*. A session is the time with one messenger, with one
 Conductor or the stage before, and with the stage behind or the other ranks if there are any: when one of them
@@ -23,7 +23,7 @@ from workers.process.metrics_listener import InstanceStatus, listening
 from workers.process.rank_session import RankSession
 from workers.process.retirement import Retirement, end
 from workers.process.returning import say_returning
-from workers.process.session import Session
+from workers.process.session import LeaderSession
 from workers.process.stage_session import StageSession
 
 FIRST_RETRY_S = 0.2
@@ -62,14 +62,14 @@ async def _serve_sessions(
 ) -> None:
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
-        session: Session | StageSession
+        session: LeaderSession | StageSession
         executor.record.clear()
         if process.rank.number:
             session = RankSession(process, incarnation, executor, layout, fingerprint)
         elif process.stage.number:
             session = StageSession(process, incarnation, executor, layout, fingerprint)
         else:
-            session = Session(process, incarnation, executor, layout, fingerprint, status, retirement)
+            session = LeaderSession(process, incarnation, executor, layout, fingerprint, status, retirement)
         try:
             await session.run()
         except (SessionLostError, PoolError) as error:

@@ -1,6 +1,8 @@
-"""A session: one worker, one messenger, one Conductor, for as long as all three are there.
+"""The session of an instance's first worker with its messenger and the Conductor.
 
-Owns: the worker's connections and the loop that reads orders. Does not know: how work is done.
+It lasts as long as all three are there.
+
+Owns: the worker's connections and the loop that reads orders. Does not know: how requests are computed.
 """
 
 import asyncio
@@ -53,7 +55,7 @@ from workers.groups.next_stage import NextStage, engines_of, least_capacity, nex
 from workers.groups.rank_messages import Meet
 from workers.kvcache.copies import copies_for
 from workers.kvcache.latest_stats import LatestStats
-from workers.prefill.chunks import ChunkPlan, Costs
+from workers.prefill.chunks import ChunkPlan, LayerCosts
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import stage_of
@@ -64,17 +66,20 @@ from workers.process.session_tasks import session_tasks
 
 HEARTBEATS_PER_TIMEOUT = 5
 TIMEOUTS_OF_THE_CONDUCTOR = 2
-"""a worker gives up its Conductor later than the Conductor gives up a worker"""
+"""Peer timeouts after which a silent Conductor is lost: later than the Conductor gives up a worker."""
 HEARTBEATS_MISSED = 2.5
-"""then a worker that wants to end waits no longer for the Conductor's word"""
+"""Silent heartbeats after which a retiring worker waits no longer for the Conductor."""
 POLL_S = 0.05
 LEAVE_S = 0.5
-"""how long the last messages may take to leave"""
+"""Time that the last messages may take to leave."""
 log = logging.getLogger(__name__)
 
 
-class Session:
-    """Runs until messenger, Conductor, a stage or a rank are lost. `layout` is the whole model's."""
+class LeaderSession:
+    """A session that runs until messenger, Conductor, a stage or a rank is lost.
+
+    `layout` is the whole model's.
+    """
 
     def __init__(
         self,
@@ -98,7 +103,7 @@ class Session:
         self._heard_at_s = time.monotonic()
 
     async def run(self) -> None:
-        """Serve; raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
             instance=self._process.part,
@@ -154,14 +159,15 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def _meet(self, followers: Followers) -> AsyncIterator[None]:
-        """All ranks are in one process group."""
+        """Keep all ranks in one process group while the block runs."""
         path = f"{self._process.rank.meeting}-{self._incarnation}"
         await followers.send(Meet(path))
         async with meeting(path, self._process, self._executor.kv.device):
             yield
 
     async def _leave_when_a_rank_is_lost(self) -> None:
-        """At once: the end of this session may have to wait for a pass in which that rank is missed."""
+        """Leave the Conductor as soon as a rank is lost: the session may end late, in a pass that needs the
+        rank."""
         if self._followers is not None:
             await self._followers.lost.wait()
             with contextlib.suppress(PeerGoneError):
@@ -193,7 +199,7 @@ class Session:
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
-        """In a pipeline passes may have as many more tokens as a stage has fewer layers.
+        """Make the queue. In a pipeline a pass may have as many times more tokens as there are stages.
 
         Where layers are loaded again, here or in another stage, passes end with whole blocks.
         """
@@ -205,12 +211,12 @@ class Session:
             return PrefillQueue(chunk, saturating_tokens=saturating, multiple=multiple)
         if pipeline.chunks == "fixed":
             return PrefillQueue(chunk, multiple=multiple)
-        most_tokens = pipeline.stages * (chunk - chunk % multiple)
-        plan = ChunkPlan(Costs.of(self._executor.model.spec), pipeline.stages, most_tokens, page_size)
-        return PrefillQueue(most_tokens, plan, multiple=multiple)
+        max_tokens = pipeline.stages * (chunk - chunk % multiple)
+        plan = ChunkPlan(LayerCosts.of(self._executor.model.spec), pipeline.stages, max_tokens, page_size)
+        return PrefillQueue(max_tokens, plan, multiple=multiple)
 
     async def _obey(self) -> None:
-        """The loop: receive, act."""
+        """Loop: receive an order, act."""
         while True:
             message = await self._conductor.recv()
             self._heard_at_s = time.monotonic()
@@ -243,14 +249,14 @@ class Session:
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
 
     async def _tell(self, message: FromWorker) -> None:
-        """Send to the Conductor; one that does not read is as good as gone."""
+        """Send to the Conductor; one that does not read is lost."""
         try:
             await self._conductor.send(message)
         except PeerGoneError as error:
             raise SessionLostError(str(error)) from None
 
     async def _beat(self, pool: WorkerClient) -> None:
-        """Register, then heartbeats; both double as the test whether the Conductor answers."""
+        """Register, then send heartbeats; both also test whether the Conductor answers."""
         deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
         while True:
             await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
@@ -263,7 +269,7 @@ class Session:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     async def _retire(self) -> None:
-        """Once that is wanted: until nothing is left here, or nobody can say so."""
+        """Retire when that is wanted: drain until no request is left, or the Conductor is silent."""
         await self._retirement.wanted.wait()
         if self.is_registered:
             await self._tell(Retire())
@@ -271,10 +277,10 @@ class Session:
             while not self._retirement.granted.is_set() and self._hears_the_conductor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._retirement.granted.wait(), self._heartbeat_s)
-            await self._see_kvcache_off()
+            await self._wait_until_kvcache_is_sent()
         end()
 
-    async def _see_kvcache_off(self) -> None:
+    async def _wait_until_kvcache_is_sent(self) -> None:
         while True:
             if not is_sending(await self._stats.get(self._heartbeat_s)):
                 return
@@ -322,7 +328,7 @@ class Session:
         return heartbeat
 
     async def _emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """One message for each front."""
+        """Send tokens, in one message to each front."""
         by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for endpoint, output in outputs:
             by_front[endpoint].append(output)

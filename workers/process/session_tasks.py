@@ -1,4 +1,4 @@
-"""The tasks of a session, which end together: whichever of them finds out that somebody is gone.
+"""The tasks of a session, which end together when one of them finds a peer lost.
 
 Owns: how a session ends. Does not know: what its tasks do.
 """
@@ -15,10 +15,10 @@ from workers.errors import SessionLostError
 
 @contextlib.asynccontextmanager
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
-    """A group of tasks, one of which watches the messenger of `pool`.
+    """Run a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, whatever ends in how many of them: `SessionLostError`, or `ConfigError` for what another
-    session would not mend.
+    Raises one error, however many tasks fail: `SessionLostError`, or `ConfigError` for what another session
+    would not mend.
     """
     ended_by: Exception | None = None
     try:
@@ -35,7 +35,7 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
 
 
 def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
-    """Out of all groups around it."""
+    """Return the first error, out of all groups around it."""
     first = errors.exceptions[0]
     return _first_of(first) if isinstance(first, ExceptionGroup) else first
 

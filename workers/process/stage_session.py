@@ -1,7 +1,6 @@
-"""A session of a stage behind the first: its messenger, the stage before and the one behind, while all are
-there.
+"""The session of a later stage: its messenger, the stage before and the one behind, while all are there.
 
-Owns: the stage's connections. Does not know: how work is done, the Conductor.
+Owns: the stage's connections. Does not know: how requests are computed, the Conductor.
 """
 
 import asyncio
@@ -23,14 +22,14 @@ from workers.prefill.stage_runner import StageRunner
 from workers.process.block_orders import BlockOrders
 from workers.process.session_tasks import session_tasks
 
-STATS_PATIENCE_S = 0.5
-"""of a beat, for the counters of the pool"""
+STATS_TIMEOUT_S = 0.5
+"""Time that a beat waits for the pool's counters."""
 LINGER_S = 0.5
-"""how long the last messages may take to leave"""
+"""Time that the last messages may take to leave."""
 
 
 class StageSession:
-    """Runs until messenger or a neighbour are lost. `layout` is the whole model's."""
+    """A session that runs until messenger or a neighbour is lost. `layout` is the whole model's."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class StageSession:
         self.is_registered = False
 
     async def run(self) -> None:
-        """Serve; raises `SessionLostError`, or `ConfigError` when the stage before refuses this one."""
+        """Serve. Raises `SessionLostError`, or `ConfigError` when the stage before refuses this one."""
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
             instance=self._part,
@@ -76,7 +75,7 @@ class StageSession:
         stats = await LatestStats.of(pool)
 
         async def pools() -> dict[str, PoolStats]:
-            own = {self._part: await stats.get(STATS_PATIENCE_S)}
+            own = {self._part: await stats.get(STATS_TIMEOUT_S)}
             return own | (behind.pools if behind else {})
 
         hello = self._hello(pool, behind)

@@ -160,8 +160,8 @@ def test_a_minute_makes_up_for_a_step_of_priority(spec: ModelSpec) -> None:
     batch = Batch(spec, 8, max_batch=1)
     running = batch.joined(1)
     waiting = [batch.sequence(1, priority=priority) for priority in (1, 0, 0)]
-    for sequence, came_s in zip(waiting, (100.0, 159.0, 161.0), strict=True):
-        sequence.came_s = came_s
+    for sequence, received_s in zip(waiting, (100.0, 159.0, 161.0), strict=True):
+        sequence.received_s = received_s
         batch.batch.enter(sequence)
     order: list[int] = []
     while len(order) < len(waiting):

@@ -32,13 +32,13 @@ class Decoding:
 
     async def join(self, time_left_s: float | None) -> Sequence:
         sequence = self.sequence()
-        await self.check.pass_in_turn(sequence, lambda: self.batch, time_left_s)
+        await self.check.wait_turn(sequence, lambda: self.batch, time_left_s)
         self.batch.append(sequence)
         return sequence
 
     def leave(self) -> None:
         self.batch.pop(0)
-        self.check.look_again()
+        self.check.recheck()
 
 
 async def settled() -> None:
@@ -50,7 +50,7 @@ async def settled() -> None:
 async def test_those_that_do_not_fit_wait_and_join_in_the_order_in_which_they_came() -> None:
     decoding = Decoding(3)
     first, second = (asyncio.ensure_future(decoding.join(LONG_S)) for _ in range(2))
-    decoding.check.look_again()
+    decoding.check.recheck()
     await settled()
     assert not first.done()
     decoding.leave()

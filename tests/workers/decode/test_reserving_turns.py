@@ -27,7 +27,7 @@ class Pool:
 
     def release(self, flow: Flow, num_pages: int) -> None:
         self.held.remove((flow, num_pages))
-        self.turns.look_again()
+        self.turns.recheck()
 
 
 async def settle() -> None:

@@ -11,12 +11,12 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard
 from tests.kvstore.nodes import DEADLINE_S
 from workers.kvcache import prefix_fetch
-from workers.kvcache.prefix_fetch import PATIENCE_S, PrefixFetch
+from workers.kvcache.prefix_fetch import SILENCE_S, PrefixFetch
 
 NUM_LAYERS, NUM_BLOCKS = 4, 3
 LAYOUT = KVLayout(NUM_LAYERS, num_kv_heads=1, head_dim=16, block_size=16, dtype="float32")
 SOURCES = (PoolShard(MessengerAddress("holder", 1, "elsewhere", "", ()), LAYOUT),)
-TOO_LONG_S = 1.01 * PATIENCE_S
+TOO_LONG_S = 1.01 * SILENCE_S
 
 
 class FakePool:
@@ -92,7 +92,7 @@ async def test_layer_is_waited_for_as_long_as_signs_of_life_come(clock: Clock) -
     awaiting = asyncio.create_task(asyncio.to_thread(fetch.await_layer, 1, NUM_BLOCKS))
     await clock.looked_at(0)
     for _ in range(4):
-        clock.now_s += 0.9 * PATIENCE_S
+        clock.now_s += 0.9 * SILENCE_S
         num_looks = clock.num_looks
         pool.says(NUM_BLOCKS, 1)
         await clock.looked_at(num_looks)
@@ -121,10 +121,10 @@ async def test_source_that_sends_for_ever_is_given_up_in_the_end(clock: Clock) -
     begun_s = clock.now_s
     begun = asyncio.create_task(fetch.begun())
     while await is_waiting(begun):
-        clock.now_s += 0.9 * PATIENCE_S
+        clock.now_s += 0.9 * SILENCE_S
         pool.says(NUM_BLOCKS, 0)
         assert clock.now_s < begun_s + DEADLINE_S
-    assert clock.now_s > begun_s + 3 * PATIENCE_S
+    assert clock.now_s > begun_s + 3 * SILENCE_S
     assert pool.num_stopped == 1
     assert not fetch.await_layer(0, NUM_BLOCKS)
 
@@ -134,10 +134,10 @@ async def test_prompt_joins_a_pass_when_the_last_layers_are_near(clock: Clock) -
     begun = asyncio.create_task(fetch.begun())
     pool.says(NUM_BLOCKS, 0)
     assert await is_waiting(begun)
-    clock.now_s += 0.5 * PATIENCE_S
+    clock.now_s += 0.5 * SILENCE_S
     pool.says(NUM_BLOCKS, 1)
     assert await is_waiting(begun)  # three times as much is still to come
-    clock.now_s += 0.5 * PATIENCE_S
+    clock.now_s += 0.5 * SILENCE_S
     pool.says(NUM_BLOCKS, 2)
     await asyncio.wait_for(begun, DEADLINE_S)
     assert fetch.expected_indices == list(range(NUM_BLOCKS))
@@ -151,7 +151,7 @@ async def test_source_that_is_seen_to_be_too_slow_is_given_up_early(clock: Clock
     begun = asyncio.create_task(fetch.begun())
     for num_layers in (0, 0, 1):
         assert await is_waiting(begun)
-        clock.now_s += 0.9 * PATIENCE_S
+        clock.now_s += 0.9 * SILENCE_S
         pool.says(NUM_BLOCKS, num_layers)
     await asyncio.wait_for(begun, DEADLINE_S)
     assert fetch.has_ended
@@ -161,6 +161,6 @@ async def test_source_that_is_seen_to_be_too_slow_is_given_up_early(clock: Clock
 async def test_fetch_can_be_stopped_as_soon_as_it_has_begun(clock: Clock) -> None:
     pool = FakePool()
     fetch = PrefixFetch(pool, 1, SOURCES, range(NUM_BLOCKS))  # type: ignore[arg-type]
-    await fetch.ended(patience_s=0)
+    await fetch.ended(silence_s=0)
     assert fetch.has_ended
     assert pool.num_stopped == 1

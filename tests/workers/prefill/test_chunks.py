@@ -6,25 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.prefill.chunks import ChunkPlan, Costs
+from workers.prefill.chunks import ChunkPlan, LayerCosts
 
-SMOLLM2 = Costs(token=2.0 * 576 * (2 * 576 + 2 * 192 + 3 * 1536), pair=4.0 * 576)
+SMOLLM2 = LayerCosts(token=2.0 * 576 * (2 * 576 + 2 * 192 + 3 * 1536), pair=4.0 * 576)
 
 
 @given(
     start=st.integers(0, 50_000),
     num_tokens=st.integers(1, 40_000),
     num_stages=st.integers(1, 4),
-    most_tokens=st.integers(1, 64).map(lambda number: 128 * number),
+    max_tokens=st.integers(1, 64).map(lambda number: 128 * number),
     multiple=st.sampled_from([1, 16, 64, 128]),
 )
 def test_chunks_cover_the_prompt_once_and_are_not_too_long(
-    start: int, num_tokens: int, num_stages: int, most_tokens: int, multiple: int
+    start: int, num_tokens: int, num_stages: int, max_tokens: int, multiple: int
 ) -> None:
     end = start + num_tokens
-    chunks = ChunkPlan(SMOLLM2, num_stages, most_tokens, multiple)(start, end)
+    chunks = ChunkPlan(SMOLLM2, num_stages, max_tokens, multiple)(start, end)
     assert list(itertools.chain(*chunks)) == list(range(start, end))
-    assert all(0 < len(chunk) <= most_tokens for chunk in chunks)
+    assert all(0 < len(chunk) <= max_tokens for chunk in chunks)
 
 
 @pytest.mark.parametrize("num_tokens", [4096, 8192, 100_000])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from mooncake.messages.aging import PATIENCE_S
+from mooncake.messages.aging import NO_DEADLINE_S
 from mooncake.messages.requests import Flow
 from workers.prefill.queue import PrefillQueue, PromptState, QueuedPrompt
 
@@ -170,7 +170,7 @@ def test_nobody_starves_however_many_urgent_prompts_come(seed: int) -> None:
             left -= num_tokens
         assert sum(num_tokens for _, num_tokens in compute(queue)) == 100
         now_s += 0.5
-        assert now_s <= PATIENCE_S + 10.0
+        assert now_s <= NO_DEADLINE_S + 10.0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -351,8 +351,8 @@ def test_tokens_that_are_expected_to_be_reused_do_not_count() -> None:
 
 def test_deadlines_go_before_equal_parts() -> None:
     queue = PrefillQueue(100)
-    due = [ready(queue, 100, PATIENCE_S - 1, tenant="a") for _ in range(3)]
-    other = ready(queue, 10, PATIENCE_S, tenant="b")
+    due = [ready(queue, 100, NO_DEADLINE_S - 1, tenant="a") for _ in range(3)]
+    other = ready(queue, 10, NO_DEADLINE_S, tenant="b")
     patient = [ready(queue, 100, tenant="a") for _ in range(2)]
     last = ready(queue, 10, tenant="c")
     order = []

@@ -7,7 +7,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.executor import Executor
 from workers.execution.model_spec import model_spec
-from workers.process.profile import LONGEST_S, Prefill, Profiler, Step, grid
+from workers.process.profile import LONGEST_S, PrefillSize, Profiler, StepSize, grid
 
 PAGE_SIZE = 8
 
@@ -21,9 +21,9 @@ def profiler(num_pages: int = 64) -> Profiler:
 
 
 def test_the_grid_stays_within_memory_positions_and_batch() -> None:
-    sizes = grid(most_tokens=3000, most_position=2048, max_batch=8)
-    prefills = [size for size in sizes if isinstance(size, Prefill)]
-    steps = [size for size in sizes if isinstance(size, Step)]
+    sizes = grid(max_tokens=3000, max_position=2048, max_batch=8)
+    prefills = [size for size in sizes if isinstance(size, PrefillSize)]
+    steps = [size for size in sizes if isinstance(size, StepSize)]
     assert max(sum(prefill) for prefill in prefills) <= 2048
     assert {prefill.num_cached_tokens for prefill in prefills} == {0, 512}
     assert max(step.batch_size for step in steps) == 8
@@ -32,7 +32,13 @@ def test_the_grid_stays_within_memory_positions_and_batch() -> None:
 
 def test_every_size_is_measured_and_gives_its_pages_back() -> None:
     measuring = profiler()
-    sizes: list[Prefill | Step] = [Prefill(16, 0), Prefill(64, 40), Prefill(1, 33), Step(1, 8), Step(4, 65)]
+    sizes: list[PrefillSize | StepSize] = [
+        PrefillSize(16, 0),
+        PrefillSize(64, 40),
+        PrefillSize(1, 33),
+        StepSize(1, 8),
+        StepSize(4, 65),
+    ]
     for size in sizes:
         seconds = measuring.seconds(size)
         assert seconds is not None
@@ -42,8 +48,8 @@ def test_every_size_is_measured_and_gives_its_pages_back() -> None:
 
 def test_what_is_larger_than_something_too_long_is_left_out() -> None:
     measuring = profiler()
-    measuring.too_long.append(Prefill(16, 8))
-    assert measuring.seconds(Prefill(16, 8)) is None
-    assert measuring.seconds(Prefill(32, 8)) is None
-    assert measuring.seconds(Prefill(32, 0)) is not None
-    assert measuring.seconds(Step(16, 8)) is not None
+    measuring.too_long.append(PrefillSize(16, 8))
+    assert measuring.seconds(PrefillSize(16, 8)) is None
+    assert measuring.seconds(PrefillSize(32, 8)) is None
+    assert measuring.seconds(PrefillSize(32, 0)) is not None
+    assert measuring.seconds(StepSize(16, 8)) is not None

@@ -60,5 +60,5 @@ async def test_a_first_life_says_nothing_and_nobody_waits_for_a_conductor_that_i
 ) -> None:
     endpoint = f"ipc://{short_tmp_path}/nobody"
     await say_returning(process(endpoint, None), LEFT)
-    monkeypatch.setattr(returning, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(returning, "ANSWER_TIMEOUT_S", 0.1)
     await say_returning(process(endpoint, ProcessEnd.FAILED), LEFT)

@@ -24,7 +24,7 @@ from workers.engine.spec import ModelSpec
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Why these kernels cannot compute a model; empty if they can."""
+    """Return why these kernels cannot compute a model; empty if they can."""
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
     if spec.head_dim not in HEAD_DIMS:
@@ -35,7 +35,7 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 class CpuLayers:
-    """`workers.engine.model.Layers` and `PartialLayers`.
+    """`workers.engine.model.Layers` and `PartialLayers` by the CPU's kernels.
 
     Takes the weights out of `weights`, so that they are not held twice.
     """
@@ -90,19 +90,19 @@ class CpuLayers:
     def forward_layers(
         self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """Several, one behind the other, in one call."""
+        """Compute several layers, one behind the other, in one call."""
         of_pass = [(self._layers[layer], kv.layer(layer), self._attention(layer, batch)) for layer in layers]
         workspace = batch.workspace(of_pass[0][0].workspace_elements)
         return run_layers(of_pass, hidden, batch.slots, workspace)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """What attention adds to `hidden`; its keys and values are written."""
+        """Return what attention adds to `hidden`; write its keys and values."""
         computed, attention = self._layers[layer], self._attention(layer, batch)
         workspace = batch.workspace(computed.workspace_elements)
         return computed.attention_half(hidden, kv.layer(layer), attention, batch.slots, workspace)
 
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What the MLP adds to `hidden`."""
+        """Return what the MLP adds to `hidden`."""
         computed = self._layers[layer]
         return computed.mlp_half(hidden, batch.workspace(computed.workspace_elements))
 

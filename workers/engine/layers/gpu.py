@@ -1,7 +1,7 @@
-"""Decoder layers by the GPU's kernels: what CUDA runs.
+"""Decoder layers by the GPU's kernels.
 
-Nothing here waits for the device, and no layer sends it anything: what the layers share is uploaded once a
-batch. With TRITON_INTERPRET=1 (see `kernels.cuda`) it computes on the CPU, for tests.
+Nothing here waits for the device, and no layer sends it anything: inputs that the layers share are uploaded
+once a batch. With TRITON_INTERPRET=1 (see `kernels.cuda`) it computes on the CPU, for tests.
 
 Owns: the operations of a layer, their inputs on the device. Does not know: which layers there are,
 scheduling, transfers, graphs.
@@ -28,13 +28,13 @@ from workers.engine.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What all layers of a pass read, on the device: tokens, single-token queries, tiles of longer chunks."""
+    """Inputs of all layers of a pass, on the device: tokens, single-token queries, tiles of longer chunks."""
 
     slots: Slots
     decode: Spans
     prefill: Spans
     num_splits: int
-    """of each decoded sequence"""
+    """Splits of each decoded sequence."""
 
 
 class TritonLayers:
@@ -64,13 +64,13 @@ class TritonLayers:
         return self.head(hidden_rows).float()
 
     def num_splits(self, num_queries: int) -> int:
-        """Of each of so many decoded sequences."""
+        """Return the splits of each sequence, if `num_queries` are decoded."""
         return pick_num_splits(num_queries, self._spec.num_kv_heads, self._num_sms)
 
     def compute_layer(
         self, layer: int, hidden: torch.Tensor, inputs: LayerInputs, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """`forward_layer`, with inputs from wherever."""
+        """Compute a layer over given inputs."""
         weights, spec, num_tokens = self._weights.layers[layer], self._spec, len(hidden)
         kv_layer, window = kv.layer(layer), spec.layer_sliding_window(layer)
         norms = None
@@ -95,7 +95,7 @@ class TritonLayers:
         return residual.addmm_(gated, weights.down.t())
 
     def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Logits in the model's dtype."""
+        """Return logits in the model's dtype."""
         assert self._weights.final_norm is not None, "these layers do not end with the head"
         assert self._weights.lm_head is not None
         normed = rms_norm(hidden_rows, self._weights.final_norm, self._spec.rms_norm_eps)

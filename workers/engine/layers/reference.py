@@ -1,4 +1,4 @@
-"""Decoder layers in torch, on any device and in any dtype: the reference, and what runs without kernels.
+"""Decoder layers in torch, on any device and in any dtype: the reference, and the fallback without kernels.
 
 The arithmetic follows transformers' eager models step by step.
 
@@ -36,7 +36,7 @@ class TorchLayers:
         return hidden + self.mlp(layer, hidden, batch)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """What attention adds to `hidden`; its keys and values are written."""
+        """Return what attention adds to `hidden`; write its keys and values."""
         weights, spec = self._weights.layers[layer], self._spec
         num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv_heads
         normed = _rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
@@ -54,7 +54,7 @@ class TorchLayers:
         return linear(attended.flatten(1), weights.o, weights.o_bias)
 
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """What the MLP adds to `hidden`."""
+        """Return what the MLP adds to `hidden`."""
         weights = self._weights.layers[layer]
         normed = _rms_norm(hidden, weights.post_norm, self._spec.rms_norm_eps)
         gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
@@ -68,7 +68,7 @@ class TorchLayers:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm over the last dimension: statistics in float32, the weight applied in x's dtype."""
+    """Normalize over the last dimension: statistics in float32, the weight applied in x's dtype."""
     wide = x.float()
     variance = wide.pow(2).mean(-1, keepdim=True)
     return (wide * torch.rsqrt(variance + eps)).to(x.dtype) * weight

@@ -17,10 +17,10 @@ from workers.engine.tensor_parallel import TensorShard, vocab_of
 
 
 class PartialLayers(Protocol):
-    """What an implementation computes with one rank's weights; `attention` and `mlp` without the residual."""
+    """An implementation of layers over one rank's weights; `attention` and `mlp` leave out the residual."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's part of the embedding."""
+        """Return rows of this rank's part of the embedding."""
 
     def attention(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
@@ -29,11 +29,11 @@ class PartialLayers(Protocol):
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor: ...
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """For this rank's part of the vocabulary."""
+        """Return logits of this rank's part of the vocabulary."""
 
 
 class ShardedLayers:
-    """`workers.engine.model.Layers` of one rank."""
+    """The `workers.engine.model.Layers` of one rank."""
 
     def __init__(self, parts: PartialLayers, spec: ModelSpec, shard: TensorShard) -> None:
         self._parts, self._shard = parts, shard

@@ -19,7 +19,7 @@ from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Abort, Prefill, Prefilled, PrefixSource
-from workers.prefill.queue import PrefillQueue, PromptState, QueuedPrompt, Share
+from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
 
 ANY_TOKEN = 0
 
@@ -84,7 +84,7 @@ class PrefillInstance:
         self._jobs: dict[Ref, Job] = {}
         self._job_of: dict[QueuedPrompt, Job] = {}
         self._admitting: Job | None = None
-        self._pass: list[Share] = []
+        self._pass: list[PlannedShare] = []
         self._pass_began_s = self._pass_layer_s = 0.0
         self._is_waiting_for_fetches = False
 

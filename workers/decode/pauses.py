@@ -1,8 +1,8 @@
-"""How long a batch waits between two iterations, so that prompts are prefilled on its cores meanwhile.
+"""Pauses between two iterations, in which prompts are prefilled on the batch's cores.
 
-Where prefill and decode share cores, a small batch that is decoded without a pause keeps from many prompts
-what they need to join it. An iteration reads all weights, for however few sequences: so the same tokens are
-drawn with less work if fewer and fuller iterations draw them, and prefill has the time that this saves.
+Where prefill and decode share cores, a small batch that is decoded without a pause delays the prompts that
+would fill it. An iteration reads all weights, for however few sequences: fewer and fuller iterations draw the
+same tokens with less work, and prefill has the time that this saves.
 
 Owns: the rule, and how many prompts are prefilled. Does not know: where their cores are, what is computed.
 """
@@ -16,13 +16,13 @@ from workers.decode.sequence import Sequence as DecodedSequence
 
 MAX_PAUSE_S = 0.1
 TBT_SLO_SHARE = 0.8
-"""of it a pause and the iteration after it may take: predictions are not exact"""
+"""Share of the TBT SLO that a pause and the iteration after it may take: predictions are not exact."""
 
 
 def pause_s(
     num_decoded: int, num_prefilled: int, iteration_s: float | None, tbt_slo_s: float | None
 ) -> float:
-    """Seconds between two iterations of `num_decoded` sequences, while `num_prefilled` prompts are prefilled.
+    """Return the pause between two iterations: `num_decoded` sequences, `num_prefilled` prompts beside them.
 
     0 while the prompts are not more. If they are, the batch computes for `num_decoded / num_prefilled` of
     the time, as far as a pause of `MAX_PAUSE_S` and the SLO allow. `iteration_s`: as predicted, None if it
@@ -34,8 +34,8 @@ def pause_s(
     return max(0.0, min(iteration_s * (num_prefilled / num_decoded - 1), limit_s))
 
 
-class GivingWay:
-    """Of one batch of `max_batch` sequences at most; predicts with what `meter` has learned."""
+class DecodePauses:
+    """The pauses of one batch of `max_batch` sequences at most; `meter` predicts its iterations."""
 
     def __init__(self, meter: DecodeMeter, max_batch: int) -> None:
         self._meter, self._max_batch = meter, max_batch
@@ -44,7 +44,7 @@ class GivingWay:
 
     @contextmanager
     def prefill(self, *, shares_cores: bool) -> Iterator[None]:
-        """A prompt that will join is prefilled; the batch gives way to it if it `shares_cores`."""
+        """Count a prompt as being prefilled while the block runs, if its prefill `shares_cores`."""
         self._num_prefilled += shares_cores
         try:
             yield
@@ -52,12 +52,14 @@ class GivingWay:
             self._num_prefilled -= shares_cores
 
     def ended(self, at_s: float) -> None:
-        """An iteration has ended, by the clock of `left_s`."""
+        """Note the end of an iteration, by the clock of `remaining_s`."""
         self._ended_s = at_s
 
-    def left_s(self, ready: Sequence[DecodedSequence], now_s: float, *, is_running: bool) -> float:
-        """How long the next iteration, of those that are `ready`, is still to be put off, from now on or, if
-        one is running, from its end on."""
+    def remaining_s(self, ready: Sequence[DecodedSequence], now_s: float, *, is_running: bool) -> float:
+        """Return how long the next iteration, of the `ready` sequences, is still to be delayed.
+
+        The time counts from `now_s` on or, if an iteration is running, from its end on.
+        """
         if not self._num_prefilled:
             return 0.0
         num_tokens = sum(len(sequence.tokens) for sequence in ready)
