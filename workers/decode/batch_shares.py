@@ -1,18 +1,10 @@
 """Fair shares of a decode batch: which sequence is preempted for which.
 
-<<<<<<< HEAD
-Tenants have equal parts, and of a tenant's part its answers do, however many choices each has. A part is
-counted in what it takes most of, slots or pages (dominant resource fairness, Ghodsi et al., NSDI 2011). A
-sequence that waits takes from a tenant that still has no less than its own then: a step towards max-min
-fairness, as at the Conductor (`conductor.requests.preemption`). So an idle slot is anybody's, and nobody
-is swapped out and in again without a change.
-=======
 Tenants have equal shares, and within a tenant its answers have, however many choices each has. A share is
 counted in slots or in pages, whichever is more (dominant resource fairness, Ghodsi et al., NSDI 2011). A
 waiting sequence takes from a tenant that still has no less than its own tenant then: a step towards max-min
-fairness, as at the Conductor. So an idle slot is anybody's, and no sequence is swapped out and in again
-without a change.
->>>>>>> d706064 (Workers: docstrings that stand alone, the glossary's names, one way for a sequence's blocks)
+fairness, as at the Conductor (`conductor.requests.preemption`). So an idle slot is anybody's, and no sequence
+is swapped out and in again without a change.
 
 Owns: that rule. Does not know: when a sequence is admitted, pages, time.
 """
