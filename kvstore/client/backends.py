@@ -19,6 +19,7 @@ from typing import TypeVar
 from kvstore.client.connections import Place, PoolConnection
 from kvstore.client.mapped import MappedConnection, Mapping
 from kvstore.client.streamed import StreamedConnection
+from kvstore.protocol.calls import Connect
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
 from mooncake.messages.blocks import KVLayout
 from mooncake.security.keys import ClusterKey
@@ -161,26 +162,11 @@ class Backend:
             was_unsettled = self._num_unsettled > 0
             self._num_unsettled -= was_unsettled
         try:
+            connect = Connect(0, self.fingerprint, self.layout, serial, may_format)
             if self.place.tcp is not None:
                 assert self._key is not None
-                return StreamedConnection.open(
-                    self.place,
-                    self._key,
-                    self.fingerprint,
-                    self.layout,
-                    serial,
-                    timeout_s,
-                    may_format=may_format,
-                )
-            connection = MappedConnection.open(
-                self.place,
-                self.fingerprint,
-                self.layout,
-                serial,
-                timeout_s,
-                self._mapping,
-                may_format=may_format,
-            )
+                return StreamedConnection.open(self.place, connect, timeout_s, self._key)
+            connection = MappedConnection.open(self.place, connect, timeout_s, self._mapping)
         except BaseException:
             with self._lock:
                 self._free_serials.append(serial)

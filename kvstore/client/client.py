@@ -213,30 +213,29 @@ class KVCachePool:
         """
         self._check(keys)
 
-        def pin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
-            call = PinBlocks(connection.next_id(), some_keys, ttl_s, hard)
-            return connection.call(call, Count).num_blocks
+        def pin(pool: PoolConnection, some_keys: list[BlockKey]) -> int:
+            return pool.call(PinBlocks(pool.next_id(), some_keys, ttl_s, hard), Count).num_blocks
 
         return sum(self._of_each(keys, pin, moves_blocks=True))
 
     def unpin(self, keys: Sequence[BlockKey]) -> int:
         """Unpin these blocks. Returns the number of pins that were taken away."""
         self._check(keys)
-
-        def unpin(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
-            return connection.call(UnpinBlocks(connection.next_id(), some_keys), Count).num_blocks
-
-        return sum(self._of_each(keys, unpin))
+        return sum(
+            self._of_each(
+                keys, lambda pool, some: pool.call(UnpinBlocks(pool.next_id(), some), Count).num_blocks
+            )
+        )
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """Forget these blocks in every pool and tier; reads in flight may finish. Returns the number of
         copies."""
         self._check(keys)
-
-        def remove(connection: PoolConnection, some_keys: list[BlockKey]) -> int:
-            return connection.call(RemoveBlocks(connection.next_id(), some_keys), Count).num_blocks
-
-        return sum(self._of_each(keys, remove))
+        return sum(
+            self._of_each(
+                keys, lambda pool, some: pool.call(RemoveBlocks(pool.next_id(), some), Count).num_blocks
+            )
+        )
 
     def clear(self) -> int:
         """Forget every block of every pool. Returns the number of copies."""

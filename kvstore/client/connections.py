@@ -147,9 +147,16 @@ class PoolConnection(ABC):
 
     # -- blocks -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
         """Copy `layers` of each block that is here and intact. The buffers of the others may have changed."""
+        is_there: list[bool] = []
+        for part in self.parts(len(keys)):
+            is_there += self._get_part(keys[part], buffers[part], layers)
+        return is_there
+
+    @abstractmethod
+    def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
+        """Get so many blocks that they do not claim too much of a small pool."""
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:

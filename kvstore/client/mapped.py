@@ -24,7 +24,7 @@ from kvstore.protocol.frames import encode
 from kvstore.protocol.packets import FD_SPACE, receive_soon, set_up
 from messenger.wire.checksums import copy_layers, layer_checksums
 from mooncake.errors import PoolError
-from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.blocks import BlockKey
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _COPY_LEASE_S = 30.0
@@ -85,23 +85,15 @@ class MappedConnection(PoolConnection):
 
     @classmethod
     def open(
-        cls,
-        place: Place,
-        fingerprint: str | None,
-        layout: KVLayout | None,
-        serial: int,
-        timeout_s: float,
-        known: Mapping | None,
-        *,
-        may_format: bool,
+        cls, place: Place, connect: Connect, timeout_s: float, known: Mapping | None
     ) -> "MappedConnection":
-        """Connect. `known` is used if it is this pool's segment; a new pool is formatted if `may_format`.
+        """Connect. `known` is used if it is this pool's segment.
 
-        Raises OSError if nobody answers or there is no descriptor left, else what the pool refuses with.
+        Raises OSError if nothing answers or there is no descriptor left, else what the pool refuses with.
         """
         assert place.unix_path is not None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection = cls(sock, place, serial, timeout_s)
+        connection = cls(sock, place, connect.serial, timeout_s)
         try:
             set_up(sock)
             try:
@@ -110,7 +102,6 @@ class MappedConnection(PoolConnection):
                 raise TimeoutError(f"{place.text} accepts no connection within {timeout_s:g} s") from None
             except OSError as error:
                 raise ConnectionRefusedError(f"nobody listens at {place.text}: {error}") from None
-            connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
             connection._greet(connect, known)
         except BaseException:
             connection.close()
@@ -192,12 +183,6 @@ class MappedConnection(PoolConnection):
         layers = range(self.layout.num_layers)
         checksums = layer_checksums(self.mapping.view(page, layers), self.layout.layer_bytes)
         return self.mapping.holds(key, page, layers, checksums)
-
-    def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        is_there: list[bool] = []
-        for part in self.parts(len(keys)):
-            is_there += self._get_part(keys[part], buffers[part], layers)
-        return is_there
 
     def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
         leased = self.lease(keys, _COPY_LEASE_S)

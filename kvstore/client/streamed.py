@@ -17,7 +17,7 @@ from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
 from kvstore.protocol.greeting import Challenge, Greeting, Proof, Visitor
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums, layer_checksums
 from mooncake.errors import ConfigError, PoolError
-from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.blocks import BlockKey
 from mooncake.security.keys import ClusterKey
 
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
@@ -38,20 +38,10 @@ class StreamedConnection(PoolConnection):
         """Bytes behind the last message."""
 
     @classmethod
-    def open(
-        cls,
-        place: Place,
-        key: ClusterKey,
-        fingerprint: str | None,
-        layout: KVLayout | None,
-        serial: int,
-        timeout_s: float,
-        *,
-        may_format: bool,
-    ) -> "StreamedConnection":
-        """Connect; a new pool is formatted if `may_format`.
+    def open(cls, place: Place, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":
+        """Connect, and prove to each other that both sides know `key`.
 
-        Raises OSError if nobody answers, ConfigError if the pool has another key, else what it refuses with.
+        Raises OSError if nothing answers, ConfigError if the pool has another key, else what it refuses with.
         """
         assert place.tcp is not None
         try:
@@ -62,10 +52,9 @@ class StreamedConnection(PoolConnection):
             raise ConnectionRefusedError(f"cannot connect to {place.text}: {error}") from None
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = cls(sock, place, serial, timeout_s)
+        connection = cls(sock, place, connect.serial, timeout_s)
         try:
             connection._prove(key, timeout_s)
-            connect = Connect(connection.next_id(), fingerprint, layout, serial, may_format)
             connected = connection.call(connect, Connected)
             stats = connection.call(GetStats(connection.next_id(), False), Stats).stats
         except BaseException:
@@ -148,12 +137,6 @@ class StreamedConnection(PoolConnection):
         return num_bytes
 
     # -- blocks -----------------------------------------------------------------------------------
-
-    def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        is_there: list[bool] = []
-        for part in self.parts(len(keys)):
-            is_there += self._get_part(keys[part], buffers[part], layers)
-        return is_there
 
     def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
         got = self.call(GetBlocks(self.next_id(), list(keys), layers.start, layers.stop), GotBlocks)

@@ -79,8 +79,10 @@ class Pool:
         self._lower = lower
         self._all_layers = (1 << table.num_layers) - 1
         self._last_id = 0
-        self._reservations: dict[int, PageReservation] = {}
-        self._leases: dict[int, PageLease] = {}
+        self.reservations: dict[int, PageReservation] = {}
+        """Open reservations by id; others read only."""
+        self.leases: dict[int, PageLease] = {}
+        """Leases by id; others read only."""
         self._lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
         """Transfers in flight that touch a page, by page; no zeros."""
@@ -162,7 +164,7 @@ class Pool:
         self._use(found)
         self.hits.missed(key for key, page in zip(keys, places, strict=True) if page is None)
         reservation = PageReservation(self._next_id(), owner, blocks)
-        self._reservations[reservation.reservation_id] = reservation
+        self.reservations[reservation.reservation_id] = reservation
         return reservation
 
     def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
@@ -176,15 +178,12 @@ class Pool:
         if num_blocks > self.table.num_pages:
             raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
 
-    def find_reservation(self, reservation_id: int) -> PageReservation | None:
-        return self._reservations.get(reservation_id)
-
     def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
         """Give blocks of `reservation` fresh pages, empty ones: a transfer may still write the old ones.
 
         Does nothing if it has been released. Raises PoolFullError, and changes nothing, without room.
         """
-        if self._reservations.get(reservation.reservation_id) is not reservation:
+        if self.reservations.get(reservation.reservation_id) is not reservation:
             return
         self.evictor.require(len(blocks))
         old_pages = [block.page for block in blocks]
@@ -216,7 +215,7 @@ class Pool:
         (block,) = self._blocks([key], [None], None)
         block.position = position
         reservation = PageReservation(self._next_id(), NOBODY, [block])
-        self._reservations[reservation.reservation_id] = reservation
+        self.reservations[reservation.reservation_id] = reservation
         return reservation
 
     def promoted(self, reservation: PageReservation, checksums: bytes, num_uses: int) -> None:
@@ -229,7 +228,7 @@ class Pool:
 
     def release(self, reservation_id: int) -> None:
         """Release all pages of a reservation. Idempotent."""
-        reservation = self._reservations.pop(reservation_id, None)
+        reservation = self.reservations.pop(reservation_id, None)
         if reservation is not None:
             # Last block first: it is of no use without those before it, so it should be evicted first.
             self._unclaim(list(reversed(reservation.by_page)))
@@ -244,24 +243,21 @@ class Pool:
         self._use(found)
         self.hits.missed(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
         self.allocator.claim(found)
-        self._leases[lease.lease_id] = lease
+        self.leases[lease.lease_id] = lease
         self._lease_deadlines.set(lease.lease_id, deadline_s)
         return lease
 
     def end_lease(self, lease_id: int) -> None:
         """End a lease. Idempotent."""
-        lease = self._leases.pop(lease_id, None)
+        lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self._lease_deadlines.remove(lease_id)
             self._unclaim(lease.claimed_pages[::-1])
 
-    def find_lease(self, lease_id: int) -> PageLease | None:
-        return self._leases.get(lease_id)
-
     def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
         """Return the ids of the reservations and of the leases of `owner`."""
-        reservations = [r.reservation_id for r in self._reservations.values() if r.owner == owner]
-        return reservations, [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+        reservations = [r.reservation_id for r in self.reservations.values() if r.owner == owner]
+        return reservations, [lease.lease_id for lease in self.leases.values() if lease.owner == owner]
 
     # -- time -------------------------------------------------------------------------------------
 
@@ -269,7 +265,7 @@ class Pool:
         """End the leases and pins whose deadline has come."""
         for lease_id in self._lease_deadlines.take_expired(now_s):
             self.counters.num_expired_leases += 1
-            self._unclaim(self._leases.pop(lease_id).claimed_pages[::-1])
+            self._unclaim(self.leases.pop(lease_id).claimed_pages[::-1])
         self.pins.expire(now_s)
 
     # -- transfers --------------------------------------------------------------------------------
@@ -282,7 +278,10 @@ class Pool:
     def unhold(self, page: int, *, used: bool = True) -> None:
         """End a hold: that transfer cannot touch `page` any more. `used` says whether it was for a
         request."""
-        _decrement(self._num_holds, page)
+        self._num_holds[page] -= 1
+        assert self._num_holds[page] >= 0
+        if not self._num_holds[page]:
+            del self._num_holds[page]
         self._unclaim([page], used=used)
 
     def _add_hold(self, page: int) -> None:
@@ -359,14 +358,6 @@ class Pool:
         return self._last_id + self.evictor.epoch
 
     @property
-    def num_reservations(self) -> int:
-        return len(self._reservations)
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._leases)
-
-    @property
     def num_used_pages(self) -> int:
         """Pages that a reservation, lease, transfer or hard pin uses."""
         return int(np.count_nonzero(self.allocator.num_users))
@@ -375,8 +366,8 @@ class Pool:
         """Find pages that have other users than the pool knows: they would never become free. Should be
         none."""
         known: Counter[int] = Counter(self._num_holds)
-        known.update(page for r in self._reservations.values() for page in r.by_page)
-        known.update(page for lease in self._leases.values() for page in lease.claimed_pages)
+        known.update(page for r in self.reservations.values() for page in r.by_page)
+        known.update(page for lease in self.leases.values() for page in lease.claimed_pages)
         known.update(self.pins.hard_pages())
         users = self.allocator.num_users.copy()
         pages = np.fromiter(known.keys(), np.int64, len(known))
@@ -393,17 +384,10 @@ class Pool:
             problems.append("a hold count is not positive")
         writers = Counter(
             page
-            for r in self._reservations.values()
+            for r in self.reservations.values()
             for page in r.by_page
             if self.table.state_of[page] == RESERVED
         )
         if writers != Counter(np.flatnonzero(self.table.states == RESERVED).tolist()):
             problems.append("a RESERVED page has not exactly one reservation")
         return "; ".join(problems) or None
-
-
-def _decrement(counts: Counter[int], page: int) -> None:
-    counts[page] -= 1
-    assert counts[page] >= 0
-    if counts[page] == 0:
-        del counts[page]

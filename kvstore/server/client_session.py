@@ -243,14 +243,13 @@ class ClientSession:
             return self._lease(keys, ttl_s)
 
     def end_lease(self, lease_id: int) -> None:
-        lease = self._pool.find_lease(lease_id)
+        lease = self._pool.leases.get(lease_id)
         if lease is not None and lease.owner == self.user.owner:
             self._pool.end_lease(lease_id)
 
     def release(self, reservation_id: int, reason: str) -> None:
         """Release a reservation; `reason` is what its writers hear. Idempotent."""
-        reservation = self._pool.find_reservation(reservation_id)
-        if reservation is not None and reservation.owner == self.user.owner:
+        if self._own(reservation_id) is not None:
             self._sends.cancel(reservation_id)
             self._stop_fetch(reservation_id)
             self.store.grants.revoke(reservation_id, reason)
@@ -273,8 +272,8 @@ class ClientSession:
 
     def _commit(self, commit: Commit) -> None:
         """Note a commit. Raises PoolError for one that no correct user sends."""
-        reservation = self._pool.find_reservation(commit.reservation_id)
-        if reservation is None or reservation.owner != self.user.owner:
+        reservation = self._own(commit.reservation_id)
+        if reservation is None:
             return  # released while the commit was on its way
         layers = range(commit.layer_begin, commit.layer_end)
         if not 0 <= layers.start < layers.stop <= self.store.segment.layout.num_layers:
@@ -313,8 +312,8 @@ class ClientSession:
         self.release(call.reservation_id, "its blocks are sealed")
 
     def _describe(self, described: DescribeTokens) -> None:
-        reservation = self._pool.find_reservation(described.reservation_id)
-        if reservation is None or reservation.owner != self.user.owner:
+        reservation = self._own(described.reservation_id)
+        if reservation is None:
             return
         block_size = self.store.segment.layout.block_size
         if len(described.token_ids) % (4 * block_size):
@@ -329,10 +328,15 @@ class ClientSession:
             reservation.blocks[index].tokens = BlockTokens(parent, tokens)
 
     def _find(self, reservation_id: int) -> PageReservation:
-        reservation = self._pool.find_reservation(reservation_id)
-        if reservation is None or reservation.owner != self.user.owner:
+        reservation = self._own(reservation_id)
+        if reservation is None:
             raise PoolError(f"reservation {reservation_id} is unknown or was released")
         return reservation
+
+    def _own(self, reservation_id: int) -> PageReservation | None:
+        """Return the reservation if it is open, and this user's."""
+        reservation = self._pool.reservations.get(reservation_id)
+        return reservation if reservation is not None and reservation.owner == self.user.owner else None
 
     # -- fetches ----------------------------------------------------------------------------------
 

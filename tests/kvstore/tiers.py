@@ -230,7 +230,7 @@ class Running:
         """Whether nothing is in use or on its way any more. Whatever contradicts itself is an error."""
         assert self.pool.check_integrity() is None
         assert self.ssd is None or list(self.ssd.problems()) == []
-        is_used = self.pool.num_used_pages or self.pool.num_reservations or self.pool.num_leases
+        is_used = self.pool.num_used_pages or len(self.pool.reservations) or len(self.pool.leases)
         return not is_used and (self.ssd is None or is_settled(self.ssd))
 
 

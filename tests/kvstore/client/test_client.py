@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvstore.client import mapped
 from kvstore.client.client import KVCachePool
 from kvstore.client.connections import Place
-from kvstore.protocol.calls import Commit
+from kvstore.protocol.calls import Commit, Connect
 from mooncake.errors import ConfigError, MismatchError, PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Tier
@@ -278,7 +278,7 @@ def test_block_that_was_replaced_while_it_was_copied_is_not_taken_for_the_old_on
 
     with pool.client() as client:
         keys = store(client, 1)
-        writer = mapped.MappedConnection.open(place, FINGERPRINT, LAYOUT, 1 << 20, 10, None, may_format=False)
+        writer = mapped.MappedConnection.open(place, Connect(0, FINGERPRINT, LAYOUT, 1 << 20), 10, None)
         monkeypatch.setattr(mapped, "_COPY_LEASE_S", 0.01)
         monkeypatch.setattr(mapped, "copy_layers", be_slow)
         out = buffers(1, LAYOUT.layer_bytes)

@@ -114,12 +114,12 @@ def test_lease_ends_at_its_deadline_and_is_counted() -> None:
     store(pool, KEYS[0])
     early, late = (pool.lease(ALICE, [KEYS[0]], deadline_s) for deadline_s in (5.0, 7.0))
     pool.expire(4.9)
-    assert pool.num_leases == 2
+    assert len(pool.leases) == 2
     pool.expire(5.0)
-    assert (pool.find_lease(early.lease_id), pool.find_lease(late.lease_id)) == (None, late)
+    assert (pool.leases.get(early.lease_id), pool.leases.get(late.lease_id)) == (None, late)
     assert pool.num_used_pages == 1
     pool.expire(100.0)
-    assert (pool.num_leases, pool.num_used_pages, pool.counters.num_expired_leases) == (0, 0, 2)
+    assert (len(pool.leases), pool.num_used_pages, pool.counters.num_expired_leases) == (0, 0, 2)
 
 
 def test_lease_that_ended_in_time_does_not_expire() -> None:

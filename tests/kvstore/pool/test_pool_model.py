@@ -114,8 +114,7 @@ class PoolModel(RuleBasedStateMachine):
     @precondition(lambda self: self.reservations)
     @rule(data=st.data(), layers=st.sampled_from([ALL_LAYERS, range(1), range(1, 2)]))
     def arrive(self, data: st.DataObject, layers: range) -> None:
-        reservation = self.pool.find_reservation(data.draw(st.sampled_from(list(self.reservations))))
-        assert reservation is not None
+        reservation = self.pool.reservations[data.draw(st.sampled_from(list(self.reservations)))]
         blocks = [b for b in reservation.blocks if not any(b.arrived >> layer & 1 for layer in layers)]
         if blocks:
             block = data.draw(st.sampled_from(blocks))
@@ -330,8 +329,8 @@ class PoolModel(RuleBasedStateMachine):
         used = {page for page, _ in self.relied_on()}
         num_former = sum(self.table.state(page) is PageState.QUARANTINED for page in range(NUM_PAGES))
         assert len(used) <= self.pool.num_used_pages <= len(used) + num_former
-        assert self.pool.num_reservations == len(self.reservations) + len(self.promotions)
-        assert self.pool.num_leases == len(self.leases)
+        assert len(self.pool.reservations) == len(self.reservations) + len(self.promotions)
+        assert len(self.pool.leases) == len(self.leases)
         assert len(self.pool.pins) == len(self.hard) + len(self.soft)
 
     def nothing_was_lost(self) -> None:

@@ -657,7 +657,7 @@ async def test_who_goes_while_a_disk_works_for_him_leaves_nothing_behind(call: T
         assert answers.all == {}
         slab.go_on()
         await until(r.is_settled)
-        assert (r.pool.num_leases, len(r.pool.pins)) == (0, 0)
+        assert (len(r.pool.leases), len(r.pool.pins)) == (0, 0)
         assert await r.get(key_of(1)) == block_of(key_of(1))
 
 
@@ -838,7 +838,7 @@ async def test_leases_and_pins_end_in_time(monkeypatch: pytest.MonkeyPatch) -> N
             assert isinstance(await answers.to(1), Leased)
             assert r.pool.num_used_pages == 1
             await until(lambda: r.pool.num_used_pages == 0)
-            assert (r.pool.num_leases, len(r.pool.pins)) == (0, 0)
+            assert (len(r.pool.leases), len(r.pool.pins)) == (0, 0)
             tending.cancel()
 
 
