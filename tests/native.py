@@ -2,14 +2,14 @@
 
 import pytest
 
-from messenger.shm import board, catalogue
+from messenger.shm import catalogue, copy_table
 from messenger.wire import checksums
 
 
 def load() -> None:
     """All that a messenger needs."""
     checksums.prepare()
-    board.native()
+    copy_table.native()
     catalogue.native()
 
 

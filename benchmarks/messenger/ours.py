@@ -29,9 +29,9 @@ from benchmarks.messenger.ours_driver import (
 )
 from benchmarks.messenger.work import Direction, Engine, Pair
 from messenger.rdma.cards import Cards
-from messenger.sender.peer import Peer
-from messenger.sender.peers import Peers
-from messenger.sender.requests import Outcome, Urgency
+from messenger.sender.peer_session import PeerSession
+from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.requests import Urgency, WriteOutcome
 from messenger.transport.source import SourceSegment
 from messenger.transport.transports import Traffic
 from messenger.wire import checksums
@@ -80,9 +80,11 @@ class _Batch:
             self.num_missing -= 1
             self.wake()
 
-    def placed(self, frame: Sequence[tuple[int, WriteEntry]], slice_bytes: int, outcome: Outcome) -> None:
+    def placed(
+        self, frame: Sequence[tuple[int, WriteEntry]], slice_bytes: int, outcome: WriteOutcome
+    ) -> None:
         """What became of a write."""
-        if outcome is Outcome.PLACED:
+        if outcome is WriteOutcome.PLACED:
             for index, entry in frame:
                 self.arrived(index, entry.num_layers * slice_bytes)
 
@@ -99,7 +101,11 @@ class MessengerEngine:
     """A messenger's sending half in this process, on an event loop that runs while it is measured."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, peers: Mapping[int, Peer], memory: Memory, buffer: memoryview
+        self,
+        loop: asyncio.AbstractEventLoop,
+        peers: Mapping[int, PeerSession],
+        memory: Memory,
+        buffer: memoryview,
     ) -> None:
         self.memory = memory
         self._loop = loop
@@ -152,7 +158,7 @@ class MessengerEngine:
     async def _write(
         self,
         batch: _Batch,
-        peer: Peer,
+        peer: PeerSession,
         pairs: Sequence[Pair],
         block_bytes: int,
         page_bytes: int,
@@ -181,7 +187,7 @@ class MessengerEngine:
     async def _read(
         self,
         batch: _Batch,
-        peer: Peer,
+        peer: PeerSession,
         pairs: Sequence[Pair],
         block_bytes: int,
         page_bytes: int,
@@ -214,7 +220,7 @@ class MessengerEngine:
     async def _fetch(
         self,
         batch: _Batch,
-        peer: Peer,
+        peer: PeerSession,
         parts: Sequence[tuple[int, int]],
         pairs: Sequence[Pair],
         block_bytes: int,
@@ -293,7 +299,7 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
         source = SourceSegment.of(fd, buffer)
         memory = Memory(np.frombuffer(buffer, np.uint8))
         loop = stack.enter_context(asyncio.Runner(loop_factory=event_loop)).get_loop()
-        opened: asyncio.Future[dict[int, Peer]] = loop.create_future()
+        opened: asyncio.Future[dict[int, PeerSession]] = loop.create_future()
 
         async def connect() -> None:
             async with asyncio.TaskGroup() as tasks:
@@ -301,7 +307,7 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
                 for page_bytes in PAGE_BYTES:
                     unix_path, port = places[str(page_bytes)]
                     address = MessengerAddress(INSTANCE, 1, host_id(), unix_path, (("127.0.0.1", port),))
-                    connections = Peers(
+                    connections = PeerSessions(
                         tasks,
                         source,
                         Traffic(),

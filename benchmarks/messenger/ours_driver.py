@@ -19,10 +19,10 @@ from itertools import accumulate
 from benchmarks.kvstore.workload import WORKING_SET_BYTES
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
-from messenger.receiver.door import Door, Landing, Readable, Writer, WriteRefused
-from messenger.receiver.receiver import Sessions, Threshold
-from messenger.shm.board import BOARD_BYTES, Board
+from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
+from messenger.receiver.served_pool import GrantWriter, Readable, ServedPool, SharedSegment, WriteRefused
 from messenger.shm.catalogue import PLACES, Catalogue
+from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
 from messenger.transport import busy_poll
 from messenger.transport.pacing import begin_unpaced
 from messenger.transport.source import SourceSegment
@@ -31,7 +31,7 @@ from messenger.transport.transports import Traffic
 from messenger.wire import checksums
 from messenger.wire.checksums import CHECKSUM_BYTES
 from messenger.wire.identity import Identity, host_id
-from messenger.wire.messages import Shelves, WriteEntry
+from messenger.wire.messages import PageTableOffsets, WriteEntry
 from mooncake.config.sections import MessengerConfig
 from mooncake.messages.blocks import KEY_BYTES, KVLayout
 from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
@@ -83,10 +83,12 @@ class Pages:
         sizes = (1, 4, KEY_BYTES, self._num_layers * CHECKSUM_BYTES, 4 * PLACES)
         offsets = [*accumulate((-(-size * num_pages // 8) * 8 for size in sizes), initial=table_offset)]
         states, generations, keys, checksums, places, self.table_end = offsets
-        self.allocators = Shelves(states, generations, keys, checksums, places, 0, page_bytes, num_pages)
+        self.page_table = PageTableOffsets(
+            states, generations, keys, checksums, places, 0, page_bytes, num_pages
+        )
         segment[states : states + num_pages] = bytes([_SEALED]) * num_pages
         segment[keys : keys + KEY_BYTES * num_pages] = b"".join(map(key, range(num_pages)))
-        catalogue = Catalogue.at(segment, self.allocators, layout)
+        catalogue = Catalogue.at(segment, self.page_table, layout)
         if catalogue is not None:
             catalogue.note(range(num_pages))
         self._checksums = segment[checksums:places]
@@ -94,7 +96,7 @@ class Pages:
         self._page_bytes = page_bytes
         self._slice_bytes = layout.layer_bytes
 
-    def open(self, grant_id: int, writer: Writer) -> None:
+    def open(self, grant_id: int, writer: GrantWriter) -> None:
         """Everybody may write."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview:
@@ -115,7 +117,7 @@ class Pages:
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         """The next write comes over it."""
 
-    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Nobody waits for it."""
 
     async def lease(
@@ -160,30 +162,36 @@ def shared_memory(num_bytes: int) -> tuple[int, memoryview]:
 
 
 async def _accept(listener: socket.socket, sessions: Sessions, tasks: asyncio.TaskGroup) -> None:
-    threshold = Threshold()
+    unauthenticated = UnauthenticatedPeers()
     while True:
         sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-        tasks.create_task(sessions.serve(Stream(sock), threshold))
+        tasks.create_task(sessions.serve(Stream(sock), unauthenticated))
 
 
 async def _serve(folder: str, cluster_key: ClusterKey) -> None:
     checksums.prepare()
     fd, segment = shared_memory(WORKING_SET_BYTES + _TABLES_BYTES)
-    board, source = Board.at(segment[-BOARD_BYTES:]), SourceSegment.of(fd, segment)
-    if board is not None:
-        board.open(GRANT)
+    copy_table, source = CopyTable.at(segment[-COPY_TABLE_BYTES:]), SourceSegment.of(fd, segment)
+    if copy_table is not None:
+        copy_table.open(GRANT)
     table_offset = WORKING_SET_BYTES
     places: dict[int, tuple[str, int]] = {}
     async with asyncio.TaskGroup() as tasks:
         for page_bytes in PAGE_BYTES:
-            pages, landing = Pages(segment, page_bytes, table_offset), None
+            pages, shared_segment = Pages(segment, page_bytes, table_offset), None
             table_offset = pages.table_end
-            assert table_offset <= len(segment) - BOARD_BYTES
-            if board is not None:
-                landing = Landing(
-                    board, fd, len(segment) - BOARD_BYTES, 0, page_bytes, pages.num_pages, pages.allocators
+            assert table_offset <= len(segment) - COPY_TABLE_BYTES
+            if copy_table is not None:
+                shared_segment = SharedSegment(
+                    copy_table,
+                    fd,
+                    len(segment) - COPY_TABLE_BYTES,
+                    0,
+                    page_bytes,
+                    pages.num_pages,
+                    pages.page_table,
                 )
-            door = Door(
+            door = ServedPool(
                 identity(INSTANCE, page_bytes),
                 cluster_key,
                 pages,
@@ -192,7 +200,7 @@ async def _serve(folder: str, cluster_key: ClusterKey) -> None:
                 Traffic(),
                 MessengerConfig(),
                 Cards([]),
-                landing,
+                shared_segment,
             )
             sessions = Sessions(door)
             by_memory, by_network = socket.socket(socket.AF_UNIX), socket.socket()

@@ -1,7 +1,7 @@
 """The segment: the memory that holds an instance's part of the KVCache pool.
 
     0              magic, format version, length of the header, header (msgpack)
-    2048           board: who may write granted pages (see messenger.shm.board)
+    2048           copy_table: who may write granted pages (see messenger.shm.copy_table)
     table_offset   page table (see pages)
     pages_offset   pages, one block each, aligned to 4096 bytes; one layer of a block is contiguous
 
@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from kvstore.pool.pages import PageTable, field_offsets, record_bytes, table_bytes
-from messenger.receiver.door import Landing
-from messenger.shm.board import BOARD_BYTES, Board
+from messenger.receiver.served_pool import SharedSegment
 from messenger.shm.catalogue import Catalogue
+from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
 from messenger.wire.checksums import layer_checksums
-from messenger.wire.messages import Shelves
+from messenger.wire.messages import PageTableOffsets
 from mooncake.errors import ConfigError, MismatchError
 from mooncake.messages.blocks import KVLayout
 from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
@@ -32,7 +32,7 @@ from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
 MAGIC = b"MCKVSEG\0"
 FORMAT_VERSION = 3
 ALIGNMENT = 4096
-_BOARD_OFFSET = ALIGNMENT - BOARD_BYTES
+_COPY_TABLE_OFFSET = ALIGNMENT - COPY_TABLE_BYTES
 
 _PREFIX = struct.Struct("<8sII")  # magic, format version, bytes of the msgpack header
 _CHUNK_BYTES = 16 * HUGE_PAGE_BYTES
@@ -108,7 +108,7 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
     """Make `buffer` an empty table under `header`. The magic is written last."""
     encoded = msgspec.msgpack.encode(header)
-    if _PREFIX.size + len(encoded) > _BOARD_OFFSET:
+    if _PREFIX.size + len(encoded) > _COPY_TABLE_OFFSET:
         raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")
     np.frombuffer(buffer, np.uint8)[header.table_offset : header.pages_offset] = 0
     buffer[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
@@ -155,33 +155,33 @@ class Segment:
         write_header(mapping.view, MAGIC, header)
         return cls(mapping, header)
 
-    def landing(self, fd: int) -> Landing | None:
+    def shared_segment(self, fd: int) -> SharedSegment | None:
         """Describe the segment behind `fd` to peers on this host that map it; None where nothing can be
         compiled."""
-        board = Board.at(self.buffer[_BOARD_OFFSET : _BOARD_OFFSET + BOARD_BYTES])
-        if board is None:
+        copy_table = CopyTable.at(self.buffer[_COPY_TABLE_OFFSET : _COPY_TABLE_OFFSET + COPY_TABLE_BYTES])
+        if copy_table is None:
             return None
         header = self.header
-        return Landing(
-            board,
+        return SharedSegment(
+            copy_table,
             fd,
-            _BOARD_OFFSET,
+            _COPY_TABLE_OFFSET,
             header.pages_offset,
             header.page_stride,
             header.num_pages,
-            self._shelves(),
+            self._page_table(),
         )
 
     def catalogue(self) -> Catalogue | None:
         """Return the catalogue by which peers on this host find sealed blocks; None where nothing can be
         compiled."""
-        return Catalogue.at(self.buffer, self._shelves(), self.layout)
+        return Catalogue.at(self.buffer, self._page_table(), self.layout)
 
-    def _shelves(self) -> Shelves:
+    def _page_table(self) -> PageTableOffsets:
         header = self.header
         fields = field_offsets(header.num_pages, header.layout.num_layers)
         table_offset = header.table_offset
-        return Shelves(
+        return PageTableOffsets(
             states_offset=table_offset + fields["state"],
             generations_offset=table_offset + fields["generation"],
             keys_offset=table_offset + fields["key"],

@@ -12,7 +12,7 @@ from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import PageState
 from kvstore.protocol.answers import BlockInfo, Listing
 from kvstore.server.store import Store
-from messenger.sender.peer import Peer
+from messenger.sender.peer_session import PeerSession
 from messenger.transport.transports import Number, PeerTraffic, Transport
 from messenger.wire.checksums import layer_checksums
 from mooncake.errors import PoolError
@@ -50,7 +50,7 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         num_orphaned=store.num_orphaned,
         sent_bytes=by_name(traffic.sent_bytes),
         received_bytes=by_name(traffic.received_bytes),
-        num_strangers=traffic.num_strangers,
+        num_strangers=traffic.num_unauthenticated,
         peers={peer.name: _peer_stats(peer, traffic.by_peer[peer.name]) for peer in store.peers.all},
         integrity=store.problem,
     )
@@ -88,10 +88,10 @@ def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
     return {transport.value: count for transport, count in num_bytes.items()}
 
 
-def _peer_stats(peer: Peer, moved: PeerTraffic) -> PeerStats:
+def _peer_stats(peer: PeerSession, moved: PeerTraffic) -> PeerStats:
     return PeerStats(
-        peer.flow.in_flight_bytes,
-        peer.flow.bandwidth_bytes_per_s,
+        peer.throughput.in_flight_bytes,
+        peer.throughput.bandwidth_bytes_per_s,
         num_streams=len(peer.lanes),
         sent_bytes=_used(moved.sent_bytes),
         received_bytes=_used(moved.received_bytes),

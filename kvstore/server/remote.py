@@ -35,8 +35,8 @@ from kvstore.protocol.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, en
 from kvstore.protocol.greeting import Doorkeeper, Greeting, Proof
 from kvstore.server.client_session import ClientSession
 from kvstore.server.store import Store
-from messenger.receiver.receiver import Threshold
-from messenger.transport.handshake import StrangerError
+from messenger.receiver.receiver import UnauthenticatedPeers
+from messenger.transport.handshake import AuthenticationError
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Traffic
 from messenger.wire.checksums import CHECKSUM_BYTES, PIECE_BYTES, LayerChecksums
@@ -74,7 +74,7 @@ async def serve_client(
     tasks: asyncio.TaskGroup,
     key: ClusterKey,
     traffic: Traffic,
-    threshold: Threshold,
+    unauthenticated: UnauthenticatedPeers,
     *,
     timeout_s: float,
 ) -> None:
@@ -82,13 +82,13 @@ async def serve_client(
     `timeout_s` each."""
     client = _Client(stream)
     try:
-        with threshold.room(stream):
+        with unauthenticated.entered(stream):
             await client.authenticate(key, timeout_s)
         async with asyncio.timeout(timeout_s):
             await client.open(admit, tasks)
         await client.serve()
-    except StrangerError as error:
-        traffic.count_stranger(str(error))
+    except AuthenticationError as error:
+        traffic.count_unauthenticated(str(error))
     except MooncakeError as error:
         log.warning("a client on another host is sent away: %s", error)
         with contextlib.suppress(OSError):
@@ -127,8 +127,7 @@ class _Client:
         self._late_answers: asyncio.Task[None]
 
     async def authenticate(self, key: ClusterKey, timeout_s: float) -> None:
-        """Authenticate the client. Raises StrangerError unless it proves within `timeout_s` that it knows
-        `key`."""
+        """Authenticate the client. Raises AuthenticationError unless it proves in time to know `key`."""
         try:
             async with asyncio.timeout(timeout_s):
                 greeting, _ = await self._next(_GREETING_DECODER)
@@ -136,9 +135,9 @@ class _Client:
                 await self._stream.send([encode_frame(doorkeeper.challenge)])
                 proof, _ = await self._next(_PROOF_DECODER)
         except (OSError, PoolError) as error:
-            raise StrangerError(str(error) or f"it proves nothing within {timeout_s:g} s") from error
+            raise AuthenticationError(str(error) or f"it proves nothing within {timeout_s:g} s") from error
         if not doorkeeper.admits(proof):
-            raise StrangerError("it has another cluster key")
+            raise AuthenticationError("it has another cluster key")
         self._frames.trust()
 
     async def open(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:

@@ -28,7 +28,7 @@ from kvstore.server.listeners import accept, listen_clients, listen_tcp, listen_
 from kvstore.server.remote import serve_client
 from kvstore.server.store import Store, open_store
 from messenger.rdma.cards import Cards, open_cards
-from messenger.receiver.receiver import Threshold, turn_away
+from messenger.receiver.receiver import UnauthenticatedPeers, refuse_connection
 from messenger.transport import busy_poll
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
@@ -246,7 +246,7 @@ class Service:
 
     async def accept_clients(self, listener: socket.socket) -> None:
         """Serve clients on other hosts that connect to `listener`, until cancelled."""
-        threshold = Threshold()
+        unauthenticated = UnauthenticatedPeers()
         while True:
             sock = await accept(listener)
             serving = serve_client(
@@ -255,13 +255,16 @@ class Service:
                 self._tasks,
                 self._config.cluster_key,
                 self._traffic,
-                threshold,
+                unauthenticated,
                 timeout_s=self._config.settings.connect_timeout_s,
             )
             self._tasks.create_task(serving)
 
     async def accept_peers(self, listener: socket.socket) -> None:
-        tls, threshold = self._tls if listener.family == socket.AF_INET else None, Threshold()
+        tls, unauthenticated = (
+            self._tls if listener.family == socket.AF_INET else None,
+            UnauthenticatedPeers(),
+        )
         while True:
             sock = await accept(listener)
             try:
@@ -270,21 +273,21 @@ class Service:
                 log.info("a connection ended as it was accepted: %s", error)
                 sock.close()
             else:
-                self._tasks.create_task(self._serve_peer(stream, threshold))
+                self._tasks.create_task(self._serve_peer(stream, unauthenticated))
 
-    async def _serve_peer(self, stream: Stream, threshold: Threshold) -> None:
+    async def _serve_peer(self, stream: Stream, unauthenticated: UnauthenticatedPeers) -> None:
         if self.store is None:
             reason = f"{self._config.instance} has no pool yet, its worker has not attached: come again"
-            await turn_away(
+            await refuse_connection(
                 stream,
                 reason,
                 self._config.cluster_key,
                 self._traffic,
-                threshold,
+                unauthenticated,
                 timeout_s=self._config.settings.connect_timeout_s,
             )
         else:
-            await self.store.sessions.serve(stream, threshold)
+            await self.store.sessions.serve(stream, unauthenticated)
 
 
 def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:

@@ -21,10 +21,10 @@ from kvstore.ssd.ssd import SsdTier
 from kvstore.transfer.grants import Grants
 from kvstore.transfer.reads import Reads
 from messenger.rdma.cards import Cards
-from messenger.receiver.door import Door
 from messenger.receiver.receiver import Sessions
-from messenger.sender.peers import Peers
-from messenger.shm.board import Board
+from messenger.receiver.served_pool import ServedPool
+from messenger.sender.peer_sessions import PeerSessions
+from messenger.shm.copy_table import CopyTable
 from messenger.transport.source import SourceSegment
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
@@ -56,12 +56,12 @@ class Store:
     ssd: SsdTier | None
     mover: Mover
     grants: Grants
-    peers: Peers
+    peers: PeerSessions
     sessions: Sessions
     traffic: Traffic
     cards: Cards
     events: EventLog
-    board: Board | None
+    copy_table: CopyTable | None
     space: asyncio.Event
     """Set whenever a page becomes free or evictable."""
     problem: str | None = None
@@ -167,8 +167,8 @@ class Store:
         Those of a process that cannot be watched from here stay aside until it comes again by itself.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        if writer.is_copier and self.board is not None:
-            self.board.await_former(writer.pid, ended.set)
+        if writer.is_copier and self.copy_table is not None:
+            self.copy_table.await_former(writer.pid, ended.set)
         while not ended.is_set():
             try:
                 process = os.pidfd_open(writer.pid)
@@ -212,10 +212,10 @@ def open_store(
     )
     space = asyncio.Event()
     ssd = _open_ssd(config, segment, events)
-    landing = segment.landing(config.segment_fd)
+    shared_segment = segment.shared_segment(config.segment_fd)
     table = segment.page_table()
-    board = landing.board if landing is not None else None
-    copiers = [PageWriter.copier(pid) for pid in board.former_copiers] if board is not None else []
+    copy_table = shared_segment.copy_table if shared_segment is not None else None
+    copiers = [PageWriter.copier(pid) for pid in copy_table.former_copiers] if copy_table is not None else []
     for copier in copiers[:1]:
         table.assign(copier)
     catalogue = segment.catalogue()
@@ -244,9 +244,9 @@ def open_store(
         ssd.on_health = pool.evictor.changed
     for copier in copiers:
         pool.keep_aside(copier)
-    grants = Grants(pool, segment, address, board)
+    grants = Grants(pool, segment, address, copy_table)
     source = SourceSegment.of(config.segment_fd, segment.buffer)
-    peers = Peers(
+    peers = PeerSessions(
         tasks,
         source,
         traffic,
@@ -258,7 +258,9 @@ def open_store(
     )
     reads = Reads(pool, mover, segment, asyncio.get_running_loop().time)
     sessions = Sessions(
-        Door(identity, config.cluster_key, grants, reads, source, traffic, settings, cards, landing)
+        ServedPool(
+            identity, config.cluster_key, grants, reads, source, traffic, settings, cards, shared_segment
+        )
     )
     store = Store(
         kvcache,
@@ -274,7 +276,7 @@ def open_store(
         traffic,
         cards,
         events,
-        board,
+        copy_table,
         space,
     )
     log.info(

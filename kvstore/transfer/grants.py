@@ -23,8 +23,8 @@ from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.transfer.partial_layers import PartialLayers
 from messenger.rdma.windows import Range
-from messenger.receiver.door import Writer, WriteRefused
-from messenger.shm.board import Board
+from messenger.receiver.served_pool import GrantWriter, WriteRefused
+from messenger.shm.copy_table import CopyTable
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.wire.messages import WriteEntry
 from mooncake.errors import PoolError, TransferError
@@ -33,7 +33,7 @@ from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
 _NUM_COMPLETED = 1024
 """Completed grants that are remembered."""
 _NUM_TRIES = 8
-"""Attempts to find a free place on the board."""
+"""Attempts to find a free place on the copy_table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,18 +47,20 @@ class _OpenGrant:
     partial_layers: PartialLayers
     arrived: asyncio.Future[None]
     """Done with success, or with the reason why nothing more will come."""
-    writers: list[Writer] = field(default_factory=list)
+    writers: list[GrantWriter] = field(default_factory=list)
 
 
 class Grants:
-    """Open grants: the `messenger.receiver.door.WriteTarget` over a pool and its segment."""
+    """Open grants: the `messenger.receiver.served_pool.WriteTarget` over a pool and its segment."""
 
-    def __init__(self, pool: Pool, segment: Segment, address: MessengerAddress, board: Board | None) -> None:
-        """`board` tells peers on this host which grants they may write to, where they can."""
+    def __init__(
+        self, pool: Pool, segment: Segment, address: MessengerAddress, copy_table: CopyTable | None
+    ) -> None:
+        """`copy_table` tells peers on this host which grants they may write to, where they can."""
         self._pool = pool
         self._segment = segment
         self._address = address
-        self._board = board
+        self._copy_table = copy_table
         self._open: dict[int, _OpenGrant] = {}
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
@@ -106,7 +108,7 @@ class Grants:
 
     # -- the messenger's side (WriteTarget) -------------------------------------------------------
 
-    def open(self, grant_id: int, writer: Writer) -> None:
+    def open(self, grant_id: int, writer: GrantWriter) -> None:
         if grant_id not in self._completed and writer not in self._find(grant_id).writers:
             self._find(grant_id).writers.append(writer)
 
@@ -225,7 +227,7 @@ class Grants:
                 grant.incomplete[entry.page] &= ~layer_mask(layers)
         self._pool.unhold(entry.page)
 
-    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         grant = self._open.get(grant_id)
         if grant is None or writer not in grant.writers:
             return
@@ -247,23 +249,23 @@ class Grants:
 
     def _new_id(self) -> int:
         """Choose a random id, so that one of an earlier life of this messenger means nothing, and open it to
-        writers of this host, if there is a place for it on the board."""
+        writers of this host, if there is a place for it on the copy_table."""
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
-            if self._board is None or self._board.open(grant_id):
+            if self._copy_table is None or self._copy_table.open(grant_id):
                 break
         return grant_id
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
         """Keep the pages of a grant from others while a writer of this host may still write to them."""
-        if self._board is None:
+        if self._copy_table is None:
             return
 
         def on_quiet() -> None:
             for page in grant.pages:
                 self._pool.unhold(page)
 
-        if not self._board.close(grant.grant_id, on_quiet):
+        if not self._copy_table.close(grant.grant_id, on_quiet):
             for page in grant.pages:
                 self._pool.hold(page)
 

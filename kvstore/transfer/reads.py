@@ -10,7 +10,7 @@ from kvstore.pool.claims import NOBODY
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.ssd.mover import Mover
-from messenger.receiver.door import Readable
+from messenger.receiver.served_pool import Readable
 from messenger.wire.checksums import layer_checksums
 from mooncake.errors import PoolError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
@@ -22,8 +22,8 @@ _LEASE_S = 60.0
 
 
 class Reads:
-    """Reads of other messengers: the `messenger.receiver.door.ReadSource` over a pool. `now_s` is the clock
-    of its leases."""
+    """Reads of other messengers: the messenger's `ReadSource` over a pool. `now_s` is the clock of its
+    leases."""
 
     def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
         self._pool = pool

@@ -19,8 +19,8 @@ from functools import partial
 from kvstore.pool.claims import Block, PageReservation, layer_mask
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
-from messenger.sender.peers import Peers
-from messenger.sender.requests import Outcome, Urgency
+from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.requests import Urgency, WriteOutcome
 from messenger.sender.transfer import Transfer
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.wire.messages import WriteEntry
@@ -53,7 +53,7 @@ class _Range:
 class Sends:
     """Sends of one user's reservations, each to one grant or to those of a group."""
 
-    def __init__(self, pool: Pool, segment: Segment, peers: Peers, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, pool: Pool, segment: Segment, peers: PeerSessions, tasks: asyncio.TaskGroup) -> None:
         self._pool, self._segment, self._peers = pool, segment, peers
         self._tasks = tasks
         self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
@@ -100,7 +100,7 @@ class Send:
         self,
         pool: Pool,
         segment: Segment,
-        peers: Peers,
+        peers: PeerSessions,
         reservation: PageReservation,
         grant: Grant,
         ref_text: str,
@@ -228,12 +228,12 @@ class Send:
             offset = segment.heads_offset(r.page, layer, part)
             yield WriteEntry(granted.page, granted.generation, first, first + 1, checksum, offset)
 
-    def _frame_done(self, ranges: list[_Range], outcome: Outcome) -> None:
+    def _frame_done(self, ranges: list[_Range], outcome: WriteOutcome) -> None:
         for r in ranges:
             page = r.page
-            if outcome is Outcome.PLACED:
+            if outcome is WriteOutcome.PLACED:
                 self._num_unacknowledged -= len(r.layers)
-            if outcome is Outcome.CORRUPT:
+            if outcome is WriteOutcome.CORRUPT:
                 checksums = self._pool.table.checksums(page, r.layers)
                 if not self._segment.is_intact(page, r.layers, checksums):
                     self._drop(page)

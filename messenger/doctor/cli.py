@@ -17,11 +17,11 @@ import rich.console
 import rich.table
 import rich.text
 
-from messenger.doctor import certificates, gpu, host, network, peer, rdma
+from messenger.doctor import certificates, gpu, host, network, rdma, reachability
 from messenger.doctor.findings import Check, Finding, Level
 from messenger.doctor.machine import Machine
-from messenger.doctor.peer import Peer
 from messenger.doctor.probe import Probe
+from messenger.doctor.reachability import PeerAddress
 from messenger.native import SOURCES
 from messenger.rdma.cards import Cards, open_cards
 from messenger.transport.tls import Tls
@@ -85,7 +85,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
     return config, Finding(Level.OK, "configuration", f"{source}; role {config.role}")
 
 
-def checks(machine: Machine, config: Config, other: Peer | None, key_file: Path | None) -> list[Check]:
+def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file: Path | None) -> list[Check]:
     """All that is looked at, what others depend on first."""
     sources = sorted(SOURCES.glob("*.cpp"))
     here = [
@@ -144,16 +144,16 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"{counts}. Begin with: {begin}." if num_failed + num_warnings > 1 else f"{counts}."
 
 
-def _peer_checks(machine: Machine, other: Peer, key_file: Path | None, config: Config) -> list[Check]:
-    async def open_probe() -> peer.PeerProbe:
+def _peer_checks(machine: Machine, other: PeerAddress, key_file: Path | None, config: Config) -> list[Check]:
+    async def open_probe() -> reachability.PeerProbe:
         if key_file is None:
             raise ConfigError("without the cluster's key nothing is measured; name it with --key-file")
         key = ClusterKey.load(key_file)
         return Probe(*other, key, Tls.of(config.security), await _rdma_cards(config.messenger))
 
     return [
-        Check("peer name", partial(peer.name, machine, other)),
-        Check("peer", partial(peer.way, machine, other, open_probe), _MEASURING_S),
+        Check("peer name", partial(reachability.name, machine, other)),
+        Check("peer", partial(reachability.way, machine, other, open_probe), _MEASURING_S),
     ]
 
 
@@ -212,12 +212,12 @@ def _print_report(findings: Sequence[Finding]) -> None:
     print(summary(findings), flush=True)
 
 
-def _peer(text: str) -> Peer:
+def _peer(text: str) -> PeerAddress:
     host_text, _, port_text = text.rpartition(":")
     host_name = host_text.removeprefix("[").removesuffix("]")
     if not host_name or not port_text.isdecimal() or not 0 < int(port_text) <= LARGEST_PORT:
         raise argparse.ArgumentTypeError(f"expected host:port, such as 10.0.0.2:7900, not {text!r}")
-    return Peer(host_name, int(port_text))
+    return PeerAddress(host_name, int(port_text))
 
 
 def _parser() -> Parser:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine, Sequence
 
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.windows import Range
-from messenger.receiver.door import Door, Readable
-from messenger.receiver.placing import Parts
+from messenger.receiver.pending_write import HeadRanges
 from messenger.receiver.replies import Replies
+from messenger.receiver.served_pool import Readable, ServedPool
 from messenger.transport.transports import Transport
 from messenger.wire.messages import Fetch, Found, FoundBlock, brief
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
@@ -26,15 +26,15 @@ class Answers:
 
     def __init__(
         self,
-        door: Door,
+        served_pool: ServedPool,
         transport: Transport,
         exposures: Exposures | None,
-        parts: Parts,
+        parts: HeadRanges,
         replies: Replies,
     ) -> None:
-        self._layout = door.identity.layout
-        self._reads = door.reads
-        self._traffic = door.traffic
+        self._layout = served_pool.identity.layout
+        self._reads = served_pool.reads
+        self._traffic = served_pool.traffic
         self._transport = transport
         self._exposures = exposures
         self._parts = parts

@@ -10,16 +10,17 @@ from collections.abc import Coroutine, Sequence
 
 from messenger.rdma.exposures import Exposures
 from messenger.receiver.answers import Answers
-from messenger.receiver.door import Door, WriteRefused
-from messenger.receiver.placing import Parts, Placing
+from messenger.receiver.pending_write import HeadRanges, PendingWrite
 from messenger.receiver.replies import Replies
-from messenger.receiver.session import Session, SessionLane
+from messenger.receiver.sender_session import SenderSession, SessionLane
+from messenger.receiver.served_pool import ServedPool, WriteRefused
 from messenger.transport.deadline import Deadline
 from messenger.transport.frames import Frames
 from messenger.transport.transports import Inlet, Transport
 from messenger.wire.messages import (
     Abandon,
     Close,
+    CopySlot,
     Expose,
     Exposed,
     Fetch,
@@ -27,7 +28,6 @@ from messenger.wire.messages import (
     Open,
     Probe,
     RefusalKind,
-    Seat,
     Write,
     WriteAck,
     WriteEntry,
@@ -51,28 +51,28 @@ class IncomingLane:
 
     def __init__(
         self,
-        door: Door,
+        served_pool: ServedPool,
         frames: Frames,
         inlet: Inlet,
         exposures: Exposures | None,
         layout: KVLayout | None,
-        seat: Seat | None = None,
+        slot: CopySlot | None = None,
     ) -> None:
-        """`layout`: of the sender's blocks, None if it has none and may only probe; `seat`: at which it
+        """`layout`: of the sender's blocks, None if it has none and may only probe; `slot`: at which it
         writes to granted pages itself."""
         self.ended = asyncio.Event()
         """set when nothing that came over it will be placed any more"""
-        self._door = door
+        self._served_pool = served_pool
         self._frames = frames
         self._stream = frames.stream
         self._inlet = inlet
         self._exposures = exposures
-        self._seat = seat
+        self._copy_slot = slot
         self._may_only_probe = layout is None
-        self._most_bytes = max(MAX_FRAME_BYTES, door.identity.layout.layer_bytes)
+        self._most_bytes = max(MAX_FRAME_BYTES, served_pool.identity.layout.layer_bytes)
         """of one write"""
-        self._parts = Parts(door.identity.layout, layout)
-        self._session: Session
+        self._parts = HeadRanges(served_pool.identity.layout, layout)
+        self._session: SenderSession
         self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
         """that leave together"""
@@ -81,12 +81,12 @@ class IncomingLane:
         self._are_acks_urgent = False
         """somebody waits for one of them"""
         self._acks_due: asyncio.TimerHandle | None = None
-        self._deadline = Deadline(door.settings.ack_timeout_s, self._stream.shut_down)
+        self._deadline = Deadline(served_pool.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None
         """of a frame that takes a while"""
-        self._placing: Placing | None = None
+        self._placing: PendingWrite | None = None
         """whose bytes are awaited"""
-        self._answers = Answers(door, inlet.transport, exposures, self._parts, self._replies)
+        self._answers = Answers(served_pool, inlet.transport, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
         """the lane whose end is awaited"""
 
@@ -100,11 +100,11 @@ class IncomingLane:
         """It will not be run."""
         if self._exposures is not None:
             self._exposures.close()
-        self._leave_seat()
+        self._leave_copy_slot()
 
-    def _leave_seat(self) -> None:
-        if self._seat is not None and self._door.landing is not None:
-            self._door.landing.board.leave(self._seat.number)
+    def _leave_copy_slot(self) -> None:
+        if self._copy_slot is not None and self._served_pool.shared_segment is not None:
+            self._served_pool.shared_segment.copy_table.leave(self._copy_slot.number)
 
     def conceal(self, transfer_id: int) -> None:
         if self._exposures is not None:
@@ -112,12 +112,12 @@ class IncomingLane:
 
     def conceal_in_time(self, transfer_id: int) -> None:
         if self._exposures is not None:
-            self._exposures.conceal_within(transfer_id, self._door.settings.ack_timeout_s)
+            self._exposures.conceal_within(transfer_id, self._served_pool.settings.ack_timeout_s)
 
-    async def run(self, session: Session) -> str:
+    async def run(self, session: SenderSession) -> str:
         """Serves the connection until it is lost. Returns the reason."""
         self._session = session
-        session.had_seat |= self._seat is not None
+        session.had_copy_slot |= self._copy_slot is not None
         answering = asyncio.create_task(self._answers.run())
         try:
             while True:
@@ -132,7 +132,7 @@ class IncomingLane:
         finally:
             if self._exposures is not None:
                 self._exposures.close()
-            self._leave_seat()
+            self._leave_copy_slot()
             if self._acks_due is not None:
                 self._acks_due.cancel()
             self._deadline.close()
@@ -207,11 +207,11 @@ class IncomingLane:
             raise TransferError("pages are to be opened on a connection without RDMA")
         try:
             self._session.ensure_open(transfer_id, grant_id)
-            pages, on_closed = self._door.target.expose(grant_id)
+            pages, on_closed = self._served_pool.target.expose(grant_id)
         except WriteRefused as error:
             self.post(encode_frame(Exposed(transfer_id, [], brief(str(error)))))
             return
-        async with asyncio.timeout(self._door.settings.ack_timeout_s):
+        async with asyncio.timeout(self._served_pool.settings.ack_timeout_s):
             opened = await self._exposures.expose(transfer_id, pages, on_closed)
         if transfer_id in self._session.grants:
             self.post(encode_frame(Exposed(transfer_id, opened)))
@@ -230,9 +230,9 @@ class IncomingLane:
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
         if num_bytes > self._most_bytes:
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
-        if write.is_placed and not self._session.had_seat:
+        if write.is_placed and not self._session.had_copy_slot:
             raise TransferError("bytes are said to be in pages that nobody can write")
-        placing = Placing(self._door.target, write, heads, layer_bytes)
+        placing = PendingWrite(self._served_pool.target, write, heads, layer_bytes)
         try:
             try:
                 self._session.ensure_open(write.transfer_id, write.grant_id)
@@ -254,13 +254,13 @@ class IncomingLane:
         self._placed(placing, checksums, num_bytes)
         return None
 
-    async def _receive(self, placing: Placing, num_bytes: int) -> None:
+    async def _receive(self, placing: PendingWrite, num_bytes: int) -> None:
         with self._deadline:
             checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
         self._placing = None
         self._placed(placing, checksums, num_bytes)
 
-    def _placed(self, placing: Placing, checksums: Sequence[bytes], num_bytes: int) -> None:
+    def _placed(self, placing: PendingWrite, checksums: Sequence[bytes], num_bytes: int) -> None:
         """Verifies what is there, and says so."""
         write = placing.write
         try:
@@ -272,10 +272,10 @@ class IncomingLane:
         finally:
             placing.abandon()
 
-    def _complete(self, placing: Placing, num_bytes: int) -> None:
+    def _complete(self, placing: PendingWrite, num_bytes: int) -> None:
         """What is there has been verified."""
         write = placing.write
-        self._door.traffic.received_bytes[self._inlet.transport] += num_bytes
+        self._served_pool.traffic.received_bytes[self._inlet.transport] += num_bytes
         try:
             is_last = placing.complete()
         except WriteRefused as error:
@@ -297,7 +297,7 @@ class IncomingLane:
         self._acknowledge(answer, payload_bytes)
 
     def _refuse_corrupt(self, transfer_id: int, entry: WriteEntry) -> WriteAck:
-        self._door.traffic.num_checksum_failures += 1
+        self._served_pool.traffic.num_checksum_failures += 1
         reason = f"checksum of page {entry.page} from {self._session.name} does not match its bytes"
         log.warning("%s", reason)
         self._session.fail(transfer_id, reason)

@@ -11,12 +11,12 @@ from typing import cast
 
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.remote import InPlace
-from messenger.receiver.door import Door
 from messenger.receiver.incoming import IncomingLane
-from messenger.receiver.session import Session
+from messenger.receiver.sender_session import SenderSession
+from messenger.receiver.served_pool import ServedPool
 from messenger.transport import handshake
 from messenger.transport.frames import Frames
-from messenger.transport.handshake import StrangerError, admit, check_introduction, welcome
+from messenger.transport.handshake import AuthenticationError, admit, check_introduction, welcome
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Inlet, ShmInlet, TcpInlet, Traffic
 from messenger.wire.messages import Introduction
@@ -32,14 +32,14 @@ MOST_UNKNOWN = 256
 _SILENT = "it said nothing in time"
 
 
-class Threshold:
+class UnauthenticatedPeers:
     """The unauthenticated connections of one port. One too many ends the oldest."""
 
     def __init__(self) -> None:
         self._crowd = Crowd[Stream](MOST_UNKNOWN, Stream.shut_down)
 
     @contextlib.contextmanager
-    def room(self, stream: Stream) -> Iterator[None]:
+    def entered(self, stream: Stream) -> Iterator[None]:
         """For one more, while it shows that it knows the key."""
         self._crowd.enter(stream)
         try:
@@ -51,23 +51,23 @@ class Threshold:
 class Sessions:
     """All senders that are connected. Every connection is handed to `serve`."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._sessions: dict[tuple[str, bytes], Session] = {}
+    def __init__(self, served_pool: ServedPool) -> None:
+        self._served_pool = served_pool
+        self._sessions: dict[tuple[str, bytes], SenderSession] = {}
 
-    async def serve(self, stream: Stream, threshold: Threshold) -> None:
+    async def serve(self, stream: Stream, unauthenticated: UnauthenticatedPeers) -> None:
         """One connection, until it ends. A stranger's costs a counter."""
-        door = self._door
+        served_pool = self._served_pool
         try:
             try:
-                async with asyncio.timeout(door.settings.connect_timeout_s):
-                    with threshold.room(stream):
+                async with asyncio.timeout(served_pool.settings.connect_timeout_s):
+                    with unauthenticated.entered(stream):
                         frames = Frames(stream, Side.RECEIVER)
                         await _shake_hands(stream)
-                        introduction = await admit(frames, door.key)
+                        introduction = await admit(frames, served_pool.key)
                     lane = await self._welcome(frames, introduction)
-            except (StrangerError, TimeoutError) as error:
-                door.traffic.count_stranger(str(error) or _SILENT)
+            except (AuthenticationError, TimeoutError) as error:
+                served_pool.traffic.count_unauthenticated(str(error) or _SILENT)
             except (OSError, TransferError, MismatchError) as error:
                 log.info("a connection was refused: %s", error)
             else:
@@ -79,26 +79,30 @@ class Sessions:
 
     async def _welcome(self, frames: Frames, introduction: Introduction) -> IncomingLane:
         """Raises TransferError, MismatchError, OSError."""
-        stream, door = frames.stream, self._door
-        await check_introduction(stream, door.identity, introduction)
+        stream, served_pool = frames.stream, self._served_pool
+        await check_introduction(stream, served_pool.identity, introduction)
         inlet, exposures = cast(Inlet, TcpInlet(stream)), None
-        segment = seat = shelves = endpoint = scratch = None
+        segment = slot = page_table = endpoint = scratch = None
         with contextlib.ExitStack() as on_failure:
             if introduction.segment_bytes is not None:
                 inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
-                segment = handshake.Segment(len(door.source.buffer), door.source.read_only_fd)
-                landing = door.landing
-                if landing is not None:
-                    shelves = landing.shelves
+                segment = handshake.Segment(len(served_pool.source.buffer), served_pool.source.read_only_fd)
+                shared_segment = served_pool.shared_segment
+                if shared_segment is not None:
+                    page_table = shared_segment.page_table
                 # Who has no blocks copies none.
-                if landing is not None and introduction.takes_seat and introduction.identity is not None:
-                    seat = landing.take_seat(stream.peer_pid)
-                    if seat is not None:
-                        on_failure.callback(landing.board.leave, seat.number)
-                        segment = handshake.Segment(len(door.source.buffer), landing.fd)
+                if (
+                    shared_segment is not None
+                    and introduction.takes_copy_slot
+                    and introduction.identity is not None
+                ):
+                    slot = shared_segment.take_slot(stream.peer_pid)
+                    if slot is not None:
+                        on_failure.callback(shared_segment.copy_table.leave, slot.number)
+                        segment = handshake.Segment(len(served_pool.source.buffer), shared_segment.fd)
             elif introduction.endpoint is not None:
                 try:
-                    card = await door.cards.answering(introduction.endpoint)
+                    card = await served_pool.cards.answering(introduction.endpoint)
                 except TransferError as error:
                     await handshake.refuse(stream, str(error))
                     raise
@@ -108,15 +112,17 @@ class Sessions:
                 scratch = await card.open_scratch(endpoint)
                 inlet, exposures = InPlace(), Exposures(endpoint, card.memory)
             local_info = endpoint.local_info() if endpoint is not None else None
-            await welcome(stream, door.identity, segment, seat, shelves, local_info, scratch)
+            await welcome(stream, served_pool.identity, segment, slot, page_table, local_info, scratch)
             on_failure.pop_all()
         layout = introduction.identity.layout if introduction.identity is not None else None
-        return IncomingLane(door, frames, inlet, exposures, layout, seat)
+        return IncomingLane(served_pool, frames, inlet, exposures, layout, slot)
 
     async def _run(self, lane: IncomingLane, introduction: Introduction) -> None:
         identity, number = introduction.identity, introduction.lane
         name = identity.instance if identity is not None else "a probe"
-        session = self._sessions.setdefault((name, introduction.session), Session(name, self._door.target))
+        session = self._sessions.setdefault(
+            (name, introduction.session), SenderSession(name, self._served_pool.target)
+        )
         if number in session.lanes:
             log.info("%s has a lane %d already", name, number)
             lane.discard()
@@ -135,25 +141,31 @@ class Sessions:
 
 
 async def _shake_hands(stream: Stream) -> None:
-    """Raises StrangerError."""
+    """Raises AuthenticationError."""
     try:
         await stream.shake_hands()
     except OSError as error:
-        raise StrangerError(f"no TLS: {error}") from None
+        raise AuthenticationError(f"no TLS: {error}") from None
 
 
-async def turn_away(
-    stream: Stream, reason: str, key: ClusterKey, traffic: Traffic, threshold: Threshold, *, timeout_s: float
+async def refuse_connection(
+    stream: Stream,
+    reason: str,
+    key: ClusterKey,
+    traffic: Traffic,
+    unauthenticated: UnauthenticatedPeers,
+    *,
+    timeout_s: float,
 ) -> None:
     """Hears who a sender is and refuses him."""
     try:
-        with threshold.room(stream):
+        with unauthenticated.entered(stream):
             async with asyncio.timeout(timeout_s):
                 await _shake_hands(stream)
                 await admit(Frames(stream, Side.RECEIVER), key)
                 await handshake.refuse(stream, reason)
-    except (StrangerError, TimeoutError) as error:
-        traffic.count_stranger(str(error) or _SILENT)
+    except (AuthenticationError, TimeoutError) as error:
+        traffic.count_unauthenticated(str(error) or _SILENT)
     except (OSError, TransferError, MismatchError) as error:
         log.info("a peer left before it was refused: %s", error)
     finally:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from messenger.sender.departures import Departures
 from messenger.sender.outstanding import Outstanding
-from messenger.sender.requests import FetchRequest, Outcome, Request, Urgency, WriteRequest
+from messenger.sender.requests import FetchRequest, Request, Urgency, WriteOutcome, WriteRequest
 from messenger.sender.results import Results
+from messenger.sender.send_queue import SendQueue
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.shared_pages import SharedPages
 from messenger.transport.stream import Stream
@@ -29,7 +29,7 @@ class Copies:
         stream: Stream,
         outstanding: Outstanding,
         results: Results,
-        departures: Departures,
+        send_queue: SendQueue,
     ) -> None:
         """Without `pages` nothing is written, without `catalogue` nothing is read."""
         self.pages = pages
@@ -37,7 +37,7 @@ class Copies:
         self._stream = stream
         self._outstanding = outstanding
         self._results = results
-        self._departures = departures
+        self._send_queue = send_queue
         self.are_possible = pages is not None or catalogue is not None
         self.have_been_read = False
         """some"""
@@ -47,7 +47,7 @@ class Copies:
         nothing has happened, if it cannot be copied here. `is_next`: only what is kept has to leave before.
         """
         if isinstance(request, WriteRequest) and self.pages is not None and not request.is_placed:
-            tells = is_next and request.urgency is Urgency.LATENCY and not self._departures.is_stopped
+            tells = is_next and request.urgency is Urgency.LATENCY and not self._send_queue.is_stopped
             return self._place(request, self.pages, tells=tells)
         if isinstance(request, FetchRequest) and self._catalogue is not None:
             checksums = self._catalogue.read(request.fetch, request.views)
@@ -57,7 +57,7 @@ class Copies:
         return None
 
     def leave(self) -> None:
-        """The seat is the owner's to give again."""
+        """The slot is the owner's to give again."""
         if self.pages is not None:
             self.pages.leave()
 
@@ -66,7 +66,7 @@ class Copies:
     ) -> Sequence[bytes | memoryview]:
         """Writes it, unless that is the receiver's to do, and `tells` the receiver in the same call."""
         placed = msgspec.structs.replace(request.write, is_placed=True)
-        kept = self._departures.take_kept() if tells else b""
+        kept = self._send_queue.take_kept() if tells else b""
         frame = kept + encode_frame(placed)
         num_sent = pages.place(placed, request.layer_bytes, self._stream.fileno, frame if tells else b"")
         if num_sent is not None:
@@ -76,15 +76,15 @@ class Copies:
         if num_sent is None:
             return [kept + encode_frame(request.write)]
         if tells and num_sent < len(frame):
-            self._departures.send(frame[num_sent:])  # before anything that is said when it is done
+            self._send_queue.send(frame[num_sent:])  # before anything that is said when it is done
         self._results.moved(request, received=False)
-        request.done(Outcome.PLACED, "")
+        request.done(WriteOutcome.PLACED, "")
         return [] if tells else [frame]
 
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
         """The blocks are there. Their holder is told in time: they have been of use."""
         request.is_read = self.have_been_read = True
-        self._departures.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))
+        self._send_queue.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))
         self._results.moved(request, received=True)
         request.done(checksums, None)
 

@@ -14,11 +14,11 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
 from messenger.sender.copies import Copies, copied_share
-from messenger.sender.departures import Departures
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.rdma_writes import RemoteWrites
-from messenger.sender.requests import FetchRequest, Outcome, ProbeRequest, Request, Urgency, WriteRequest
-from messenger.sender.results import Results, Teller
+from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteOutcome, WriteRequest
+from messenger.sender.results import ResultHandler, Results
+from messenger.sender.send_queue import SendQueue
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.shared_pages import SharedPages
 from messenger.transport.frames import Frames
@@ -38,7 +38,7 @@ _MOST_OUTSTANDING = 256
 """requests that have not been answered, though their bytes may be there"""
 
 
-class Owner(Teller, Protocol):
+class Owner(ResultHandler, Protocol):
     """Whose lane this is."""
 
     @property
@@ -51,7 +51,7 @@ class Owner(Teller, Protocol):
     def frame_bytes(self, urgency: Urgency) -> int:
         """How much of this class should be moved before others have their turn."""
 
-    def gives_way(self) -> bool:
+    def should_yield(self) -> bool:
         """Whether somebody has what he waited for, and goes on before more is copied."""
 
     def ended(self, transfer_id: int, reason: str) -> None:
@@ -97,14 +97,14 @@ class Lane:
         if endpoint is not None:
             pages = RemotePages(endpoint, layout, self.post)
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
-        self._departures = Departures(
+        self._send_queue = SendQueue(
             self._stream,
             answer_timeout_s,
             self._pump,
             lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
         )
         self._copies = Copies(
-            shared, catalogue, self._stream, self._outstanding, self._results, self._departures
+            shared, catalogue, self._stream, self._outstanding, self._results, self._send_queue
         )
         self._left: Frame | None = None
         """that has come, and takes a while"""
@@ -144,7 +144,7 @@ class Lane:
         return self._outstanding.num_begun - self._outstanding.num_answered
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether it may have more under way."""
         return self.num_outstanding < _MOST_OUTSTANDING
 
@@ -168,11 +168,11 @@ class Lane:
         It leaves with the next request, or alone if none comes in this turn of the loop, or in time
         if it `may_wait`.
         """
-        self._departures.keep(encode_frame(message))
+        self._send_queue.keep(encode_frame(message))
         if isinstance(message, Close):
             self._outstanding.closed(message)
         if not may_wait:
-            self._departures.is_due = True
+            self._send_queue.is_due = True
             self._pump_soon()
 
     async def run(self) -> str:
@@ -191,13 +191,13 @@ class Lane:
                 await self._remote.close()
             self._copies.leave()
             self._outstanding.end()
-            self._departures.end()
+            self._send_queue.end()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
-            await self._departures.close()
+            await self._send_queue.close()
 
     def send(self, request: Request) -> None:
         """Sends `request` now, behind what was posted before, whatever else waits."""
-        self._departures.send(*self._begin(request, is_next=True))
+        self._send_queue.send(*self._begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
         """The transfer has ended: no more of it is written by RDMA than the device has got already."""
@@ -227,12 +227,12 @@ class Lane:
     def _pump(self) -> None:
         """Sends what there is, as long as nothing of it has to wait."""
         self._send_requests()
-        if self._departures.is_due and self._is_running and not self._departures.is_stopped:
-            self._departures.send()
+        if self._send_queue.is_due and self._is_running and not self._send_queue.is_stopped:
+            self._send_queue.send()
 
     def _send_requests(self) -> None:
         """What has no answer goes with them, but not alone."""
-        if not self._is_running or self._departures.is_stopped:
+        if not self._is_running or self._send_queue.is_stopped:
             return
         begun: list[bytes | memoryview] = []
         num_bytes, may_wait = 0, True
@@ -244,9 +244,9 @@ class Lane:
             if not request.moving_bytes:
                 num_bytes += copied_share(request, _SENT_BYTES, self._owner.frame_bytes)
         if begun and may_wait:
-            self._departures.keep(*map(bytes, begun))
+            self._send_queue.keep(*map(bytes, begun))
         elif begun:
-            self._departures.send(*begun)
+            self._send_queue.send(*begun)
         if num_bytes >= _SENT_BYTES and self._owner.has_more:
             self._pump_soon()  # others first
 
@@ -256,7 +256,7 @@ class Lane:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        if self._copies.are_possible and self._owner.gives_way():
+        if self._copies.are_possible and self._owner.should_yield():
             asyncio.get_running_loop().call_soon(self._turn)
         else:
             self._is_pumping_soon = False
@@ -308,7 +308,7 @@ class Lane:
         else:
             self._outstanding.give_up(request)
             self._pump()
-            request.done(Outcome.FAILED, str(error))
+            request.done(WriteOutcome.FAILED, str(error))
         self._owner.written(request.write.transfer_id)
         if error is not None and not isinstance(error, TransferError):
             raise error  # one of ours: the loop's handler says so
@@ -363,7 +363,7 @@ class Lane:
 
     def _was_found(self) -> None:
         """Whoever has it need not keep it any more."""
-        self._departures.keep(_FETCH_DONE)
+        self._send_queue.keep(_FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:

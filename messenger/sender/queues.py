@@ -33,7 +33,7 @@ class Carrier(Protocol):
     path: Path
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether it may have more under way, however little."""
 
     def outstanding_bytes_of(self, urgency: Urgency) -> int:
@@ -64,7 +64,7 @@ class Queues(Generic[Lane]):
     def set_lanes(self, lanes: Sequence[Lane]) -> None:
         """Those that are up now. TCP stands by where there is RDMA."""
         self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in lanes)
-        self._lanes = [lane for lane in lanes if not self._stands_by(lane)]
+        self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
         self._kept_free = self._lanes[0] if len(self._lanes) > 1 else None
 
     @property
@@ -150,7 +150,7 @@ class Queues(Generic[Lane]):
 
     def _may_take(self, lane: Lane, urgency: Urgency, now_s: float) -> bool:
         """Whether `lane` may be given what comes next of this class. Something does."""
-        if self._stands_by(lane) or not lane.has_room:
+        if self._is_standby(lane) or not lane.has_capacity:
             return False
         under_way_bytes = lane.outstanding_bytes_of(urgency)
         if urgency is Urgency.LATENCY or now_s >= self._hurry_until_s:
@@ -162,5 +162,5 @@ class Queues(Generic[Lane]):
             window_bytes //= 2  # this side copies it, before it can ask for anything else
         return lane is not self._kept_free and under_way_bytes < window_bytes
 
-    def _stands_by(self, lane: Lane) -> bool:
+    def _is_standby(self, lane: Lane) -> bool:
         return self._has_rdma and lane.path.transport is Transport.TCP

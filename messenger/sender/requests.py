@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from messenger.wire.messages import Fetch, Write
 
 
-class Outcome(Enum):
+class WriteOutcome(Enum):
     """What became of a write."""
 
     PLACED = auto()
@@ -39,7 +39,7 @@ class WriteRequest:
     write: Write
     num_bytes: int
     urgency: Urgency
-    done: Callable[[Outcome, str], None]
+    done: Callable[[WriteOutcome, str], None]
     is_wanted: Callable[[], bool]
     """else it need not be sent any more"""
     confirmed: Callable[[str | None], None]
@@ -63,7 +63,7 @@ class WriteRequest:
             self.confirmed(reason)
         else:
             done, self.done = self.done, done_already
-            done(Outcome.FAILED, reason)
+            done(WriteOutcome.FAILED, reason)
 
 
 @dataclass(slots=True, eq=False)

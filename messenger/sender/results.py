@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from messenger.sender.outstanding import Outstanding
-from messenger.sender.requests import Outcome, ProbeRequest, Request
+from messenger.sender.requests import ProbeRequest, Request, WriteOutcome
 from messenger.transport.transports import Inlet, Transport
 from messenger.wire.messages import Found, RefusalKind, WriteAck
 from mooncake.errors import TransferError
 
 
-class Teller(Protocol):
+class ResultHandler(Protocol):
     """Who hears of what has moved over all lanes to one messenger."""
 
     name: str
@@ -31,7 +31,9 @@ class Results:
     """Of the requests in `outstanding`. An answer that none of them can have raises TransferError: the
     connection is to end."""
 
-    def __init__(self, outstanding: Outstanding, inlet: Inlet, transport: Transport, teller: Teller) -> None:
+    def __init__(
+        self, outstanding: Outstanding, inlet: Inlet, transport: Transport, teller: ResultHandler
+    ) -> None:
         self._outstanding = outstanding
         self._inlet = inlet
         self._transport = transport
@@ -49,10 +51,10 @@ class Results:
             request.confirmed(refused)
         elif refused is None:
             self.moved(request, received=False)
-            request.done(Outcome.PLACED, "")
+            request.done(WriteOutcome.PLACED, "")
         else:
             is_corrupt = ack.refusal is RefusalKind.CORRUPT
-            request.done(Outcome.CORRUPT if is_corrupt else Outcome.FAILED, refused)
+            request.done(WriteOutcome.CORRUPT if is_corrupt else WriteOutcome.FAILED, refused)
 
     def found_now(self, found: Found, payload_bytes: int) -> bool:
         """Blocks of the oldest fetch are there. False, and nothing has happened, if that takes a while."""

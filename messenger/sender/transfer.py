@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from messenger.sender.requests import Outcome, Request, Urgency, WriteRequest
+from messenger.sender.requests import Request, Urgency, WriteOutcome, WriteRequest
 from messenger.wire.messages import Open, Write, WriteEntry
 from mooncake.errors import TransferError
 
@@ -71,7 +71,9 @@ class Transfer:
         if self.failure is not None:
             raise TransferError(self.failure)
 
-    async def write(self, entries: list[WriteEntry], num_bytes: int, done: Callable[[Outcome], None]) -> None:
+    async def write(
+        self, entries: list[WriteEntry], num_bytes: int, done: Callable[[WriteOutcome], None]
+    ) -> None:
         """Submits one frame, waiting while too many of its class wait already.
 
         `done` is called once, when no byte of the source will be read for this frame any more (see
@@ -79,8 +81,8 @@ class Transfer:
         TransferError if the transfer has failed; `done` was called then too.
         """
 
-        def finish(outcome: Outcome, reason: str) -> None:
-            if outcome is not Outcome.PLACED:
+        def finish(outcome: WriteOutcome, reason: str) -> None:
+            if outcome is not WriteOutcome.PLACED:
                 self.fail(reason)
             elif request.is_placed:
                 self._num_unconfirmed += 1

@@ -15,7 +15,7 @@ import msgspec
 
 from messenger.native import SOURCES
 from messenger.wire.checksums import CHECKSUM_BYTES, SHORT_LAYER_BYTES, address_of
-from messenger.wire.messages import Fetch, Shelves
+from messenger.wire.messages import Fetch, PageTableOffsets
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KEY_BYTES, KVLayout
 from mooncake.native import load_or_do_without
@@ -62,44 +62,46 @@ def native() -> CDLL | None:
 class Catalogue:
     """Of a segment that is mapped here."""
 
-    def __init__(self, library: CDLL, segment: memoryview, shelves: Shelves, layout: KVLayout) -> None:
+    def __init__(
+        self, library: CDLL, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout
+    ) -> None:
         """`layout`: of the segment's blocks. Raises TransferError unless all of it lies inside."""
-        num_pages = shelves.num_pages
+        num_pages = page_table.num_pages
         ends = (
-            shelves.pages_offset + num_pages * shelves.page_stride,
-            shelves.states_offset + num_pages,
-            shelves.generations_offset + 4 * num_pages,
-            shelves.keys_offset + KEY_BYTES * num_pages,
-            shelves.checksums_offset + CHECKSUM_BYTES * layout.num_layers * num_pages,
-            shelves.places_offset + 4 * PLACES * num_pages,
+            page_table.pages_offset + num_pages * page_table.page_stride,
+            page_table.states_offset + num_pages,
+            page_table.generations_offset + 4 * num_pages,
+            page_table.keys_offset + KEY_BYTES * num_pages,
+            page_table.checksums_offset + CHECKSUM_BYTES * layout.num_layers * num_pages,
+            page_table.places_offset + 4 * PLACES * num_pages,
         )
-        numbers = msgspec.structs.astuple(shelves)
+        numbers = msgspec.structs.astuple(page_table)
         is_inside = num_pages > 0 and min(numbers) >= 0 and max(ends) <= len(segment)
         is_aligned = not any(number % CHECKSUM_BYTES for number in numbers[:-1])
-        if not is_inside or not is_aligned or shelves.page_stride < layout.block_bytes:
-            raise TransferError(f"{shelves} are not in a segment of {len(segment)} bytes")
+        if not is_inside or not is_aligned or page_table.page_stride < layout.block_bytes:
+            raise TransferError(f"{page_table} are not in a segment of {len(segment)} bytes")
         self._native = library
         self._segment = segment  # keeps it mapped
         self._layout = layout
         start = address_of(segment)
-        self._pages_address = start + shelves.pages_offset
-        self._page_stride = shelves.page_stride
+        self._pages_address = start + page_table.pages_offset
+        self._page_stride = page_table.page_stride
         self._arrays = _Arrays(
-            start + shelves.states_offset,
-            start + shelves.generations_offset,
-            start + shelves.keys_offset,
-            start + shelves.checksums_offset,
-            start + shelves.places_offset,
+            start + page_table.states_offset,
+            start + page_table.generations_offset,
+            start + page_table.keys_offset,
+            start + page_table.checksums_offset,
+            start + page_table.places_offset,
             num_pages,
             layout.num_layers,
         )
         self._address = addressof(self._arrays)
 
     @classmethod
-    def at(cls, segment: memoryview, shelves: Shelves, layout: KVLayout) -> "Catalogue | None":
+    def at(cls, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout) -> "Catalogue | None":
         """None where nothing can be compiled."""
         library = native()
-        return None if library is None else cls(library, segment, shelves, layout)
+        return None if library is None else cls(library, segment, page_table, layout)
 
     def note(self, pages: Sequence[int]) -> None:
         """The blocks in these pages, which the owner has sealed, can be found from now on."""

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from messenger.transport.frames import Frames
 from messenger.transport.stream import Stream
 from messenger.wire.identity import Identity
-from messenger.wire.messages import Challenge, Hello, Introduction, Message, Refused, Seat, Shelves, Welcome
+from messenger.wire.messages import (
+    Challenge,
+    CopySlot,
+    Hello,
+    Introduction,
+    Message,
+    PageTableOffsets,
+    Refused,
+    Welcome,
+)
 from messenger.wire.protocol import PROTOCOL_VERSION, SAME_TLS, check_identity, check_version, encode_frame
 from messenger.wire.rdma_info import EndpointInfo, Scratch
 from mooncake.errors import MismatchError, TransferError
@@ -18,7 +27,7 @@ from mooncake.security.proofs import NONCE_BYTES, Doorkeeper, Labels, Visitor
 _LABELS = Labels(visitor=b"messenger sender", host=b"messenger receiver")
 
 
-class StrangerError(TransferError):
+class AuthenticationError(TransferError):
     """Whoever is at the other end does not know the cluster's key, or does not speak the protocol."""
 
 
@@ -47,9 +56,9 @@ async def introduce(
     lane: int,
     segment: Segment | None = None,
     endpoint: EndpointInfo | None = None,
-    takes_seat: bool = False,
+    takes_copy_slot: bool = False,
 ) -> Welcome:
-    """The sender's part. Raises TransferError if the receiver refuses, StrangerError if it is one."""
+    """The sender's part. Raises TransferError if the receiver refuses, AuthenticationError if it is one."""
     stream = frames.stream
     visitor = Visitor(key, _LABELS)
     await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
@@ -62,7 +71,9 @@ async def introduce(
         ) from error
     assert isinstance(challenge, Challenge)
     if not visitor.recognises(challenge.nonce, challenge.proof):
-        raise StrangerError("the messenger there has another cluster key; give all nodes the same key file")
+        raise AuthenticationError(
+            "the messenger there has another cluster key; give all nodes the same key file"
+        )
     introduction = Introduction(
         visitor.proof(challenge.nonce),
         identity,
@@ -70,7 +81,7 @@ async def introduce(
         lane,
         None if segment is None else segment.num_bytes,
         endpoint,
-        takes_seat,
+        takes_copy_slot,
     )
     fd = None if segment is None else segment.fd
     await stream.send([encode_frame(introduction)], fd=fd)
@@ -80,14 +91,14 @@ async def introduce(
 
 
 async def admit(frames: Frames, key: ClusterKey) -> Introduction:
-    """The receiver's part, up to its `welcome`. Raises StrangerError, MismatchError for another version."""
+    """Authenticate a sender. Raises AuthenticationError, or MismatchError for another protocol version."""
     stream = frames.stream
     try:
         hello = await read_message(frames)
         assert isinstance(hello, Hello)
         check_version(hello.protocol_version)
         if len(hello.nonce) != NONCE_BYTES:
-            raise StrangerError(f"a nonce of {len(hello.nonce)} bytes")
+            raise AuthenticationError(f"a nonce of {len(hello.nonce)} bytes")
         doorkeeper = Doorkeeper(key, _LABELS, hello.nonce)
         await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof))])
         introduction = await read_message(frames)
@@ -96,9 +107,9 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
         await refuse(stream, str(error))
         raise
     except (OSError, TransferError) as error:
-        raise StrangerError(str(error)) from error
+        raise AuthenticationError(str(error)) from error
     if not doorkeeper.admits(introduction.proof):
-        raise StrangerError("it has another cluster key")
+        raise AuthenticationError("it has another cluster key")
     return introduction
 
 
@@ -116,15 +127,15 @@ async def welcome(
     stream: Stream,
     ours: Identity,
     segment: Segment | None = None,
-    seat: Seat | None = None,
-    shelves: Shelves | None = None,
+    slot: CopySlot | None = None,
+    page_table: PageTableOffsets | None = None,
     endpoint: EndpointInfo | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Lets the sender in."""
     fd = None if segment is None else segment.fd
     num_bytes = None if segment is None else segment.num_bytes
-    await stream.send([encode_frame(Welcome(ours, num_bytes, seat, shelves, endpoint, scratch))], fd=fd)
+    await stream.send([encode_frame(Welcome(ours, num_bytes, slot, page_table, endpoint, scratch))], fd=fd)
 
 
 async def refuse(stream: Stream, reason: str) -> None:

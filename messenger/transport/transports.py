@@ -1,7 +1,7 @@
 """The ways bytes can take between two messengers: shared memory on one host, RDMA or TCP between hosts.
 
 Over `shm` each side passes a descriptor of its segment once. Whoever asks copies: a writer into pages that
-are granted to it (see messenger.shm.board), a reader out of blocks that it finds (see
+are granted to it (see messenger.shm.copy_table), a reader out of blocks that it finds (see
 messenger.shm.catalogue) or that have been found for it; where a writer cannot, the receiver copies out of
 its segment. Over `tcp` the payload follows the frame and is received straight into the page. Over `rdma`
 they go from memory to memory, beside the connection on which the frames travel: see messenger.rdma.
@@ -76,17 +76,19 @@ class Traffic:
     received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     by_peer: defaultdict[str, PeerTraffic] = field(default_factory=lambda: defaultdict(PeerTraffic))
     num_checksum_failures: int = 0
-    num_strangers: int = 0
+    num_unauthenticated: int = 0
     """connections that were closed because their other end had not the cluster's key"""
-    _stranger_lines: Doubling = field(default_factory=lambda: Doubling(1))
+    _unauthenticated_lines: Doubling = field(default_factory=lambda: Doubling(1))
 
-    def count_stranger(self, reason: str) -> None:
+    def count_unauthenticated(self, reason: str) -> None:
         """One more. The log hears of it each time that there are twice as many: whoever reaches a port can
         connect as often as he likes."""
-        self.num_strangers += 1
-        if self._stranger_lines.has_come(self.num_strangers):
+        self.num_unauthenticated += 1
+        if self._unauthenticated_lines.has_come(self.num_unauthenticated):
             log.info(
-                "%d strangers have been turned away so far, the last one: %s", self.num_strangers, reason
+                "%d strangers have been turned away so far, the last one: %s",
+                self.num_unauthenticated,
+                reason,
             )
 
 
@@ -116,7 +118,7 @@ def paths(
     if choice == "rdma":
         return [by_rdma]
     if choice == "auto":
-        # Beside RDMA the TCP connections only stand by, see Peer.
+        # Beside RDMA the TCP connections only stand by, see PeerSession.
         between_hosts = [*by_rdma, *by_network]
         return [by_memory, between_hosts] if shares_host else [between_hosts]
     if not shares_host:

@@ -79,29 +79,29 @@ class Introduction(msgspec.Struct, tag=True, frozen=True):
     segment_bytes: int | None = None
     endpoint: EndpointInfo | None = None
     """the sender's queue pair, if bytes are to go by RDMA"""
-    takes_seat: bool = False
+    takes_copy_slot: bool = False
     """it can write to pages that it has mapped"""
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
-    """Where the sender may write granted pages of the receiver's segment itself: see `messenger.shm.board`.
+class CopySlot(msgspec.Struct, frozen=True, array_like=True):
+    """Entry of the receiver's copy table, by which the sender writes granted pages itself.
 
     The shard of the block in page p begins at `pages_offset + p * page_stride`.
     """
 
     number: int
-    ticket: int
+    token: int
     """good for one sender, until the receiver has given the lane up"""
-    board_offset: int
+    copy_table_offset: int
     pages_offset: int
     page_stride: int
     num_pages: int
 
 
-class Shelves(msgspec.Struct, frozen=True, array_like=True):
+class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
     """Where the sender finds sealed blocks in the receiver's segment itself: see `messenger.shm.catalogue`.
 
-    Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `Seat`.
+    Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `CopySlot`.
     """
 
     states_offset: int
@@ -115,12 +115,12 @@ class Shelves(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Who the receiver is. `segment_bytes` is set when its segment comes along, writable with a `seat`."""
+    """Who the receiver is. `segment_bytes` is set when its segment comes along, writable with a `slot`."""
 
     identity: Identity
     segment_bytes: int | None = None
-    seat: Seat | None = None
-    shelves: Shelves | None = None
+    slot: CopySlot | None = None
+    page_table: PageTableOffsets | None = None
     endpoint: EndpointInfo | None = None
     scratch: Scratch | None = None
     """where the sender can see whether its queue pair carries anything"""

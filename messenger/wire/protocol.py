@@ -34,7 +34,7 @@ from messenger.wire.messages import (
 )
 from mooncake.errors import MismatchError, TransferError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_META_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096
 """meta of a frame from somebody who has not shown that he knows the cluster's key"""

@@ -19,9 +19,9 @@ from kvstore.transfer.grants import Grants
 from kvstore.transfer.reads import Reads
 from kvstore.transfer.sends import Send
 from messenger.rdma.cards import Cards
-from messenger.receiver.door import Door
-from messenger.receiver.receiver import Sessions, Threshold
-from messenger.sender.peers import Peers
+from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
+from messenger.receiver.served_pool import ServedPool
+from messenger.sender.peer_sessions import PeerSessions
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Traffic, Transport
@@ -98,12 +98,12 @@ class Member:
         self.proxies = [Proxy(tasks, endpoint) for _ in range(num_proxies)]
         endpoints = tuple(proxy.endpoint for proxy in self.proxies) or (endpoint,)
         self.address = MessengerAddress(name, 1, host_id(), unix_path, endpoints)
-        self.landing = self.segment.landing(self._fd)
-        board = self.landing.board if self.landing is not None else None
-        self.grants = Grants(self.pool, self.segment, self.address, board)
+        self.shared_segment = self.segment.shared_segment(self._fd)
+        copy_table = self.shared_segment.copy_table if self.shared_segment is not None else None
+        self.grants = Grants(self.pool, self.segment, self.address, copy_table)
         identity = Identity(name, 1, host_id(), FINGERPRINT, layout)
         config = settings(transport=transport.value)
-        self.peers = Peers(
+        self.peers = PeerSessions(
             tasks,
             self.source,
             self.traffic,
@@ -124,8 +124,16 @@ class Member:
             promotion_timeout_s=DEADLINE_S,
         )
         reads = Reads(self.pool, mover, self.segment, asyncio.get_running_loop().time)
-        door = Door(
-            identity, CLUSTER_KEY, self.grants, reads, self.source, self.traffic, config, cards, self.landing
+        door = ServedPool(
+            identity,
+            CLUSTER_KEY,
+            self.grants,
+            reads,
+            self.source,
+            self.traffic,
+            config,
+            cards,
+            self.shared_segment,
         )
         self._sessions = Sessions(door)
         for listener in self._listeners:
@@ -193,10 +201,10 @@ class Member:
         assert self.pool.check_integrity() is None
 
     async def _accept(self, listener: socket) -> None:
-        threshold = Threshold()
+        unauthenticated = UnauthenticatedPeers()
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-            self.tasks.create_task(self._sessions.serve(Stream(sock), threshold))
+            self.tasks.create_task(self._sessions.serve(Stream(sock), unauthenticated))
 
     def close(self) -> None:
         for proxy in self.proxies:

@@ -17,7 +17,7 @@ from kvstore.pool.segment import Segment
 from kvstore.server.store import Store, open_store
 from kvstore.transfer.grants import Grants
 from messenger.rdma.cards import Cards
-from messenger.receiver.door import Landing
+from messenger.receiver.served_pool import SharedSegment
 from messenger.shm.shared_pages import SharedPages
 from messenger.transport.transports import Traffic
 from messenger.wire.checksums import layer_checksums
@@ -37,11 +37,11 @@ class Node:
 
     def __init__(self, fd: int) -> None:
         self.segment = Segment.open(fd) or Segment.format(fd, FINGERPRINT, LAYOUT)
-        landing = self.segment.landing(fd)
-        assert landing is not None
-        self.landing: Landing = landing
+        shared_segment = self.segment.shared_segment(fd)
+        assert shared_segment is not None
+        self.shared_segment: SharedSegment = shared_segment
         self.pool = Pool(self.segment.page_table())
-        self.grants = Grants(self.pool, self.segment, ADDRESS, landing.board)
+        self.grants = Grants(self.pool, self.segment, ADDRESS, shared_segment.copy_table)
 
 
 @pytest.fixture
@@ -70,16 +70,16 @@ async def test_a_revoked_page_is_quarantined_until_the_copy_to_it_has_ended(
     reservation = pool.reserve(OWNER, [key], 0)
     grant = node.grants.grant(reservation)
     (page,) = (granted.page for granted in grant.pages)
-    seat = node.landing.take_seat(copier.pid)
-    assert seat is not None
-    words = node.segment.buffer[seat.board_offset :][:2048].cast("Q")
-    words[2 * seat.number] = grant.grant_id + 1  # as it says itself
+    slot = node.shared_segment.take_slot(copier.pid)
+    assert slot is not None
+    words = node.segment.buffer[slot.copy_table_offset :][:2048].cast("Q")
+    words[2 * slot.number] = grant.grant_id + 1  # as it says itself
     node.grants.revoke(reservation.reservation_id, "released")
     pool.release(reservation.reservation_id)
     assert pool.table.state(page) is PageState.QUARANTINED
     assert pool.check_integrity() is None
     if ending == "copy":
-        words[2 * seat.number] = 0
+        words[2 * slot.number] = 0
     else:
         copier.kill()
     await until(lambda: pool.table.state(page) is PageState.FREE)
@@ -91,19 +91,19 @@ async def test_pages_of_an_earlier_life_are_free_when_the_copy_to_them_has_ended
     fd: int, copier: subprocess.Popen[bytes], tmp_path: Path, ending: str
 ) -> None:
     former, keys = Node(fd), prompt_keys(2)
-    seat = former.landing.take_seat(copier.pid)
-    assert seat is not None
+    slot = former.shared_segment.take_slot(copier.pid)
+    assert slot is not None
     grant = former.grants.grant(former.pool.reserve(OWNER, keys[:1], 0))
     former.pool.reserve(OWNER, keys[1:], 0, PageWriter(os.getpid(), 0))  # its worker lives on
-    words = former.segment.buffer[seat.board_offset :][:2048].cast("Q")
-    words[2 * seat.number] = grant.grant_id + 1
+    words = former.segment.buffer[slot.copy_table_offset :][:2048].cast("Q")
+    words[2 * slot.number] = grant.grant_id + 1
 
     async with store_over(fd, tmp_path) as store:
         table, (granted,) = store.pool.table, grant.pages
         await asyncio.sleep(0)  # it begins to look after them
         assert table.state(granted.page) is PageState.QUARANTINED
         if ending == "copy":
-            words[2 * seat.number] = 0
+            words[2 * slot.number] = 0
         else:
             copier.kill()
         await until(lambda: table.state(granted.page) is PageState.FREE)
@@ -145,10 +145,10 @@ async def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> No
     reservation = node.pool.reserve(OWNER, [key], 0)
     grant = node.grants.grant(reservation)
     (granted,) = grant.pages
-    seat = node.landing.take_seat(os.getpid())
-    assert seat is not None
+    slot = node.shared_segment.take_slot(os.getpid())
+    assert slot is not None
     source = memoryview(bytearray(b"".join(block_bytes(key, layer) for layer in range(LAYOUT.num_layers))))
-    pages = SharedPages(node.segment.buffer, seat, LAYOUT, source)
+    pages = SharedPages(node.segment.buffer, slot, LAYOUT, source)
     for layer in range(LAYOUT.num_layers):
         begin = layer * LAYOUT.layer_bytes
         data = source[begin : begin + LAYOUT.layer_bytes]

@@ -24,7 +24,7 @@ from kvstore.client.worker_client import WorkerClient
 from kvstore.pool.pages import record_bytes
 from kvstore.pool.segment import ALIGNMENT
 from kvstore.protocol.answers import Reservation
-from messenger.shm.board import BOARD_BYTES, NUM_SEATS
+from messenger.shm.copy_table import COPY_TABLE_BYTES, NUM_COPY_SLOTS
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey
 from tests.kvstore.nodes import DEADLINE_S, ROOT, Node, until, unused
@@ -45,12 +45,12 @@ SEGMENT_BYTES = 3 * ALIGNMENT + NUM_PAGES * (LAYOUT.block_bytes + record_bytes(L
 ENDINGS = ("goes on", "goes on late", "is killed", "loses the owner")
 
 
-class Seats:
-    """What the board of a segment says."""
+class Slots:
+    """What the copy_table of a segment says."""
 
     def __init__(self, segment_fd: int) -> None:
-        words = np.frombuffer(mmap.mmap(segment_fd, ALIGNMENT), np.uint64)[-BOARD_BYTES // 8 :]
-        self._copied = words[0 : 2 * NUM_SEATS : 2]
+        words = np.frombuffer(mmap.mmap(segment_fd, ALIGNMENT), np.uint64)[-COPY_TABLE_BYTES // 8 :]
+        self._copied = words[0 : 2 * NUM_COPY_SLOTS : 2]
 
     @property
     def are_busy(self) -> bool:
@@ -91,7 +91,7 @@ class Stops:
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.sender, self.owner = (Node(folder, name, SEGMENT_BYTES, "shm") for name in ("sender", "owner"))
-        self.seats = Seats(self.owner.segment_fd)
+        self.slots = Slots(self.owner.segment_fd)
         self.num_caught = self.num_read = 0
 
     async def play(self, num_rounds: int) -> None:
@@ -171,12 +171,12 @@ class Stops:
         """Whether the sender is; in a thread."""
         assert self.sender.process is not None
         pid, until_s = self.sender.process.pid, time.monotonic() + CATCH_S
-        while not self.seats.are_busy and time.monotonic() < until_s:
+        while not self.slots.are_busy and time.monotonic() < until_s:
             time.sleep(0)  # others run
         os.kill(pid, signal.SIGSTOP)
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0)
-        return self.seats.are_busy
+        return self.slots.are_busy
 
     def _go_on(self) -> None:
         assert self.sender.process is not None

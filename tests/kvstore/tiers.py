@@ -291,7 +291,7 @@ async def running(
             traffic=Traffic(),
             cards=Cards([]),
             events=events,
-            board=None,
+            copy_table=None,
             space=space,
         )
         moving = tasks.create_task(mover.run())

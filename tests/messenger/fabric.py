@@ -9,11 +9,11 @@ from socket import AF_INET, SO_SNDBUF, SOL_SOCKET, socket
 import numpy as np
 
 from messenger.rdma.cards import Cards
-from messenger.receiver.door import Door
-from messenger.receiver.receiver import Sessions, Threshold
-from messenger.sender.peer import Peer
-from messenger.sender.peers import Peers
-from messenger.sender.requests import Outcome, Urgency
+from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
+from messenger.receiver.served_pool import ServedPool
+from messenger.sender.peer_session import PeerSession
+from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.requests import Urgency, WriteOutcome
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
@@ -70,7 +70,7 @@ class Fabric:
         self.config = config
         self.tasks = tasks
         self.proxies: list[Proxy] = []
-        door = Door(
+        served_pool = ServedPool(
             self.receiver_identity,
             KEY,
             self.pages,
@@ -79,9 +79,9 @@ class Fabric:
             self.received,
             config,
             cards[1],
-            self.receiver_memory.landing,
+            self.receiver_memory.shared_segment,
         )
-        self.sessions = Sessions(door)
+        self.sessions = Sessions(served_pool)
         self.unix_path = str(folder / "receiver.sock")
         Path(self.unix_path).unlink(missing_ok=True)
         self._listeners = [listen(("127.0.0.1", 0)), listen(self.unix_path)]
@@ -94,9 +94,9 @@ class Fabric:
             tasks.create_task(self._accept(listener))
         self.peers = self.peers_with(KEY)
 
-    def peers_with(self, key: ClusterKey, **changed: object) -> Peers:
+    def peers_with(self, key: ClusterKey, **changed: object) -> PeerSessions:
         """A sender of its own: with `key`, `changed` in its identity."""
-        return Peers(
+        return PeerSessions(
             self.tasks,
             self.sender_memory.source,
             self.sent,
@@ -125,11 +125,11 @@ class Fabric:
         return MessengerAddress(**{**fields, **changed})
 
     @property
-    def seats_taken(self) -> set[int]:
-        """At the receiver's board."""
-        return set(self.receiver_memory.board._processes)
+    def slots_taken(self) -> set[int]:
+        """At the receiver's copy_table."""
+        return set(self.receiver_memory.copy_table._processes)
 
-    async def peer(self, num_lanes: int = 1) -> Peer:
+    async def peer(self, num_lanes: int = 1) -> PeerSession:
         """The session, when it has so many lanes."""
         peer = await self.peers.peer(self.address)
         await until(lambda: len(peer.lanes) >= num_lanes)
@@ -147,12 +147,12 @@ class Fabric:
         grant_id: int,
         pages: Sequence[int],
         urgency: Urgency = Urgency.LATENCY,
-        peer: Peer | None = None,
+        peer: PeerSession | None = None,
     ) -> None:
         """Sends whole pages, each in a frame, and waits until all are through. Raises TransferError."""
         peer = peer or await self.peers.peer(self.address)
         changed = asyncio.Event()
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(grant_id, f"grant {grant_id}", changed.set, urgency) as transfer:
             for page in pages:
                 await transfer.write([self.entry(page)], self.layout.block_bytes, outcomes.append)
@@ -161,13 +161,13 @@ class Fabric:
                 changed.clear()
                 await changed.wait()
             transfer.check()
-        assert outcomes == [Outcome.PLACED] * len(pages)
+        assert outcomes == [WriteOutcome.PLACED] * len(pages)
 
     def assert_written(self, pages: Sequence[int]) -> None:
         for page in pages:
             assert self.receiver_memory.page(page) == self.sender_memory.page(page)
 
-    async def fetch(self, pages: Sequence[int], peer: Peer | None = None) -> list[int]:
+    async def fetch(self, pages: Sequence[int], peer: PeerSession | None = None) -> list[int]:
         """Whole blocks of the receiver's `pages` into the same pages of the sender."""
         peer = peer or await self.peers.peer(self.address)
         views = [self.sender_memory.page(page) for page in pages]
@@ -193,19 +193,19 @@ class Fabric:
         self.assert_written([page])
 
     async def _accept(self, listener: socket) -> None:
-        threshold = Threshold()
+        unauthenticated = UnauthenticatedPeers()
         while True:
             sock, _ = await asyncio.get_running_loop().sock_accept(listener)
             if self.answer_buffer_bytes is not None:
                 sock.setsockopt(SOL_SOCKET, SO_SNDBUF, self.answer_buffer_bytes)
             tls = self.tls if sock.family == AF_INET else None
             stream = Stream(sock if tls is None else tls.accept(sock))
-            self.tasks.create_task(self._serve(stream, threshold))
+            self.tasks.create_task(self._serve(stream, unauthenticated))
 
-    async def _serve(self, stream: Stream, threshold: Threshold) -> None:
+    async def _serve(self, stream: Stream, unauthenticated: UnauthenticatedPeers) -> None:
         self.num_served += 1
         try:
-            await self.sessions.serve(stream, threshold)
+            await self.sessions.serve(stream, unauthenticated)
         finally:
             self.num_served -= 1
 

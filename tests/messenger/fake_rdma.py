@@ -83,17 +83,17 @@ class FakeEndpoint:
         self, slices: Sequence[tuple[int, int, int]], keys: Any, *, memory: RdmaMemory | None = None
     ) -> None:
         self._check()
-        landing = asyncio.create_task(self._land(slices, keys, memory or self._memory))
+        shared_segment = asyncio.create_task(self._land(slices, keys, memory or self._memory))
         self.num_writing += 1
         try:
-            await asyncio.shield(landing)
+            await asyncio.shield(shared_segment)
         except asyncio.CancelledError:
             try:
-                await asyncio.wait([landing])
+                await asyncio.wait([shared_segment])
             except asyncio.CancelledError:
                 self.close()
-                await asyncio.wait([landing])
-            landing.exception()
+                await asyncio.wait([shared_segment])
+            shared_segment.exception()
             raise
         finally:
             self.num_writing -= 1

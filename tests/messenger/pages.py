@@ -10,12 +10,12 @@ from itertools import accumulate
 import numpy as np
 
 from messenger.rdma.windows import Range
-from messenger.receiver.door import Landing, Readable, Writer, WriteRefused
-from messenger.shm.board import BOARD_BYTES, Board
+from messenger.receiver.served_pool import GrantWriter, Readable, SharedSegment, WriteRefused
 from messenger.shm.catalogue import PLACES, Catalogue
+from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
 from messenger.transport.source import SourceSegment
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
-from messenger.wire.messages import Shelves, WriteEntry
+from messenger.wire.messages import PageTableOffsets, WriteEntry
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import KEY_BYTES, KVLayout
 
@@ -30,45 +30,51 @@ class Memory:
         self.layout = layout
         self.num_pages = num_pages
         self.fd = os.memfd_create("fabric")
-        self._board_offset = -(-layout.block_bytes * num_pages // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._copy_table_offset = -(-layout.block_bytes * num_pages // mmap.PAGESIZE) * mmap.PAGESIZE
         sizes = (8, 8, KEY_BYTES, CHECKSUM_BYTES * layout.num_layers, 4 * PLACES)
         offsets = [
-            *accumulate((size * num_pages for size in sizes), initial=self._board_offset + BOARD_BYTES)
+            *accumulate(
+                (size * num_pages for size in sizes), initial=self._copy_table_offset + COPY_TABLE_BYTES
+            )
         ]
-        self._shelves = Shelves(*offsets[:-1], 0, layout.block_bytes, num_pages)
+        self._page_table = PageTableOffsets(*offsets[:-1], 0, layout.block_bytes, num_pages)
         os.truncate(self.fd, offsets[-1])
         self.mapping = mmap.mmap(self.fd, offsets[-1])
         self.view = memoryview(self.mapping)[: layout.block_bytes * num_pages]
         self.source = SourceSegment.of(self.fd, memoryview(self.mapping))
-        self.landing: Landing | None = None
+        self.shared_segment: SharedSegment | None = None
 
     def land(self) -> None:
         """Others may write to it themselves, where they can."""
-        board = Board.at(self.source.buffer[self._board_offset : self._board_offset + BOARD_BYTES])
-        if board is not None:
-            size, shelves = self.layout.block_bytes, self._shelves
-            self.landing = Landing(board, self.fd, self._board_offset, 0, size, self.num_pages, shelves)
+        copy_table = CopyTable.at(
+            self.source.buffer[self._copy_table_offset : self._copy_table_offset + COPY_TABLE_BYTES]
+        )
+        if copy_table is not None:
+            size, page_table = self.layout.block_bytes, self._page_table
+            self.shared_segment = SharedSegment(
+                copy_table, self.fd, self._copy_table_offset, 0, size, self.num_pages, page_table
+            )
 
     def shelve(self, key: bytes, page: int) -> None:
         """Those of this host find this block in `page` from now on, until it is `unshelved`."""
-        shelves, checksums = self._shelves, self.checksums(page, range(self.layout.num_layers))
-        checksums_offset = shelves.checksums_offset + page * len(checksums)
+        page_table, checksums = self._page_table, self.checksums(page, range(self.layout.num_layers))
+        checksums_offset = page_table.checksums_offset + page * len(checksums)
         self.mapping[checksums_offset : checksums_offset + len(checksums)] = checksums
-        key_offset = shelves.keys_offset + page * KEY_BYTES
+        key_offset = page_table.keys_offset + page * KEY_BYTES
         self.mapping[key_offset : key_offset + KEY_BYTES] = key
-        self.mapping[shelves.states_offset + page] = _SEALED
-        catalogue = Catalogue.at(self.source.buffer, shelves, self.layout)
+        self.mapping[page_table.states_offset + page] = _SEALED
+        catalogue = Catalogue.at(self.source.buffer, page_table, self.layout)
         assert catalogue is not None
         catalogue.note([page])
 
     def unshelve(self, page: int) -> None:
-        self.mapping[self._shelves.generations_offset + 4 * page] += 1
-        self.mapping[self._shelves.states_offset + page] = 0
+        self.mapping[self._page_table.generations_offset + 4 * page] += 1
+        self.mapping[self._page_table.states_offset + page] = 0
 
     @property
-    def board(self) -> Board:
-        assert self.landing is not None
-        return self.landing.board
+    def copy_table(self) -> CopyTable:
+        assert self.shared_segment is not None
+        return self.shared_segment.copy_table
 
     def fill(self, seed: int) -> None:
         self.view[:] = np.random.default_rng(seed).bytes(len(self.view))
@@ -95,7 +101,7 @@ class GrantState:
     """What a grant's pages have got so far, by (page, layer)."""
 
     pages: list[int]
-    writers: list[Writer] = field(default_factory=list)
+    writers: list[GrantWriter] = field(default_factory=list)
     receiving: set[tuple[int, int]] = field(default_factory=set)
     arrived: dict[tuple[int, int], bytes] = field(default_factory=dict)
     failure: str | None = None
@@ -130,8 +136,8 @@ class Pages:
 
     def grant(self, grant_id: int, pages: Sequence[int]) -> GrantState:
         self.grants[grant_id] = GrantState(list(pages))
-        if self.memory.landing is not None:
-            self.memory.landing.board.open(grant_id)
+        if self.memory.shared_segment is not None:
+            self.memory.shared_segment.copy_table.open(grant_id)
         return self.grants[grant_id]
 
     def revoke(self, grant_id: int, reason: str) -> None:
@@ -149,7 +155,7 @@ class Pages:
             raise WriteRefused(f"grant {grant_id} is unknown here")
         return grant
 
-    def open(self, grant_id: int, writer: Writer) -> None:
+    def open(self, grant_id: int, writer: GrantWriter) -> None:
         grant = self._usable(grant_id)
         if writer not in grant.writers:
             grant.writers.append(writer)
@@ -224,8 +230,8 @@ class Pages:
 
     def _close_to_copiers(self, grant_id: int) -> None:
         """Those of this host; they are waited for."""
-        grant, landing = self.grants[grant_id], self.memory.landing
-        if landing is None:
+        grant, shared_segment = self.grants[grant_id], self.memory.shared_segment
+        if shared_segment is None:
             return
 
         def on_quiet() -> None:
@@ -233,7 +239,7 @@ class Pages:
             self._scrub_pages(grant, grant.pages)
 
         self.num_exposed += 1
-        if landing.board.close(grant_id, on_quiet):
+        if shared_segment.copy_table.close(grant_id, on_quiet):
             on_quiet()
 
     def _scrub(self, entry: WriteEntry) -> None:
@@ -249,7 +255,7 @@ class Pages:
         self.num_begun -= 1
         return grant
 
-    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         grant = self.grants[grant_id]
         if writer in grant.writers:
             grant.writers.remove(writer)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.sender.requests import Outcome
+from messenger.sender.requests import WriteOutcome
 from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
@@ -90,11 +90,11 @@ async def test_the_sender_hears_that_its_bytes_were_damaged(tmp_path: Path) -> N
         node.proxy().plans.append(Plan(flip_up_at=LARGE.block_bytes // 2))
         peer = await node.peer()
         node.pages.grant(1, [0])
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "damaged", lambda: None) as transfer:
             await transfer.write([node.entry(0)], LARGE.block_bytes, outcomes.append)
             await until(lambda: outcomes)
-        assert outcomes == [Outcome.CORRUPT]
+        assert outcomes == [WriteOutcome.CORRUPT]
 
 
 @pytest.mark.parametrize(("page", "flip_at"), PLACES)
@@ -114,10 +114,10 @@ async def test_damage_in_shared_memory_is_noticed_too(tmp_path: Path) -> None:
         entry = node.entry(0)
         node.sender_memory.page(0)[5] ^= 1
         peer = await node.peer()
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "damaged", lambda: None) as transfer:
             await transfer.write([entry], node.layout.block_bytes, outcomes.append)
             await until(lambda: outcomes)
-        assert outcomes == [Outcome.CORRUPT]
+        assert outcomes == [WriteOutcome.CORRUPT]
         assert grant.failure is not None
         assert node.received.received_bytes[Transport.SHM] == 0

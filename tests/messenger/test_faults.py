@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from messenger.sender.lane import Lane
-from messenger.sender.peer import Peer
+from messenger.sender.peer_session import PeerSession
 from messenger.sender.requests import Urgency
 from messenger.wire.checksums import SHORT_LAYER_BYTES
 from mooncake.errors import TransferError
@@ -269,13 +269,13 @@ async def test_a_lane_that_is_lost_as_soon_as_it_is_up_is_an_error(
 ) -> None:
     async with fabric(tmp_path, TINY, 16, streams=1) as node:
         proxy = node.proxy()
-        run_lane = Peer.run_lane
+        run_lane = PeerSession.run_lane
 
-        async def lose(peer: Peer, lane: Lane) -> str:
+        async def lose(peer: PeerSession, lane: Lane) -> str:
             lane.give_up("lost at once")
             return await run_lane(peer, lane)
 
-        monkeypatch.setattr(Peer, "run_lane", lose)
+        monkeypatch.setattr(PeerSession, "run_lane", lose)
         with pytest.raises(TransferError):
             await node.peers.peer(node.address)
         assert len(proxy.links) == 2  # it was tried once more
@@ -394,7 +394,7 @@ async def test_many_transfers_survive_resets_as_long_as_one_path_holds(tmp_path:
         for page in fetched[:5]:
             assert node.sender_memory.page(page) == node.receiver_memory.page(page)
         assert peer.closed_reason is None
-        assert peer.flow.in_flight_bytes == 0
+        assert peer.throughput.in_flight_bytes == 0
         await until(lambda: not any(grant.writers for grant in node.pages.grants.values()))
         await until(lambda: node.pages.num_leases == 0)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from messenger.doctor.probe import Probe
-from messenger.paths import standing
+from messenger.paths import health
 from messenger.rdma import cards
 from messenger.rdma.cards import open_cards
 from messenger.rdma.devices import FoundDevices
 from messenger.rdma.errors import Remedy
-from messenger.sender.peer import Peer
+from messenger.sender.peer_session import PeerSession
 from messenger.transport.transports import Transport
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
@@ -24,11 +24,11 @@ from tests.messenger.fake_rdma import FakeNetwork, device
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
-    monkeypatch.setattr(standing, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 0.05)
     return fake_rdma.install(monkeypatch)
 
 
-async def session(node: Fabric, num_rdma: int = 1) -> Peer:
+async def session(node: Fabric, num_rdma: int = 1) -> PeerSession:
     """With a messenger of another host, when it has so many lanes of RDMA beside those of TCP."""
     peer = await node.peers.peer(node.address_with(host_id="elsewhere"))
     await until(
@@ -37,7 +37,7 @@ async def session(node: Fabric, num_rdma: int = 1) -> Peer:
     return peer
 
 
-def transports(peer: Peer) -> list[Transport]:
+def transports(peer: PeerSession) -> list[Transport]:
     return [lane.path.transport for lane in peer.lanes]
 
 
@@ -127,7 +127,7 @@ async def test_a_path_that_breaks_under_writes_is_left_alone_and_used_again(
 async def test_a_device_in_trouble_takes_all_connections_of_its_path_out_of_use(
     tmp_path: Path, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standing, "FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(health, "FIRST_PAUSE_S", 60.0)
     both = network.cards(device("a"), device("c")), network.cards(device("b"))
     async with fabric(tmp_path, transport="auto", cards=both, streams=2) as node:
         peer = await session(node, num_rdma=4)

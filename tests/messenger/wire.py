@@ -1,4 +1,4 @@
-"""The sender's side of a connection by hand: says what a `Peer` never would."""
+"""The sender's side of a connection by hand: says what a `PeerSession` never would."""
 
 import asyncio
 import contextlib
@@ -47,11 +47,17 @@ class Wire:
         return await introduce(self.frames, node.key, identity, session=session, lane=lane, segment=None)
 
     async def introduce_probe(
-        self, node: Fabric, segment: Segment | None = None, *, takes_seat: bool = False
+        self, node: Fabric, segment: Segment | None = None, *, takes_copy_slot: bool = False
     ) -> Welcome:
         """As somebody who only measures."""
         return await introduce(
-            self.frames, node.key, None, session=bytes(16), lane=0, segment=segment, takes_seat=takes_seat
+            self.frames,
+            node.key,
+            None,
+            session=bytes(16),
+            lane=0,
+            segment=segment,
+            takes_copy_slot=takes_copy_slot,
         )
 
     async def say(self, message: Message, payload: bytes = b"") -> None:

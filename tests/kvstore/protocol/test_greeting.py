@@ -22,7 +22,7 @@ from kvstore.protocol.frames import MAX_GREETING_BYTES, FrameBuffer, encode_fram
 from kvstore.protocol.greeting import Challenge, Doorkeeper, Greeting, Proof, Visitor
 from kvstore.server.remote import serve_client
 from messenger.receiver import receiver
-from messenger.receiver.receiver import Threshold
+from messenger.receiver.receiver import UnauthenticatedPeers
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Traffic
 from mooncake.errors import ConfigError, PoolError
@@ -74,7 +74,7 @@ def test_proof_of_one_side_is_none_of_the_other_even_with_the_same_nonces(
 # -- strangers at the door, which is served by this process -----------------------------------------
 
 
-class Door:
+class ServedPool:
     """A pool that no unauthenticated peer may reach."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -108,7 +108,7 @@ class Door:
                     tasks,
                     CLUSTER_KEY,
                     self.traffic,
-                    Threshold(),
+                    UnauthenticatedPeers(),
                     timeout_s=self.timeout_s,
                 )
             return talking.result()
@@ -200,19 +200,19 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 
 @pytest.mark.parametrize("speak", STRANGERS.values(), ids=STRANGERS)
 def test_stranger_is_hung_up_on_and_counted_once(speak: Callable[[socket.socket], None]) -> None:
-    door = Door(timeout_s=0.5)
+    door = ServedPool(timeout_s=0.5)
     heard = door.visit(speak)
     assert heard == b""  # but for a challenge that was asked for
-    assert door.traffic.num_strangers == 1
+    assert door.traffic.num_unauthenticated == 1
     assert door.num_admitted == 0
 
 
 def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    door = Door(timeout_s=DEADLINE_S)
+    door = ServedPool(timeout_s=DEADLINE_S)
     for _ in range(9):
         door.visit(sends(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
-    assert door.traffic.num_strangers == 9
+    assert door.traffic.num_unauthenticated == 9
     assert [record.args[0] for record in caplog.records if record.args] == [1, 2, 4, 8]  # type: ignore[index]
 
 
@@ -224,20 +224,20 @@ def connects(sock: socket.socket) -> None:
 
 
 def test_who_has_the_key_is_heard_and_not_counted() -> None:
-    door = Door(timeout_s=DEADLINE_S)
+    door = ServedPool(timeout_s=DEADLINE_S)
     assert b"closed for everybody" in door.visit(connects)
-    assert (door.num_admitted, door.traffic.num_strangers) == (1, 0)
+    assert (door.num_admitted, door.traffic.num_unauthenticated) == (1, 0)
 
 
 def test_nobody_is_heard_while_too_many_have_not_said_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
-    door = Door(timeout_s=DEADLINE_S)
+    door = ServedPool(timeout_s=DEADLINE_S)
     assert door.visit(sends(encode_frame(Visitor(CLUSTER_KEY).greeting))) == b""  # and no challenge
-    assert (door.num_admitted, door.traffic.num_strangers) == (0, 1)
+    assert (door.num_admitted, door.traffic.num_unauthenticated) == (0, 1)
 
 
 def test_who_has_the_key_and_then_falls_silent_is_no_stranger() -> None:
-    door = Door(timeout_s=3.0)
+    door = ServedPool(timeout_s=3.0)
 
     def prove(sock: socket.socket) -> None:
         visitor = Visitor(CLUSTER_KEY)
@@ -246,7 +246,7 @@ def test_who_has_the_key_and_then_falls_silent_is_no_stranger() -> None:
         sock.sendall(encode_frame(proof))
 
     assert door.visit(prove) == b""
-    assert (door.num_admitted, door.traffic.num_strangers) == (0, 0)
+    assert (door.num_admitted, door.traffic.num_unauthenticated) == (0, 0)
 
 
 # -- strangers at a messenger's door ----------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.doctor.peer import Peer
+from messenger.doctor.reachability import PeerAddress
 from tests.messenger.doctor.machines import FakeMachine
 from tests.messenger.trees import write
 
@@ -27,6 +27,6 @@ def machine(tmp_path: Path) -> FakeMachine:
 
 
 @pytest.fixture
-def listener() -> Iterator[Peer]:
+def listener() -> Iterator[PeerAddress]:
     with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
-        yield Peer(*server.getsockname())
+        yield PeerAddress(*server.getsockname())

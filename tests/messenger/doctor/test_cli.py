@@ -10,7 +10,7 @@ import pytest
 from messenger.doctor import cli
 from messenger.doctor.findings import Check, Finding, Level
 from messenger.doctor.machine import Machine
-from messenger.doctor.peer import Peer
+from messenger.doctor.reachability import PeerAddress
 from tests.messenger.doctor.machines import FakeMachine, config
 from tests.messenger.trees import write
 
@@ -102,8 +102,8 @@ def test_wrong_use_ends_with_two(arguments: list[str]) -> None:
 
 
 def test_a_peer_may_be_an_ipv6_address() -> None:
-    assert cli._peer("[fd00::2]:7900") == Peer("fd00::2", 7900)
-    assert str(Peer("fd00::2", 7900)) == "[fd00::2]:7900"
+    assert cli._peer("[fd00::2]:7900") == PeerAddress("fd00::2", 7900)
+    assert str(PeerAddress("fd00::2", 7900)) == "[fd00::2]:7900"
 
 
 def test_every_check_gets_along_with_a_machine_that_tells_nothing(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_every_check_gets_along_with_a_machine_that_tells_nothing(tmp_path: Path
     silent = FakeMachine(tmp_path)
     findings = cli.look(
         check
-        for check in cli.checks(silent, config(role="prefill"), Peer("10.0.0.2", 7900), None)
+        for check in cli.checks(silent, config(role="prefill"), PeerAddress("10.0.0.2", 7900), None)
         if check.title not in ("native code", "cpu kernels", "peer")
     )
     assert [finding for finding in findings if "this check itself failed" in finding.found] == []
 
 
-def test_every_check_gets_along_with_this_machine(listener: Peer, tmp_path: Path) -> None:
+def test_every_check_gets_along_with_this_machine(listener: PeerAddress, tmp_path: Path) -> None:
     findings = cli.look(cli.checks(Machine(), config(), listener, tmp_path / "no-key"))
     assert [finding for finding in findings if "this check itself failed" in finding.found] == []
     assert {"python", "memory", "ports", "peer"} <= {finding.title for finding in findings}

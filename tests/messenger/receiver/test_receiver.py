@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from messenger.receiver import receiver, session
+from messenger.receiver import receiver, sender_session
 from messenger.receiver.answers import MOST_FETCHES, Answers
 from messenger.transport.handshake import check_introduction
 from messenger.wire.messages import (
@@ -90,7 +90,7 @@ async def test_a_broken_rule_costs_the_connection(
         await until(lambda: grant.failure is not None)
         node.pages.may_read.set()
         await node.assert_works()
-        assert node.received.num_strangers == 0
+        assert node.received.num_unauthenticated == 0
 
 
 async def test_a_frame_that_is_none_costs_the_connection(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ async def test_a_source_that_breaks_is_not_waited_for(
 async def test_open_transfers_of_one_sender_have_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "MOST_TRANSFERS", 3)
+    monkeypatch.setattr(sender_session, "MOST_TRANSFERS", 3)
     async with fabric(tmp_path, TINY) as node:
         node.pages.grant(1, [0])
         wire = await Wire.introduced(node)
@@ -501,7 +501,7 @@ async def test_strangers_at_once_have_a_limit_and_make_room_for_whoever_comes(
         await until(lambda: node.num_served == 3)
         friend = await Wire.introduced(node)
         await silent[0].assert_closed()
-        await until(lambda: node.received.num_strangers == 1)
+        await until(lambda: node.received.num_unauthenticated == 1)
         for wire in [*silent, friend]:
             wire.close()
         await until(lambda: node.num_served == 0)
@@ -530,4 +530,4 @@ async def test_who_has_shown_the_key_stands_in_no_strangers_way(
         for wire in await asyncio.gather(*entering):
             wire.close()
         await until(lambda: node.num_served == 0)
-        assert node.received.num_strangers == 0
+        assert node.received.num_unauthenticated == 0

@@ -18,7 +18,7 @@ CALM_S = NOW_S + 10.0
 @dataclass(eq=False)
 class Lane:
     transport: Transport = Transport.TCP
-    has_room: bool = True
+    has_capacity: bool = True
     under_way: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
 
     @property
@@ -150,7 +150,7 @@ def test_a_lane_is_kept_free_of_bulk_while_others_are_in_a_hurry() -> None:
 
 @pytest.mark.parametrize("urgency", Urgency)
 def test_a_lane_with_too_many_requests_takes_none_however_small(urgency: Urgency) -> None:
-    full, other = Lane(Transport.SHM, has_room=False), Lane(Transport.SHM)
+    full, other = Lane(Transport.SHM, has_capacity=False), Lane(Transport.SHM)
     waiting = queues(full, other)
     request = put(waiting, urgency)
     assert waiting.take(full, CALM_S) is None

@@ -90,6 +90,6 @@ async def test_a_holder_that_takes_no_word_any_more_is_given_up(tmp_path: Path) 
         lane._stream.send_now = list  # type: ignore[method-assign, assignment]
         lane._stream.send = never  # type: ignore[method-assign, assignment]
         assert await node.fetch([0]) == [0]
-        await until(lambda: lane._departures.is_stopped)
+        await until(lambda: lane._send_queue.is_stopped)
         with pytest.raises(TransferError, match=r"nothing was taken within 0\.2 s"):
             await node.fetch([1])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from messenger.receiver import receiver
-from messenger.receiver.receiver import Threshold, turn_away
+from messenger.receiver.receiver import UnauthenticatedPeers, refuse_connection
 from messenger.transport.handshake import Segment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Transport
@@ -42,9 +42,9 @@ async def assert_turned_away(node: Fabric, wire: Wire) -> None:
     await wire.assert_closed()
     wire.close()
     await until(lambda: node.num_served == 0)
-    assert node.received.num_strangers == 1
+    assert node.received.num_unauthenticated == 1
     await node.assert_works()
-    assert node.received.num_strangers == 1
+    assert node.received.num_unauthenticated == 1
 
 
 async def test_a_sender_with_another_key_is_a_stranger_and_knows_why(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_a_sender_with_another_key_is_a_stranger_and_knows_why(tmp_path: P
         with pytest.raises(TransferError, match="has another cluster key"):
             await node.peers_with(ClusterKey.generate()).peer(node.address)
         await until(lambda: node.num_served == 0)
-        assert node.received.num_strangers == 1
+        assert node.received.num_unauthenticated == 1
         await node.assert_works()
 
 
@@ -78,7 +78,7 @@ async def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
         await wire.assert_closed()
         wire.close()
         await node.assert_works()
-        assert node.received.num_strangers == 0
+        assert node.received.num_unauthenticated == 0
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
@@ -96,8 +96,8 @@ async def test_another_model_is_refused_by_name(
         with pytest.raises(TransferError, match=reason):
             await node.peers_with(node.key, **changed).peer(node.address)
         await until(lambda: node.num_served == 0)
-        assert node.received.num_strangers == 0
-        assert not node.seats_taken
+        assert node.received.num_unauthenticated == 0
+        assert not node.slots_taken
         await node.assert_works()
 
 
@@ -128,10 +128,10 @@ async def test_a_proof_cannot_be_thrown_back(tmp_path: Path) -> None:
         borrowed = await oracle.hear()
         assert isinstance(borrowed, Challenge)
         for stolen in (challenge.proof, borrowed.proof):
-            node.received.num_strangers = 0
+            node.received.num_unauthenticated = 0
             await wire.say(introduction(node, stolen))
             await wire.assert_closed()
-            await until(lambda: node.received.num_strangers == 1)
+            await until(lambda: node.received.num_unauthenticated == 1)
             wire.close()
             wire = oracle
         wire.close()
@@ -176,10 +176,10 @@ async def test_who_leaves_in_the_middle_is_counted_once(tmp_path: Path, transpor
             if num_bytes:
                 await wire.say_bytes(greeting[:num_bytes])
             wire.close()
-            await until(lambda: node.received.num_strangers)
+            await until(lambda: node.received.num_unauthenticated)
             await until(lambda: node.num_served == 0)
-            assert node.received.num_strangers == 1
-            node.received.num_strangers = 0
+            assert node.received.num_unauthenticated == 1
+            node.received.num_unauthenticated = 0
         await node.assert_works()
 
 
@@ -191,7 +191,7 @@ async def test_silent_strangers_do_not_keep_others_waiting(tmp_path: Path) -> No
         for wire in wires:
             await wire.assert_closed()
             wire.close()
-        await until(lambda: node.received.num_strangers == len(wires))
+        await until(lambda: node.received.num_unauthenticated == len(wires))
 
 
 @pytest.mark.parametrize("num_descriptors", [1, 2, 5])
@@ -225,7 +225,7 @@ async def test_a_segment_that_is_none_costs_a_connection(
         await wire.assert_closed()
         wire.close()
         await node.assert_works()
-        assert node.received.num_strangers == 0
+        assert node.received.num_unauthenticated == 0
 
 
 # -- the sender's side ------------------------------------------------------------------------------
@@ -303,13 +303,15 @@ async def test_who_is_turned_away_hears_why_unless_there_are_too_many(
         reason = "its worker has not attached"
 
         async def answer(stream: Stream, hello: Hello) -> None:
-            await turn_away(stream, reason, node.key, node.received, Threshold(), timeout_s=1.0)
+            await refuse_connection(
+                stream, reason, node.key, node.received, UnauthenticatedPeers(), timeout_s=1.0
+            )
 
         assert f"refused: {reason}" in await meet(node, answer)
-        assert node.received.num_strangers == 0
+        assert node.received.num_unauthenticated == 0
         monkeypatch.setattr(receiver, "MOST_UNKNOWN", 0)
         assert re.search("connection closed by the peer|reset", await meet(node, answer))
-        assert node.received.num_strangers == 1
+        assert node.received.num_unauthenticated == 1
 
 
 async def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -> None:
@@ -317,9 +319,9 @@ async def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -
         wire = await Wire.connect(node, Transport.SHM)
         source = node.sender_memory.source
         segment = Segment(len(source.buffer), source.read_only_fd)
-        welcome = await wire.introduce_probe(node, segment, takes_seat=True)
-        assert welcome.seat is None
-        assert node.seats_taken == set()
+        welcome = await wire.introduce_probe(node, segment, takes_copy_slot=True)
+        assert welcome.slot is None
+        assert node.slots_taken == set()
         fd = wire.stream.take_fd()
         with pytest.raises(PermissionError):
             mmap.mmap(fd, mmap.PAGESIZE)

@@ -128,7 +128,7 @@ async def test_who_speaks_no_tls_is_a_stranger(tmp_path: Path, tls: Tls) -> None
             await wire.assert_closed()
             wire.close()
             await until(lambda: node.num_served == 0)
-        assert node.received.num_strangers == 4
+        assert node.received.num_unauthenticated == 4
         await node.assert_works()
 
 
@@ -139,7 +139,7 @@ async def test_tls_at_one_side_only_is_an_error_that_says_so(tmp_path: Path, tls
         with pytest.raises(TransferError, match=r"give security\.tls_cert, tls_key and tls_ca"):
             await node.peers.peer(node.address)
         await until(lambda: node.num_served == 0)
-        assert node.received.num_strangers == 1
+        assert node.received.num_unauthenticated == 1
 
 
 async def test_a_certificate_of_another_authority_is_an_error_that_says_so(tmp_path: Path, tls: Tls) -> None:
@@ -149,4 +149,4 @@ async def test_a_certificate_of_another_authority_is_an_error_that_says_so(tmp_p
         with pytest.raises(TransferError, match=r"certificate verify failed.* signed by one authority"):
             await node.peers.peer(node.address)
         await until(lambda: node.num_served == 0)
-        assert node.received.num_strangers == 1
+        assert node.received.num_unauthenticated == 1

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from messenger.doctor import peer
+from messenger.doctor import reachability
 from messenger.doctor.findings import Level
-from messenger.doctor.peer import Peer
+from messenger.doctor.reachability import PeerAddress
 from mooncake.errors import ConfigError, TransferError
 from tests.messenger.doctor.machines import GIB, FakeMachine, only
 
@@ -40,27 +40,27 @@ class FakeProbe:
         return rate
 
 
-def opening(probe: peer.PeerProbe) -> peer.OpenProbe:
-    async def open_probe() -> peer.PeerProbe:
+def opening(probe: reachability.PeerProbe) -> reachability.OpenProbe:
+    async def open_probe() -> reachability.PeerProbe:
         return probe
 
     return open_probe
 
 
-FAR = Peer("10.0.0.2", 7900)
+FAR = PeerAddress("10.0.0.2", 7900)
 
 
 def test_bandwidth_is_measured_for_about_half_a_second(machine: FakeMachine) -> None:
     probe = FakeProbe(2.0 * GIB)
-    handshake, bandwidth = peer.data_plane(opening(probe))
+    handshake, bandwidth = reachability.data_plane(opening(probe))
     assert handshake.found == "decode-0, incarnation 3 answers"
     assert (bandwidth.level, bandwidth.found) == (Level.OK, "tcp 2 GiB/s")
-    assert probe.asked == [peer.FIRST_BYTES, GIB]
+    assert probe.asked == [reachability.FIRST_BYTES, GIB]
 
 
 def test_bandwidth_of_every_rdma_device_is_told_or_why_there_is_none(machine: FakeMachine) -> None:
     probe = FakeProbe(2.0 * GIB, mlx5_0=20.0 * GIB, mlx5_1=TransferError("no answer from the peer"))
-    *_, first, second = peer.data_plane(opening(probe))
+    *_, first, second = reachability.data_plane(opening(probe))
     assert (first.level, first.found) == (Level.OK, "from mlx5_0 20 GiB/s")
     assert (second.level, second.found) == (
         Level.WARN,
@@ -70,19 +70,19 @@ def test_bandwidth_of_every_rdma_device_is_told_or_why_there_is_none(machine: Fa
 
 def test_a_very_fast_path_is_not_asked_for_ever_more(machine: FakeMachine) -> None:
     probe = FakeProbe(50.0 * GIB)
-    peer.data_plane(opening(probe))
-    assert probe.asked == [peer.FIRST_BYTES, peer.MOST_BYTES]
+    reachability.data_plane(opening(probe))
+    assert probe.asked == [reachability.FIRST_BYTES, reachability.MOST_BYTES]
 
 
 def test_a_slow_path_is_not_asked_for_more(machine: FakeMachine) -> None:
     probe = FakeProbe(1e6)
-    peer.data_plane(opening(probe))
-    assert probe.asked == [peer.FIRST_BYTES]
+    reachability.data_plane(opening(probe))
+    assert probe.asked == [reachability.FIRST_BYTES]
 
 
 def test_a_path_that_carries_nothing_is_a_failure(machine: FakeMachine) -> None:
     probe = FakeProbe(TransferError("the peer closed the connection"))
-    _, failed = peer.data_plane(opening(probe))
+    _, failed = reachability.data_plane(opening(probe))
     assert (failed.level, failed.found) == (
         Level.FAIL,
         "tcp carries nothing: the peer closed the connection",
@@ -95,25 +95,25 @@ def test_a_peer_that_never_answers_is_given_up(machine: FakeMachine, monkeypatch
             await asyncio.Event().wait()
             raise AssertionError
 
-    monkeypatch.setattr(peer, "HANDSHAKE_TIMEOUT_S", 0.05)
-    finding = only(peer.data_plane(opening(Silent())))
+    monkeypatch.setattr(reachability, "HANDSHAKE_TIMEOUT_S", 0.05)
+    finding = only(reachability.data_plane(opening(Silent())))
     assert (finding.level, finding.title) == (Level.FAIL, "handshake")
     assert finding.found.endswith("no answer in time")
 
 
 def test_a_refusal_is_told_in_the_words_of_the_peer(machine: FakeMachine) -> None:
-    async def open_probe() -> peer.PeerProbe:
+    async def open_probe() -> reachability.PeerProbe:
         raise TransferError("the peer has another cluster key")
 
-    finding = only(peer.data_plane(open_probe))
+    finding = only(reachability.data_plane(open_probe))
     assert finding.found.endswith("the peer has another cluster key")
 
 
 def test_without_its_key_no_handshake_is_tried(machine: FakeMachine) -> None:
-    async def open_probe() -> peer.PeerProbe:
+    async def open_probe() -> reachability.PeerProbe:
         raise ConfigError("there is no cluster key at /etc/key")
 
-    finding = only(peer.data_plane(open_probe))
+    finding = only(reachability.data_plane(open_probe))
     assert (finding.level, finding.found) == (
         Level.WARN,
         "not tried: there is no cluster key at /etc/key",
@@ -124,25 +124,25 @@ def test_nothing_is_measured_where_nobody_listens(machine: FakeMachine) -> None:
     probe = FakeProbe()
     with socket.socket() as bound:  # not listening
         bound.bind(("127.0.0.1", 0))
-        finding = only(peer.way(machine, Peer(*bound.getsockname()), opening(probe)))
+        finding = only(reachability.way(machine, PeerAddress(*bound.getsockname()), opening(probe)))
     assert (finding.title, finding.level) == ("peer", Level.FAIL)
     assert probe.asked == []
 
 
-def test_an_open_way_is_measured(machine: FakeMachine, listener: Peer) -> None:
-    findings = list(peer.way(machine, listener, opening(FakeProbe())))
+def test_an_open_way_is_measured(machine: FakeMachine, listener: PeerAddress) -> None:
+    findings = list(reachability.way(machine, listener, opening(FakeProbe())))
     assert [finding.title for finding in findings] == ["peer", "handshake", "bandwidth"]
 
 
-def test_the_time_to_connect_is_told(machine: FakeMachine, listener: Peer) -> None:
-    connected = only(peer.connection(machine, listener))
+def test_the_time_to_connect_is_told(machine: FakeMachine, listener: PeerAddress) -> None:
+    connected = only(reachability.connection(machine, listener))
     assert connected.level is Level.OK
     assert f"{listener} accepts connections, in " in connected.found
 
 
-def test_the_sizes_of_packets_to_another_host_are_told(machine: FakeMachine, listener: Peer) -> None:
+def test_the_sizes_of_packets_to_another_host_are_told(machine: FakeMachine, listener: PeerAddress) -> None:
     elsewhere = FakeMachine(machine.root, addresses=())
-    _, packets = peer.connection(elsewhere, listener)
+    _, packets = reachability.connection(elsewhere, listener)
     assert packets.level is Level.OK
     assert packets.found.startswith("packets of 6553")
 
@@ -150,7 +150,7 @@ def test_the_sizes_of_packets_to_another_host_are_told(machine: FakeMachine, lis
 def test_a_closed_port_is_no_firewall(machine: FakeMachine) -> None:
     with socket.socket() as bound:  # not listening
         bound.bind(("127.0.0.1", 0))
-        finding = only(peer.connection(machine, Peer(*bound.getsockname())))
+        finding = only(reachability.connection(machine, PeerAddress(*bound.getsockname())))
     assert finding.level is Level.FAIL
     assert finding.found.startswith("the host answers, but nobody listens at")
 
@@ -170,7 +170,7 @@ def test_each_way_of_not_reaching_a_peer_has_its_words(
         raise error
 
     monkeypatch.setattr(socket, "create_connection", fail)
-    finding = only(peer.connection(machine, FAR))
+    finding = only(reachability.connection(machine, FAR))
     assert (finding.level, finding.found) == (Level.FAIL, found)
 
 
@@ -202,16 +202,16 @@ def test_large_packets_that_are_lost_are_told(
     found: str,
 ) -> None:
     machine = FakeMachine(machine.root, outputs=outputs)
-    packets = peer._packets(machine, socket.AF_INET, "10.0.0.2", mtu, segment_bytes)
+    packets = reachability._packets(machine, socket.AF_INET, "10.0.0.2", mtu, segment_bytes)
     finding = only(packets)
     assert finding.level is level
     assert found in finding.found
 
 
 def test_a_name_that_does_not_resolve_fails(machine: FakeMachine) -> None:
-    assert only(peer.name(machine, Peer("no-such-name", 1))).level is Level.FAIL
+    assert only(reachability.name(machine, PeerAddress("no-such-name", 1))).level is Level.FAIL
     named = FakeMachine(machine.root, hosts={"node-b": ["10.0.0.2"]})
-    assert only(peer.name(named, Peer("node-b", 1))).found == "node-b is 10.0.0.2"
-    assert list(peer.name(machine, FAR)) == []
-    finding = only(peer.name(machine, Peer("2001:db8::1", 1)))
+    assert only(reachability.name(named, PeerAddress("node-b", 1))).found == "node-b is 10.0.0.2"
+    assert list(reachability.name(machine, FAR)) == []
+    finding = only(reachability.name(machine, PeerAddress("2001:db8::1", 1)))
     assert (finding.level, "no IPv4 address" in finding.found) == (Level.FAIL, True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from messenger.shm.board import BOARD_BYTES, NUM_SEATS, Board
+from messenger.shm.copy_table import COPY_TABLE_BYTES, NUM_COPY_SLOTS, CopyTable
 from messenger.shm.shared_pages import SharedPages
 from messenger.wire.checksums import layer_checksums
-from messenger.wire.messages import Seat, Write, WriteEntry
+from messenger.wire.messages import CopySlot, Write, WriteEntry
 from mooncake.errors import TransferError
 from tests.messenger.fabric import LARGE, until
 
@@ -25,32 +25,32 @@ NUM_PAGES = 3
 
 
 class Segment:
-    """Pages, a board behind them, and what is written there."""
+    """Pages, a copy_table behind them, and what is written there."""
 
     def __init__(self) -> None:
-        self.buffer = memoryview(bytearray(NUM_PAGES * PAGE_BYTES + BOARD_BYTES))
-        self.words = self.buffer[-BOARD_BYTES:].cast("Q")
+        self.buffer = memoryview(bytearray(NUM_PAGES * PAGE_BYTES + COPY_TABLE_BYTES))
+        self.words = self.buffer[-COPY_TABLE_BYTES:].cast("Q")
         self.source = memoryview(bytearray(np.random.default_rng(3).bytes(PAGE_BYTES)))
         self.entry = WriteEntry(1, 1, 0, 4, layer_checksums(self.source, LARGE.layer_bytes), 0)
 
-    def board(self) -> Board:
-        board = Board.at(self.buffer[-BOARD_BYTES:])
-        assert board is not None
-        return board
+    def copy_table(self) -> CopyTable:
+        copy_table = CopyTable.at(self.buffer[-COPY_TABLE_BYTES:])
+        assert copy_table is not None
+        return copy_table
 
     def pages(self, number: int) -> SharedPages:
         """Of whoever sits down there."""
-        seat = Seat(
-            number, self.words[2 * number + 1], len(self.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES
+        slot = CopySlot(
+            number, self.words[2 * number + 1], len(self.buffer) - COPY_TABLE_BYTES, 0, PAGE_BYTES, NUM_PAGES
         )
-        return SharedPages(self.buffer, seat, LARGE, self.source)
+        return SharedPages(self.buffer, slot, LARGE, self.source)
 
     def page(self, page: int) -> memoryview:
         return self.buffer[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
 
-    def is_copying(self, seat: int, grant_id: int | None) -> None:
+    def is_copying(self, slot: int, grant_id: int | None) -> None:
         """As whoever sits there says."""
-        self.words[2 * seat] = 0 if grant_id is None else grant_id + 1
+        self.words[2 * slot] = 0 if grant_id is None else grant_id + 1
 
 
 @pytest.fixture
@@ -66,24 +66,24 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.stdin.close()
 
 
-def taken(board: Board, pid: int) -> int:
-    seat = board.take_seat(pid)
-    assert seat is not None
-    return seat
+def taken(copy_table: CopyTable, pid: int) -> int:
+    slot = copy_table.take_slot(pid)
+    assert slot is not None
+    return slot
 
 
 def test_what_is_granted_can_be_written_until_the_grant_is_closed() -> None:
     segment = Segment()
-    board, write = segment.board(), Write(1, GRANT, [segment.entry])
-    pages = segment.pages(taken(board, os.getpid()))
+    copy_table, write = segment.copy_table(), Write(1, GRANT, [segment.entry])
+    pages = segment.pages(taken(copy_table, os.getpid()))
     assert pages.place(write, LARGE.layer_bytes) is None
-    assert board.open(GRANT)
-    assert not board.open(GRANT)
+    assert copy_table.open(GRANT)
+    assert not copy_table.open(GRANT)
     assert pages.place(write, LARGE.layer_bytes) == 0
     assert segment.page(1) == segment.source
     assert segment.page(0) == segment.page(2) == bytes(PAGE_BYTES)
     segment.page(1)[:] = bytes(PAGE_BYTES)
-    assert board.close(GRANT, lambda: None)
+    assert copy_table.close(GRANT, lambda: None)
     assert pages.place(write, LARGE.layer_bytes) is None
     assert segment.page(1) == bytes(PAGE_BYTES)
 
@@ -91,16 +91,16 @@ def test_what_is_granted_can_be_written_until_the_grant_is_closed() -> None:
 @pytest.mark.parametrize("grant_id", [-1, (1 << 64) - 1])
 def test_a_grant_that_there_cannot_be_is_not_open(grant_id: int) -> None:
     segment = Segment()
-    pages = segment.pages(taken(segment.board(), os.getpid()))
+    pages = segment.pages(taken(segment.copy_table(), os.getpid()))
     assert pages.place(Write(1, grant_id, [segment.entry]), LARGE.layer_bytes) is None
     assert segment.page(1) == bytes(PAGE_BYTES)
 
 
 def test_layers_of_several_pages_are_one_write_and_damage_is_found() -> None:
     segment = Segment()
-    board, size = segment.board(), LARGE.layer_bytes
-    pages = segment.pages(taken(board, os.getpid()))
-    board.open(GRANT)
+    copy_table, size = segment.copy_table(), LARGE.layer_bytes
+    pages = segment.pages(taken(copy_table, os.getpid()))
+    copy_table.open(GRANT)
     checksums = segment.entry.checksums
     entries = [WriteEntry(0, 1, 3, 4, checksums[:8], 0), WriteEntry(2, 1, 0, 2, checksums[8:24], size)]
     assert pages.place(Write(1, GRANT, entries), size) == 0
@@ -112,8 +112,8 @@ def test_layers_of_several_pages_are_one_write_and_damage_is_found() -> None:
 
 def test_a_word_is_sent_when_all_bytes_are_there_and_only_then() -> None:
     segment = Segment()
-    board, write = segment.board(), Write(1, GRANT, [segment.entry])
-    pages = segment.pages(taken(board, os.getpid()))
+    copy_table, write = segment.copy_table(), Write(1, GRANT, [segment.entry])
+    pages = segment.pages(taken(copy_table, os.getpid()))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
@@ -121,7 +121,7 @@ def test_a_word_is_sent_when_all_bytes_are_there_and_only_then() -> None:
         assert pages.place(write, LARGE.layer_bytes, ours.fileno(), b"there") is None
         with pytest.raises(BlockingIOError):
             theirs.recv(10)
-        board.open(GRANT)
+        copy_table.open(GRANT)
         assert pages.place(write, LARGE.layer_bytes, ours.fileno(), b"there") == 5
         assert theirs.recv(10) == b"there"
         theirs.close()
@@ -143,42 +143,42 @@ def test_a_word_is_sent_when_all_bytes_are_there_and_only_then() -> None:
 )
 def test_what_fits_no_page_is_left_to_the_receiver(entry: WriteEntry) -> None:
     segment = Segment()
-    board = segment.board()
-    board.open(GRANT)
-    pages = segment.pages(taken(board, os.getpid()))
+    copy_table = segment.copy_table()
+    copy_table.open(GRANT)
+    pages = segment.pages(taken(copy_table, os.getpid()))
     assert pages.place(Write(1, GRANT, [entry]), LARGE.layer_bytes) is None
     assert segment.buffer[: NUM_PAGES * PAGE_BYTES] == bytes(NUM_PAGES * PAGE_BYTES)
 
 
 @pytest.mark.parametrize(
-    "seat",
+    "slot",
     [
-        Seat(NUM_SEATS, 1, 0, BOARD_BYTES, PAGE_BYTES, 1),
-        Seat(0, 1, 1, BOARD_BYTES, PAGE_BYTES, 1),
-        Seat(0, 1, 1 << 40, 0, PAGE_BYTES, 1),
-        Seat(0, 1, 0, 0, PAGE_BYTES, 1 << 40),
-        Seat(0, 1, 0, BOARD_BYTES, PAGE_BYTES - 1, 1),
+        CopySlot(NUM_COPY_SLOTS, 1, 0, COPY_TABLE_BYTES, PAGE_BYTES, 1),
+        CopySlot(0, 1, 1, COPY_TABLE_BYTES, PAGE_BYTES, 1),
+        CopySlot(0, 1, 1 << 40, 0, PAGE_BYTES, 1),
+        CopySlot(0, 1, 0, 0, PAGE_BYTES, 1 << 40),
+        CopySlot(0, 1, 0, COPY_TABLE_BYTES, PAGE_BYTES - 1, 1),
     ],
 )
-def test_a_seat_outside_the_segment_is_not_taken(seat: Seat) -> None:
+def test_a_seat_outside_the_segment_is_not_taken(slot: CopySlot) -> None:
     segment = Segment()
     with pytest.raises(TransferError, match="cannot be taken"):
-        SharedPages(segment.buffer, seat, LARGE, segment.source)
+        SharedPages(segment.buffer, slot, LARGE, segment.source)
 
 
 async def test_a_grant_is_quiet_when_the_copies_to_it_have_ended(other: subprocess.Popen[bytes]) -> None:
     segment = Segment()
-    board, quiet = segment.board(), asyncio.Event()
-    idle, copier, busy_elsewhere = (taken(board, other.pid) for _ in range(3))
+    copy_table, quiet = segment.copy_table(), asyncio.Event()
+    idle, copier, busy_elsewhere = (taken(copy_table, other.pid) for _ in range(3))
     assert len({idle, copier, busy_elsewhere}) == 3
-    board.open(GRANT)
+    copy_table.open(GRANT)
     segment.pages(copier)
     segment.is_copying(copier, GRANT)
     segment.is_copying(busy_elsewhere, GRANT + 1)
-    assert not board.close(GRANT, quiet.set)
+    assert not copy_table.close(GRANT, quiet.set)
     other.send_signal(signal.SIGSTOP)
-    board.leave(copier)  # its connection is lost: that says nothing
-    await looked_at(board)
+    copy_table.leave(copier)  # its connection is lost: that says nothing
+    await looked_at(copy_table)
     assert not quiet.is_set()
     segment.is_copying(copier, None)
     await until(quiet.is_set)
@@ -186,33 +186,33 @@ async def test_a_grant_is_quiet_when_the_copies_to_it_have_ended(other: subproce
 
 async def test_a_grant_is_quiet_when_its_copier_is_dead(other: subprocess.Popen[bytes]) -> None:
     segment = Segment()
-    board, quiet = segment.board(), asyncio.Event()
-    seat = taken(board, other.pid)
-    board.open(GRANT)
-    segment.is_copying(seat, GRANT)
-    assert not board.close(GRANT, quiet.set)
-    await looked_at(board)
+    copy_table, quiet = segment.copy_table(), asyncio.Event()
+    slot = taken(copy_table, other.pid)
+    copy_table.open(GRANT)
+    segment.is_copying(slot, GRANT)
+    assert not copy_table.close(GRANT, quiet.set)
+    await looked_at(copy_table)
     assert not quiet.is_set()
     other.kill()  # not waited for yet
     await until(quiet.is_set)
-    board.leave(seat)
-    await until(lambda: board.take_seat(os.getpid()) == seat)
+    copy_table.leave(slot)
+    await until(lambda: copy_table.take_slot(os.getpid()) == slot)
 
 
 async def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
     other: subprocess.Popen[bytes],
 ) -> None:
     segment = Segment()
-    board = segment.board()
-    seats = [taken(board, other.pid) for _ in range(NUM_SEATS)]
-    assert sorted(seats) == list(range(NUM_SEATS))
-    assert board.take_seat(other.pid) is None
+    copy_table = segment.copy_table()
+    slots = [taken(copy_table, other.pid) for _ in range(NUM_COPY_SLOTS)]
+    assert sorted(slots) == list(range(NUM_COPY_SLOTS))
+    assert copy_table.take_slot(other.pid) is None
     pages = segment.pages(5)
-    board.leave(5)
-    await looked_at(board)
-    assert board.take_seat(other.pid) is None
+    copy_table.leave(5)
+    await looked_at(copy_table)
+    assert copy_table.take_slot(other.pid) is None
     pages.leave()
-    await until(lambda: board.take_seat(other.pid) == 5)
+    await until(lambda: copy_table.take_slot(other.pid) == 5)
 
 
 async def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_nothing(
@@ -220,35 +220,37 @@ async def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_no
 ) -> None:
     """Whoever it was for gave up before he heard of it."""
     segment = Segment()
-    board = segment.board()
-    seat = taken(board, other.pid)
-    late = Seat(seat, board.ticket(seat), len(segment.buffer) - BOARD_BYTES, 0, PAGE_BYTES, NUM_PAGES)
-    board.leave(seat)
-    await until(lambda: board.take_seat(other.pid) == seat)
+    copy_table = segment.copy_table()
+    slot = taken(copy_table, other.pid)
+    late = CopySlot(
+        slot, copy_table.token(slot), len(segment.buffer) - COPY_TABLE_BYTES, 0, PAGE_BYTES, NUM_PAGES
+    )
+    copy_table.leave(slot)
+    await until(lambda: copy_table.take_slot(other.pid) == slot)
     with pytest.raises(TransferError, match="given up meanwhile"):
         SharedPages(segment.buffer, late, LARGE, segment.source)
-    segment.pages(seat)
+    segment.pages(slot)
 
 
 async def test_those_who_were_copying_when_the_owner_died_are_found(other: subprocess.Popen[bytes]) -> None:
     segment = Segment()
-    former = segment.board()
+    former = segment.copy_table()
     former.open(GRANT)
-    seats = [taken(former, other.pid) for _ in range(2)]
-    pages = [segment.pages(seat) for seat in seats]
-    segment.is_copying(seats[1], GRANT)
+    slots = [taken(former, other.pid) for _ in range(2)]
+    pages = [segment.pages(slot) for slot in slots]
+    segment.is_copying(slots[1], GRANT)
 
-    board, quiet = segment.board(), asyncio.Event()
-    assert board.former_copiers == [other.pid]
-    board.await_former(other.pid, quiet.set)
-    await looked_at(board)
+    copy_table, quiet = segment.copy_table(), asyncio.Event()
+    assert copy_table.former_copiers == [other.pid]
+    copy_table.await_former(other.pid, quiet.set)
+    await looked_at(copy_table)
     assert not quiet.is_set()
     write = Write(1, GRANT, [segment.entry])
     assert pages[0].place(write, LARGE.layer_bytes) is None
-    assert board.take_seat(os.getpid()) not in seats
+    assert copy_table.take_slot(os.getpid()) not in slots
     other.kill()
     await until(quiet.is_set)
-    await until(lambda: board.take_seat(os.getpid()) in seats)
+    await until(lambda: copy_table.take_slot(os.getpid()) in slots)
 
 
 def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
@@ -256,17 +258,17 @@ def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
 
     async def test(pid: int) -> None:
         segment = Segment()
-        former = segment.board()
-        seats = [taken(former, os.getpid()) for _ in range(2)]
-        for seat in seats:
-            segment.words[2 * seat + 1] = 1 << 63 | pid  # who sits there
-            segment.is_copying(seat, GRANT)
-        board, quiet = segment.board(), asyncio.Event()
-        board.await_former(pid, quiet.set)
-        segment.is_copying(seats[0], None)
-        await looked_at(board)
+        former = segment.copy_table()
+        slots = [taken(former, os.getpid()) for _ in range(2)]
+        for slot in slots:
+            segment.words[2 * slot + 1] = 1 << 63 | pid  # who sits there
+            segment.is_copying(slot, GRANT)
+        copy_table, quiet = segment.copy_table(), asyncio.Event()
+        copy_table.await_former(pid, quiet.set)
+        segment.is_copying(slots[0], None)
+        await looked_at(copy_table)
         assert not quiet.is_set()
-        segment.is_copying(seats[1], GRANT + 1)  # it has gone on to another
+        segment.is_copying(slots[1], GRANT + 1)  # it has gone on to another
         await until(quiet.is_set)
 
     asyncio.run(test(os.getpid()))
@@ -283,13 +285,13 @@ def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
 
 async def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess.Popen[bytes]) -> None:
     segment = Segment()
-    former = segment.board()
-    seat = taken(former, other.pid)
-    segment.is_copying(seat, GRANT)
-    segment.pages(seat).leave()
-    board, quiet = segment.board(), asyncio.Event()
-    assert board.former_copiers == []
-    board.await_former(other.pid, quiet.set)
+    former = segment.copy_table()
+    slot = taken(former, other.pid)
+    segment.is_copying(slot, GRANT)
+    segment.pages(slot).leave()
+    copy_table, quiet = segment.copy_table(), asyncio.Event()
+    assert copy_table.former_copiers == []
+    copy_table.await_former(other.pid, quiet.set)
     await until(quiet.is_set)
 
 
@@ -298,13 +300,13 @@ def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
 
     async def test(thread_id: int) -> None:
         segment = Segment()
-        former = segment.board()
-        seat = taken(former, os.getpid())
-        segment.words[2 * seat + 1] = thread_id
-        board = segment.board()
-        seats = [taken(board, os.getpid()) for _ in range(NUM_SEATS - 1)]
-        assert seat not in seats
-        assert board.take_seat(os.getpid()) is None
+        former = segment.copy_table()
+        slot = taken(former, os.getpid())
+        segment.words[2 * slot + 1] = thread_id
+        copy_table = segment.copy_table()
+        slots = [taken(copy_table, os.getpid()) for _ in range(NUM_COPY_SLOTS - 1)]
+        assert slot not in slots
+        assert copy_table.take_slot(os.getpid()) is None
 
     has_ended = threading.Event()
     thread = threading.Thread(target=has_ended.wait)
@@ -325,8 +327,8 @@ def test_a_process_that_cannot_be_watched_has_no_seat_and_one_warning(
     thread.start()
     try:
         assert thread.native_id is not None
-        board = Segment().board()
-        assert [board.take_seat(thread.native_id) for _ in range(3)] == [None] * 3
+        copy_table = Segment().copy_table()
+        assert [copy_table.take_slot(thread.native_id) for _ in range(3)] == [None] * 3
         assert caplog.text.count("cannot be watched") == 1
     finally:
         has_ended.set()
@@ -336,8 +338,8 @@ def test_a_process_that_cannot_be_watched_has_no_seat_and_one_warning(
 async def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
     """A thread copies as fast as it can while the grant comes and goes."""
     segment = Segment()
-    board = segment.board()
-    pages, write = segment.pages(taken(board, os.getpid())), Write(1, GRANT, [segment.entry])
+    copy_table = segment.copy_table()
+    pages, write = segment.pages(taken(copy_table, os.getpid())), Write(1, GRANT, [segment.entry])
     has_ended, num_placed = threading.Event(), 0
 
     def copy() -> None:
@@ -352,9 +354,9 @@ async def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
     try:
         for _ in range(100):
             before, quiet = num_placed, asyncio.Event()
-            assert board.open(GRANT)
+            assert copy_table.open(GRANT)
             await until(lambda before=before: num_placed > before)  # type: ignore[misc]
-            if not board.close(GRANT, quiet.set):
+            if not copy_table.close(GRANT, quiet.set):
                 num_busy += 1
                 await until(quiet.is_set)
             page[:] = 7  # somebody else's now
@@ -366,8 +368,8 @@ async def test_nothing_is_written_to_a_page_after_its_grant_is_quiet() -> None:
     assert num_busy
 
 
-async def looked_at(board: Board) -> None:
-    """It has looked at its seats twice."""
+async def looked_at(copy_table: CopyTable) -> None:
+    """It has looked at its slots twice."""
     for _ in range(2):
-        looking = board._looking
-        await until(lambda looking=looking: board._looking is not looking)  # type: ignore[misc]
+        looking = copy_table._looking
+        await until(lambda looking=looking: copy_table._looking is not looking)  # type: ignore[misc]

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from messenger.receiver.door import WriteRefused, WriteTarget
+from messenger.receiver.served_pool import WriteRefused, WriteTarget
 from messenger.wire.messages import Ended, Message, brief
 from messenger.wire.protocol import encode_frame
 from mooncake.errors import TransferError
@@ -44,15 +44,15 @@ class SessionLane(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """All lanes of one sender. As a `Writer` it may be told to stop."""
+class SenderSession:
+    """All lanes of one sender. As a `GrantWriter` it may be told to stop."""
 
     name: str
     target: WriteTarget
     lanes: dict[int, "SessionLane"] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
     """grant of each open transfer"""
-    had_seat: bool = False
+    had_copy_slot: bool = False
     """a lane of it: what was placed by that one may be said on another, which found none"""
     given_up: dict[int, None] = field(default_factory=dict)
     """the latest transfers that were; writes that have been overtaken by the news do not open them again"""

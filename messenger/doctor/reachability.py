@@ -31,7 +31,7 @@ _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12
 _ICMP_HEADER_BYTES = {socket.AF_INET: 20 + 8, socket.AF_INET6: 40 + 8}
 
 
-class Peer(NamedTuple):
+class PeerAddress(NamedTuple):
     """Where the other messenger listens for transfers."""
 
     host: str
@@ -61,7 +61,7 @@ class PeerProbe(Protocol):
 OpenProbe = Callable[[], Awaitable[PeerProbe]]
 
 
-def name(machine: Machine, peer: Peer) -> Iterator[Finding]:
+def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
     """Whether the peer's name means an address."""
     try:
         addresses = machine.resolve(peer.host)
@@ -76,7 +76,7 @@ def name(machine: Machine, peer: Peer) -> Iterator[Finding]:
             yield Finding(Level.OK, "peer name", f"{peer.host} is {', '.join(addresses)}")
 
 
-def way(machine: Machine, peer: Peer, open_it: OpenProbe) -> Iterator[Finding]:
+def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Finding]:
     """The connection, and if there is one what it is good for."""
     is_open = True
     for finding in connection(machine, peer):
@@ -86,7 +86,7 @@ def way(machine: Machine, peer: Peer, open_it: OpenProbe) -> Iterator[Finding]:
         yield from data_plane(open_it)
 
 
-def connection(machine: Machine, peer: Peer) -> Iterator[Finding]:
+def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
     """The time to connect to its port, and the largest packets on the way."""
     times_s = []
     try:
@@ -110,7 +110,7 @@ def data_plane(open_it: OpenProbe) -> list[Finding]:
     return asyncio.run(_probe(open_it))
 
 
-def _refused(peer: Peer, error: OSError) -> Finding:
+def _refused(peer: PeerAddress, error: OSError) -> Finding:
     advice = (
         f"start the messenger there, with messenger.port {peer.port} and messenger.hosts that others reach"
     )

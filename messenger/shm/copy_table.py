@@ -1,13 +1,13 @@
-"""The board of a shared segment: which grants its pages are open for, and who is copying to them right now.
+"""The copy table of a shared segment: which grants its pages are open for, and which peers copy to them now.
 
-Whoever is on the same host writes into granted pages himself, and says so afterwards. The board, which lies
-in the segment, is where he looks before he does, and where the owner of the pages looks before it uses them
-for something else: see board.cpp. Each lane has a *seat* there. A grant that is closed under a copy is quiet
-when that copy has ended, or its process has: a process that has been stopped keeps the pages aside.
+A peer on the same host writes into granted pages itself, and tells their owner afterwards. It looks into the
+table, which lies in the segment, before it copies; the owner of the pages looks there before it uses them for
+something else: see copy_table.cpp. Each lane has a *copy slot* in the table. A grant that is closed during a
+copy is quiet when that copy has ended, or its process has: a process that is stopped keeps the pages aside.
 
-The seats outlive the owner's process as the segment does: whoever sat there then may be copying still.
+Copy slots outlive the owner's process as the segment does: a peer of that time may be copying still.
 
-Owns: seats and open grants. Does not know: pages, connections.
+Owns: copy slots and open grants. Does not know: pages, connections.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from mooncake.native import load_or_do_without
 
 log = logging.getLogger(__name__)
 
-BOARD_BYTES = 2048
-NUM_SEATS = 64
+COPY_TABLE_BYTES = 2048
+NUM_COPY_SLOTS = 64
 _PID_BITS, _SERIAL_BITS = 32, 31
 _PID_MASK = (1 << _PID_BITS) - 1
 _FIRST_LOOK_S = 0.001
@@ -38,9 +38,9 @@ _LONGEST_PAUSE_S = 0.05
 
 @functools.cache
 def native() -> CDLL | None:
-    """What looks at boards, and copies; None where there is no compiler: then nobody sits there."""
+    """What looks at copy_tables, and copies; None where there is no compiler: then nobody sits there."""
     library = load_or_do_without(
-        SOURCES / "board.cpp", "blocks from this host are copied by who receives them"
+        SOURCES / "copy_table.cpp", "blocks from this host are copied by who receives them"
     )
     if library is None:
         return None
@@ -49,10 +49,10 @@ def native() -> CDLL | None:
     library.close_all.argtypes = (c_void_p,)
     library.is_copying.argtypes = (c_void_p, c_size_t, c_uint64)
     library.owner_of.argtypes = library.copied_to.argtypes = (c_void_p, c_size_t)
-    library.give_seat.argtypes = (c_void_p, c_size_t, c_uint64)
+    library.give_slot.argtypes = (c_void_p, c_size_t, c_uint64)
     library.is_vacant.argtypes = (c_void_p, c_size_t)
-    library.sit_down.argtypes = (c_void_p, c_size_t, c_uint64)
-    library.leave_seat.argtypes = (c_void_p, c_size_t)
+    library.occupy_slot.argtypes = (c_void_p, c_size_t, c_uint64)
+    library.leave_slot.argtypes = (c_void_p, c_size_t)
     library.place.argtypes = (
         c_void_p,
         c_size_t,
@@ -69,17 +69,17 @@ def native() -> CDLL | None:
     )
     library.open_grant.restype = library.is_copying.restype = c_int
     library.place.restype = c_ssize_t
-    library.is_vacant.restype = library.sit_down.restype = c_int
+    library.is_vacant.restype = library.occupy_slot.restype = c_int
     library.close_grant.restype = library.close_all.restype = c_uint64
     library.owner_of.restype = library.copied_to.restype = c_uint64
-    library.give_seat.restype = library.leave_seat.restype = None
+    library.give_slot.restype = library.leave_slot.restype = None
     return library
 
 
 class Copy(NamedTuple):
     """What whoever sits there is copying to."""
 
-    seat: int
+    slot: int
     grant_id: int
 
 
@@ -91,50 +91,50 @@ class _Awaited:
     on_quiet: Callable[[], None]
 
 
-class Board:
-    """The owner's side. Nothing is open at first; who has seats since an earlier life keeps them for now."""
+class CopyTable:
+    """The owner's side. Nothing is open at first; who has slots since an earlier life keeps them for now."""
 
-    def __init__(self, library: CDLL, board: memoryview) -> None:
-        """`board`: BOARD_BYTES, zeros when they are new."""
-        assert len(board) == BOARD_BYTES
+    def __init__(self, library: CDLL, copy_table: memoryview) -> None:
+        """`copy_table`: COPY_TABLE_BYTES, zeros when they are new."""
+        assert len(copy_table) == COPY_TABLE_BYTES
         self._native = library
-        self._board = board  # keeps it mapped
-        self._address = address_of(board)
+        self._copy_table = copy_table  # keeps it mapped
+        self._address = address_of(copy_table)
         self._processes: dict[int, int | None] = {}
-        """by seat that is taken: a descriptor of its process, None if that has ended"""
+        """by slot that is taken: a descriptor of its process, None if that has ended"""
         weakref.finalize(self, _close_all, self._processes)
         self._unwatched: set[int] = set()
-        """seats of an earlier life of which nobody can say when their process ends"""
+        """slots of an earlier life of which nobody can say when their process ends"""
         self._left: set[int] = set()
-        """seats whose lane has ended, and which may not have been left yet"""
+        """slots whose lane has ended, and which may not have been left yet"""
         self._has_warned = False
         self._awaited: list[_Awaited] = []
         self._looking: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_LOOK_S
         busy = library.close_all(self._address)
-        owners = [self.ticket(seat) & _PID_MASK for seat in range(NUM_SEATS)]
+        owners = [self.token(slot) & _PID_MASK for slot in range(NUM_COPY_SLOTS)]
         self._former: dict[int, list[Copy]] = {}
         """by process: copies to pages of an earlier life that were under way when this one began"""
-        for seat in _seats_of(busy):
-            grant_id = library.copied_to(self._address, seat) - 1
-            if owners[seat] and grant_id >= 0:
-                self._former.setdefault(owners[seat], []).append(Copy(seat, grant_id))
-        for seat, owner in enumerate(owners):
+        for slot in _slots_of(busy):
+            grant_id = library.copied_to(self._address, slot) - 1
+            if owners[slot] and grant_id >= 0:
+                self._former.setdefault(owners[slot], []).append(Copy(slot, grant_id))
+        for slot, owner in enumerate(owners):
             if owner:
-                self._take_over(seat, owner)
+                self._take_over(slot, owner)
 
     @classmethod
-    def at(cls, board: memoryview) -> "Board | None":
+    def at(cls, copy_table: memoryview) -> "CopyTable | None":
         """None where nothing can be compiled."""
         library = native()
-        return None if library is None else cls(library, board)
+        return None if library is None else cls(library, copy_table)
 
-    # -- seats ------------------------------------------------------------------------------------
+    # -- slots ------------------------------------------------------------------------------------
 
-    def take_seat(self, pid: int) -> int | None:
+    def take_slot(self, pid: int) -> int | None:
         """For a lane of this process; None if all are taken, or it cannot be seen from here when it ends."""
-        seat = next((seat for seat in range(NUM_SEATS) if self._is_free(seat)), None)
-        if seat is None:
+        slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
+        if slot is None:
             return None
         try:
             process = _watch(pid)
@@ -145,28 +145,28 @@ class Board:
             return None
         if process is None:
             return None
-        self._processes[seat] = process
-        self._native.give_seat(self._address, seat, secrets.randbits(_SERIAL_BITS) << _PID_BITS | pid)
-        return seat
+        self._processes[slot] = process
+        self._native.give_slot(self._address, slot, secrets.randbits(_SERIAL_BITS) << _PID_BITS | pid)
+        return slot
 
-    def ticket(self, seat: int) -> int:
-        """With which whoever the seat was given to sits down. Which process that is are its lowest bits."""
-        return int(self._native.owner_of(self._address, seat))
+    def token(self, slot: int) -> int:
+        """With which whoever the slot was given to sits down. Which process that is are its lowest bits."""
+        return int(self._native.owner_of(self._address, slot))
 
-    def _take_over(self, seat: int, owner: int) -> None:
+    def _take_over(self, slot: int, owner: int) -> None:
         """From an earlier life. Unwatched it is not given again in this one."""
         try:
-            self._processes[seat] = _watch(owner)
+            self._processes[slot] = _watch(owner)
         except OSError as error:
-            log.warning("seat %d is kept aside: process %d cannot be watched: %s", seat, owner, error)
-            self._unwatched.add(seat)
+            log.warning("slot %d is kept aside: process %d cannot be watched: %s", slot, owner, error)
+            self._unwatched.add(slot)
         else:
-            self.leave(seat)
+            self.leave(slot)
 
-    def leave(self, seat: int) -> None:
-        """The lane has ended: its seat is free when the process has left it too, has not taken it, or has
+    def leave(self, slot: int) -> None:
+        """The lane has ended: its slot is free when the process has left it too, has not taken it, or has
         ended."""
-        self._left.add(seat)
+        self._left.add(slot)
         self._look_soon()
 
     # -- grants -----------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Board:
         """Nobody begins to copy to it any more. Whether nobody is copying to it: else `on_quiet` is called
         when that has ended."""
         busy = self._native.close_grant(self._address, grant_id)
-        copies = [Copy(seat, grant_id) for seat in _seats_of(busy)]
+        copies = [Copy(slot, grant_id) for slot in _slots_of(busy)]
         if copies:
             self._await(copies, on_quiet)
         return not copies
@@ -217,33 +217,33 @@ class Board:
                 self._awaited.append(each)
             else:
                 each.on_quiet()
-        for seat in list(self._left):
-            if self._native.is_vacant(self._address, seat) or self._has_ended(seat):
-                self._free(seat)
+        for slot in list(self._left):
+            if self._native.is_vacant(self._address, slot) or self._has_ended(slot):
+                self._free(slot)
         if self._awaited or self._left:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
     def _is_under_way(self, copy: Copy) -> bool:
-        is_copying = self._native.is_copying(self._address, copy.seat, copy.grant_id)
-        return bool(is_copying) and not self._has_ended(copy.seat)
+        is_copying = self._native.is_copying(self._address, copy.slot, copy.grant_id)
+        return bool(is_copying) and not self._has_ended(copy.slot)
 
-    def _has_ended(self, seat: int) -> bool:
+    def _has_ended(self, slot: int) -> bool:
         """Whether the process has that sits there, as far as can be seen."""
-        if seat in self._unwatched:
+        if slot in self._unwatched:
             return False
-        process = self._processes.get(seat)
+        process = self._processes.get(slot)
         return process is None or _is_over(process)
 
-    def _is_free(self, seat: int) -> bool:
-        return seat not in self._processes and seat not in self._unwatched
+    def _is_free(self, slot: int) -> bool:
+        return slot not in self._processes and slot not in self._unwatched
 
-    def _free(self, seat: int) -> None:
-        self._left.discard(seat)
-        process = self._processes.pop(seat)
+    def _free(self, slot: int) -> None:
+        self._left.discard(slot)
+        process = self._processes.pop(slot)
         if process is not None:
             os.close(process)
-        self._native.give_seat(self._address, seat, 0)
+        self._native.give_slot(self._address, slot, 0)
 
 
 def _close_all(processes: Mapping[int, int | None]) -> None:
@@ -252,8 +252,8 @@ def _close_all(processes: Mapping[int, int | None]) -> None:
             os.close(process)
 
 
-def _seats_of(mask: int) -> list[int]:
-    return [seat for seat in range(NUM_SEATS) if mask >> seat & 1]
+def _slots_of(mask: int) -> list[int]:
+    return [slot for slot in range(NUM_COPY_SLOTS) if mask >> slot & 1]
 
 
 def _watch(pid: int) -> int | None:

@@ -17,12 +17,12 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class Standing:
+class PathHealth:
     """Of one path, which its lanes share. All times are of one clock."""
 
     num_useless: int = 0
     """lanes in a row that were lost under requests of which they had answered none"""
-    num_benched: int = 0
+    num_backoffs: int = 0
     """in a row"""
     until_s: float = 0.0
     """it is benched until then"""
@@ -34,7 +34,7 @@ class Standing:
     def failed(self, now_s: float) -> None:
         """There was no connection, or nothing could be written on it."""
         if not self.pause_s(now_s):
-            self._bench(now_s)
+            self._back_off(now_s)
 
     def lost(
         self, now_s: float, held_s: float, remedy: Remedy | None, *, was_asked: bool, has_answered: bool
@@ -46,14 +46,14 @@ class Standing:
         if has_answered:
             self.num_useless = 0
             if held_s > LONGEST_PAUSE_S:
-                self.num_benched = 0
+                self.num_backoffs = 0
         elif was_asked:
             self.num_useless += 1
         if remedy is not Remedy.OTHER_PATH and self.num_useless < MOST_USELESS_LANES:
             return False
-        self._bench(now_s)
+        self._back_off(now_s)
         return True
 
-    def _bench(self, now_s: float) -> None:
-        self.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.num_benched)
-        self.num_benched = min(self.num_benched + 1, 16)
+    def _back_off(self, now_s: float) -> None:
+        self.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.num_backoffs)
+        self.num_backoffs = min(self.num_backoffs + 1, 16)

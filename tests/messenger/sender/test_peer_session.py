@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from messenger.sender.peer import MAX_QUEUED_REQUESTS, Peer
-from messenger.sender.requests import Outcome, ProbeRequest, Urgency
-from messenger.shm import board
+from messenger.sender.peer_session import MAX_QUEUED_REQUESTS, PeerSession
+from messenger.sender.requests import ProbeRequest, Urgency, WriteOutcome
+from messenger.shm import copy_table
 from messenger.shm.shared_pages import SharedPages
 from messenger.transport.transports import Traffic, Transport
 from messenger.wire.messages import Abandon, Write, WriteEntry
@@ -84,7 +84,7 @@ async def test_many_transfers_and_fetches_at_once(tmp_path: Path, transport: str
         assert [fetch.result() for fetch in fetches] == [[0, 1]] * 20
         for page in range(200, 240):
             assert node.sender_memory.page(page) == node.receiver_memory.page(page)
-        assert peer.flow.in_flight_bytes == 0
+        assert peer.throughput.in_flight_bytes == 0
 
 
 @pytest.mark.parametrize("urgency", list(Urgency))
@@ -104,7 +104,7 @@ async def test_one_frame_may_have_parts_of_many_pages(tmp_path: Path) -> None:
     async with fabric(tmp_path) as node:
         peer = await node.peer()
         node.pages.grant(1, PAGES)
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "parts", lambda: None) as transfer:
             for layers in (range(2), range(2, 3), range(3, 4)):
                 entries = [node.entry(page, layers) for page in PAGES]
@@ -170,7 +170,7 @@ async def test_a_cancelled_write_is_given_up_at_the_other_side(tmp_path: Path) -
         await until(lambda: grant.failure is not None)
         assert grant.failure == "sender gave up: cancelled by its worker"
         await node.assert_works()
-        assert (await node.peer()).flow.in_flight_bytes == 0
+        assert (await node.peer()).throughput.in_flight_bytes == 0
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -197,7 +197,7 @@ async def test_a_revoked_grant_ends_the_transfer(tmp_path: Path) -> None:
         peer = await node.peer()
         grant = node.pages.grant(1, PAGES)
         changed = asyncio.Event()
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "revoked", changed.set) as transfer:
             await transfer.write([node.entry(0)], SMALL.block_bytes, outcomes.append)
             await until(lambda: grant.arrived)
@@ -206,7 +206,7 @@ async def test_a_revoked_grant_ends_the_transfer(tmp_path: Path) -> None:
             with pytest.raises(TransferError, match="receiver ended the transfer: nobody wants it"):
                 await transfer.write([node.entry(1)], SMALL.block_bytes, outcomes.append)
             await until(lambda: len(outcomes) == 2)
-        assert outcomes == [Outcome.PLACED, Outcome.FAILED]
+        assert outcomes == [WriteOutcome.PLACED, WriteOutcome.FAILED]
         await node.assert_works()
 
 
@@ -233,7 +233,7 @@ async def test_a_probe_moves_bytes_for_nobody(tmp_path: Path) -> None:
         peer = await node.peer()
         await asyncio.gather(*(peer.probe(memoryview(bytes(3 << 20))) for _ in range(4)))
         assert node.sent.sent_bytes[Transport.TCP] == 0
-        assert peer.flow.in_flight_bytes == 0
+        assert peer.throughput.in_flight_bytes == 0
         await node.assert_works()
 
 
@@ -244,7 +244,7 @@ async def test_bulk_does_not_wait_for_a_latency_request_that_takes_long(tmp_path
         node.pages.grant(1, [0, 1])
         node.pages.may_read.clear()  # it is on SSD
         urgent = asyncio.create_task(node.fetch([15], peer))
-        await until(lambda: peer.flow.in_flight_bytes)
+        await until(lambda: peer.throughput.in_flight_bytes)
         await node.write(1, [0, 1], Urgency.BULK)
         assert not urgent.done()
         node.pages.may_read.set()
@@ -281,7 +281,7 @@ async def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None
         node.pages.grant(2, [18])
         proxy.black_hole()
         bulk = asyncio.create_task(node.write(1, range(18), Urgency.BULK))
-        await until(lambda: peer.flow.in_flight_bytes == MAX_QUEUED_REQUESTS * LARGE.block_bytes)
+        await until(lambda: peer.throughput.in_flight_bytes == MAX_QUEUED_REQUESTS * LARGE.block_bytes)
         complete = node.pages.complete
 
         def record(grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
@@ -290,7 +290,7 @@ async def test_latency_goes_before_bulk_that_still_waits(tmp_path: Path) -> None
 
         node.pages.complete = record  # type: ignore[method-assign]
         urgent = asyncio.create_task(node.write(2, [18], Urgency.LATENCY))
-        await until(lambda: peer.flow.in_flight_bytes == (MAX_QUEUED_REQUESTS + 1) * LARGE.block_bytes)
+        await until(lambda: peer.throughput.in_flight_bytes == (MAX_QUEUED_REQUESTS + 1) * LARGE.block_bytes)
         num_sent = peer.lanes[0].num_outstanding
         assert num_sent < 12
         proxy.heal()
@@ -339,7 +339,7 @@ async def test_requests_that_wait_are_few(tmp_path: Path) -> None:
         peer = await node.peer()
         proxy.black_hole()
         waiting: set[int] = set()
-        done: list[Outcome] = []
+        done: list[WriteOutcome] = []
 
         async def submit(page: int) -> None:
             with peer.transfer(page, "one of many", lambda: None, Urgency.BULK) as transfer:
@@ -352,14 +352,14 @@ async def test_requests_that_wait_are_few(tmp_path: Path) -> None:
             node.pages.grant(page, [page])
         tasks = [asyncio.create_task(submit(page)) for page in range(num_requests)]
         await until(lambda: len(waiting) == num_requests - MAX_QUEUED_REQUESTS)
-        assert peer.flow.in_flight_bytes == MAX_QUEUED_REQUESTS * SMALL.block_bytes
+        assert peer.throughput.in_flight_bytes == MAX_QUEUED_REQUESTS * SMALL.block_bytes
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert len(done) == num_requests - MAX_QUEUED_REQUESTS  # who never got in has heard of it
         proxy.heal()
         await until(lambda: len(done) == num_requests)
-        assert peer.flow.in_flight_bytes == 0
+        assert peer.throughput.in_flight_bytes == 0
         await node.assert_works()
 
 
@@ -398,7 +398,7 @@ async def test_where_a_sender_cannot_write_itself_the_receiver_copies(
     """There is no compiler, or the layers are too short for what it compiles."""
 
     if layout is LARGE:
-        monkeypatch.setattr(board, "native", lambda: None)
+        monkeypatch.setattr(copy_table, "native", lambda: None)
     async with fabric(tmp_path, layout, 4, transport="shm") as node:
         node.pages.grant(1, [0, 1])
         await node.write(1, [0, 1])
@@ -410,12 +410,12 @@ async def test_what_is_written_over_shared_memory_is_there_before_the_receiver_k
     async with fabric(tmp_path, LARGE, 4, transport="shm") as node:
         grant = node.pages.grant(1, [0])
         peer = await node.peer()
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "quick", lambda: None) as transfer:
             writing = transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
             with pytest.raises(StopIteration):
                 writing.send(None)
-            assert outcomes == [Outcome.PLACED]
+            assert outcomes == [WriteOutcome.PLACED]
             node.assert_written([0])
             assert not grant.is_complete
             assert not transfer.is_confirmed
@@ -461,7 +461,7 @@ async def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
             if not (bulk.is_confirmed and urgent.is_confirmed and num_through == 12):
                 loop.call_soon(tick)
 
-        def through(_: Outcome) -> None:
+        def through(_: WriteOutcome) -> None:
             nonlocal num_through
             num_through += 1
 
@@ -483,8 +483,8 @@ async def test_those_in_a_hurry_add_no_turns_of_bulk(tmp_path: Path) -> None:
 async def test_what_cannot_wait_for_its_turn_goes_behind_what_was_said_before(tmp_path: Path) -> None:
     async with fabric(tmp_path) as node:
         (lane,) = (await node.peer()).lanes
-        sent, post, answers = list[bytes](), lane._departures._outbox.post, list[str | None]()
-        lane._departures._outbox.post = lambda *pieces: (sent.append(b"".join(pieces)), post(*pieces))  # type: ignore[func-returns-value]
+        sent, post, answers = list[bytes](), lane._send_queue._outbox.post, list[str | None]()
+        lane._send_queue._outbox.post = lambda *pieces: (sent.append(b"".join(pieces)), post(*pieces))  # type: ignore[func-returns-value]
         lane.post(Abandon(99))
         lane.send(ProbeRequest(memoryview(b"1"), Urgency.LATENCY, answers.append))
         assert sent[0].startswith(encode_frame(Abandon(99)))
@@ -493,19 +493,19 @@ async def test_what_cannot_wait_for_its_turn_goes_behind_what_was_said_before(tm
 
 
 async def test_a_lane_gives_way_to_who_was_served_but_not_for_ever() -> None:
-    peer, gave_way = Peer("receiver", Traffic()), []
-    assert not peer.gives_way()
+    peer, gave_way = PeerSession("receiver", Traffic()), []
+    assert not peer.should_yield()
     for _ in range(6):
         request = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: None)
         await peer.submit(request)
         request.done(None)
-        gave_way.append(peer.gives_way())
+        gave_way.append(peer.should_yield())
     assert gave_way == [True, True, False, True, True, False]
-    assert not peer.gives_way()
+    assert not peer.should_yield()
 
 
 async def test_who_has_waited_goes_on_before_bulk_is_sent() -> None:
-    peer, is_answered, order = Peer("receiver", Traffic()), asyncio.Event(), list[str]()
+    peer, is_answered, order = PeerSession("receiver", Traffic()), asyncio.Event(), list[str]()
 
     async def wait() -> None:
         await is_answered.wait()
@@ -526,9 +526,9 @@ async def test_who_has_waited_goes_on_before_bulk_is_sent() -> None:
 async def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("messenger.sender.departures.NOT_URGENT_S", 3600.0)
+    monkeypatch.setattr("messenger.sender.send_queue.NOT_URGENT_S", 3600.0)
     async with fabric(tmp_path, LARGE, 16, transport="shm", streams=1) as node:
-        grant, outcomes = node.pages.grant(1, range(8)), list[Outcome]()
+        grant, outcomes = node.pages.grant(1, range(8)), list[WriteOutcome]()
         node.pages.grant(2, [8])
         peer = await node.peer()
         with peer.transfer(1, "bulk", lambda: None, Urgency.BULK) as bulk:
@@ -546,30 +546,30 @@ async def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_wai
 async def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(
     tmp_path: Path, num_seats: int
 ) -> None:
-    """Also on one that found no seat."""
+    """Also on one that found no slot."""
     async with fabric(tmp_path, LARGE, 4, transport="shm", streams=2) as node:
-        seats = node.receiver_memory.board
-        take_seat = seats.take_seat
-        seats.take_seat = lambda pid: take_seat(pid) if len(node.seats_taken) < num_seats else None  # type: ignore[method-assign]
+        slots = node.receiver_memory.copy_table
+        take_slot = slots.take_slot
+        slots.take_slot = lambda pid: take_slot(pid) if len(node.slots_taken) < num_seats else None  # type: ignore[method-assign]
         grant = node.pages.grant(1, [0, 1])
         peer = await node.peer(2)
         with_seat = sorted(peer.lanes, key=lambda lane: lane._copies.pages is None)
         assert [lane._copies.pages is not None for lane in with_seat] == [True, num_seats == 2]
         peer._queues.set_lanes(with_seat)  # the first one takes it
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "told twice", lambda: None) as transfer:
             for lane in peer.lanes:  # what they say is lost with them
-                lane._departures._outbox.post = lambda *_: None  # type: ignore[method-assign]
+                lane._send_queue._outbox.post = lambda *_: None  # type: ignore[method-assign]
                 if lane._copies.pages is not None:
                     sends(lane._copies.pages, lambda fd, word: len(word))
             await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
             node.sender_memory.page(0)[:8] = bytes(8)  # nobody reads it any more
             lane = next(lane for lane in peer.lanes if lane.num_outstanding)
             other = next(each for each in peer.lanes if each is not lane)
-            del other._departures._outbox.post
+            del other._send_queue._outbox.post
             lane.give_up("a test")
             await until(lambda: transfer.is_confirmed)
-            assert outcomes == [Outcome.PLACED]
+            assert outcomes == [WriteOutcome.PLACED]
             assert [page for page, _ in grant.arrived] == [0] * node.layout.num_layers
 
 
@@ -613,13 +613,13 @@ async def test_a_placed_write_that_is_refused_fails_its_transfer(tmp_path: Path)
     async with fabric(tmp_path, transport="shm") as node:
         grant = node.pages.grant(1, [0])
         peer = await node.peer()
-        outcomes: list[Outcome] = []
+        outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "revoked", lambda: None) as transfer:
             await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
             grant.failure = "revoked"
             await until(lambda: transfer.failure is not None)
             assert transfer.failure == "receiver refused a write: grant 1 is unknown here"
-        assert outcomes == [Outcome.PLACED]
+        assert outcomes == [WriteOutcome.PLACED]
         node.pages.revoke(1, "revoked")
         await node.assert_works()
 
@@ -639,7 +639,7 @@ async def test_an_address_of_an_earlier_life_is_refused(tmp_path: Path, transpor
         late = node.address_with(incarnation=2)
         with pytest.raises(TransferError, match="the grant is out of date"):
             await node.peers.peer(late)
-        await until(lambda: not node.seats_taken)
+        await until(lambda: not node.slots_taken)
         await node.assert_works()
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from messenger.paths.flow import Flow
+from messenger.paths.throughput import Throughput
 
 MIB = 1 << 20
 
 
 def test_nothing_is_known_before_something_has_moved() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.begun(100, 0.0)
     assert (flow.in_flight_bytes, flow.bandwidth_bytes_per_s) == (100, None)
     flow.ended(100, 0.01, moved_bytes=100)
@@ -16,7 +16,7 @@ def test_nothing_is_known_before_something_has_moved() -> None:
 
 
 def test_a_burst_is_a_sample_when_it_is_through() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.begun(MIB, 5.0)
     flow.begun(MIB, 5.0)
     flow.ended(MIB, 5.005, moved_bytes=MIB)
@@ -26,7 +26,7 @@ def test_a_burst_is_a_sample_when_it_is_through() -> None:
 
 
 def test_a_long_transfer_is_sampled_while_it_lasts() -> None:
-    flow = Flow()
+    flow = Throughput()
     for _ in range(100):
         flow.begun(MIB, 0.0)
     for number in range(1, 101):
@@ -36,7 +36,7 @@ def test_a_long_transfer_is_sampled_while_it_lasts() -> None:
 
 
 def test_idle_time_does_not_count() -> None:
-    flow = Flow()
+    flow = Throughput()
     for start_s in (0.0, 1000.0):
         flow.begun(MIB, start_s)
         flow.ended(MIB, start_s + 0.01, moved_bytes=MIB)
@@ -44,7 +44,7 @@ def test_idle_time_does_not_count() -> None:
 
 
 def test_later_samples_weigh_more_than_earlier_ones() -> None:
-    flow = Flow()
+    flow = Throughput()
     for number in range(20):
         flow.begun(MIB, float(number))
         flow.ended(MIB, number + (0.01 if number < 10 else 0.02), moved_bytes=MIB)
@@ -53,7 +53,7 @@ def test_later_samples_weigh_more_than_earlier_ones() -> None:
 
 
 def test_what_was_given_up_says_nothing() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.begun(MIB, 0.0)
     flow.ended(MIB, 30.0, moved_bytes=0)
     assert flow.bandwidth_bytes_per_s is None  # and not 0: nobody could divide by it
@@ -67,7 +67,7 @@ def test_what_was_given_up_says_nothing() -> None:
 
 
 def test_what_was_given_up_does_not_count_as_moved() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.begun(MIB, 0.0)
     flow.begun(MIB, 0.0)
     flow.ended(MIB, 0.01, moved_bytes=0)
@@ -76,14 +76,14 @@ def test_what_was_given_up_does_not_count_as_moved() -> None:
 
 
 def test_two_events_at_one_moment_divide_by_no_zero() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.begun(MIB, 7.0)
     flow.ended(MIB, 7.0, moved_bytes=MIB)
     assert flow.bandwidth_bytes_per_s is not None
 
 
 def test_small_transfers_are_a_sample_together() -> None:
-    flow = Flow()
+    flow = Throughput()
     flow.begun(4096, 0.0)
     flow.ended(4096, 0.06, moved_bytes=4096)  # somebody was busy
     assert flow.bandwidth_bytes_per_s is None

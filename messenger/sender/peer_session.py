@@ -17,15 +17,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from messenger.paths.movements import Movements
+from messenger.paths.throughput import TransferCounters
 from messenger.sender.lane import Lane
 from messenger.sender.queues import BULK_WAITS_S, Queues
 from messenger.sender.requests import (
     FetchRequest,
-    Outcome,
     ProbeRequest,
     Request,
     Urgency,
+    WriteOutcome,
     WriteRequest,
     done_already,
 )
@@ -49,7 +49,7 @@ _MOST_LANES_LOST = 4
 SESSION_BYTES = 16
 
 
-class Peer:
+class PeerSession:
     """One session. It ends with its last lane; whoever needs the messenger then begins another."""
 
     def __init__(self, name: str, traffic: Traffic) -> None:
@@ -57,8 +57,8 @@ class Peer:
         self.session = secrets.token_bytes(SESSION_BYTES)
         self.closed_reason: str | None = None
         self._traffic = traffic
-        self._counted = Movements(traffic, traffic.by_peer[name])
-        self.flow = self._counted.flow
+        self._counters = TransferCounters(traffic, traffic.by_peer[name])
+        self.throughput = self._counters.throughput
         self._lanes: list[Lane] = []
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._queues: Queues[Lane] = Queues()
@@ -100,7 +100,7 @@ class Peer:
     @property
     def is_idle(self) -> bool:
         """Whether nobody needs the session now."""
-        return not self._transfers and not self.flow.in_flight_bytes
+        return not self._transfers and not self.throughput.in_flight_bytes
 
     # -- what is asked of the peer ----------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Peer:
     def _track(self, request: Request, room: asyncio.Semaphore) -> None:
         """Counts it as in flight until it is done, and then gives its place in `room` back."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
-        self.flow.begun(num_bytes, begun_s)
+        self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
 
         def finish(*result: Any) -> None:
@@ -237,11 +237,11 @@ class Peer:
             moved_bytes = 0
             if isinstance(request, FetchRequest):
                 moved_bytes = sum([len(request.views[index]) for index in result[0]])
-            elif isinstance(request, WriteRequest) and result[0] is Outcome.PLACED:
+            elif isinstance(request, WriteRequest) and result[0] is WriteOutcome.PLACED:
                 moved_bytes = num_bytes
             self._queues.ended(request)
             room.release()
-            self._counted.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
+            self._counters.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
             done(*result)
             self._served(request.urgency)
 
@@ -360,15 +360,17 @@ class Peer:
                 transfer.is_known = True
         return True
 
-    def gives_way(self) -> bool:
+    def should_yield(self) -> bool:
         """So many turns, and then one is bulk's whatever comes: it goes on too."""
-        gives_way = self._num_turns_given < _TURNS_GIVEN and (self._num_turns_given > 0 or self._has_served)
+        should_yield = self._num_turns_given < _TURNS_GIVEN and (
+            self._num_turns_given > 0 or self._has_served
+        )
         self._has_served = False
-        self._num_turns_given = self._num_turns_given + 1 if gives_way else 0
-        return gives_way
+        self._num_turns_given = self._num_turns_given + 1 if should_yield else 0
+        return should_yield
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        self._counted.moved(transport, num_bytes, received=received)
+        self._counters.moved(transport, num_bytes, received=received)
 
     def damaged(self) -> None:
         self._traffic.num_checksum_failures += 1

@@ -18,7 +18,7 @@ def _nothing() -> None:
     """The lane has ended."""
 
 
-class Departures:
+class SendQueue:
     """`pump` is called when more may be sent: what had to wait has left, or what was kept is due. `stuck` is
     when the other side has taken nothing for `timeout_s`."""
 

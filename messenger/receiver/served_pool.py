@@ -9,11 +9,11 @@ from typing import Protocol
 
 from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
-from messenger.shm.board import Board
+from messenger.shm.copy_table import CopyTable
 from messenger.transport.source import SourceSegment
 from messenger.transport.transports import Traffic
 from messenger.wire.identity import Identity
-from messenger.wire.messages import Seat, Shelves, WriteEntry
+from messenger.wire.messages import CopySlot, PageTableOffsets, WriteEntry
 from mooncake.config.sections import MessengerConfig
 from mooncake.security.keys import ClusterKey
 
@@ -22,7 +22,7 @@ class WriteRefused(Exception):
     """A write may not be placed; the message is the reason the sender gets."""
 
 
-class Writer(Protocol):
+class GrantWriter(Protocol):
     """A peer that has opened a transfer, as its target sees it."""
 
     name: str
@@ -39,7 +39,7 @@ class WriteTarget(Protocol):
     `entry` brings, or None if it brings all that this side has.
     """
 
-    def open(self, grant_id: int, writer: Writer) -> None:
+    def open(self, grant_id: int, writer: GrantWriter) -> None:
         """A writer has announced itself. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
@@ -57,7 +57,7 @@ class WriteTarget(Protocol):
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         """Nothing more will be placed for `entry`; the bytes there are worth nothing."""
 
-    def close(self, grant_id: int, writer: Writer, reason: str | None) -> None:
+    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """The writer is through; `reason` says why if not all of its writes were completed."""
 
 
@@ -94,31 +94,33 @@ class ReadSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class SharedSegment:
     """Where those of this host may write granted pages and read sealed ones themselves: our segment, with a
-    board in it."""
+    copy_table in it."""
 
-    board: Board
+    copy_table: CopyTable
     fd: int
     """of the segment, writable"""
-    board_offset: int
+    copy_table_offset: int
     pages_offset: int
     page_stride: int
     num_pages: int
-    shelves: Shelves | None = None
+    page_table: PageTableOffsets | None = None
     """where sealed blocks can be found, if they can"""
 
-    def take_seat(self, pid: int) -> Seat | None:
+    def take_slot(self, pid: int) -> CopySlot | None:
         """For a lane of that process; None if there is none left."""
-        number = self.board.take_seat(pid)
+        number = self.copy_table.take_slot(pid)
         if number is None:
             return None
-        ticket = self.board.ticket(number)
-        return Seat(number, ticket, self.board_offset, self.pages_offset, self.page_stride, self.num_pages)
+        token = self.copy_table.token(number)
+        return CopySlot(
+            number, token, self.copy_table_offset, self.pages_offset, self.page_stride, self.num_pages
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class ServedPool:
     """What every lane needs: who we are, whom we let in, and what they may write and read."""
 
     identity: Identity
@@ -129,5 +131,5 @@ class Door:
     traffic: Traffic
     settings: MessengerConfig
     cards: Cards
-    landing: Landing | None
+    shared_segment: SharedSegment | None
     """None: over shared memory we copy what is written to us"""

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+from messenger.paths.health import PathHealth
 from messenger.paths.sieve import Sieve
-from messenger.paths.standing import Standing
 from messenger.rdma.cards import Card, Cards
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemoteReads
 from messenger.sender.lane import Lane
-from messenger.sender.peer import Peer
-from messenger.shm.board import native
+from messenger.sender.peer_session import PeerSession
 from messenger.shm.catalogue import Catalogue
+from messenger.shm.copy_table import native
 from messenger.shm.shared_pages import SharedPages
 from messenger.transport import handshake
 from messenger.transport.frames import Frames
@@ -50,7 +50,7 @@ _LONGEST_PAUSE_S = 5.0
 class _Keeping:
     """A session and the tasks that keep its lanes."""
 
-    peer: Peer
+    peer: PeerSession
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """of first attempts, and of the session"""
@@ -67,7 +67,7 @@ class _Keeping:
             task.cancel()
 
 
-class Peers:
+class PeerSessions:
     """Sessions by address, shared by all transfers to it."""
 
     def __init__(
@@ -94,11 +94,11 @@ class Peers:
         self._connecting: WeakValueDictionary[MessengerAddress, asyncio.Lock] = WeakValueDictionary()
 
     @property
-    def all(self) -> Sequence[Peer]:
+    def all(self) -> Sequence[PeerSession]:
         """The peers of all open sessions."""
         return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
 
-    async def peer(self, address: MessengerAddress) -> Peer:
+    async def peer(self, address: MessengerAddress) -> PeerSession:
         """The session with the messenger at `address`. Raises TransferError if there can be none."""
         lock = self._connecting.setdefault(address, asyncio.Lock())
         async with lock:
@@ -128,10 +128,10 @@ class Peers:
 
     async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
         """Returns when the first lane is up, or none of them will be."""
-        keeping = _Keeping(Peer(address.instance, self._traffic))
+        keeping = _Keeping(PeerSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
-            standing = Standing() if path.transport is Transport.RDMA else None
+            standing = PathHealth() if path.transport is Transport.RDMA else None
             for _ in range(self._settings.streams):
                 keep = self._keep(keeping, path, standing, address, numbers)
                 keeping.tasks.append(self._tasks.create_task(keep))
@@ -150,7 +150,7 @@ class Peers:
         self,
         keeping: _Keeping,
         path: Path,
-        standing: Standing | None,
+        standing: PathHealth | None,
         address: MessengerAddress,
         numbers: "itertools.count[int]",
     ) -> None:
@@ -199,7 +199,7 @@ class Peers:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _connect(self, peer: Peer, path: Path, address: MessengerAddress, number: int) -> Lane:
+    async def _connect(self, peer: PeerSession, path: Path, address: MessengerAddress, number: int) -> Lane:
         """Raises OSError or TransferError."""
         timeout_s = self._settings.connect_timeout_s
         with contextlib.ExitStack() as on_failure:
@@ -223,7 +223,7 @@ class Peers:
         stream: Stream,
         card: Card | None,
         endpoint: Endpoint | None,
-        peer: Peer,
+        peer: PeerSession,
         path: Path,
         address: MessengerAddress,
         number: int,
@@ -239,21 +239,21 @@ class Peers:
             lane=number,
             segment=handshake.Segment(len(source.buffer), source.read_only_fd) if is_shm else None,
             endpoint=endpoint.local_info() if endpoint is not None else None,
-            takes_seat=is_shm and native() is not None,
+            takes_copy_slot=is_shm and native() is not None,
         )
         layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
         inlet: Inlet = TcpInlet(stream)
         shared = catalogue = None
         if is_shm:
-            seat = welcome.seat
+            slot = welcome.slot
             mapped = inlet = ShmInlet(
-                stream, stream.take_fd(), welcome.segment_bytes, is_writable=seat is not None
+                stream, stream.take_fd(), welcome.segment_bytes, is_writable=slot is not None
             )
             # Else it must be said which heads are wanted.
-            if welcome.shelves is not None and layout.heads == self._identity.layout.heads:
-                catalogue = Catalogue.at(mapped.segment, welcome.shelves, layout)
-            if seat is not None:
-                shared = SharedPages(mapped.segment, seat, layout, source.buffer)
+            if welcome.page_table is not None and layout.heads == self._identity.layout.heads:
+                catalogue = Catalogue.at(mapped.segment, welcome.page_table, layout)
+            if slot is not None:
+                shared = SharedPages(mapped.segment, slot, layout, source.buffer)
         try:
             _check_who(welcome.identity, address)
         except TransferError:
@@ -269,7 +269,7 @@ class Peers:
         return Lane(number, path, frames, inlet, source, layout, peer, timeout_s, endpoint, shared, catalogue)
 
 
-def _judge(standing: Standing, lane: Lane, held_s: float, peer: Peer, reason: str) -> None:
+def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: PeerSession, reason: str) -> None:
     """What the loss of `lane` means for the others on its path."""
     now_s = asyncio.get_running_loop().time()
     facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}

@@ -3,13 +3,13 @@
 Owns: that all of a write is placed or none. Does not know: how bytes come, what is answered.
 """
 
-from messenger.receiver.door import WriteRefused, WriteTarget
+from messenger.receiver.served_pool import WriteRefused, WriteTarget
 from messenger.wire.messages import Write, WriteEntry
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
 
-class Parts:
+class HeadRanges:
     """What a sender and this side can say of each layer."""
 
     def __init__(self, ours: KVLayout, theirs: KVLayout | None) -> None:
@@ -36,7 +36,7 @@ class Parts:
         return (None if part == layout.heads else part), (end - begin) * layout.head_bytes
 
 
-class Placing:
+class PendingWrite:
     """One write on its way to its pages. `complete` or `abandon` it; after either, `abandon` does nothing."""
 
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:

@@ -1,11 +1,13 @@
-"""How much is on its way to or from one messenger, and how fast it went lately.
+"""How many bytes are in flight to or from one messenger, how fast they went lately, and how many there were.
 
 The Conductor estimates transfer times from it (Algorithm 1 of the Mooncake paper).
 
-Owns: that arithmetic. Does not know: the clock, connections.
+Owns: that arithmetic, the counters of metrics. Does not know: the clock, connections.
 """
 
 from dataclasses import dataclass
+
+from messenger.transport.transports import PeerTraffic, Traffic, Transport
 
 _SAMPLE_S = 0.05
 _LEAST_SAMPLE_BYTES = 1 << 20
@@ -14,7 +16,7 @@ _WEIGHT = 0.3
 
 
 @dataclass(slots=True)
-class Flow:
+class Throughput:
     """Only the time counts in which something is under way: an idle path is not a slow one."""
 
     in_flight_bytes: int = 0
@@ -52,3 +54,29 @@ class Flow:
         self.bandwidth_bytes_per_s = (
             bandwidth_bytes_per_s if last is None else last + _WEIGHT * (bandwidth_bytes_per_s - last)
         )
+
+
+class TransferCounters:
+    """Of one session, added to all that is in `traffic` and in `own`."""
+
+    def __init__(self, traffic: Traffic, own: PeerTraffic) -> None:
+        self.throughput = Throughput()
+        self._traffic = traffic
+        self._own = own
+        self._counted_busy_s = 0.0
+        self._last_transport = Transport.TCP
+        """that moved something"""
+
+    def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
+        """Bytes have been placed and verified, at the other side or here."""
+        self._last_transport = transport
+        for traffic in (self._traffic, self._own):
+            (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
+
+    def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
+        """Of `num_bytes` in flight so many have arrived; the others were given up, or not there."""
+        self.throughput.ended(num_bytes, now_s, moved_bytes=moved_bytes)
+        if moved_bytes:
+            busy_s = self.throughput.total_busy_s
+            self._own.busy_s[self._last_transport] += busy_s - self._counted_busy_s
+            self._counted_busy_s = busy_s
