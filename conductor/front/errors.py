@@ -45,6 +45,11 @@ class GenerationFailedError(RequestError):
         super().__init__(message, status=500, code="generation_failed")
 
 
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, such as "1 token" or "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def error_body(error: RequestError) -> dict[str, Any]:
     """OpenAI's error object."""
     if error.status == 429:

@@ -1,13 +1,16 @@
 """Clients' API keys: who may ask, and how much: rates, and how many of a key's choices run at the same time.
 
-Owns: the check of each request's key, each key's counts. Does not know: the file's format
+Owns: the check of each request's key, each key's counts and their metrics. Does not know: the file's format
 (`mooncake.security.api_keys`), what is asked, the routes of admins (`admin_access`).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from conductor.front.access.admin_access import ADMIN_PREFIXES
@@ -18,7 +21,9 @@ from mooncake.errors import RequestError
 from mooncake.security.api_keys import ApiKey
 
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/metrics", "/version"})
-"""what needs no key: they say nothing of what clients ask"""
+"""Paths that need no key: they say nothing of what clients ask."""
+_LIMITS = ("requests_per_minute", "max_concurrent", "max_context_cache_tokens")
+"""Attributes of a key that limit its use."""
 
 
 @dataclass(slots=True)
@@ -165,3 +170,34 @@ class AccessControl:
 def _is_open(path: str) -> bool:
     """Whether the path needs no client's key. Routes of admins ask for keys of their own."""
     return path in OPEN_PATHS or path.startswith(ADMIN_PREFIXES)
+
+
+class AccessMetrics(Collector):
+    """What each API key may do and does, for Prometheus; read at each scrape. Registers itself."""
+
+    def __init__(self, ring: KeyRing, limits: KeyLimits, registry: CollectorRegistry) -> None:
+        self._ring, self._limits = ring, limits
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of every key that is valid now."""
+        allowed = GaugeMetricFamily(
+            "mooncake_api_key_limit", "Limits that a key's entry sets", labels=["key", "limit"]
+        )
+        running = GaugeMetricFamily(
+            "mooncake_api_key_running", "Choices of a key's HTTP requests that run now", labels=["key"]
+        )
+        requests = CounterMetricFamily(
+            "mooncake_api_key_requests",
+            "HTTP requests of a key that were let in, and those that were beyond its limits",
+            labels=["key", "outcome"],
+        )
+        for key in self._ring.keys:
+            for limit in _LIMITS:
+                if (value := getattr(key, limit)) is not None:
+                    allowed.add_metric([key.name, limit], value)
+            use = self._limits.use_of(key)
+            running.add_metric([key.name], 0 if use is None else use.num_running)
+            requests.add_metric([key.name, "let_in"], 0 if use is None else use.num_let_in)
+            requests.add_metric([key.name, "limited"], 0 if use is None else use.num_limited)
+        yield from (allowed, running, requests)

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from conductor.front.generation import logprobs
 from conductor.front.generation.generation import Delta, Usage
 from conductor.front.generation.tool_answer import ToolAnswer
-from conductor.front.generation.whole_answer import WholeChoice
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.validation import Endpoint, Job, UsageShown
 from mooncake.messages.requests import FinishReason
@@ -23,6 +22,7 @@ STREAM_END = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 _PLACE = "text goes here: " + secrets.token_hex(16)
+_LogprobsOf = Callable[[Delta], dict[str, Any] | None]
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -71,7 +71,7 @@ class AnswerFormat:
             "system_fingerprint": model.fingerprint[:12],
         }
         self._chunk_base = {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
-        self._whole: dict[int, WholeChoice] = {}
+        self._whole: dict[int, _WholeChoice] = {}
         """choices of an answer that is not streamed"""
         self._token_bytes = model.tokenizer.token_bytes
         self._is_text_alone = (
@@ -99,7 +99,7 @@ class AnswerFormat:
         choice = self._whole.get(delta.choice_index)
         if choice is None:
             tools = self._tool_answers.get(delta.choice_index)
-            choice = self._whole[delta.choice_index] = WholeChoice(tools, self._logprobs)
+            choice = self._whole[delta.choice_index] = _WholeChoice(tools, self._logprobs)
         choice.add(delta)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
@@ -208,3 +208,63 @@ class AnswerFormat:
 
 def _without_tokens(delta: Delta) -> Delta:
     return replace(delta, token_ids=[], logprobs=(), offsets=())
+
+
+class _WholeChoice:
+    """A choice of an answer that is not streamed: put together as it comes, not all at its end."""
+
+    def __init__(self, tools: ToolAnswer | None, logprobs_of: _LogprobsOf) -> None:
+        self._tools, self._logprobs_of = tools, logprobs_of
+        self._texts: list[str] = []
+        self._logprobs: _Columns | None = None
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    def add(self, delta: Delta) -> None:
+        """What has come."""
+        self.finish_reason = delta.finish_reason
+        self.token_ids += delta.token_ids
+        if self._tools is not None:
+            self._tools.gather()
+        else:
+            self._texts.append(delta.text)
+        if (columns := self._logprobs_of(delta)) is not None:
+            self._logprobs = self._logprobs or _Columns()
+            self._logprobs.add(columns)
+
+    @property
+    def text(self) -> str:
+        """Of a choice without tools."""
+        return "".join(self._texts)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Of a chat."""
+        if self._tools is not None:
+            return self._tools.message()
+        return {"role": "assistant", "content": self.text, "refusal": None}
+
+    @property
+    def logprobs(self) -> msgspec.Raw | None:
+        """In JSON."""
+        return None if self._logprobs is None else self._logprobs.json()
+
+
+class _Columns:
+    """An object of lists, each piece in JSON as soon as it comes."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[bytes]] = {}
+        self._others: dict[str, bytes] = {}
+
+    def add(self, columns: dict[str, Any]) -> None:
+        for name, value in columns.items():
+            if isinstance(value, list):
+                self._lists.setdefault(name, []).append(_encode(value)[1:-1])
+            else:
+                self._others[name] = _encode(value)
+
+    def json(self) -> msgspec.Raw:
+        lists = {name: b"[" + b",".join(pieces) + b"]" for name, pieces in self._lists.items()}
+        fields = (_encode(name) + b":" + value for name, value in {**lists, **self._others}.items())
+        return msgspec.Raw(b"{" + b",".join(fields) + b"}")

@@ -5,9 +5,11 @@ Owns: JSON, and errors in the words of clients who have written JSON. Does not k
 
 import contextlib
 import gc
+import json
+import math
 import reprlib
 from collections.abc import Callable, Generator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
@@ -83,6 +85,12 @@ def parse(
         with refusing_depth():
             value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if (field := _field_out_of_range(body)) is not None:
+            raise RequestError(
+                f"{field}: expected a number within the range of 64-bit floats",
+                param=field,
+                code="invalid_value",
+            ) from None
         reason = _invalid_utf8(body) or str(error)
         raise RequestError(f"the request body is not valid JSON: {reason}", code="invalid_json") from None
     finally:
@@ -95,6 +103,28 @@ def parse(
         return schema.model_validate(value)
     except ValidationError as error:
         raise _first_error(error) from None
+
+
+class _OutOfRangeError(Exception):
+    """A number of a body cannot be held. Its argument is the field's name."""
+
+
+def _field_out_of_range(body: bytes) -> str | None:
+    """Name the field with the first number that cannot be held: the parser does not say which it is."""
+
+    def check(fields: list[tuple[str, Any]]) -> None:
+        for name, value in fields:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, float) and not math.isfinite(item):
+                    raise _OutOfRangeError(name)
+
+    try:
+        json.loads(body, parse_int=float, object_pairs_hook=check)
+    except _OutOfRangeError as error:
+        return shortened(error.args[0])
+    except (ValueError, RecursionError):
+        return None
+    return None
 
 
 def _invalid_utf8(body: bytes) -> str | None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from conductor.front.openai.conversation import index_of_tool_use, rendered_messages
-from conductor.front.openai.described_tools import describe_tools
 from conductor.front.openai.model import ServedModel
 from conductor.front.openai.schema import Message, shortened
-from conductor.front.openai.tools import ToolFields, rendered_tools
+from conductor.front.openai.tools import ToolFields, describe_tools, rendered_tools
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import BlockKey, root_key
 from mooncake.security.api_keys import ApiKey
@@ -92,7 +91,14 @@ def chat_tokens(
     _check_variables(variables, len(messages), model)
     if described:
         variables = {**variables, "tools": described}
-    return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt, **variables)
+    try:
+        return model.tokenizer.render_chat(rendered, add_generation_prompt=add_generation_prompt, **variables)
+    except RecursionError:
+        raise RequestError(
+            "the model's chat template calls itself without end, or what it gets is nested too deeply",
+            param="messages",
+            code="invalid_value",
+        ) from None
 
 
 def _check_variables(variables: Mapping[str, Any], num_messages: int, model: ServedModel) -> None:

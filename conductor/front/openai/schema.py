@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
-from conductor.front.openai.fields import WHOLE, ListOf, at_most
-from conductor.front.openai.response_format import ResponseFormat
+from conductor.front.openai.fields import WHOLE, KnownFields, ListOf, at_most
 from conductor.front.openai.tools import MAX_TOOLS, ToolCallFields, ToolChoice, ToolFields
 from mooncake.errors import RequestError
 
@@ -101,6 +100,22 @@ def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
         schema["additionalProperties"] = False
 
     return describe
+
+
+class JsonSchemaFields(KnownFields):
+    """A JSON schema that the answer follows, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, SkipValidation[Any]], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(KnownFields):
+    """Form of the answer: `json_object` or `json_schema`; `text` asks for nothing."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
 
 
 class StreamOptions(BaseModel):

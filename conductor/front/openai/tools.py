@@ -1,7 +1,7 @@
 """Tools that a chat request offers to the model, and how it may use them.
 
-Owns: the fields `tools`, `tool_choice`, `parallel_tool_calls`, and calls in messages. Does not know: how
-calls are found in text (`tool_calls`), templates' languages.
+Owns: the fields `tools`, `tool_choice`, `parallel_tool_calls`, calls in messages, how tools are described to
+models whose chat template has no place for them. Does not know: how calls are found in text (`tool_calls`).
 """
 
 import json
@@ -17,6 +17,20 @@ from mooncake.errors import RequestError
 
 MAX_TOOLS = 128
 _NAME_PATTERN = r"^[a-zA-Z0-9_-]{1,64}$"
+_INTRODUCTION = """\
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""How Hermes models were taught that there are tools."""
 
 
 class FunctionFields(KnownFields):
@@ -162,3 +176,32 @@ def _named_by(tool_choice: object) -> str | None:
 def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
     """For templates."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+
+
+def describe_tools(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Describe tools in the system message, for a chat template that has no place for them.
+
+    Returns messages of systems, users and assistants alone, which say what those with tools said.
+    """
+    described = [_plain(message) for message in messages]
+    if tools:
+        text = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if described and described[0]["role"] == "system":
+            described[0]["content"] += f"\n\n{text}"
+        else:
+            described.insert(0, {"role": "system", "content": text})
+    return described
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        for call in message.get("tool_calls", ())
+    ]
+    plain["content"] = "\n".join([*([plain["content"]] if plain["content"] else []), *calls])
+    return plain

@@ -21,7 +21,7 @@ from conductor.front.http.certificate import Certificate
 from conductor.front.http.connection import Timeouts
 from conductor.front.http.server import HttpServer, listen
 from conductor.front.openai.model import ServedModel
-from conductor.front.routes.admin_app import create_admin_app
+from conductor.front.routes.admin import create_admin_app
 from conductor.front.routes.app import create_app
 from conductor.front.routes.shared import Front
 from conductor.telemetry.display import Display

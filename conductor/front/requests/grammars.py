@@ -8,7 +8,7 @@ import json
 from typing import Any, NamedTuple
 
 from conductor.front.openai.model import ServedModel
-from conductor.front.openai.response_format import ResponseFormat
+from conductor.front.openai.schema import ResponseFormat
 from conductor.front.openai.tool_calls import ToolFormat
 from conductor.front.openai.tools import ToolUse
 from mooncake.errors import RequestError

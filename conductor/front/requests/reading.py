@@ -14,11 +14,11 @@ import msgspec
 
 from conductor.front.caches.context_caches import Beginning
 from conductor.front.errors import RETRY_AFTER_S
-from conductor.front.http.offload import Answer, Lane, Offload
 from conductor.front.openai.body import Received
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.context_beginnings import NewBeginning, read_beginning
 from conductor.front.requests.grammars import WantedGrammar
+from conductor.front.requests.offload import Answer, Lane, Offload
 from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, check_num_ids
 from conductor.front.requests.validation import (
     CacheWantedError,

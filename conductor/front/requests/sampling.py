@@ -8,6 +8,7 @@ import secrets
 
 import msgspec
 
+from conductor.front.errors import counted
 from conductor.front.openai.model import ServedModel, Tokenizer
 from conductor.front.openai.prompt import check_token_ids
 from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, shortened
@@ -52,8 +53,8 @@ class Sampling:
         """Of a prompt's `choice`-th choice."""
         if self._min_tokens > max_tokens:
             raise RequestError(
-                f"min_tokens is {self._min_tokens}, but the answer has at most {max_tokens} tokens; "
-                "reduce it or raise max_tokens",
+                f"min_tokens is {self._min_tokens}, but the answer has at most"
+                f" {counted(max_tokens, 'token')}; reduce it or raise max_tokens",
                 param="min_tokens",
                 code="invalid_value",
             )

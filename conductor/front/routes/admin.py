@@ -1,14 +1,17 @@
-"""The routes for those who run the cluster: taking instances out of service, and back in.
+"""Routes and listener for those who run the cluster: to take instances out of service, and back in.
 
-Owns: these paths. Does not know: who may use them (`admin_access`), how an instance drains
-(`conductor.policy`).
+Owns: these paths, what the listener of `http.admin_listen` serves. Does not know: who may use them
+(`admin_access`), how an instance drains (`conductor.policy`), what the other routes show (`monitoring`).
 """
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.access.admin_access import ADMIN, AdminAccess
 from conductor.front.generation.link import Link
+from conductor.front.http.boundary import Boundary, answer_errors
+from conductor.front.routes.monitoring import monitoring
+from conductor.front.routes.shared import Front
 from mooncake.errors import RequestError
 
 
@@ -31,3 +34,18 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         return await told(name, is_wanted=False)
 
     return router
+
+
+def create_admin_app(front: Front, access: AdminAccess) -> FastAPI:
+    """Return the application of `http.admin_listen`. `access`: who may use what is reached there."""
+    app = FastAPI(title="mooncake-serve, admin", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Boundary)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    app.include_router(admin(front.link, access))
+    app.include_router(monitoring(front.registry, front.display, front.link, access))
+    answer_errors(app)
+    return app

@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from conductor.front.access.access import AccessControl, KeyLimits
-from conductor.front.access.access_metrics import AccessMetrics
+from conductor.front.access.access import AccessControl, AccessMetrics, KeyLimits
 from conductor.front.access.admin_access import AdminAccess
 from conductor.front.access.key_ring import KeyRing
 from conductor.front.errors import RateLimitedError

@@ -397,3 +397,34 @@ def test_too_many_are_told_the_limit_and_how_many_came(
 def test_what_is_no_utf_8_is_told_where(body: bytes, position: int) -> None:
     with pytest.raises(RequestError, match=f"byte 0x{body[position]:02x} at position {position} is no UTF-8"):
         read_job(Endpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("temperature", '"temperature": 1e999'),
+        ("max_tokens", '"max_tokens": 1%s' % ("0" * 5000)),
+        ("prompt", '"prompt": [1, -1e999]'),
+        ("10", '"logit_bias": {"10": 1e400}'),
+    ],
+)
+def test_a_number_that_is_too_large_is_refused_by_its_field(field: str, body: str) -> None:
+    whole = f'{{"model": "{MODEL_NAME}", {body}}}'.encode()
+    with pytest.raises(RequestError, match=f"^{field}: expected a number within") as caught:
+        read_job(Endpoint.COMPLETION, whole, MODEL, MODEL_NAME, max_choices=8)
+    assert caught.value.param == field
+
+
+def test_one_token_is_not_several() -> None:
+    with pytest.raises(RequestError, match=r"the prompt has 1 token and max_tokens is 100,"):
+        completion(prompt="h", max_tokens=100)
+
+
+def test_a_template_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def render_chat(*_: Any, **__: Any) -> list[int]:
+        raise RecursionError
+
+    monkeypatch.setattr(MODEL.tokenizer, "render_chat", render_chat)
+    with pytest.raises(RequestError, match="chat template calls itself without end") as caught:
+        chat()
+    assert caught.value.param == "messages"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conductor.front.http.offload import Answer, Lane, Offload
+from conductor.front.requests.offload import Answer, Lane, Offload
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 
 
@@ -92,7 +92,7 @@ async def test_what_takes_too_much_is_refused_and_the_next_is_done(
     monkeypatch: pytest.MonkeyPatch,
     offload: Offload,
 ) -> None:
-    monkeypatch.setattr("conductor.front.http.offload._MAX_CPU_S", 1)
+    monkeypatch.setattr("conductor.front.requests.offload._MAX_CPU_S", 1)
 
     tasks = [asyncio.create_task(offload.do(Lane.SHORT, task)) for task in (costly, "next")]
     with pytest.raises(RequestError, match="make it simpler") as caught:
@@ -132,7 +132,7 @@ async def test_what_nobody_waits_for_is_not_begun_and_too_much_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     offload: Offload,
 ) -> None:
-    monkeypatch.setattr("conductor.front.http.offload.MAX_WAITING_OF_TENANT", 2)
+    monkeypatch.setattr("conductor.front.requests.offload.MAX_WAITING_OF_TENANT", 2)
     go, told = tmp_path / "go", tmp_path / "told"
 
     first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "a"))
