@@ -72,6 +72,7 @@ def run_rank(
 
 def run_group(family: str, size: int, *, num_stages: int = 1, **options: bool) -> list[Outcome]:
     groups = [ThreadGroup(size) for _ in range(num_stages)]
+    reference(family, options["is_wide"])  # made once, before the ranks' threads share torch's generator
     return on_ranks(
         size, lambda rank: run_rank(family, shards=[group.shards[rank] for group in groups], **options)
     )
