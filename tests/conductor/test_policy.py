@@ -536,7 +536,7 @@ def test_a_request_does_not_wait_for_ever() -> None:
     conductor = new_conductor(Limits(placement_timeout_s=30.0, return_grace_s=100.0))
     conductor.handle(FRONT, Submit(request()), 0.0)
     conductor.peer_gone(D0, 1.0)
-    [(at_s, rejected)] = rejections_when_time_passes(conductor, 4.0, 30.0, 32.0)
+    [(at_s, rejected)] = rejections_when_time_passes(conductor, 4.0, 30.5, 32.0)
     assert at_s == 32.0
     assert rejected.message == "no pair of instances came back in time (d0 is not connected)"
     assert (rejected.status, rejected.retry_after_s) == (503, 1.0)

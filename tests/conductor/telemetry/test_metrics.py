@@ -33,6 +33,18 @@ def test_strangers_at_the_conductor_are_counted() -> None:
     assert registry.get_sample_value("mooncake_conductor_unfinished_handshakes_total") == 3
 
 
+def test_requests_in_the_admission_queue_are_told_from_those_that_wait_for_an_instance() -> None:
+    conductor = new_conductor(Limits(ttft_slo_s=9.0, tbt_slo_s=0.00515, max_waiting=1))
+    for request_id in ("runs", "queued"):
+        conductor.handle(FRONT, Submit(request(request_id)), 1.0)
+    registry = CollectorRegistry()
+    ConductorMetrics(conductor, registry, lambda: 1.0, lambda: 0, lambda: 0, dict)
+    value = registry.get_sample_value
+    states = ("reserving", "queued", "waiting")
+    assert [value("mooncake_requests_by_state", {"state": state}) for state in states] == [1, 1, 0]
+    assert value("mooncake_requests_waiting_for_load") == 1
+
+
 def test_what_computes_is_told_by_instance() -> None:
     registry = CollectorRegistry()
     ConductorMetrics(new_conductor(), registry, lambda: 0.0, lambda: 0, lambda: 0, dict)
