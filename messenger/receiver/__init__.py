@@ -1,1 +1,2 @@
-"""The side that answers: who is let in, and what they may write to or read from this pool."""
+"""Side of a messenger that answers: which peers are admitted, and what they may write to or read from this
+pool."""

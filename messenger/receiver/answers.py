@@ -1,6 +1,7 @@
 """Answers to the fetches of one connection, in their order: at once, or one after the other.
 
-Owns: which blocks are being read over it. Does not know: how requests come, whose blocks these are.
+Owns: which blocks are being read over the connection. Does not know: how requests come, whose blocks these
+are.
 """
 
 import asyncio
@@ -18,11 +19,11 @@ from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_f
 from mooncake.errors import MooncakeError, TransferError
 
 MOST_FETCHES = 64
-"""of one lane that are being answered or read"""
+"""Most fetches of one lane that are being answered or read."""
 
 
 class Answers:
-    """`run` it while the connection lasts, then `close` it."""
+    """Fetches of one connection. `run` it while the connection lasts, then `close` it."""
 
     def __init__(
         self,
@@ -41,12 +42,12 @@ class Answers:
         self._replies = replies
         self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
         self._num_queued = 0
-        """fetches that wait to be answered"""
+        """Fetches that wait to be answered."""
         self._read: deque[tuple[Callable[[], None], int]] = deque()
-        """what ends the lease of blocks that are being read, and their bytes; oldest first"""
+        """Ends of the leases of blocks that are being read, and their bytes; the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answers it, now or after those before it: their answers have no other name."""
+        """Answer a fetch, now or after those before it: answers are told apart by their order alone."""
         if fetch.is_read:
             self._was_read(fetch)
             return
@@ -66,7 +67,7 @@ class Answers:
         self._fetches.put_nowait(self._answer(fetch))
 
     def _was_read(self, fetch: Fetch) -> None:
-        """By the sender, who has our segment mapped."""
+        """Count blocks that the sender has read in our segment, which it has mapped."""
         if self._transport is not Transport.SHM:
             raise TransferError("blocks are said to be read where nobody can see them")
         layers, heads = self._check_fetch(fetch)
@@ -79,7 +80,7 @@ class Answers:
         self._traffic.sent_bytes[self._transport] += num_blocks * len(layers) * self._layout.layer_bytes
 
     async def run(self) -> None:
-        """Answers what could not be answered at once."""
+        """Answer fetches that could not be answered at once."""
         try:
             while True:
                 await (await self._fetches.get())
@@ -88,14 +89,15 @@ class Answers:
             self._replies.shut_down()  # nobody else would answer
 
     def close(self) -> None:
-        """Nothing more is answered or read. `run` has ended."""
+        """End all leases. `run` has ended."""
         while not self._fetches.empty():
             self._fetches.get_nowait().close()
         for end_lease, _ in self._read:
             end_lease()
 
     def fetched(self) -> None:
-        """The sender is through with the oldest answer. Raises TransferError if there is none."""
+        """End the lease of the oldest answer, which the sender has read. Raises TransferError if there is
+        none."""
         if not self._read:
             raise TransferError("a fetch is done that was not answered")
         end_lease, num_bytes = self._read.popleft()
@@ -114,7 +116,7 @@ class Answers:
             self._refuse_fetch(error)
 
     def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
-        """The layers that are wanted, and the part of each. Raises TransferError."""
+        """Return the layers that are wanted, and the part of each. Raises TransferError."""
         layers = range(fetch.layer_begin, fetch.layer_end)
         heads, layer_bytes = self._parts.of(fetch.heads)
         try:
@@ -139,7 +141,7 @@ class Answers:
         self._replies.post(encode_frame(Found([], brief(str(error)))))
 
     def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
-        """The blocks stay where they are until the reader is through."""
+        """Send blocks, which stay where they are until the reader has said that it has them."""
         num_bytes = self._begin_to_read(blocks, end_lease)
         found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
         if self._transport is Transport.TCP:
@@ -148,7 +150,7 @@ class Answers:
             self._replies.post(encode_frame(found))
 
     def _begin_to_read(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> int:
-        """Their bytes."""
+        """Record blocks that are being read, and return their bytes."""
         num_bytes = sum([len(block.view) for block in blocks])
         self._read.append((end_lease, num_bytes))
         return num_bytes
@@ -156,7 +158,7 @@ class Answers:
     async def _open_found(
         self, exposures: Exposures, blocks: Sequence[Readable], end_lease: Callable[[], None]
     ) -> None:
-        """The same over RDMA, by which the reader fetches them himself."""
+        """Open blocks to the reader, which fetches them by RDMA."""
         places = [Range(block.source_offset, len(block.view)) for block in blocks]
         try:
             addresses, keys, close = await exposures.open_to_read(places)

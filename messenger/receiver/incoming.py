@@ -1,7 +1,7 @@
-"""The answering side of one connection: checks, places, verifies and acknowledges what is written over it.
+"""Answering side of one connection: checks, places, verifies and acknowledges writes.
 
-Owns: a connection after its handshake. Does not know: keys, reservations; whose pages these are
-is the `WriteTarget`'s business, what is fetched that of messenger.receiver.answers.
+Owns: a connection after its handshake. Does not know: keys, reservations. Pages are the `WriteTarget`'s
+business, fetches that of messenger.receiver.answers.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""of writes whose acknowledgements leave together at most: the sender waits for them to send more"""
+"""Bytes of writes whose acknowledgements leave together, at most: the sender waits for them to send more."""
 _MOST_ACKS = 16
-"""of writes that were placed by the sender: it is told in time, not at once"""
+"""Writes placed by the sender itself whose acknowledgements leave together, at most."""
 _ACK = encode_frame(WriteAck())
 
 
@@ -58,10 +58,10 @@ class IncomingLane:
         layout: KVLayout | None,
         slot: CopySlot | None = None,
     ) -> None:
-        """`layout`: of the sender's blocks, None if it has none and may only probe; `slot`: at which it
-        writes to granted pages itself."""
+        """Make the lane of a sender whose blocks have this `layout`; None if it has none and may only probe.
+        `slot`: the copy slot by which it writes to granted pages itself."""
         self.ended = asyncio.Event()
-        """set when nothing that came over it will be placed any more"""
+        """Set when no more bytes that came over this lane will be placed."""
         self._served_pool = served_pool
         self._frames = frames
         self._stream = frames.stream
@@ -70,25 +70,25 @@ class IncomingLane:
         self._copy_slot = slot
         self._may_only_probe = layout is None
         self._most_bytes = max(MAX_FRAME_BYTES, served_pool.identity.layout.layer_bytes)
-        """of one write"""
+        """Most bytes of one write."""
         self._parts = HeadRanges(served_pool.identity.layout, layout)
         self._session: SenderSession
         self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
-        """that leave together"""
+        """Acknowledgements that leave together."""
         self._acknowledged_bytes = 0
-        """by them"""
+        """Bytes of the writes that they acknowledge."""
         self._are_acks_urgent = False
-        """somebody waits for one of them"""
+        """Whether the sender waits for one of them."""
         self._acks_due: asyncio.TimerHandle | None = None
         self._deadline = Deadline(served_pool.settings.ack_timeout_s, self._stream.shut_down)
         self._rest: Coroutine[None, None, None] | None = None
-        """of a frame that takes a while"""
+        """Rest of the handling of a frame, which has to be awaited."""
         self._placing: PendingWrite | None = None
-        """whose bytes are awaited"""
+        """The write whose payload is awaited."""
         self._answers = Answers(served_pool, inlet.transport, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
-        """the lane whose end is awaited"""
+        """The lane whose end this one awaits."""
 
     def post(self, *buffers: bytes | memoryview) -> None:
         self._replies.post(*buffers)
@@ -97,7 +97,7 @@ class IncomingLane:
         self._stream.shut_down()
 
     def discard(self) -> None:
-        """It will not be run."""
+        """Free the resources of a lane that will not be run."""
         if self._exposures is not None:
             self._exposures.close()
         self._leave_copy_slot()
@@ -115,7 +115,7 @@ class IncomingLane:
             self._exposures.conceal_within(transfer_id, self._served_pool.settings.ack_timeout_s)
 
     async def run(self, session: SenderSession) -> str:
-        """Serves the connection until it is lost. Returns the reason."""
+        """Serve the connection until it is lost. Returns the reason."""
         self._session = session
         session.had_copy_slot |= self._copy_slot is not None
         answering = asyncio.create_task(self._answers.run())
@@ -150,8 +150,8 @@ class IncomingLane:
                 self._answers.close()
 
     def _hear(self) -> bool:
-        """Handles what has come. Whether there is something to wait for: for the rest of it, or while others
-        have their turn."""
+        """Handle frames that have come. Returns whether to wait: for the rest of a frame, or for a turn of
+        others."""
         while (frame := self._frames.ready()) is not None:
             self._rest = self._handle(frame)
             if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):
@@ -163,7 +163,8 @@ class IncomingLane:
         return frame is not None
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
-        """Does what can be done at once, and returns the rest. If either raises, the connection ends."""
+        """Handle one frame as far as possible at once, and return the rest of the work. An exception of
+        either ends the connection."""
         session = self._session
         if self._may_only_probe and not isinstance(frame.message, Probe):
             raise TransferError(f"a probe sent {type(frame.message).__name__}")
@@ -190,7 +191,7 @@ class IncomingLane:
         return None
 
     async def _abandon(self, lane: SessionLane) -> None:
-        """Ends `lane`. Returns when nothing that came over it will be placed any more."""
+        """End `lane`. Returns when no more bytes that came over it will be placed."""
         lane.shut_down()
         waiting: SessionLane | None = lane
         while waiting is not None:
@@ -202,7 +203,8 @@ class IncomingLane:
         self.awaited = None
 
     async def _expose(self, transfer_id: int, grant_id: int) -> None:
-        """If the device cannot, the connection ends: others may carry what the sender wants to write."""
+        """Open the pages of a grant to the sender. If the device cannot, the connection ends: others may
+        carry the writes."""
         if self._exposures is None:
             raise TransferError("pages are to be opened on a connection without RDMA")
         try:
@@ -222,7 +224,7 @@ class IncomingLane:
     # -- writes -----------------------------------------------------------------------------------
 
     def _write(self, write: Write, payload_bytes: int) -> Coroutine[None, None, None] | None:
-        """Places one write, all of it or none."""
+        """Place one write, all of it or none."""
         entries = write.entries
         heads, layer_bytes = self._parts.of(write.heads)
         if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
@@ -261,7 +263,7 @@ class IncomingLane:
         self._placed(placing, checksums, num_bytes)
 
     def _placed(self, placing: PendingWrite, checksums: Sequence[bytes], num_bytes: int) -> None:
-        """Verifies what is there, and says so."""
+        """Verify a write whose bytes have come, and acknowledge it."""
         write = placing.write
         try:
             for entry, actual in zip(placing.entries, checksums, strict=True):
@@ -273,7 +275,7 @@ class IncomingLane:
             placing.abandon()
 
     def _complete(self, placing: PendingWrite, num_bytes: int) -> None:
-        """What is there has been verified."""
+        """Complete a write that has been verified."""
         write = placing.write
         self._served_pool.traffic.received_bytes[self._inlet.transport] += num_bytes
         try:
@@ -304,7 +306,8 @@ class IncomingLane:
         return WriteAck(RefusalKind.CORRUPT, brief(reason))
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
-        """None: all is well. It leaves with those of the writes that have arrived already."""
+        """Send an acknowledgement with those of other writes that have come; None acknowledges a good
+        write."""
         self._acks.append(_ACK if answer is None else encode_frame(answer))
         self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes

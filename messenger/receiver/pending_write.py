@@ -1,6 +1,6 @@
-"""One write on its way to its pages, and which part of each layer it brings.
+"""A write whose bytes are being received, and the part of each layer that it brings.
 
-Owns: that all of a write is placed or none. Does not know: how bytes come, what is answered.
+Owns: that all of a write is placed or none. Does not know: how bytes come, acknowledgements.
 """
 
 from messenger.receiver.served_pool import WriteRefused, WriteTarget
@@ -10,17 +10,18 @@ from mooncake.messages.blocks import KVLayout
 
 
 class HeadRanges:
-    """What a sender and this side can say of each layer."""
+    """Heads of each layer that a sender and this side both have."""
 
     def __init__(self, ours: KVLayout, theirs: KVLayout | None) -> None:
-        """`theirs`: None if it has no blocks."""
+        """Compare both layouts; `theirs` is None if the sender has no blocks."""
         self._layout = ours
         self._layer_bytes = ours.layer_bytes
         self.has_same_heads = theirs is not None and theirs.heads == ours.heads
-        """at both ends: nothing is said of them"""
+        """Whether both ends have the same heads, so that frames do not name any."""
 
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
-        """Which part of each layer of this side a frame is about, None for all of it, and the bytes of that.
+        """Return the part of each layer of this side that a frame is about, None for all of it, and its
+        bytes.
 
         Raises TransferError for no heads, or if nothing is said and they are not the same at both ends.
         """
@@ -37,21 +38,22 @@ class HeadRanges:
 
 
 class PendingWrite:
-    """One write on its way to its pages. `complete` or `abandon` it; after either, `abandon` does nothing."""
+    """A write whose bytes are being received. `complete` or `abandon` it; after either, `abandon` does
+    nothing."""
 
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write
         self.layer_bytes = layer_bytes
-        """of what comes of each layer"""
+        """Bytes that come of each layer."""
         self.entries: list[WriteEntry] = []
-        """that are to be placed, each in its view"""
+        """Entries that are to be placed, each in its view."""
         self.views: list[memoryview] = []
         self._target = target
         self._heads = heads
         self._begun: list[WriteEntry] = []
 
     def begin(self, *, is_on_wire: bool) -> None:
-        """What is there already goes nowhere: it is only taken off the wire. Raises WriteRefused."""
+        """Find the pages. Bytes that are there already are only taken off the wire. Raises WriteRefused."""
         for entry in self.write.entries:
             if entry.num_layers < 1:
                 raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")
@@ -66,7 +68,7 @@ class PendingWrite:
             self.views.append(view)
 
     def complete(self) -> bool:
-        """Whether these were the last bytes of the grant. Raises WriteRefused."""
+        """Return whether these were the last bytes of the grant. Raises WriteRefused."""
         is_last = False
         while self._begun:
             is_last |= self._target.complete(self.write.grant_id, self._begun.pop(), self._heads)

@@ -1,6 +1,6 @@
-"""Lets other messengers in: their handshake, what they may use, the session they belong to.
+"""Admission of other messengers: their handshake, their resources, the session they belong to.
 
-Owns: who is connected, and who wants to be. Does not know: what is said on a connection after that.
+Owns: which peers are connected. Does not know: what is said on a connection after the handshake.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 256
-"""connections whose other end has not shown yet that it knows the cluster's key"""
+"""Most unauthenticated connections at one port."""
 _SILENT = "it said nothing in time"
 
 
 class UnauthenticatedPeers:
-    """The unauthenticated connections of one port. One too many ends the oldest."""
+    """Unauthenticated connections at one port. One too many ends the oldest."""
 
     def __init__(self) -> None:
         self._crowd = Crowd[Stream](MOST_UNKNOWN, Stream.shut_down)
 
     @contextlib.contextmanager
     def entered(self, stream: Stream) -> Iterator[None]:
-        """For one more, while it shows that it knows the key."""
+        """Count one more while its peer authenticates itself."""
         self._crowd.enter(stream)
         try:
             yield
@@ -49,14 +49,14 @@ class UnauthenticatedPeers:
 
 
 class Sessions:
-    """All senders that are connected. Every connection is handed to `serve`."""
+    """Sessions of all senders that are connected. Every connection is handed to `serve`."""
 
     def __init__(self, served_pool: ServedPool) -> None:
         self._served_pool = served_pool
         self._sessions: dict[tuple[str, bytes], SenderSession] = {}
 
     async def serve(self, stream: Stream, unauthenticated: UnauthenticatedPeers) -> None:
-        """One connection, until it ends. A stranger's costs a counter."""
+        """Serve one connection until it ends. An unauthenticated one costs a counter."""
         served_pool = self._served_pool
         try:
             try:
@@ -78,7 +78,8 @@ class Sessions:
             stream.close()
 
     async def _welcome(self, frames: Frames, introduction: Introduction) -> IncomingLane:
-        """Raises TransferError, MismatchError, OSError."""
+        """Admit a sender and give its lane the resources it needs. Raises TransferError, MismatchError,
+        OSError."""
         stream, served_pool = frames.stream, self._served_pool
         await check_introduction(stream, served_pool.identity, introduction)
         inlet, exposures = cast(Inlet, TcpInlet(stream)), None
@@ -141,7 +142,7 @@ class Sessions:
 
 
 async def _shake_hands(stream: Stream) -> None:
-    """Raises AuthenticationError."""
+    """Shake hands by TLS, if there is TLS. Raises AuthenticationError."""
     try:
         await stream.shake_hands()
     except OSError as error:
@@ -157,7 +158,7 @@ async def refuse_connection(
     *,
     timeout_s: float,
 ) -> None:
-    """Hears who a sender is and refuses him."""
+    """Authenticate a sender and refuse it for this reason."""
     try:
         with unauthenticated.entered(stream):
             async with asyncio.timeout(timeout_s):

@@ -1,6 +1,6 @@
-"""A sender, on the side that answers it: its lanes, and the transfers that it has open.
+"""Session with a sender, on the side that answers it: its lanes, and the transfers that it has open.
 
-It ends with the last of its lanes.
+The session ends with the last of its lanes.
 
 Owns: which transfers are open. Does not know: connections, whose pages these are.
 """
@@ -18,29 +18,29 @@ from mooncake.errors import TransferError
 log = logging.getLogger(__name__)
 
 MOST_TRANSFERS = 4096
-"""of one session that are open"""
+"""Most open transfers of one session."""
 _MOST_GIVEN_UP = 1024
 
 
 class SessionLane(Protocol):
-    """One of the connections."""
+    """One of the connections of a session."""
 
     ended: asyncio.Event
-    """set when nothing that came over it will be placed any more"""
+    """Set when no more bytes that came over this lane will be placed."""
     awaited: "SessionLane | None"
-    """whose end it waits for"""
+    """The lane whose end this one awaits."""
 
     def shut_down(self) -> None:
-        """It is to end."""
+        """End the connection."""
 
     def post(self, *buffers: bytes | memoryview) -> None:
-        """Sends frames. Never waits."""
+        """Send frames. Never waits."""
 
     def conceal(self, transfer_id: int) -> None:
-        """Nothing of this transfer can be written by RDMA any more."""
+        """Close the pages of this transfer to writes by RDMA."""
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        """The same when the sender has closed it, or has had the time to."""
+        """Close the pages of this transfer when the sender has closed it, or has had the time to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +51,13 @@ class SenderSession:
     target: WriteTarget
     lanes: dict[int, "SessionLane"] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
-    """grant of each open transfer"""
+    """Grant of each open transfer."""
     had_copy_slot: bool = False
-    """a lane of it: what was placed by that one may be said on another, which found none"""
+    """Whether a lane has had a copy slot. Writes placed by that one may be announced on another, which has
+    none."""
     given_up: dict[int, None] = field(default_factory=dict)
-    """the latest transfers that were; writes that have been overtaken by the news do not open them again"""
+    """The latest transfers that were given up. A write that was overtaken by that news does not open them
+    again."""
 
     def open(self, transfer_id: int, grant_id: int, ref_text: str) -> None:
         try:
@@ -65,8 +67,11 @@ class SenderSession:
             self.post(Ended(transfer_id, brief(str(error))))
 
     def ensure_open(self, transfer_id: int, grant_id: int) -> None:
-        """A write may come before the `Open`. Raises WriteRefused, and TransferError for another grant: that
-        one would not hear of the end of the transfer."""
+        """Open a transfer unless it is open: a write may come before its `Open`.
+
+        Raises WriteRefused, and TransferError for another grant than before: that one would not hear of the
+        end of the transfer.
+        """
         opened = self.grants.get(transfer_id)
         if opened is None:
             if transfer_id in self.given_up:
@@ -79,12 +84,13 @@ class SenderSession:
             raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
 
     def close(self, transfer_id: int, reason: str | None) -> None:
-        """The sender is through: nothing of it is on its way any more."""
+        """Close a transfer that the sender has completed or given up: none of its bytes is in flight."""
         self.conceal(transfer_id)
         self._end(transfer_id, reason)
 
     def fail(self, transfer_id: int, reason: str) -> None:
-        """The sender is about to hear of it, and closes the transfer when it has stopped to write."""
+        """Fail a transfer. The sender is about to hear of it, and closes the transfer when it has stopped to
+        write."""
         self._conceal_in_time(transfer_id)
         self._end(transfer_id, reason)
 
@@ -98,7 +104,7 @@ class SenderSession:
             self.target.close(grant_id, self, reason)
 
     def conceal(self, transfer_id: int) -> None:
-        """Nothing can be written by RDMA any more."""
+        """Close the pages of this transfer to writes by RDMA."""
         for lane in self.lanes.values():
             lane.conceal(transfer_id)
 
@@ -113,13 +119,13 @@ class SenderSession:
             self._conceal_in_time(transfer_id)
 
     def post(self, message: Message) -> None:
-        """To the sender, over any lane."""
+        """Send a message over any lane."""
         for lane in self.lanes.values():
             lane.post(encode_frame(message))
             return
 
     def lost(self, reason: str) -> None:
-        """The last lane has ended."""
+        """Close all transfers, because the last lane has ended."""
         for grant_id in self.grants.values():
             self.target.close(grant_id, self, f"connection from {self.name} was lost: {reason}")
         self.grants.clear()

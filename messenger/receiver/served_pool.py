@@ -1,6 +1,6 @@
-"""What a messenger offers to others: pages that they may write, blocks that they may read.
+"""The pool that a messenger serves to others: pages that they may write, blocks that they may read.
 
-Owns: what its owner must be able to do. Does not know: connections.
+Owns: the interfaces that the owner of the pool implements. Does not know: connections.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,30 +35,36 @@ class WriteTarget(Protocol):
     """Owner of the pages that remote writes go to.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
-    not be given to anybody else in between. `heads`, the same in all three: the part of its layer that
+    not be given to another owner in between. `heads`, the same in all three: the part of its layer that
     `entry` brings, or None if it brings all that this side has.
     """
 
     def open(self, grant_id: int, writer: GrantWriter) -> None:
-        """A writer has announced itself. Idempotent. Raises WriteRefused."""
+        """Record a writer that has announced itself. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
-        """Where the bytes of `entry` go; None if they are there already: a lost connection may have kept the
-        acknowledgement. Raises WriteRefused before a byte is placed."""
+        """Return where the bytes of `entry` go; None if they are there already, as a lost connection may have
+        kept the acknowledgement.
+
+        Raises WriteRefused before a byte is placed.
+        """
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
-        """The pages of the grant that are not complete, with their places in the segment. They are given to
-        nobody else until what is returned with them is called. Raises WriteRefused."""
+        """Return the incomplete pages of the grant with their places in the segment, and a callback.
+
+        The pages are given to no other owner until the callback is called. Raises WriteRefused.
+        """
 
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
-        """The bytes are there and verified. Whether they were the last. Raises WriteRefused (once) if nobody
-        wants them any more."""
+        """Record verified bytes. Returns whether they were the last. Raises WriteRefused (once) if they are
+        not wanted any more."""
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
-        """Nothing more will be placed for `entry`; the bytes there are worth nothing."""
+        """Give up the bytes of `entry`: no more of them will be placed, and those that were are worth
+        nothing."""
 
     def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
-        """The writer is through; `reason` says why if not all of its writes were completed."""
+        """Record that the writer has ended; `reason` says why if not all of its writes were completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class Readable:
     """Layers of a block, or a part of one, that stay where they are until their lease ends."""
 
     index: int
-    """into the keys that were asked for"""
+    """Index into the keys that were asked for."""
     view: memoryview
     source_offset: int
     checksums: bytes
@@ -75,41 +81,42 @@ class Readable:
 class ReadSource(Protocol):
     """Owner of the blocks that others may read.
 
-    `layers` and `heads` are the model's, and there. With `heads`, which are not all, `layers` is one.
+    `layers` and `heads` are the model's, and exist here. With `heads`, which are not all, `layers` is one.
     """
 
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Those of `keys` that are there, and what ends their lease. Raises MooncakeError."""
+        """Lease those of `keys` that are there, and return them with the callback that ends the lease. Raises
+        MooncakeError."""
 
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """The same, or None if that would take a while. Raises MooncakeError."""
+        """Lease blocks at once; None if that would take a while. Raises MooncakeError."""
 
     def was_read(self, keys: Sequence[bytes]) -> int:
-        """Somebody of this host has read these blocks where they are. How many of them are there still.
-        Raises MooncakeError."""
+        """Record that a peer of this host has read these blocks in place. Returns how many of them are there
+        still. Raises MooncakeError."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """Where those of this host may write granted pages and read sealed ones themselves: our segment, with a
-    copy_table in it."""
+    """Our segment with its copy table, in which peers of this host write granted pages and read sealed
+    ones."""
 
     copy_table: CopyTable
     fd: int
-    """of the segment, writable"""
+    """Descriptor of the segment, writable."""
     copy_table_offset: int
     pages_offset: int
     page_stride: int
     num_pages: int
     page_table: PageTableOffsets | None = None
-    """where sealed blocks can be found, if they can"""
+    """Place of the page table, by which sealed blocks are found; None if they cannot be."""
 
     def take_slot(self, pid: int) -> CopySlot | None:
-        """For a lane of that process; None if there is none left."""
+        """Return a copy slot for a lane of that process; None if there is none left."""
         number = self.copy_table.take_slot(pid)
         if number is None:
             return None
@@ -121,7 +128,7 @@ class SharedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ServedPool:
-    """What every lane needs: who we are, whom we let in, and what they may write and read."""
+    """Everything that the lanes of a messenger serve and need: identity, key, pages, blocks."""
 
     identity: Identity
     key: ClusterKey
@@ -132,4 +139,4 @@ class ServedPool:
     settings: MessengerConfig
     cards: Cards
     shared_segment: SharedSegment | None
-    """None: over shared memory we copy what is written to us"""
+    """Segment for peers of this host; None: over shared memory this side copies what is written to it."""

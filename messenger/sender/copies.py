@@ -1,8 +1,11 @@
-"""What this side of a lane copies itself, over shared memory: writes to granted pages, blocks that it finds.
+"""Requests of a lane over shared memory that this side completes by copying: writes to granted pages, reads
+of blocks that it finds.
 
-The other side is told: of what somebody waits for in the call that copies it, of the rest in time.
+The peer is told of a write that somebody waits for in the call that copies it, of everything else within
+`NOT_URGENT_S`.
 
-Owns: which requests are copied, what is said of them. Does not know: what waits, when it has its turn.
+Owns: which requests are copied, what the peer is told of them. Does not know: the queues, turns of the event
+loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +23,7 @@ from messenger.wire.protocol import encode_frame
 
 
 class Copies:
-    """Of one lane. `leave` it when that ends."""
+    """Copying part of one lane. `leave` it when the lane ends."""
 
     def __init__(
         self,
@@ -31,7 +34,7 @@ class Copies:
         results: Results,
         send_queue: SendQueue,
     ) -> None:
-        """Without `pages` nothing is written, without `catalogue` nothing is read."""
+        """Copy writes if there are `pages`, and reads if there is a `catalogue`."""
         self.pages = pages
         self._catalogue = catalogue
         self._stream = stream
@@ -40,11 +43,13 @@ class Copies:
         self._send_queue = send_queue
         self.are_possible = pages is not None or catalogue is not None
         self.have_been_read = False
-        """some"""
+        """Whether any block has been read by copying."""
 
     def begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview] | None:
-        """What is still to be sent for `request`, which is outstanding from now on, or through; None, and
-        nothing has happened, if it cannot be copied here. `is_next`: only what is kept has to leave before.
+        """Begin `request` and return the bytes that are still to be sent for it; none if it is complete.
+
+        Returns None, and nothing has happened, if the request cannot be copied here. `is_next`: only frames
+        that the send queue keeps have to leave before it.
         """
         if isinstance(request, WriteRequest) and self.pages is not None and not request.is_placed:
             tells = is_next and request.urgency is Urgency.LATENCY and not self._send_queue.is_stopped
@@ -57,14 +62,15 @@ class Copies:
         return None
 
     def leave(self) -> None:
-        """The slot is the owner's to give again."""
+        """Give the copy slot back to its owner."""
         if self.pages is not None:
             self.pages.leave()
 
     def _place(
         self, request: WriteRequest, pages: SharedPages, *, tells: bool
     ) -> Sequence[bytes | memoryview]:
-        """Writes it, unless that is the receiver's to do, and `tells` the receiver in the same call."""
+        """Write the blocks unless the receiver has to, and with `tells` tell the receiver in the same
+        call."""
         placed = msgspec.structs.replace(request.write, is_placed=True)
         kept = self._send_queue.take_kept() if tells else b""
         frame = kept + encode_frame(placed)
@@ -82,7 +88,8 @@ class Copies:
         return [] if tells else [frame]
 
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
-        """The blocks are there. Their holder is told in time: they have been of use."""
+        """Complete a read: the blocks are in their views. Their holder is told later, for the order of
+        eviction."""
         request.is_read = self.have_been_read = True
         self._send_queue.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))
         self._results.moved(request, received=True)
@@ -90,8 +97,11 @@ class Copies:
 
 
 def copied_share(request: Request, turn_bytes: int, frame_bytes: Callable[[Urgency], int]) -> int:
-    """What `request`, whose bytes have been copied, is of a turn: all of it if somebody waits, who goes on
-    before others are copied. Of bulk `frame_bytes` are one turn."""
+    """Return how much of a turn of `turn_bytes` a copied `request` takes.
+
+    A latency request takes all of it: the waiting caller goes on before more is copied. Of bulk,
+    `frame_bytes` make one turn.
+    """
     if request.urgency is Urgency.LATENCY:
         return turn_bytes
     return max(1, request.num_bytes * turn_bytes // frame_bytes(Urgency.BULK))

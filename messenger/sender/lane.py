@@ -1,9 +1,9 @@
 """A lane: one connection to another messenger, on the side that asks.
 
-Requests are answered in the order in which they were sent. A lane that is lost hands what it had under way
-back to its owner, who may send it on another one.
+Requests are answered in the order in which they were sent. A lane that is lost hands its requests in flight
+back to its owner, which may send them on another one.
 
-Owns: one connection to a peer. Does not know: other lanes, what comes next.
+Owns: one connection to a peer. Does not know: other lanes, the queues.
 """
 
 import asyncio
@@ -30,35 +30,36 @@ from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
 _SENT_BYTES = 256 << 10
-"""of small frames in one system call"""
+"""Bytes of small frames that leave by one system call."""
 _COPYING_SPEED = 8
-"""by that of moving the same through a socket: others wait for 4 MiB at most, if somebody waits for these"""
+"""Speed of copying between segments, as a multiple of moving the same bytes through a socket: callers of
+other lanes wait for 4 MiB at most."""
 _FETCH_DONE = encode_frame(FetchDone())
 _MOST_OUTSTANDING = 256
-"""requests that have not been answered, though their bytes may be there"""
+"""Most requests in flight on one lane, also if their bytes have been placed already."""
 
 
 class Owner(ResultHandler, Protocol):
-    """Whose lane this is."""
+    """The session with a peer, as its lanes see it."""
 
     @property
     def has_more(self) -> bool:
-        """Whether some request waits."""
+        """Whether a request waits in the queues."""
 
     def next_request(self, lane: "Lane") -> Request | None:
-        """What `lane` should send now, if there is something for it."""
+        """Take the request that `lane` should send now; None if there is none for it."""
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """How much of this class should be moved before others have their turn."""
+        """Return how many bytes of this class may be moved before others have their turn."""
 
     def should_yield(self) -> bool:
-        """Whether somebody has what he waited for, and goes on before more is copied."""
+        """Return whether to let a caller go on that has just been served, before more bulk is copied."""
 
     def ended(self, transfer_id: int, reason: str) -> None:
-        """The receiver gave a transfer up."""
+        """Record that the receiver gave a transfer up."""
 
     def written(self, transfer_id: int) -> None:
-        """A write of this transfer is no longer on its way by RDMA."""
+        """Record that a write of this transfer is no longer in flight by RDMA."""
 
 
 class Lane:
@@ -78,11 +79,11 @@ class Lane:
         shared: SharedPages | None = None,
         catalogue: Catalogue | None = None,
     ) -> None:
-        """`source`: None if nothing is written."""
+        """Make a lane that writes blocks from `source`; with None it writes nothing."""
         self.number = number
         self.path = path
         self.layout = layout
-        """of the peer's blocks"""
+        """Layout of the peer's blocks."""
         self._frames = frames
         self._stream = frames.stream
         self._source = memoryview(b"") if source is None else source.buffer
@@ -93,7 +94,7 @@ class Lane:
         )
         self._results = Results(self._outstanding, inlet, path.transport, owner)
         self._remote: RemoteWrites | None = None
-        """what is written by RDMA"""
+        """Writes whose bytes go by RDMA; None over other transports."""
         if endpoint is not None:
             pages = RemotePages(endpoint, layout, self.post)
             self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
@@ -107,28 +108,28 @@ class Lane:
             shared, catalogue, self._stream, self._outstanding, self._results, self._send_queue
         )
         self._left: Frame | None = None
-        """that has come, and takes a while"""
+        """A received frame whose payload is still to be awaited."""
         self._is_pumping_soon = False
         self._given_up: str | None = None
         self._is_running = True
         self.remedy: Remedy | None = None
-        """once it has ended: what may help, if it was its queue pair that failed"""
+        """Remedy for the failure of the lane's queue pair, once the lane has ended because of it."""
         self.refused: Request | None = None
-        """what RDMA cannot do, and would not if it were tried again"""
+        """A request that RDMA cannot carry, and that would fail again if it were retried."""
 
     @property
     def has_answered(self) -> bool:
-        """Whether it was of any use."""
+        """Whether the lane has completed any request."""
         return self._outstanding.num_answered > 0 or self._copies.have_been_read
 
     @property
     def was_asked(self) -> bool:
-        """Whether it could have been."""
+        """Whether the lane was given any request."""
         return self._outstanding.num_begun > 0
 
     @property
     def num_received_bytes(self) -> int:
-        """That have come over the connection, of whatever: the other side is alive while they grow."""
+        """Bytes of any kind that have come over the connection: the peer is alive while the number grows."""
         return self._stream.num_received_bytes
 
     @property
@@ -145,28 +146,28 @@ class Lane:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether it may have more under way."""
+        """Whether the lane may have more requests in flight."""
         return self.num_outstanding < _MOST_OUTSTANDING
 
     def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
-        """There may be something to send. What this side copies, and nobody waits for, gets turns of its own:
-        others may come between."""
+        """Look for requests to send. Bulk that this side copies gets turns of its own, so that others may
+        come between."""
         if self._copies.are_possible and urgency is Urgency.BULK:
             self._pump_soon()
         else:
             self._pump()
 
     async def take_turns(self, request: Request) -> None:
-        """Lets others have their turn now and then behind a `request` that this side has copied."""
+        """Let other tasks have a turn now and then behind a `request` that this side has copied."""
         if not request.moving_bytes:
             self._stream.moved(request.num_bytes // _COPYING_SPEED)
         await self._stream.take_turns()
 
     def post(self, message: Message, *, may_wait: bool = False) -> None:
-        """Sends a message that has no answer, before all requests that have not been sent yet.
+        """Send a message that has no answer, before all requests that have not been sent yet.
 
-        It leaves with the next request, or alone if none comes in this turn of the loop, or in time
-        if it `may_wait`.
+        It leaves with the next request; without one at the end of this turn of the event loop, or within
+        `NOT_URGENT_S` if it `may_wait`.
         """
         self._send_queue.keep(encode_frame(message))
         if isinstance(message, Close):
@@ -176,7 +177,7 @@ class Lane:
             self._pump_soon()
 
     async def run(self) -> str:
-        """Sends and receives until the connection is lost. Returns the reason."""
+        """Send and receive until the connection is lost. Returns the reason."""
         try:
             await self._receive()
         except (OSError, TransferError) as error:
@@ -196,42 +197,43 @@ class Lane:
             await self._send_queue.close()
 
     def send(self, request: Request) -> None:
-        """Sends `request` now, behind what was posted before, whatever else waits."""
+        """Send `request` now, behind messages that were posted before, whatever waits in the queues."""
         self._send_queue.send(*self._begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
-        """The transfer has ended: no more of it is written by RDMA than the device has got already."""
+        """Stop writing a transfer that has ended: by RDMA the device completes only what it has been
+        given."""
         if self._remote is not None:
             self._remote.forget(transfer_id)
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Whether bytes of this transfer are on their way by RDMA: its pages must stay open for them."""
+        """Return whether bytes of this transfer are in flight by RDMA: its pages must stay open for them."""
         return self._remote is not None and self._remote.is_writing(transfer_id)
 
     def take_outstanding(self) -> list[Request]:
-        """What was under way when the lane was lost."""
+        """Take the requests that were in flight when the lane was lost."""
         placing = self._remote.take_all() if self._remote is not None else []
         return [*self._outstanding.take_all(), *placing]
 
     def take_closes(self) -> list[Close]:
-        """Those of which nobody knows whether they have arrived: no later request was answered."""
+        """Take the `Close` messages that may not have arrived: no later request was answered."""
         return self._outstanding.take_closes()
 
     def give_up(self, reason: str) -> None:
-        """Ends the connection."""
+        """End the connection for this reason."""
         self._given_up = self._given_up or reason
         self._stream.shut_down()
 
     # -- out --------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Sends what there is, as long as nothing of it has to wait."""
+        """Send whatever may leave without waiting."""
         self._send_requests()
         if self._send_queue.is_due and self._is_running and not self._send_queue.is_stopped:
             self._send_queue.send()
 
     def _send_requests(self) -> None:
-        """What has no answer goes with them, but not alone."""
+        """Send requests. Frames that need no answer go with them, but not alone."""
         if not self._is_running or self._send_queue.is_stopped:
             return
         begun: list[bytes | memoryview] = []
@@ -263,8 +265,8 @@ class Lane:
             self._pump()
 
     def _begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
-        """What is to be sent now for `request`, which is outstanding from now on. `is_next`: nothing has to
-        leave before, but what is kept."""
+        """Mark `request` as in flight and return the bytes to send for it. `is_next`: only frames that are
+        kept leave before."""
         if (pieces := self._copies.begin(request, is_next=is_next)) is not None:
             return pieces
         self._outstanding.begin(request)
@@ -292,7 +294,7 @@ class Lane:
         ]
 
     def _stuck(self, request: WriteRequest, error: BaseException | None) -> None:
-        """Nothing can be written by RDMA any more."""
+        """End the lane because nothing can be written by RDMA any more."""
         if isinstance(error, TimeoutError):
             self.remedy = Remedy.OTHER_PATH
             self.give_up(f"no answer within {self._answer_timeout_s:g} s")
@@ -301,7 +303,8 @@ class Lane:
             self.give_up(str(self._remote.failure))
 
     def _placed(self, request: WriteRequest, error: BaseException | None) -> None:
-        """The bytes are in the peer's memory, who is told so; or none of them moves any more."""
+        """Tell the peer that the bytes are in its memory, or complete the request with the error that kept
+        them away."""
         if error is None:
             self._outstanding.sent(request)
             self.post(request.write)
@@ -332,8 +335,8 @@ class Lane:
                 await self._stream.take_turns()
 
     def _hear(self) -> bool:
-        """Takes what has come. Whether there is something to wait for: for more of it, or while others have
-        their turn."""
+        """Handle frames that have come. Returns whether to wait: for the rest of a frame, or for a turn of
+        others."""
         while (frame := self._frames.ready()) is not None:
             if not self._take(frame):
                 self._left = frame
@@ -344,8 +347,8 @@ class Lane:
         return frame is not None
 
     def _take(self, frame: Frame) -> bool:
-        """False, and nothing has happened, if something has to be waited for. The connection cannot go on if
-        this raises."""
+        """Handle one frame. Returns False, and nothing has happened, if its payload must be awaited. An
+        exception ends the connection."""
         match frame.message:
             case WriteAck() as ack:
                 self._results.acknowledged(ack)
@@ -362,10 +365,10 @@ class Lane:
         return True
 
     def _was_found(self) -> None:
-        """Whoever has it need not keep it any more."""
+        """Tell the holder that it need not keep the blocks of the oldest answer any more."""
         self._send_queue.keep(_FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:
-    """Whether the other side need not hear of it at once: waking it up takes as long as copying a MiB."""
+    """Return whether the peer may hear of `request` later: waking it up takes as long as copying a MiB."""
     return request.urgency is Urgency.BULK and not request.moving_bytes

@@ -1,6 +1,6 @@
-"""What has been begun on a lane and not been answered.
+"""Requests of a lane that have begun and have not been answered.
 
-Answers come in the order of the requests, those of fetches in an order of their own. Each must come in time.
+Writes are answered in their order, fetches in an order of their own. Each answer must come in time.
 
 Owns: those requests, the deadlines of their answers. Does not know: connections.
 """
@@ -16,33 +16,34 @@ _MOST_CLOSES = 1024
 
 
 class Outstanding:
-    """`missed` is called when an answer does not come in time."""
+    """Requests in flight on one lane. `missed` is called when an answer does not come in time."""
 
     def __init__(self, answer_timeout_s: float, missed: Callable[[], None]) -> None:
         self.num_bytes = dict.fromkeys(Urgency, 0)
-        """of requests of each class that have begun"""
+        """Bytes in flight, by class."""
         self.num_begun = self.num_answered = 0
         self.writes: deque[WriteRequest | ProbeRequest] = deque()
-        """oldest first"""
+        """Writes and probes in flight, the oldest first."""
         self.fetches: deque[FetchRequest] = deque()
         self._write_deadline = Deadline(answer_timeout_s, missed)
-        """of the answer to the oldest of `writes`"""
+        """Deadline of the answer to the oldest of `writes`."""
         self._fetch_deadline = Deadline(answer_timeout_s, missed)
-        """of the answer to the oldest of `fetches`, which may take longer than those of writes"""
+        """Deadline of the answer to the oldest of `fetches`, which may take longer than those of writes."""
         self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
-        """that may not have arrived, and how many requests had begun before each"""
+        """Pairs of the number of requests begun before a `Close`, and that `Close`, which may not have
+        arrived."""
 
     def begin(self, request: Request) -> None:
         self.num_bytes[request.urgency] += request.moving_bytes
         self.num_begun += 1
 
     def give_up(self, request: Request) -> None:
-        """It had begun, and the peer will not hear of it."""
+        """Take back a request that the peer will not hear of."""
         self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_begun -= 1
 
     def sent(self, request: Request) -> None:
-        """Its answer is awaited from now on."""
+        """Await the answer to `request` from now on."""
         if isinstance(request, FetchRequest):
             self.fetches.append(request)
             if len(self.fetches) == 1:
@@ -53,13 +54,13 @@ class Outstanding:
                 self._write_deadline.set()
 
     def take_write(self) -> WriteRequest | ProbeRequest:
-        """The oldest, which has been answered."""
+        """Take the oldest write, which has been answered."""
         request = self.writes.popleft()
         self._answered(request, self._write_deadline, has_more=bool(self.writes))
         return request
 
     def take_fetch(self) -> FetchRequest:
-        """The same of fetches."""
+        """Take the oldest fetch, which has been answered."""
         request = self.fetches.popleft()
         self._answered(request, self._fetch_deadline, has_more=bool(self.fetches))
         return request
@@ -75,7 +76,7 @@ class Outstanding:
             deadline.clear()
 
     def take_all(self) -> list[Request]:
-        """What had no answer when the lane was lost: writes, then fetches, oldest first."""
+        """Take all requests without an answer from a lost lane: writes, then fetches, the oldest first."""
         requests = [*self.writes, *self.fetches]
         self.writes.clear()
         self.fetches.clear()
@@ -83,16 +84,16 @@ class Outstanding:
         return requests
 
     def closed(self, close: Close) -> None:
-        """The peer is about to hear of it."""
+        """Record a `Close` that is about to be sent."""
         self._closes.append((self.num_begun, close))
 
     def take_closes(self) -> list[Close]:
-        """Those of which nobody knows whether they have arrived: no later request was answered."""
+        """Take the `Close` messages that may not have arrived: no later request was answered."""
         closes = [close for _, close in self._closes]
         self._closes.clear()
         return closes
 
     def end(self) -> None:
-        """Nothing is awaited any more."""
+        """Stop awaiting answers."""
         self._write_deadline.close()
         self._fetch_deadline.close()

@@ -1,11 +1,10 @@
-"""Another messenger, on the side that asks it: its lanes, and what is to be sent on them.
+"""Session with another messenger, on the side that asks: its lanes, and the requests for them.
 
-A lane that has room takes the request that is next: so they spread over streams and addresses by how fast
-each of them is, and what a lost lane had under way goes to the others. Only when no lane is left do transfers
-fail.
+A lane with capacity takes the next request. So requests spread over streams and addresses by how fast each of
+them is, and the requests of a lost lane go to the others. Transfers fail only when no lane is left.
 
-Owns: the session with one messenger. Does not know: keys, leases; what must stay in place until a request is
-through is said by that request's `done`.
+Owns: the session with one messenger. Does not know: keys, leases; a request's `done` says from when on its
+memory may change.
 """
 
 import asyncio
@@ -39,18 +38,19 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 16
-"""of one class, under way or waiting: whoever comes then waits"""
+"""Requests of one class in flight or queued. Further callers wait."""
 _NUM_LOST_LANES = 64
-"""whose end the receiver may not have noticed yet"""
-_TURNS_GIVEN = 2
-"""of the event loop, to who was waiting: one until it goes on, one for what it does then"""
+"""Lost lanes that are remembered, as the receiver may not have noticed their end yet."""
+_YIELDED_TURNS = 2
+"""Turns of the event loop for a caller that has been served: one until it goes on, one for what it does
+then."""
 _MOST_LANES_LOST = 4
-"""under one request: then it is no chance that they are lost"""
+"""Lanes lost in a row under one request, after which the request is taken to be the cause."""
 SESSION_BYTES = 16
 
 
 class PeerSession:
-    """One session. It ends with its last lane; whoever needs the messenger then begins another."""
+    """One session. It ends with its last lane; the next caller begins another."""
 
     def __init__(self, name: str, traffic: Traffic) -> None:
         self.name = name
@@ -62,19 +62,19 @@ class PeerSession:
         self._lanes: list[Lane] = []
         self._lost_lanes: deque[int] = deque(maxlen=_NUM_LOST_LANES)
         self._queues: Queues[Lane] = Queues()
-        self._room = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
+        self._limits = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
-        self._unsaid: dict[int, Close] = {}
-        """of transfers that have ended, but of which bytes are still on their way by RDMA"""
+        self._delayed_closes: dict[int, Close] = {}
+        """`Close` messages of ended transfers that wait for bytes in flight by RDMA."""
         self._announcement: asyncio.TimerHandle | None = None
-        """when the peer hears of transfers that have not written yet"""
+        """Timer after which the peer hears of transfers that have not written yet."""
         self._transfer_ids = itertools.count(1)
         self._now_s = asyncio.get_running_loop().time
         self._bulk_timer: asyncio.TimerHandle | None = None
         self._has_served = False
-        """somebody who waited, since a lane asked whether to give way"""
-        self._num_turns_given = 0
-        """one after the other"""
+        """Whether a latency request was completed since a lane last asked whether to yield."""
+        self._num_yields = 0
+        """Turns in a row that lanes have yielded."""
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -82,24 +82,25 @@ class PeerSession:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the peer's blocks. Raises TransferError if there is no lane any more."""
+        """Layout of the peer's blocks. Raises TransferError if there is no lane any more."""
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
         return self._lanes[0].layout
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """How much should be asked for at once: of bulk little enough for those in a hurry to get past it."""
+        """Return how many bytes to ask for at once: little enough of bulk for latency requests to get past
+        it."""
         return self._queues.frame_bytes(urgency, self._now_s())
 
     @property
     def num_received_bytes(self) -> int:
-        """That have come over the connections of now. Over shared memory and RDMA, where the bytes of blocks
-        are not among them, a request is quick or stuck."""
+        """Bytes that have come over the present connections. Over shared memory and RDMA, where blocks are
+        not among them, a request is quick or stuck."""
         return sum(lane.num_received_bytes for lane in self._lanes)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody needs the session now."""
+        """Whether no transfer or request needs the session now."""
         return not self._transfers and not self.throughput.in_flight_bytes
 
     # -- what is asked of the peer ----------------------------------------------------------------
@@ -112,26 +113,26 @@ class PeerSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> Transfer:
-        """A transfer to `grant_id`, for a `with` statement; left by an exception it is given up, and the peer
-        is told why.
+        """Make a transfer to `grant_id`, for a `with` statement. An exception in it gives the transfer up and
+        tells the peer why.
 
-        `on_change` is called when a frame is through or the transfer has failed. `heads` of the model are the
-        part of each layer that is written; None if both sides have the same, and all of them are.
+        `on_change` is called when a frame is complete or the transfer has failed. `heads` of the model are
+        the part of each layer that is written; None if both sides have the same, and all of them are.
         """
         part = None if heads is None else (heads.start, heads.stop)
         opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
         return Transfer(self, opening, urgency, on_change, part)
 
-    def begun(self, transfer: Transfer) -> None:
-        """Raises TransferError if the session has ended."""
+    def transfer_begun(self, transfer: Transfer) -> None:
+        """Record a transfer that begins. Raises TransferError if the session has ended."""
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
         self._transfers[transfer.opening.transfer_id] = transfer
         if self._announcement is None:
             self._announcement = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._announce)
 
-    def left(self, transfer: Transfer, reason: str | None) -> None:
-        """`reason`: why it is given up, None if all is said and done."""
+    def transfer_ended(self, transfer: Transfer, reason: str | None) -> None:
+        """Record a transfer that ends. `reason`: why it is given up, None if it is complete."""
         transfer_id = transfer.opening.transfer_id
         self._transfers.pop(transfer_id, None)
         if self._queues.has_rdma:
@@ -139,18 +140,19 @@ class PeerSession:
                 lane.forget(transfer_id)
         if self._lanes and (transfer.is_known or reason is not None):
             self._announce_one(transfer)
-            self._say(Close(transfer_id, None if reason is None else brief(reason)))
+            self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
 
-    def _say(self, close: Close) -> None:
-        """When nothing of the transfer is on its way by RDMA: the peer closes its pages then, and a write to
-        pages that are closed breaks the queue pair for all transfers."""
+    def _send_close(self, close: Close) -> None:
+        """Send a `Close` as soon as no byte of the transfer is in flight by RDMA: the peer closes its pages
+        then, and a write to closed pages breaks the queue pair for all transfers."""
         if self._queues.has_rdma and any(lane.is_writing(close.transfer_id) for lane in self._lanes):
-            self._unsaid[close.transfer_id] = close
+            self._delayed_closes[close.transfer_id] = close
         elif self._lanes:
             self._lanes[0].post(close, may_wait=close.reason is None)
 
     def _announce(self) -> None:
-        """From now on our loss is the failure of these transfers' grants. A write says the same."""
+        """Tell the peer of transfers that have not written yet. From then on the loss of this session fails
+        their grants."""
         self._announcement = None
         for transfer in self._transfers.values():
             self._announce_one(transfer)
@@ -168,12 +170,12 @@ class PeerSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> dict[int, bytes]:
-        """Reads `layers` of those of these blocks that the peer has into `views`. Returns their checksums by
-        index: each layer's xxh3-64, little-endian, with which the bytes in the view have been compared.
+        """Read `layers` of those of these blocks that the peer has into `views`.
 
-        With `heads` of the model only that part of them: of one layer, unless they are all that the peer has.
-        Everything in one answer: no more than `frame_bytes` should be asked for at once. Raises
-        TransferError. Cancelled, it waits until nothing will be written to `views` any more.
+        Returns by index each layer's xxh3-64, little-endian, with which the bytes in the view have been
+        compared. With `heads` of the model only that part of them is read: of one layer, unless they are all
+        that the peer has. All blocks come in one answer: no more than `frame_bytes` should be asked for at
+        once. Raises TransferError. Cancelled, it waits until nothing will be written to `views` any more.
         """
         if not keys:
             return {}
@@ -200,7 +202,7 @@ class PeerSession:
         return answer.checksums
 
     async def probe(self, payload: memoryview) -> None:
-        """Sends bytes for nobody. Raises TransferError."""
+        """Send bytes that the peer discards. Raises TransferError."""
         answer = Answer()
         await self.submit(ProbeRequest(payload, Urgency.BULK, functools.partial(answer.give, {})))
         await answer.is_there.wait()
@@ -208,14 +210,15 @@ class PeerSession:
             raise TransferError(answer.failure)
 
     async def submit(self, request: Request) -> None:
-        """Sends or queues it, waiting while too many of its class are under way. It is `done` in any case."""
-        room = self._room[request.urgency]
+        """Send or queue a request, waiting while too many of its class are in flight. Its `done` is called in
+        any case."""
+        limit = self._limits[request.urgency]
         try:
-            await room.acquire()
+            await limit.acquire()
         except asyncio.CancelledError:
             request.lost("cancelled")
             raise
-        self._track(request, room)
+        self._track(request, limit)
         if self.closed_reason is not None:
             request.lost(self.closed_reason)
             return
@@ -226,8 +229,8 @@ class PeerSession:
         elif lane is not None:
             await lane.take_turns(request)
 
-    def _track(self, request: Request, room: asyncio.Semaphore) -> None:
-        """Counts it as in flight until it is done, and then gives its place in `room` back."""
+    def _track(self, request: Request, limit: asyncio.Semaphore) -> None:
+        """Count a request as in flight until it is done, and then free its place among those of its class."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -240,7 +243,7 @@ class PeerSession:
             elif isinstance(request, WriteRequest) and result[0] is WriteOutcome.PLACED:
                 moved_bytes = num_bytes
             self._queues.ended(request)
-            room.release()
+            limit.release()
             self._counters.ended(num_bytes, self._now_s(), moved_bytes=moved_bytes)
             done(*result)
             self._served(request.urgency)
@@ -248,7 +251,7 @@ class PeerSession:
         request.done = finish
 
     def _served(self, urgency: Urgency) -> None:
-        """Somebody has been told what he waited for."""
+        """Record that a request was completed, and let its caller go on before bulk does."""
         if urgency is Urgency.LATENCY:
             self._has_served = True
             if self._queues.has_bulk:  # whoever waited for this goes on first
@@ -257,7 +260,7 @@ class PeerSession:
     # -- lanes ------------------------------------------------------------------------------------
 
     async def run_lane(self, lane: Lane) -> str:
-        """Uses `lane` until it is lost. Returns the reason."""
+        """Use `lane` until it is lost. Returns the reason."""
         self._lanes.append(lane)
         self._queues.set_lanes(self._lanes)
         for number in self._lost_lanes:  # what was on them may come again over this one
@@ -269,11 +272,11 @@ class PeerSession:
         finally:
             self._lanes.remove(lane)
             self._queues.set_lanes(self._lanes)
-            self._hand_over(lane, f"connection to {self.name} ({lane.path}) was lost: {reason}")
+            self._fail_over(lane, f"connection to {self.name} ({lane.path}) was lost: {reason}")
         return reason
 
-    def _hand_over(self, lane: Lane, reason: str) -> None:
-        """Gives what a lost lane had under way to the others, or ends the session."""
+    def _fail_over(self, lane: Lane, reason: str) -> None:
+        """Hand the requests of a lost lane to the others, or end the session."""
         unanswered = lane.take_outstanding()
         if not self._lanes:
             self._close(reason, unanswered)
@@ -285,7 +288,7 @@ class PeerSession:
             self._lanes[0].post(transfer.opening)
         for close in lane.take_closes():
             self._lanes[0].post(close)
-        for transfer_id in list(self._unsaid):
+        for transfer_id in list(self._delayed_closes):
             self.written(transfer_id)
         for request in reversed(unanswered):
             request.num_lanes_lost += 1
@@ -297,7 +300,7 @@ class PeerSession:
             other.wake()
 
     def _detour(self, request: Request, lost: Lane, reason: str) -> None:
-        """What RDMA cannot do TCP may: that is tried before the request fails."""
+        """Send a request by TCP that RDMA may not be able to carry, before it fails."""
         others = [lane for lane in self._lanes if lane.path.transport is Transport.TCP]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
         if lost.path.transport is Transport.RDMA and others and is_wanted:
@@ -306,7 +309,7 @@ class PeerSession:
             request.lost(reason)
 
     def give_up_path(self, path: Path, reason: str) -> None:
-        """Ends its lanes, if there are others: what they have under way goes to those."""
+        """End the lanes of a path if there are others, which take over their requests."""
         its_lanes = [lane for lane in self._lanes if lane.path == path]
         if len(its_lanes) < len(self._lanes):
             for lane in its_lanes:
@@ -314,21 +317,22 @@ class PeerSession:
 
     def _close(self, reason: str, unanswered: list[Request]) -> None:
         self.closed_reason = reason
-        self._unsaid.clear()
+        self._delayed_closes.clear()
         for transfer in list(self._transfers.values()):
             transfer.fail(reason)
         for request in [*unanswered, *self._queues.take_all()]:
             request.lost(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
-        """The lane that takes what comes next of this class, if both are there."""
+        """Wake the lane that takes the next request of this class, and return it; None if there is no request
+        or no lane."""
         lane = self._queues.lane_for(urgency, self._now_s())
         if lane is not None:
             lane.wake(urgency)
         return lane
 
     def _look_after_bulk(self) -> None:
-        """What waits for others only is sent in time, whatever becomes of those."""
+        """Set a timer that sends waiting bulk in time, whatever becomes of latency requests."""
         if self._queues.has_bulk and self._bulk_timer is None:
             self._bulk_timer = asyncio.get_running_loop().call_later(BULK_WAITS_S, self._wake_bulk)
 
@@ -345,12 +349,12 @@ class PeerSession:
 
     def next_request(self, lane: Lane) -> Request | None:
         while (request := self._queues.take(lane, self._now_s())) is not None:
-            if self._may_leave(request):
+            if self._is_wanted(request):
                 return request
         return None
 
-    def _may_leave(self, request: Request) -> bool:
-        """Else it is not wanted any more, and lost."""
+    def _is_wanted(self, request: Request) -> bool:
+        """Return whether a request is still wanted; else it is lost."""
         if isinstance(request, WriteRequest):
             if not request.is_wanted():
                 request.lost("not wanted any more")
@@ -361,12 +365,10 @@ class PeerSession:
         return True
 
     def should_yield(self) -> bool:
-        """So many turns, and then one is bulk's whatever comes: it goes on too."""
-        should_yield = self._num_turns_given < _TURNS_GIVEN and (
-            self._num_turns_given > 0 or self._has_served
-        )
+        """Yield for some turns, and then take one for bulk in any case."""
+        should_yield = self._num_yields < _YIELDED_TURNS and (self._num_yields > 0 or self._has_served)
         self._has_served = False
-        self._num_turns_given = self._num_turns_given + 1 if should_yield else 0
+        self._num_yields = self._num_yields + 1 if should_yield else 0
         return should_yield
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
@@ -382,6 +384,6 @@ class PeerSession:
             transfer.fail(f"{self.name} ended the transfer: {reason}")
 
     def written(self, transfer_id: int) -> None:
-        close = self._unsaid.pop(transfer_id, None)
+        close = self._delayed_closes.pop(transfer_id, None)
         if close is not None:
-            self._say(close)
+            self._send_close(close)

@@ -1,11 +1,9 @@
-"""Connections to other messengers, made on demand and kept as long as they hold.
+"""Sessions with other messengers, made on demand and kept as long as they hold.
 
-Every path to a messenger has some streams, each kept by a task of its own: one that is lost is connected
-again while others carry on, later each time it fails.
+Every path to a messenger has some streams, each kept by a task: a connection that is lost is made again while
+others carry on, with growing pauses. Of many sessions idle ones are given up.
 
-Of many sessions idle ones are given up.
-
-Owns: sessions by address, making and keeping their lanes. Does not know: what is sent.
+Owns: sessions by address, making and keeping their lanes. Does not know: the content of requests.
 """
 
 import asyncio
@@ -53,12 +51,13 @@ class _Keeping:
     peer: PeerSession
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """of first attempts, and of the session"""
+    """Reasons why first connections failed, or the session ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def may_come_up(self) -> bool:
-        """No lane is up, but one may be: a first one that was lost at once has ended the session."""
+        """Whether no lane is up yet, but one may come up: a first lane that was lost at once has ended the
+        session."""
         peer = self.peer
         return not peer.lanes and peer.closed_reason is None and len(self.failures) < len(self.tasks)
 
@@ -95,11 +94,11 @@ class PeerSessions:
 
     @property
     def all(self) -> Sequence[PeerSession]:
-        """The peers of all open sessions."""
+        """Open sessions."""
         return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
 
     async def peer(self, address: MessengerAddress) -> PeerSession:
-        """The session with the messenger at `address`. Raises TransferError if there can be none."""
+        """Return the session with the messenger at `address`. Raises TransferError if there can be none."""
         lock = self._connecting.setdefault(address, asyncio.Lock())
         async with lock:
             keeping = self._sessions.get(address)
@@ -127,7 +126,7 @@ class PeerSessions:
         )
 
     async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
-        """Returns when the first lane is up, or none of them will be."""
+        """Begin a session. Returns when its first lane is up, or none of them will be."""
         keeping = _Keeping(PeerSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
@@ -154,8 +153,8 @@ class PeerSessions:
         address: MessengerAddress,
         numbers: "itertools.count[int]",
     ) -> None:
-        """Keeps one lane up until the session ends, and while its path is not benched. TCP never is: it
-        stands by where others fail."""
+        """Keep one lane up until the session ends, with pauses after failures. A path by RDMA is left alone
+        while it is backed off; TCP never is, as it stands by for RDMA."""
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
         while True:
@@ -200,7 +199,7 @@ class PeerSessions:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _connect(self, peer: PeerSession, path: Path, address: MessengerAddress, number: int) -> Lane:
-        """Raises OSError or TransferError."""
+        """Connect a lane. Raises OSError or TransferError."""
         timeout_s = self._settings.connect_timeout_s
         with contextlib.ExitStack() as on_failure:
             try:
@@ -270,7 +269,7 @@ class PeerSessions:
 
 
 def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: PeerSession, reason: str) -> None:
-    """What the loss of `lane` means for the others on its path."""
+    """Record what the loss of `lane` means for the other lanes of its path."""
     now_s = asyncio.get_running_loop().time()
     facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
     if standing.lost(now_s, held_s, lane.remedy, **facts):
@@ -279,7 +278,7 @@ def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: PeerSession, r
 
 
 def _check_who(met: Identity, address: MessengerAddress) -> None:
-    """Raises TransferError if it is not who was meant."""
+    """Raise TransferError if the messenger is another one than the address names."""
     if (met.instance, met.incarnation) != (address.instance, address.incarnation):
         raise TransferError(
             f"expected messenger {address.instance} (incarnation {address.incarnation}), but"

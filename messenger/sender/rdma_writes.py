@@ -1,6 +1,6 @@
 """Writes of one lane whose bytes go by RDMA: the peer is told of each when they are in its memory.
 
-Owns: which of them are on their way. Does not know: the connection, what else is sent over it.
+Owns: which writes are in flight. Does not know: the connection, what else is sent over it.
 """
 
 import asyncio
@@ -15,8 +15,11 @@ from mooncake.errors import TransferError
 
 
 class RemoteWrites:
-    """`placed` hears of each that has ended: with None if its bytes are there, or why none of them moves any
-    more. `stuck` hears of one that is still under way, but cannot go on; then the lane must end."""
+    """Writes by RDMA. `placed` is called for each that ends: with None if its bytes are there, or with the
+    error that stopped them.
+
+    `stuck` is called for one that is in flight but cannot go on; then the lane must end.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class RemoteWrites:
 
     @property
     def failure(self) -> RdmaError | None:
-        """Why nothing can be written any more."""
+        """Reason why nothing can be written any more; None while writes are possible."""
         return self._remote.failure
 
     def begin(self, request: WriteRequest) -> None:
@@ -43,28 +46,28 @@ class RemoteWrites:
         self._under_way[request] = placing
 
     def exposed(self, answer: Exposed) -> None:
-        """The peer has opened pages, or says why not."""
+        """Record the peer's answer: pages that it has opened, or why not."""
         self._remote.exposed(answer)
 
     def forget(self, transfer_id: int) -> None:
-        """The transfer has ended: no more of it is written than the device has got already."""
+        """Stop writing a transfer that has ended. The device completes only what it has been given."""
         self._remote.forget(transfer_id)
         for request, placing in self._under_way.items():
             if request.write.transfer_id == transfer_id:
                 placing.cancel()
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Whether bytes of this transfer are on their way: its pages must stay open for them."""
+        """Return whether bytes of this transfer are in flight: its pages must stay open for them."""
         return any(request.write.transfer_id == transfer_id for request in self._under_way)
 
     async def close(self) -> None:
-        """Returns when no byte moves any more. What was under way is left to `take_all`."""
+        """Stop, and return when no byte moves any more. Requests in flight are left to `take_all`."""
         self._is_closed = True
         self._remote.close()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     def take_all(self) -> list[WriteRequest]:
-        """What was under way."""
+        """Take the requests that were in flight."""
         requests = list(self._under_way)
         self._under_way.clear()
         return requests

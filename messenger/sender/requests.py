@@ -1,6 +1,6 @@
-"""What is asked of another messenger: to place a write, to send blocks, to take bytes for nobody.
+"""Requests to another messenger: to place a write, to send blocks, to discard bytes.
 
-Owns: what a request is, and how it ends. Does not know: lanes, sockets.
+Owns: the kinds of requests, and how they end. Does not know: lanes, sockets.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,42 +12,46 @@ from messenger.wire.messages import Fetch, Write
 
 
 class WriteOutcome(Enum):
-    """What became of a write."""
+    """Result of a write."""
 
     PLACED = auto()
-    """verified, in its page; and acknowledged by the receiver, unless the request `is_placed`"""
+    """Verified, in its page; and acknowledged by the receiver, unless the request `is_placed`."""
     CORRUPT = auto()
-    """refused: its bytes did not match their checksums"""
+    """Refused, because the bytes did not match their checksums."""
     FAILED = auto()
-    """refused for another reason, lost with the last lane, or never sent"""
+    """Refused for another reason, lost with the last lane, or never sent."""
 
 
 class Urgency(IntEnum):
     """Class of a transfer: latency goes before bulk. An integer, as it is looked up for every request."""
 
     LATENCY = auto()
-    """somebody waits for it"""
+    """A request waits for the transfer."""
     BULK = auto()
-    """replication, demotion"""
+    """Nothing waits for the transfer: replication, demotion."""
 
 
 @dataclass(slots=True, eq=False)
 class WriteRequest:
-    """One frame of writes. `done` runs exactly once. Then no byte of the source will be read for it, unless a
-    lane by TCP was lost: what the kernel still sends of it is refused for its checksum if it has changed."""
+    """One frame of writes. `done` runs exactly once.
+
+    Then no byte of the source will be read for it, unless a lane by TCP was lost: bytes that the kernel still
+    sends are refused for their checksum if they have changed.
+    """
 
     write: Write
     num_bytes: int
     urgency: Urgency
     done: Callable[[WriteOutcome, str], None]
     is_wanted: Callable[[], bool]
-    """else it need not be sent any more"""
+    """Returns whether the request still needs to be sent."""
     confirmed: Callable[[str | None], None]
-    """once, if it was done when the receiver only had to be told: it has heard, or why not"""
+    """Called once if the write was done before the receiver had been told: with None when it has heard, or
+    with the reason why not."""
     num_lanes_lost: int = 0
-    """under it"""
+    """Lanes in a row that were lost with this request in flight."""
     is_placed: bool = False
-    """it is done: the bytes are in their pages, and the receiver is to hear of it"""
+    """Whether the bytes are in their pages, and only the receiver is still to be told."""
 
     @property
     def layer_bytes(self) -> int:
@@ -55,7 +59,7 @@ class WriteRequest:
 
     @property
     def moving_bytes(self) -> int:
-        """That others on a lane wait for."""
+        """Bytes that other requests on a lane wait for."""
         return 0 if self.is_placed else self.num_bytes
 
     def lost(self, reason: str) -> None:
@@ -80,9 +84,9 @@ class FetchRequest:
     urgency: Urgency
     done: Callable[[dict[int, bytes], str | None], None]
     num_lanes_lost: int = 0
-    """under it"""
+    """Lanes in a row that were lost with this request in flight."""
     is_read: bool = False
-    """it is done: this side has copied the blocks"""
+    """Whether the request is done, because this side has copied the blocks."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,13 +102,13 @@ class FetchRequest:
 
 @dataclass(slots=True, eq=False)
 class ProbeRequest:
-    """Bytes for nobody."""
+    """Bytes that the peer discards."""
 
     payload: memoryview
     urgency: Urgency
     done: Callable[[str | None], None]
     num_lanes_lost: int = 0
-    """under it"""
+    """Lanes in a row that were lost with this request in flight."""
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +126,6 @@ Request = WriteRequest | FetchRequest | ProbeRequest
 
 
 def done_already(*_: Any) -> NoReturn:
-    """What `done` of a request is from then on: a circle through its owner would be left for the garbage
+    """Stand in for a request's `done` from then on: a cycle through its owner would be left for the garbage
     collector."""
     raise AssertionError("a request is done once")

@@ -1,7 +1,7 @@
-"""What comes back over a lane: each answer finds its request, and whoever waits for that hears of it.
+"""Answers that come over a lane: each finds its request and completes it.
 
-Owns: which answers may come, where the bytes of blocks that were asked for go. Does not know: the connection,
-what is sent over it.
+Owns: which answers may come, where the bytes of fetched blocks go. Does not know: the connection, what is
+sent over it.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,23 @@ from mooncake.errors import TransferError
 
 
 class ResultHandler(Protocol):
-    """Who hears of what has moved over all lanes to one messenger."""
+    """The session with a peer, as the answers of its lanes see it."""
 
     name: str
-    """of that one"""
+    """Name of the peer."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Bytes have been placed and verified, at the other side or here."""
+        """Count bytes that have been placed and verified, at the other side or here."""
 
     def damaged(self) -> None:
-        """What came did not match its checksums."""
+        """Count a block that did not match its checksums."""
 
 
 class Results:
-    """Of the requests in `outstanding`. An answer that none of them can have raises TransferError: the
-    connection is to end."""
+    """Results of the requests in `outstanding`.
+
+    An answer that none of them can have raises TransferError: the connection is to end.
+    """
 
     def __init__(
         self, outstanding: Outstanding, inlet: Inlet, transport: Transport, teller: ResultHandler
@@ -40,7 +42,7 @@ class Results:
         self._teller = teller
 
     def acknowledged(self, ack: WriteAck) -> None:
-        """The oldest write."""
+        """Complete the oldest write."""
         if not self._outstanding.writes:
             raise TransferError("an acknowledgement came for no write")
         request = self._outstanding.take_write()
@@ -57,7 +59,8 @@ class Results:
             request.done(WriteOutcome.CORRUPT if is_corrupt else WriteOutcome.FAILED, refused)
 
     def found_now(self, found: Found, payload_bytes: int) -> bool:
-        """Blocks of the oldest fetch are there. False, and nothing has happened, if that takes a while."""
+        """Complete the oldest fetch. Returns False, and nothing has happened, if its payload must be
+        awaited."""
         views = self._views_of(found, payload_bytes)
         checksums = self._inlet.place_now(found.blocks, views, self._outstanding.fetches[0].layer_bytes)
         if checksums is None:
@@ -66,17 +69,17 @@ class Results:
         return True
 
     async def found(self, found: Found, payload_bytes: int) -> None:
-        """The same when they are."""
+        """Complete the oldest fetch when all of its payload has come."""
         views = self._views_of(found, payload_bytes)
         layer_bytes = self._outstanding.fetches[0].layer_bytes
         self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
 
     def moved(self, request: Request, *, received: bool) -> None:
-        """All of its bytes."""
+        """Count all bytes of a request."""
         self._teller.moved(self._transport, request.num_bytes, received=received)
 
     def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
-        """Where the blocks that have been found go."""
+        """Return the views of the blocks that were found."""
         if not self._outstanding.fetches:
             raise TransferError("blocks came that nobody has asked for")
         wanted = self._outstanding.fetches[0].views

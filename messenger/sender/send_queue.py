@@ -1,9 +1,9 @@
-"""What leaves over a lane: requests, and what is said beside them, in their order.
+"""Frames that leave over a lane, in their order.
 
-What has no answer waits a moment for a request to go with: one system call is enough for both.
+A frame that has no answer waits a moment for a request to go with: one system call is enough for both.
 
-Owns: what has been said and not been sent, when it must leave, and that the other side takes it. Does not
-know: requests, what comes back.
+Owns: frames that have not been sent, when they must leave, and that the peer takes them. Does not know:
+requests, answers.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,15 @@ from messenger.wire.protocol import NOT_URGENT_S
 
 
 def _nothing() -> None:
-    """The lane has ended."""
+    """Do nothing: the lane has ended."""
 
 
 class SendQueue:
-    """`pump` is called when more may be sent: what had to wait has left, or what was kept is due. `stuck` is
-    when the other side has taken nothing for `timeout_s`."""
+    """Send queue of one lane.
+
+    `pump` is called when more may be sent: everything that had to wait has left, or a kept frame is due.
+    `stuck` is called when the peer has taken nothing for `timeout_s`.
+    """
 
     def __init__(
         self, stream: Stream, timeout_s: float, pump: Callable[[], None], stuck: Callable[[], None]
@@ -28,14 +31,14 @@ class SendQueue:
         self._stream = stream
         self._pump = pump
         self._kept: list[bytes] = []
-        """frames that go before what is sent next"""
+        """Frames that go before whatever is sent next."""
         self._waiting = Deadline(NOT_URGENT_S, self._become_due)
-        """of what is kept"""
+        """Deadline of the oldest kept frame."""
         self.is_due = False
-        """else they wait for a request to go with"""
+        """Whether kept frames may not wait for a request any more."""
         self._outbox = Outbox(stream, self._all_left)
         self._leaving = Deadline(timeout_s, stuck)
-        """of what the other side has not taken yet: to what is said of reads there is no answer"""
+        """Deadline by which the peer must take what is being sent: messages about reads have no answer."""
 
     @property
     def is_stopped(self) -> bool:
@@ -43,20 +46,20 @@ class SendQueue:
         return bool(self._outbox)
 
     def keep(self, *frames: bytes) -> None:
-        """They leave with what is sent next, or are due in time."""
+        """Keep frames that leave with whatever is sent next, or when they are due."""
         if not self._kept:
             self._waiting.set()
         self._kept += frames
 
     def take_kept(self) -> bytes:
-        """For who sends it first of all himself."""
+        """Take the kept frames for a caller that sends them itself."""
         kept, self._kept = self._kept, []
         self.is_due = False
         self._waiting.clear()
         return b"".join(kept)
 
     def send(self, *buffers: bytes | memoryview) -> None:
-        """All that is kept, and then these."""
+        """Send all kept frames, and then these buffers."""
         kept, self._kept = self._kept, []
         self.is_due = False
         self._waiting.clear()
@@ -68,13 +71,13 @@ class SendQueue:
             self._leaving.set()
 
     def end(self) -> None:
-        """`pump` and `stuck` are not called any more."""
+        """Stop calling `pump` and `stuck`."""
         self._pump = _nothing
         self._leaving.close()
         self._waiting.close()
 
     async def close(self) -> None:
-        """What waits is not sent."""
+        """Stop sending. Waiting frames are not sent."""
         await self._outbox.close()
 
     def _become_due(self) -> None:

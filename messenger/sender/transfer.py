@@ -1,6 +1,6 @@
-"""Whoever waits for what was asked of another messenger: a transfer's writer, the caller of a fetch.
+"""A transfer and an answer, as the callers that wait for them see them.
 
-Owns: how a transfer fails and ends, what became of a request. Does not know: lanes, queues.
+Owns: how a transfer fails and ends, the result of a request. Does not know: lanes, queues.
 """
 
 import asyncio
@@ -15,20 +15,20 @@ from mooncake.errors import TransferError
 
 
 class TransferOwner(Protocol):
-    """The peer that it is a transfer to."""
+    """The session that a transfer belongs to."""
 
     async def submit(self, request: Request) -> None:
-        """Queues a request."""
+        """Queue a request."""
 
-    def begun(self, transfer: "Transfer") -> None:
-        """Raises TransferError if it cannot be."""
+    def transfer_begun(self, transfer: "Transfer") -> None:
+        """Record a transfer that begins. Raises TransferError if it cannot."""
 
-    def left(self, transfer: "Transfer", reason: str | None) -> None:
-        """It is given up for `reason`, or done."""
+    def transfer_ended(self, transfer: "Transfer", reason: str | None) -> None:
+        """Record a transfer that ends: given up for `reason`, or complete."""
 
 
 class Transfer:
-    """Writes to one grant, within its `with` statement. Fails as a whole and for good."""
+    """Writes to one grant, within its `with` statement. It fails as a whole and for good."""
 
     def __init__(
         self,
@@ -41,16 +41,16 @@ class Transfer:
         self.opening = opening
         self.failure: str | None = None
         self.is_known = False
-        """to the peer"""
+        """Whether the peer knows of the transfer."""
         self._num_unconfirmed = 0
-        """writes that are in their pages, but which the peer may not have heard of"""
+        """Writes that are in their pages, but of which the peer may not have heard."""
         self._owner = owner
         self._urgency = urgency
         self._on_change = on_change
         self._heads = heads
 
     def __enter__(self) -> Self:
-        self._owner.begun(self)
+        self._owner.transfer_begun(self)
         return self
 
     def __exit__(
@@ -64,17 +64,17 @@ class Transfer:
         elif error is not None:
             reason = "the sender has stopped"
         self.failure = self.failure or reason
-        self._owner.left(self, reason)
+        self._owner.transfer_ended(self, reason)
 
     def check(self) -> None:
-        """Raises TransferError once this transfer has failed."""
+        """Raise TransferError once this transfer has failed."""
         if self.failure is not None:
             raise TransferError(self.failure)
 
     async def write(
         self, entries: list[WriteEntry], num_bytes: int, done: Callable[[WriteOutcome], None]
     ) -> None:
-        """Submits one frame, waiting while too many of its class wait already.
+        """Submit one frame, waiting while too many of its class wait already.
 
         `done` is called once, when no byte of the source will be read for this frame any more (see
         WriteRequest): it may be when the bytes are there, but the peer has not heard of it yet. Raises
@@ -104,7 +104,7 @@ class Transfer:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the peer has said of all that was placed that it knows."""
+        """Whether the peer has acknowledged every write that was placed."""
         return not self._num_unconfirmed
 
     def fail(self, reason: str) -> None:
@@ -114,11 +114,11 @@ class Transfer:
 
 
 class Answer:
-    """What became of a request, for whoever waits for it."""
+    """Result of a request, for the caller that waits for it."""
 
     def __init__(self) -> None:
         self.checksums: dict[int, bytes] = {}
-        """of blocks that have been fetched"""
+        """Checksums of fetched blocks, by index."""
         self.failure: str | None = None
         self.is_there = asyncio.Event()
 
@@ -127,7 +127,7 @@ class Answer:
         self.is_there.set()
 
     async def settled(self) -> None:
-        """However often the waiter is cancelled meanwhile."""
+        """Wait for the result, however often the waiter is cancelled meanwhile."""
         while not self.is_there.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await self.is_there.wait()

@@ -67,7 +67,7 @@ async def introduce(
     except OSError as error:
         raise TransferError(
             f"who listens there hangs up at a greeting ({error}): it is no messenger, is about to end, has"
-            f" too many strangers at its door, or has TLS; {SAME_TLS}"
+            f" too many unauthenticated connections, or has TLS; {SAME_TLS}"
         ) from error
     assert isinstance(challenge, Challenge)
     if not visitor.recognises(challenge.nonce, challenge.proof):

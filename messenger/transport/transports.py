@@ -86,7 +86,7 @@ class Traffic:
         self.num_unauthenticated += 1
         if self._unauthenticated_lines.has_come(self.num_unauthenticated):
             log.info(
-                "%d strangers have been turned away so far, the last one: %s",
+                "%d unauthenticated connections have been refused so far, the last one: %s",
                 self.num_unauthenticated,
                 reason,
             )
