@@ -14,7 +14,17 @@ from mooncake.messages.kv_events import KVStored
 from mooncake.messages.pools import PeerStats, Tier
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import Finished, Heartbeat, Leave, Prefilled, Reserved, Role
-from tests.conductor.test_policy import D0, FRONT, GRANT, P0, POOL, new_conductor, ref, registration, request
+from tests.conductor.small_cluster import (
+    D0,
+    FRONT,
+    GRANT,
+    P0,
+    POOL,
+    new_conductor,
+    ref,
+    registration,
+    request,
+)
 
 OFFSET_S = 1_000_000.0
 

@@ -20,7 +20,7 @@ from mooncake.messages.workers import (
     Role,
     WorkFailed,
 )
-from tests.conductor.test_policy import (
+from tests.conductor.small_cluster import (
     D0,
     FRONT,
     GRANT,

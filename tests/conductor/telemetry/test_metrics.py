@@ -22,7 +22,7 @@ from mooncake.messages.kv_events import KVEvents, KVSnapshot, KVStored, ReplayDo
 from mooncake.messages.pools import Tier
 from mooncake.messages.workers import Role
 from tests.conductor.replication.test_copies import Cluster
-from tests.conductor.test_policy import FRONT, new_conductor, request
+from tests.conductor.small_cluster import FRONT, new_conductor, request
 from tests.conductor.transcript import Transcript
 
 

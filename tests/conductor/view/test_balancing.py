@@ -8,7 +8,7 @@ import pytest
 from conductor.rules import DEFAULT_BALANCING_THRESHOLD
 from conductor.view.balancing import HIGHEST, LOWEST, BalancingThreshold
 from mooncake.messages.pools import PoolStats, Tier, TierStats
-from tests.conductor.test_policy import POOL
+from tests.conductor.small_cluster import POOL
 
 
 @dataclass

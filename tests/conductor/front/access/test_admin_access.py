@@ -12,8 +12,8 @@ import pytest
 from mooncake.messages.fronts import KeepContext
 from mooncake.security.api_keys import add_api_key
 from tests.conductor.front.fakes import DEADLINE_S, byte_model, running_front
+from tests.conductor.small_cluster import FRONT
 from tests.conductor.telemetry.test_display import Shown
-from tests.conductor.test_policy import FRONT
 from tests.ports import free_port
 
 CONTEXT_ID = "cache-of-somebody"

@@ -1,0 +1,117 @@
+"""A Conductor with one instance of each role, and the messages of its peers."""
+
+from conductor.effects import Effect
+from conductor.policy import Conductor
+from conductor.rules import Limits
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.fronts import (
+    ClusterState,
+    FrontHello,
+    Rejected,
+)
+from mooncake.messages.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Register,
+    Role,
+)
+
+EPOCH = 7
+FRONT = b"front#1"
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+P0, D0 = peer_identity("p0", 1), peer_identity("d0", 1)
+
+
+def address(name: str) -> MessengerAddress:
+    return MessengerAddress(name, 1, "host", "/path", (("127.0.0.1", 1),))
+
+
+def registration(name: str, role: Role, incarnation: int = 1, pages: int = 100) -> Register:
+    return Register(
+        PROTOCOL_VERSION,
+        name,
+        incarnation,
+        role,
+        "model",
+        LAYOUT,
+        (PoolShard(address(name), LAYOUT),),
+        Capacity(pages, pages),
+        "cpu",
+    )
+
+
+def request(request_id: str = "r", num_tokens: int = 9) -> Request:
+    return Request(
+        request_id, list(range(num_tokens)), [b"k" * 16] * (num_tokens // 4), SamplingParams(5), "ep"
+    )
+
+
+def told_to_front(effects: list[Effect]) -> list[tuple[int, int, int]]:
+    """Of each state of the cluster: instances that prefill and that decode, and blocks of a sequence."""
+    states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
+    return [(state.num_prefill, state.num_decode, state.max_sequence_blocks) for state in states]
+
+
+def ref(attempt: int = 1, request_id: str = "r") -> Ref:
+    return Ref(EPOCH, request_id, attempt)
+
+
+POOL = PoolStats(
+    num_pages=9,
+    num_free=9,
+    num_reserved=0,
+    num_sealed=0,
+    num_quarantined=0,
+    num_used=0,
+    num_reservations=0,
+    num_leases=0,
+    num_pins=0,
+    block_bytes=4096,
+    eviction_policy="lru",
+    tiers={},
+    num_misses={},
+    num_dropped=0,
+    num_removed=0,
+    num_demotions=0,
+    num_promotions=0,
+    num_expired_leases=0,
+    num_checksum_failures=0,
+    num_orphaned=0,
+    sent_bytes={},
+    received_bytes={},
+)
+HEARTBEAT = Heartbeat(0, 0, 0, {"p0": POOL})
+GRANT = Grant(1, address("d0"), [GrantedPage(0, 5, 1), GrantedPage(1, 6, 1)])
+
+
+def new_conductor(limits: Limits | None = None) -> Conductor:
+    conductor = Conductor(EPOCH, "model", limits or Limits())
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+    conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
+    conductor.handle(D0, registration("d0", Role.DECODE), 0.0)
+    return conductor
+
+
+D1 = peer_identity("d1", 1)
+TBT_SLO_S = 0.1
+
+
+def two_decode_instances(limits: Limits | None = None) -> Conductor:
+    conductor = new_conductor(limits or Limits(tbt_slo_s=TBT_SLO_S))
+    conductor.handle(D1, registration("d1", Role.DECODE), 0.0)
+    return conductor
+
+
+def rejections_when_time_passes(conductor: Conductor, *moments_s: float) -> list[tuple[float, Rejected]]:
+    """Each with the moment at which it comes. The front and the instances are alive all the time."""
+    rejections = []
+    for now_s in moments_s:
+        conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), now_s)
+        for instance in conductor.instances:
+            conductor.handle(instance.identity, HEARTBEAT, now_s)
+        effects = conductor.tick(now_s)
+        rejections += [(now_s, e.message) for e in effects if isinstance(e.message, Rejected)]
+    return rejections

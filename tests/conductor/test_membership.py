@@ -1,0 +1,224 @@
+"""Instances that come, go, restart and drain."""
+
+import msgspec
+import pytest
+
+from conductor.effects import Effect
+from conductor.rules import Limits
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.fronts import (
+    ClusterState,
+    Drain,
+    Ended,
+    Failed,
+    FrontHello,
+    Rejected,
+    Submit,
+)
+from mooncake.messages.pools import PoolShard
+from mooncake.messages.requests import FinishReason
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    Abort,
+    Finished,
+    HeartbeatAck,
+    Leave,
+    Prefill,
+    Prefilled,
+    Register,
+    Registered,
+    RegisterRefused,
+    Reserve,
+    Reserved,
+    Returning,
+    ReturnNoted,
+    Role,
+)
+from tests.conductor.small_cluster import (
+    D0,
+    FRONT,
+    GRANT,
+    HEARTBEAT,
+    LAYOUT,
+    P0,
+    address,
+    new_conductor,
+    ref,
+    registration,
+    rejections_when_time_passes,
+    request,
+    told_to_front,
+)
+
+
+def test_an_instance_whose_pool_has_the_name_of_another_is_refused() -> None:
+    conductor = new_conductor()
+    shards = (PoolShard(address("p0"), LAYOUT),)
+    register = msgspec.structs.replace(registration("p1", Role.PREFILL), shards=shards)
+    (effect,) = conductor.handle(peer_identity("p1", 1), register, 1.0)
+    assert isinstance(effect.message, RegisterRefused)
+    assert "a name is taken" in effect.message.message
+    assert sorted(conductor.prefixes.slots) == ["d0", "p0"]
+
+
+def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
+    conductor, order = new_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
+    conductor.handle(P0, HEARTBEAT, 5.0)
+    effects = conductor.tick(5.5)
+    assert (1, 0, 100) in told_to_front(effects)
+    assert Effect(P0, Abort(ref())) in effects
+    d0_again = peer_identity("d0", 2)
+    effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
+    assert effects[:2] == [Effect(d0_again, Registered()), Effect(d0_again, Reserve(ref(2), order))]
+
+
+def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
+    conductor, order = new_conductor(Limits(return_grace_s=10.0)), request()
+    conductor.peer_gone(D0, 1.0)
+    assert conductor.handle(FRONT, Submit(order), 2.0) == []
+    d0_again = peer_identity("d0", 2)
+    effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 3.0)
+    assert Effect(d0_again, Reserve(ref(1), order)) in effects
+    conductor.peer_gone(d0_again, 4.0)
+    conductor.handle(P0, HEARTBEAT, 14.0)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 14.0)
+    conductor.tick(14.5)
+    [rejected] = conductor.handle(FRONT, Submit(request("late")), 15.0)
+    assert isinstance(rejected.message, Rejected)
+    assert (rejected.message.status, rejected.message.message) == (503, "no decode instance is ready")
+
+
+def test_a_front_and_a_client_are_told_that_all_instances_of_a_role_drain() -> None:
+    conductor = new_conductor(Limits(return_grace_s=1.0, placement_timeout_s=60.0))
+    conductor.handle(FRONT, Submit(request("waits")), 1.0)
+    d1 = peer_identity("d1", 1)
+    conductor.handle(d1, registration("d1", Role.DECODE), 1.0)
+    effects = conductor.handle(FRONT, Drain("d1"), 2.0)
+    states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
+    assert [(state.num_decode, state.num_draining) for state in states] == [
+        (1, {Role.PREFILL: 0, Role.DECODE: 1})
+    ]
+    conductor.peer_gone(D0, 3.0)
+    [(at_s, rejected)] = rejections_when_time_passes(conductor, 3.5, 4.5)
+    assert (at_s, rejected.status) == (4.5, 503)
+    assert rejected.message == "all decode instances are draining (d0 is not connected)"
+    [effect] = conductor.handle(FRONT, Submit(request("late")), 5.0)
+    assert isinstance(effect.message, Rejected)
+    assert effect.message.message == "all decode instances are draining"
+
+
+def test_an_instance_that_loads_its_model_again_is_waited_for() -> None:
+    conductor, order = new_conductor(Limits(return_grace_s=10.0, placement_timeout_s=60.0)), request()
+    conductor.peer_gone(D0, 1.0)
+    conductor.handle(FRONT, Submit(order), 2.0)
+    again = peer_identity("d0", 2)
+    returning = peer_identity("d0/returning", 2)
+    assert conductor.handle(returning, Returning("d0", 2, []), 5.0) == [Effect(returning, ReturnNoted())]
+    assert rejections_when_time_passes(conductor, 20.0, 40.0) == []
+    effects = conductor.handle(again, registration("d0", Role.DECODE, 2), 45.0)
+    assert Effect(again, Reserve(ref(1), order)) in effects
+
+
+def test_a_life_whose_end_nobody_had_noticed_ends_when_the_next_one_begins() -> None:
+    conductor, order = new_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.handle(peer_identity("d0/returning", 2), Returning("d0", 2, []), 2.0)
+    assert Effect(P0, Abort(ref())) in effects
+    assert (1, 0, 100) in told_to_front(effects)
+    late = Returning("d0", 2, [])
+    again = peer_identity("d0", 3)
+    conductor.handle(again, registration("d0", Role.DECODE, 3), 3.0)
+    assert conductor.handle(peer_identity("d0/returning", 2), late, 4.0)[1:] == [], "it is an earlier one"
+
+
+def test_an_earlier_life_is_fenced_off() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(peer_identity("d0", 2), registration("d0", Role.DECODE, 2), 2.0)
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == []
+    assert conductor.handle(D0, HEARTBEAT, 2.0) == [Effect(D0, HeartbeatAck(known=False))]
+    [refused] = conductor.handle(D0, registration("d0", Role.DECODE, 1), 2.0)
+    assert isinstance(refused.message, RegisterRefused)
+    assert refused.message.retryable
+
+
+def test_a_repeated_registration_of_the_same_life_costs_nothing() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered())]
+    assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == [Effect(P0, Prefill(ref(), request(), GRANT))]
+
+
+def test_work_of_an_instance_that_leaves_is_placed_elsewhere_at_once() -> None:
+    conductor, order = new_conductor(), request()
+    d1 = peer_identity("d1", 1)
+    conductor.handle(d1, registration("d1", Role.DECODE), 0.0)
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.handle(D0, Leave(), 2.0)
+    assert Effect(d1, Reserve(ref(2), order)) in effects
+    assert (1, 1, 100) in told_to_front(effects)
+    assert conductor.handle(D0, Leave(), 2.0) == []
+
+
+def test_a_large_request_waits_for_the_large_instance_that_restarts() -> None:
+    conductor, order = new_conductor(), request("large", 300)
+    small = peer_identity("small", 1)
+    conductor.handle(small, registration("small", Role.DECODE, pages=4), 0.0)
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.peer_gone(D0, 2.0)
+    assert not [effect for effect in effects if isinstance(effect.message, Failed | Reserve)]
+    assert conductor.handle(FRONT, Submit(request("another", 300)), 2.5) == []
+    again = peer_identity("d0", 2)
+    effects = conductor.handle(again, registration("d0", Role.DECODE, 2), 3.0)
+    assert Effect(again, Reserve(ref(2, "large"), order)) in effects
+
+
+def test_what_a_smaller_prefill_cannot_hold_is_rejected_even_without_any_decode() -> None:
+    conductor = new_conductor(Limits(return_grace_s=10.0, peer_timeout_s=100.0))
+    conductor.peer_gone(D0, 1.0)
+    conductor.handle(FRONT, Submit(request("large", 300)), 2.0)
+    conductor.peer_gone(P0, 3.0)
+    effects = conductor.handle(peer_identity("p0", 2), registration("p0", Role.PREFILL, 2, pages=4), 9.0)
+    [rejected] = [effect.message for effect in effects if isinstance(effect.message, Rejected)]
+    assert (rejected.request_id, rejected.status) == ("large", 400)
+    assert "at most 4 blocks of 4 tokens" in rejected.message
+
+
+def test_instances_that_fall_silent_together_cost_one_attempt() -> None:
+    conductor, order = new_conductor(Limits(max_attempts=2)), request()
+    for name in ("d1", "d2"):
+        conductor.handle(peer_identity(name, 1), registration(name, Role.DECODE), 0.0)
+    conductor.handle(FRONT, Submit(order), 1.0)
+    live = peer_identity("d9", 1)
+    conductor.handle(live, registration("d9", Role.DECODE), 5.0)
+    conductor.handle(P0, HEARTBEAT, 5.0)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
+    assert Effect(live, Reserve(ref(2), order)) in conductor.tick(5.5)
+
+
+def test_prefill_may_die_once_its_part_is_done() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
+    conductor.peer_gone(P0, 2.0)
+    assert conductor.handle(D0, Finished(ref(), FinishReason.LENGTH, 5), 3.0) == [
+        Effect(FRONT, Ended("r", 5))
+    ]
+    assert conductor.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fingerprint": "other"}, ["fingerprint", "model", "other", "--dtype"]),
+        ({"protocol_version": 99}, ["protocol version", "99", "same release"]),
+    ],
+)
+def test_workers_that_do_not_fit_are_refused_by_name(changed: dict[str, object], words: list[str]) -> None:
+    fields = {name: getattr(registration("p9", Role.PREFILL), name) for name in Register.__struct_fields__}
+    [effect] = new_conductor().handle(peer_identity("p9", 1), Register(**{**fields, **changed}), 1.0)
+    assert isinstance(effect.message, RegisterRefused)
+    assert all(word in effect.message.message for word in [*words, "p9"])
