@@ -1,1 +1,1 @@
-"""Which of several connections and paths is used: how full, how fast, how far trusted."""
+"""Choice among several connections and paths: their load, their speed, their health."""

@@ -1,7 +1,7 @@
-"""How far a path is trusted: one that connects and then carries nothing is left alone for a while.
+"""Health of a path: one that connects and then carries nothing is left alone for a while.
 
-Judged by how its lanes end. It is tried again after a pause that grows each time, and others carry its load
-meanwhile.
+It is judged by how its lanes end. It is tried again after a pause that grows each time, and others carry its
+load meanwhile.
 
 Owns: these rules. Does not know: connections, clocks.
 """
@@ -18,29 +18,29 @@ LONGEST_PAUSE_S: Final = 60.0
 
 @dataclass(slots=True)
 class PathHealth:
-    """Of one path, which its lanes share. All times are of one clock."""
+    """Health of one path, which its lanes share. All times are of one clock."""
 
     num_useless: int = 0
-    """lanes in a row that were lost under requests of which they had answered none"""
+    """Lanes in a row that were lost with requests in flight of which they had answered none."""
     num_backoffs: int = 0
-    """in a row"""
+    """Backoffs in a row."""
     until_s: float = 0.0
-    """it is benched until then"""
+    """End of the present backoff, in seconds of the caller's clock."""
 
     def pause_s(self, now_s: float) -> float:
-        """How long it is not to be used."""
+        """Return the seconds until the path may be used."""
         return max(0.0, self.until_s - now_s)
 
     def failed(self, now_s: float) -> None:
-        """There was no connection, or nothing could be written on it."""
+        """Record that there was no connection, or that nothing could be written on it."""
         if not self.pause_s(now_s):
             self._back_off(now_s)
 
     def lost(
         self, now_s: float, held_s: float, remedy: Remedy | None, *, was_asked: bool, has_answered: bool
     ) -> bool:
-        """A lane was lost after `held_s`; `remedy` is set if its queue pair broke. Whether this benches the
-        path."""
+        """Record a lane that was lost after `held_s`; `remedy` is set if its queue pair broke. Returns
+        whether the path backs off now."""
         if self.pause_s(now_s):
             return False  # it fell with others, which have been judged
         if has_answered:

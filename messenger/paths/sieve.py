@@ -1,9 +1,9 @@
-"""Which of many connections to give up: SIEVE (Zhang et al., NSDI'24).
+"""Choice of the connection to give up among many: SIEVE (Zhang et al., NSDI'24).
 
 A hand goes over them from the oldest to the newest, spares those that were used since it last passed, and
 takes the first that was not.
 
-Owns: that order. Does not know: what is given up, whether it may be (its caller says so).
+Owns: that order. Does not know: the connections, whether one may be given up (its caller says so).
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -26,7 +26,7 @@ class Sieve(Generic[Key, Value]):
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry[Value]] = {}
         self._hand: Key | None = None
-        """what is looked at next; None or gone: the oldest"""
+        """Key that is looked at next; None, or a key that is gone, means the oldest."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,7 +35,7 @@ class Sieve(Generic[Key, Value]):
         return (entry.value for entry in self._entries.values())
 
     def get(self, key: Key) -> Value | None:
-        """Counts as a use."""
+        """Return the value of `key` and mark it as used."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -43,18 +43,18 @@ class Sieve(Generic[Key, Value]):
         return entry.value
 
     def put(self, key: Key, value: Value) -> None:
-        """The newest; replaces what was there."""
+        """Add the newest entry, replacing that of the same key."""
         self._entries.pop(key, None)
         self._entries[key] = _Entry(value)
 
     def discard(self, key: Key, value: Value) -> None:
-        """Takes `key` away if it still is `value`'s."""
+        """Remove `key` if its value still is `value`."""
         entry = self._entries.get(key)
         if entry is not None and entry.value is value:
             del self._entries[key]
 
     def evict(self, may_go: Callable[[Value], bool]) -> Value | None:
-        """Takes one away; None if none may go."""
+        """Remove one entry and return its value; None if none may go."""
         keys = list(self._entries)
         start = keys.index(self._hand) if self._hand in self._entries else 0
         for step in range(2 * len(keys)):  # the first round may only take marks away

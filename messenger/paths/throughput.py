@@ -12,23 +12,23 @@ from messenger.transport.transports import PeerTraffic, Traffic, Transport
 _SAMPLE_S = 0.05
 _LEAST_SAMPLE_BYTES = 1 << 20
 _WEIGHT = 0.3
-"""of the latest sample"""
+"""Weight of the latest sample."""
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Only the time counts in which something is under way: an idle path is not a slow one."""
+    """Throughput of one session. Only time with bytes in flight counts: an idle path is not a slow one."""
 
     in_flight_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
-    """None before the first sample"""
+    """None before the first sample."""
     total_busy_s: float = 0.0
-    """in which something was under way, up to the last end"""
+    """Seconds with bytes in flight, up to the last end."""
     _since_s: float = 0.0
     _busy_s: float = 0.0
-    """since the last sample"""
+    """Seconds with bytes in flight since the last sample."""
     _moved_bytes: int = 0
-    """in that time"""
+    """Bytes moved since the last sample."""
 
     def begun(self, num_bytes: int, now_s: float) -> None:
         if not self.in_flight_bytes:
@@ -36,7 +36,8 @@ class Throughput:
         self.in_flight_bytes += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
-        """Of `num_bytes` that had begun so many have arrived; the others were given up, or not there."""
+        """Record the end of `num_bytes`, of which `moved_bytes` have arrived; the others were given up, or
+        not there."""
         self.in_flight_bytes -= num_bytes
         self._moved_bytes += moved_bytes
         self._busy_s += now_s - self._since_s
@@ -57,7 +58,7 @@ class Throughput:
 
 
 class TransferCounters:
-    """Of one session, added to all that is in `traffic` and in `own`."""
+    """Counters of one session, added to all that is in `traffic` and in `own`."""
 
     def __init__(self, traffic: Traffic, own: PeerTraffic) -> None:
         self.throughput = Throughput()
@@ -65,16 +66,16 @@ class TransferCounters:
         self._own = own
         self._counted_busy_s = 0.0
         self._last_transport = Transport.TCP
-        """that moved something"""
+        """Transport that moved something last."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Bytes have been placed and verified, at the other side or here."""
+        """Count bytes that have been placed and verified, at the other side or here."""
         self._last_transport = transport
         for traffic in (self._traffic, self._own):
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
-        """Of `num_bytes` in flight so many have arrived; the others were given up, or not there."""
+        """Record the end of `num_bytes` in flight, of which `moved_bytes` have arrived."""
         self.throughput.ended(num_bytes, now_s, moved_bytes=moved_bytes)
         if moved_bytes:
             busy_s = self.throughput.total_busy_s

@@ -1,8 +1,8 @@
-"""The catalogue of a shared segment: in which page a sealed block is, for those of this host who read it.
+"""Catalogue of a shared segment: in which page a sealed block is, for readers on the same host.
 
-Whoever has the segment mapped finds a block by its key, copies it and compares it with its checksums, in one
-native call and without a word to the owner: see catalogue.cpp. That the block stayed where it was is seen
-afterwards. Whoever does not find a block, or not intact, asks its owner.
+A reader that has the segment mapped finds a block by its key, copies it and compares it with its checksums,
+in one native call and without a message to the owner: see catalogue.cpp. It sees afterwards whether the block
+stayed where it was. A reader that does not find a block, or not intact, asks its owner.
 
 Owns: finding blocks, and reading them. Does not know: who evicts them, connections.
 """
@@ -21,11 +21,11 @@ from mooncake.messages.blocks import KEY_BYTES, KVLayout
 from mooncake.native import load_or_do_without
 
 PLACES = 4
-"""hints of the catalogue for each page, four bytes each"""
+"""Hints of the catalogue for each page, four bytes each."""
 
 
 class _Arrays(Structure):
-    """As the compiled code sees them."""
+    """The arrays as the compiled code sees them."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("states", "generations", "keys", "checksums", "places")),
@@ -35,7 +35,7 @@ class _Arrays(Structure):
 
 @functools.cache
 def native() -> CDLL | None:
-    """What looks into catalogues; None where there is no compiler: then everybody asks."""
+    """Load the compiled code; None where there is no compiler: then readers ask the owner."""
     library = load_or_do_without(SOURCES / "catalogue.cpp", "blocks on this host are asked for")
     if library is None:
         return None
@@ -60,12 +60,13 @@ def native() -> CDLL | None:
 
 
 class Catalogue:
-    """Of a segment that is mapped here."""
+    """Catalogue of a segment that is mapped here."""
 
     def __init__(
         self, library: CDLL, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout
     ) -> None:
-        """`layout`: of the segment's blocks. Raises TransferError unless all of it lies inside."""
+        """Open the catalogue of a segment whose blocks have this `layout`. Raises TransferError unless all of
+        it lies inside."""
         num_pages = page_table.num_pages
         ends = (
             page_table.pages_offset + num_pages * page_table.page_stride,
@@ -99,17 +100,20 @@ class Catalogue:
 
     @classmethod
     def at(cls, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout) -> "Catalogue | None":
-        """None where nothing can be compiled."""
+        """Open a catalogue; None where nothing can be compiled."""
         library = native()
         return None if library is None else cls(library, segment, page_table, layout)
 
     def note(self, pages: Sequence[int]) -> None:
-        """The blocks in these pages, which the owner has sealed, can be found from now on."""
+        """Make the blocks in these pages, which the owner has sealed, findable."""
         self._native.note_pages(self._address, (c_int64 * len(pages))(*pages), len(pages))
 
     def read(self, fetch: Fetch, views: Sequence[memoryview]) -> dict[int, bytes] | None:
-        """Copies whole layers of each block to its view. Returns their checksums, with which the bytes have
-        been compared, by index; None, and the views hold anything, unless all of them were there."""
+        """Copy whole layers of each block to its view.
+
+        Returns by index their checksums, with which the bytes have been compared; None, and the views hold
+        anything, unless all blocks were there.
+        """
         layout, num_layers = self._layout, fetch.layer_end - fetch.layer_begin
         first_layer, num_blocks = fetch.layer_begin - layout.first_layer, len(fetch.keys)
         keys = b"".join(fetch.keys)

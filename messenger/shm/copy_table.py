@@ -38,7 +38,7 @@ _LONGEST_PAUSE_S = 0.05
 
 @functools.cache
 def native() -> CDLL | None:
-    """What looks at copy_tables, and copies; None where there is no compiler: then nobody sits there."""
+    """Load the compiled code; None where there is no compiler: then no copy slot is used."""
     library = load_or_do_without(
         SOURCES / "copy_table.cpp", "blocks from this host are copied by who receives them"
     )
@@ -77,7 +77,7 @@ def native() -> CDLL | None:
 
 
 class Copy(NamedTuple):
-    """What whoever sits there is copying to."""
+    """A copy in progress."""
 
     slot: int
     grant_id: int
@@ -85,28 +85,29 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Awaited:
-    """Copies to grants that are closed."""
+    """Copies to closed grants whose end is awaited."""
 
     copies: list[Copy]
     on_quiet: Callable[[], None]
 
 
 class CopyTable:
-    """The owner's side. Nothing is open at first; who has slots since an earlier life keeps them for now."""
+    """The owner's side of the copy table. Nothing is open at first; slots of an earlier life stay taken for
+    now."""
 
     def __init__(self, library: CDLL, copy_table: memoryview) -> None:
-        """`copy_table`: COPY_TABLE_BYTES, zeros when they are new."""
+        """Open a table in `copy_table`: COPY_TABLE_BYTES, zeros when they are new."""
         assert len(copy_table) == COPY_TABLE_BYTES
         self._native = library
         self._copy_table = copy_table  # keeps it mapped
         self._address = address_of(copy_table)
         self._processes: dict[int, int | None] = {}
-        """by slot that is taken: a descriptor of its process, None if that has ended"""
+        """By taken slot, a descriptor of its process; None if that has ended."""
         weakref.finalize(self, _close_all, self._processes)
         self._unwatched: set[int] = set()
-        """slots of an earlier life of which nobody can say when their process ends"""
+        """Slots of an earlier life whose processes cannot be watched."""
         self._left: set[int] = set()
-        """slots whose lane has ended, and which may not have been left yet"""
+        """Slots whose lane has ended, and which their processes may not have left yet."""
         self._has_warned = False
         self._awaited: list[_Awaited] = []
         self._looking: asyncio.TimerHandle | None = None
@@ -114,7 +115,7 @@ class CopyTable:
         busy = library.close_all(self._address)
         owners = [self.token(slot) & _PID_MASK for slot in range(NUM_COPY_SLOTS)]
         self._former: dict[int, list[Copy]] = {}
-        """by process: copies to pages of an earlier life that were under way when this one began"""
+        """By process, copies to pages of an earlier life that were in progress when this one began."""
         for slot in _slots_of(busy):
             grant_id = library.copied_to(self._address, slot) - 1
             if owners[slot] and grant_id >= 0:
@@ -125,14 +126,15 @@ class CopyTable:
 
     @classmethod
     def at(cls, copy_table: memoryview) -> "CopyTable | None":
-        """None where nothing can be compiled."""
+        """Open a table; None where nothing can be compiled."""
         library = native()
         return None if library is None else cls(library, copy_table)
 
     # -- slots ------------------------------------------------------------------------------------
 
     def take_slot(self, pid: int) -> int | None:
-        """For a lane of this process; None if all are taken, or it cannot be seen from here when it ends."""
+        """Return a slot for a lane of this process; None if all are taken, or the end of the process could
+        not be seen."""
         slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
         if slot is None:
             return None
@@ -150,11 +152,12 @@ class CopyTable:
         return slot
 
     def token(self, slot: int) -> int:
-        """With which whoever the slot was given to sits down. Which process that is are its lowest bits."""
+        """Return the token by which the process of a slot occupies it. Its lowest bits are the process id."""
         return int(self._native.owner_of(self._address, slot))
 
     def _take_over(self, slot: int, owner: int) -> None:
-        """From an earlier life. Unwatched it is not given again in this one."""
+        """Take over a slot of an earlier life. One whose process cannot be watched is not given again in this
+        life."""
         try:
             self._processes[slot] = _watch(owner)
         except OSError as error:
@@ -164,20 +167,20 @@ class CopyTable:
             self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """The lane has ended: its slot is free when the process has left it too, has not taken it, or has
-        ended."""
+        """Record that a lane has ended: its slot is free when the process has left it too, has not taken it,
+        or has ended."""
         self._left.add(slot)
         self._look_soon()
 
     # -- grants -----------------------------------------------------------------------------------
 
     def open(self, grant_id: int) -> bool:
-        """Whether it could be: there are fewer places than grants may be."""
+        """Open a grant to copiers. Returns whether there was an entry for it."""
         return bool(self._native.open_grant(self._address, grant_id))
 
     def close(self, grant_id: int, on_quiet: Callable[[], None]) -> bool:
-        """Nobody begins to copy to it any more. Whether nobody is copying to it: else `on_quiet` is called
-        when that has ended."""
+        """Close a grant: no copy to it begins any more. Returns whether none is in progress; else `on_quiet`
+        is called when those have ended."""
         busy = self._native.close_grant(self._address, grant_id)
         copies = [Copy(slot, grant_id) for slot in _slots_of(busy)]
         if copies:
@@ -188,12 +191,12 @@ class CopyTable:
 
     @property
     def former_copiers(self) -> list[int]:
-        """Processes that were copying to its pages when this life began."""
+        """Processes that were copying to the pages when this life began."""
         return list(self._former)
 
     def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
-        """`on_quiet` is called when what this one was copying, if it was, has ended; or the process has, if
-        that can be watched."""
+        """Call `on_quiet` when the copies of a process of that time have ended, or the process has, if that
+        can be watched."""
         self._await(self._former.get(pid, []), on_quiet)
 
     # ---------------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ class CopyTable:
             self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
-        """Whether those have ended that are awaited."""
+        """Look whether awaited copies and processes have ended."""
         self._looking = None
         awaited, self._awaited = self._awaited, []
         for each in awaited:
@@ -229,7 +232,7 @@ class CopyTable:
         return bool(is_copying) and not self._has_ended(copy.slot)
 
     def _has_ended(self, slot: int) -> bool:
-        """Whether the process has that sits there, as far as can be seen."""
+        """Return whether the process of a slot has ended, as far as can be seen."""
         if slot in self._unwatched:
             return False
         process = self._processes.get(slot)
@@ -257,7 +260,8 @@ def _slots_of(mask: int) -> list[int]:
 
 
 def _watch(pid: int) -> int | None:
-    """A descriptor of the process; None if there is no such process here. Raises OSError if there is."""
+    """Return a descriptor of the process; None if there is no such process here. Raises OSError if it cannot
+    be watched."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -265,7 +269,7 @@ def _watch(pid: int) -> int | None:
 
 
 def _is_over(process: int) -> bool:
-    """Whether it has ended, waited for or not."""
+    """Return whether a process has ended, waited for or not."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
     return bool(poller.poll(0))

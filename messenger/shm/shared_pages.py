@@ -1,6 +1,7 @@
 """Writing to granted pages of a peer on this host: one pass for bytes and checksums, in one native call.
 
-Owns: what is mapped of the peer to be written, our slot at its copy_table. Does not know: the connection.
+Owns: the mapping of the peer's segment for writing, our slot in its copy table. Does not know: the
+connection.
 """
 
 import struct
@@ -16,7 +17,8 @@ class SharedPages:
     """One lane's way to place bytes. `leave` it when the lane ends."""
 
     def __init__(self, segment: memoryview, slot: CopySlot, layout: KVLayout, source: memoryview) -> None:
-        """`segment`: the peer's, writable; `layout`: of its blocks; `source`: what is sent from.
+        """Occupy `slot` of the peer's `segment`, which is writable. Its blocks have this `layout`; they are
+        sent from `source`.
 
         Raises TransferError for a slot outside of the segment, or one that was given up meanwhile.
         """
@@ -43,10 +45,11 @@ class SharedPages:
             raise TransferError(f"slot {slot.number} was given up meanwhile")
 
     def place(self, write: Write, layer_bytes: int, fd: int = -1, word: bytes = b"") -> int | None:
-        """Places the bytes of all entries, `layer_bytes` of each layer. None unless they are there, intact,
-        and were wanted all the time: then it is the receiver's to copy them, or to say why not.
+        """Place the bytes of all entries, `layer_bytes` of each layer.
 
-        Else `word` is sent over `fd`, if there is one, as far as that can be at once; how many bytes of it.
+        Returns None unless they are there, intact, and were wanted all the time: then the receiver has to
+        copy them, or to say why not. Else `word` is sent over `fd`, if there is one, as far as that can be at
+        once; returns how many bytes of it.
         """
         if layer_bytes <= SHORT_LAYER_BYTES:
             return None
@@ -81,5 +84,5 @@ class SharedPages:
         return None if num_left < 0 else num_left
 
     def leave(self) -> None:
-        """The slot is the owner's to give again."""
+        """Give the slot back to its owner."""
         self._native.leave_slot(self._copy_table, self._copy_slot.number)

@@ -1,6 +1,6 @@
 """An event loop that busy polls before it sleeps, as waking up takes longer than most answers.
 
-Owns: when that is worth the processor's time. Does not know: what the events are.
+Owns: when a busy poll is worth the processor's time. Does not know: the events.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _CROWDED_S = 1e-3
 
 
 class Backoff:
-    """Decides before which sleeps to busy poll: half as often after each poll that was of no use.
+    """Decision before which sleeps to busy poll: half as often after each poll that was of no use.
 
     Where other processes want the processor it is tried less often still: the scheduler runs a process that
     polls after them, and one that is woken up before them.
@@ -27,7 +27,7 @@ class Backoff:
         self._is_crowded = False
 
     def may_poll(self) -> bool:
-        """Whether to busy poll before this sleep."""
+        """Return whether to busy poll before this sleep."""
         if self._num_skipped < self._num_to_skip:
             self._num_skipped += 1
             return False
@@ -60,7 +60,7 @@ class BusyPollSelector(EpollSelector):
         self._now_s = now_s
 
     def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
-        """Return the events that are ready within `timeout` seconds; None: as soon as there are any."""
+        """Return the events that are ready within `timeout` seconds; with None, as soon as there are any."""
         if timeout is not None and timeout <= self._poll_s:
             return super().select(timeout)
         begun_s = self._now_s()
@@ -82,5 +82,5 @@ class BusyPollSelector(EpollSelector):
 
 
 def event_loop(poll_s: float) -> asyncio.SelectorEventLoop:
-    """An event loop for a process that others wait for."""
+    """Make an event loop for a process that others wait for."""
     return asyncio.SelectorEventLoop(BusyPollSelector(poll_s))

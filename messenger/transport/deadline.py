@@ -1,6 +1,6 @@
-"""A time by which something must have happened. It may move with every message: that costs no timer.
+"""A deadline that may move with every message: moving it costs no timer.
 
-Owns: the timer. Does not know: what is awaited.
+Owns: the timer. Does not know: the event that is awaited.
 """
 
 import asyncio
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 def _nothing() -> None:
-    """Nobody awaits anything any more."""
+    """Do nothing: the deadline is closed."""
 
 
 class Deadline:
-    """`missed` is called once it has passed. Also a context manager: what is within must not take longer."""
+    """Deadline after which `missed` is called. As a context manager, limits the time of its body."""
 
     def __init__(self, timeout_s: float, missed: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
@@ -22,17 +22,17 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self) -> None:
-        """`timeout_s` from now."""
+        """Expect the event within `timeout_s` from now."""
         self._due_s = self._loop.time() + self._timeout_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._due_s, self._look)
 
     def clear(self) -> None:
-        """Nothing is awaited now."""
+        """Expect nothing for now."""
         self._due_s = None
 
     def close(self) -> None:
-        """For good. Whoever it would call may have it, and goes at once with no circle left."""
+        """Stop for good, and drop the callback, so that no reference cycle is left."""
         self._missed = _nothing
         if self._timer is not None:
             self._timer.cancel()

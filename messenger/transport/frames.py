@@ -1,7 +1,7 @@
 """Frames off a stream.
 
-Owns: where one frame ends and the next begins. Does not know: what they mean; the payload is taken off the
-stream by whoever knows where it belongs, before the next frame is asked for.
+Owns: where one frame ends and the next begins. Does not know: their meaning. The payload is taken off the
+stream by the caller, who knows its place, before the next frame is asked for.
 """
 
 from collections.abc import Callable
@@ -11,26 +11,28 @@ from messenger.wire.protocol import Frame, FrameReader, Side
 
 
 class Frames:
-    """What arrives on one side of a connection. Raises ConnectionError at its end, TransferError for a peer
-    that does not speak the protocol."""
+    """Frames that arrive on one side of a connection.
+
+    Raises ConnectionError at its end, TransferError for a peer that does not speak the protocol.
+    """
 
     def __init__(self, stream: Stream, side: Side) -> None:
         self.stream = stream
         self._reader = FrameReader(side)
 
     async def next(self) -> Frame:
-        """The next frame, as soon as it is there."""
+        """Return the next frame as soon as it is there."""
         while (frame := self.ready()) is None:
             await self.stream.more(lambda: True)
         return frame
 
     async def heard(self, hear: Callable[[], bool]) -> None:
-        """Calls `hear` whenever there may be another frame `ready`, until it returns True."""
+        """Call `hear` whenever there may be another frame `ready`, until it returns True."""
         if not hear():
             await self.stream.more(hear)
 
     def ready(self) -> Frame | None:
-        """The next frame, if it has been received already, whether its payload has or not."""
+        """Return the next frame if it has been received, whether its payload has or not; else None."""
         stream, reader = self.stream, self._reader
         frame = reader.read(stream.ahead) if stream.num_ahead >= reader.wanted_bytes else None
         if frame is None:

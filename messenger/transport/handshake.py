@@ -1,6 +1,6 @@
-"""The greeting of two messengers: each shows that it knows the cluster's key, then they say who they are.
+"""Handshake of two messengers: each proves that it knows the cluster key, then they exchange identities.
 
-Owns: the greeting on either side. Does not know: what is said after it.
+Owns: the handshake on either side. Does not know: messages after it.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ _LABELS = Labels(visitor=b"messenger sender", host=b"messenger receiver")
 
 
 class AuthenticationError(TransferError):
-    """Whoever is at the other end does not know the cluster's key, or does not speak the protocol."""
+    """The peer does not know the cluster key, or does not speak the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a side of one host lets the other map: its size, and a descriptor."""
+    """Segment that a side lets a peer of its host map: its size and a descriptor."""
 
     num_bytes: int
     fd: int
 
 
 async def read_message(frames: Frames) -> Message:
-    """The next frame, which has no payload. Raises OSError or TransferError if none comes."""
+    """Return the next frame, which has no payload. Raises OSError or TransferError if none comes."""
     frame = await frames.next()
     if frame.payload_bytes:
         raise TransferError("a greeting came with a payload")
@@ -58,7 +58,10 @@ async def introduce(
     endpoint: EndpointInfo | None = None,
     takes_copy_slot: bool = False,
 ) -> Welcome:
-    """The sender's part. Raises TransferError if the receiver refuses, AuthenticationError if it is one."""
+    """Authenticate to a receiver, and introduce this side.
+
+    Raises TransferError if the receiver refuses, AuthenticationError if it has another key.
+    """
     stream = frames.stream
     visitor = Visitor(key, _LABELS)
     await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
@@ -114,7 +117,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
 
 
 async def check_introduction(stream: Stream, ours: Identity, introduction: Introduction) -> None:
-    """Raises MismatchError, which the sender is told, if bytes must not be exchanged."""
+    """Check that bytes may be exchanged. Raises MismatchError, which the sender is told, if they may not."""
     if introduction.identity is not None:
         try:
             check_identity(ours, introduction.identity)
@@ -132,14 +135,14 @@ async def welcome(
     endpoint: EndpointInfo | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Lets the sender in."""
+    """Admit the sender."""
     fd = None if segment is None else segment.fd
     num_bytes = None if segment is None else segment.num_bytes
     await stream.send([encode_frame(Welcome(ours, num_bytes, slot, page_table, endpoint, scratch))], fd=fd)
 
 
 async def refuse(stream: Stream, reason: str) -> None:
-    """Tells the sender why it is turned away."""
+    """Tell the sender why it is refused."""
     await stream.send([encode_frame(Refused(reason))])
 
 

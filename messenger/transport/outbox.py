@@ -1,6 +1,6 @@
-"""What is to be sent over one connection, and leaves in its order.
+"""Messages that leave over one connection, in their order.
 
-Owns: what the kernel has not taken yet. Does not know: what it is, sockets.
+Owns: bytes that the kernel has not taken yet. Does not know: their meaning, sockets.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from messenger.transport.stream import Stream
 class Outbox:
     """Sends whole messages in their order, at once as far as the kernel takes them.
 
-    `on_empty` is called when everything has left that had to wait. Whoever has one is the only sender.
+    `on_empty` is called when everything that had to wait has left. Nobody else may send over the stream.
     """
 
     def __init__(self, stream: Stream, on_empty: Callable[[], None] = lambda: None) -> None:
@@ -23,11 +23,11 @@ class Outbox:
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Messages that wait."""
+        """Number of messages that wait."""
         return len(self._waiting)
 
     def post(self, *buffers: bytes | memoryview) -> None:
-        """Never waits. Raises OSError when the connection is lost."""
+        """Send a message without waiting. Raises OSError when the connection is lost."""
         rest: Sequence[memoryview] = [memoryview(buffer) for buffer in buffers]
         if not self._waiting:
             rest = self._stream.send_now(rest)
@@ -38,7 +38,7 @@ class Outbox:
             self._task = asyncio.create_task(self._flush())
 
     async def close(self) -> None:
-        """Ends the sending; what waits is not sent."""
+        """Stop sending. Waiting messages are not sent."""
         self._on_empty = lambda: None  # whose it is may hold mappings, and goes at once with no circle left
         if self._task is not None:
             self._task.cancel()

@@ -1,10 +1,10 @@
 """Congestion control of connections between messengers: within one host nothing is paced.
 
-No network is to be spared there, and BBR's pacing costs a quarter of the bandwidth. The kernel goes on with
-it when another congestion control takes over. So where BBR is the system's own a connection begins with Reno,
-and BBR takes over if the other end is on another host.
+No network is to be spared within a host, and BBR's pacing costs a quarter of the bandwidth. The kernel goes
+on with it when another congestion control takes over. So where BBR is the system's own a connection begins
+with Reno, and BBR takes over if the other end is on another host.
 
-Owns: that choice. Does not know: what is sent.
+Owns: that choice. Does not know: the data.
 """
 
 import functools
@@ -19,7 +19,7 @@ _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
 class Connection(Protocol):
-    """A socket, or what TLS makes of it."""
+    """A socket, or a TLS socket."""
 
     def getsockname(self) -> tuple[str, int]: ...
 
@@ -31,14 +31,16 @@ class Connection(Protocol):
 
 
 def begin_unpaced(sock: Connection) -> None:
-    """Before it connects, or listens: what it accepts begins so too."""
+    """Begin a connection with Reno, before it connects or listens. Accepted connections inherit it."""
     if _system_paces():
         _change(sock, UNPACED)
 
 
 def choose_by_peer(sock: Connection) -> None:
-    """Once it is connected, before anything is sent. What somebody else has chosen, as a route may have, is
-    left as it is between hosts."""
+    """Choose the congestion control of a new connection, before anything is sent.
+
+    Between hosts a choice of somebody else's, as of a route, is left as it is.
+    """
     try:
         is_local = sock.getpeername()[0] == sock.getsockname()[0]
     except OSError:  # already disconnected: who receives finds out
@@ -51,13 +53,13 @@ def choose_by_peer(sock: Connection) -> None:
 
 @functools.cache
 def systems_own() -> bytes:
-    """The name of the congestion control that sockets have unless they are told."""
+    """Return the name of the congestion control that sockets have by default."""
     with socket.socket() as sock:
         return congestion_control_of(sock)
 
 
 def congestion_control_of(sock: Connection) -> bytes:
-    """Its name."""
+    """Return the name of a connection's congestion control."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
 
 

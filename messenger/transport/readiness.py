@@ -1,6 +1,6 @@
-"""Waiting until a socket can be read, or written.
+"""Waiting until a socket can be read or written.
 
-Owns: when somebody who waits tries again. Does not know: what is read or written.
+Owns: when an attempt is repeated. Does not know: the data.
 """
 
 import asyncio
@@ -14,8 +14,10 @@ Result = TypeVar("Result")
 
 
 class Readiness:
-    """Of one direction of a socket. It stays registered from one wait to the next, until an
-    event comes that nobody waits for."""
+    """Readiness of one direction of a socket.
+
+    It stays registered from one wait to the next, until an event comes that nobody waits for.
+    """
 
     def __init__(
         self,
@@ -24,7 +26,7 @@ class Readiness:
         remove: Callable[[int], bool],
         had_turns: Callable[[], None],
     ) -> None:
-        """`had_turns` is called when others had theirs."""
+        """Make it for `sock`. `had_turns` is called when other tasks have had their turn."""
         self._sock = sock
         self._add = add
         self._remove = remove
@@ -34,7 +36,8 @@ class Readiness:
         self._result: asyncio.Future[Any] | None = None
 
     async def first(self, attempt: Callable[[], Result]) -> Result:
-        """What `attempt` returns when it does not raise BlockingIOError any more."""
+        """Return what `attempt` returns as soon as it does not raise BlockingIOError, first tried at the next
+        event."""
         if self._sock.fileno() < 0:
             raise ConnectionResetError("connection closed")
         if not self._is_registered:
@@ -49,13 +52,13 @@ class Readiness:
             self._result = self._attempt = None
 
     def end(self) -> None:
-        """Before the socket is closed."""
+        """End a wait with ConnectionResetError. To be called before the socket is closed."""
         self.rest()
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))
 
     def rest(self) -> None:
-        """Hears of no more events until somebody waits again."""
+        """Stop listening to events until the next wait."""
         if self._is_registered:
             self._remove(self._sock.fileno())
             self._is_registered = False

@@ -1,6 +1,6 @@
-"""The memory that blocks are sent from.
+"""Memory that blocks are sent from.
 
-Owns: a descriptor of its file. Does not know: what is in it.
+Owns: a descriptor of its file. Does not know: its content.
 """
 
 import os

@@ -1,7 +1,7 @@
 """A non-blocking stream socket that moves bytes between the kernel and lists of buffers.
 
 asyncio's own streams copy; a page must be received in place. Descriptors that arrive beside the bytes of a
-Unix socket are kept until taken. However fast bytes come and go, others have their turn in between.
+Unix socket are kept until taken. However fast bytes come and go, other tasks have their turn in between.
 
 Owns: one connected socket. Does not know: frames.
 """
@@ -24,16 +24,17 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _TURN_BYTES = 512 * 1024
-"""moved before others have their turn"""
+"""Bytes that are moved before other tasks have their turn."""
 _LEAST_BYTES = 16 * 1024
-"""what a piece counts for at least: small ones cost time too"""
+"""Bytes that a small piece counts for: it takes processor time too."""
 _UNACKNOWLEDGED_MS = 3000
-"""after so long without the peer's kernel taking anything the connection is lost"""
+"""Milliseconds without the peer's kernel taking anything after which the connection is lost."""
 AHEAD_BYTES = 72 * 1024
-"""room for a small frame with its payload"""
+"""Size of the receive buffer: room for a small frame with its payload."""
 
 _GLANCE_BYTES = 8 * 1024
-"""Most that is received before a frame's head has been read: more of a payload would be copied once more."""
+"""Most bytes that are received before a frame's head has been read: more of a payload would be copied once
+more."""
 
 _LARGE_BYTES = 64 * 1024
 """A payload of this size takes about as long to be copied into the kernel as its head to be read."""
@@ -42,7 +43,8 @@ Result = TypeVar("Result")
 
 
 class Stream:
-    """`receive_into` and `send` move everything or raise ConnectionError. One user per direction.
+    """A connected socket. `receive_into` and `send` move everything or raise ConnectionError. One user per
+    direction.
 
     What is received comes either into the stream's own buffer, ahead of whoever takes it from there, or
     straight into the caller's. After a call has been cancelled nobody knows what was moved: the stream can
@@ -50,7 +52,7 @@ class Stream:
     """
 
     def __init__(self, sock: "socket.socket | TlsSocket") -> None:
-        """`shake_hands` must come before anything else."""
+        """Take `sock` over. `shake_hands` must come before anything else."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -68,18 +70,18 @@ class Stream:
         self._fd: int | None = None
         self._buffer = _new_buffer(AHEAD_BYTES)
         self._begin = self._end = 0
-        """of what is in it"""
+        """Range of received bytes in the buffer."""
         self.wanted_bytes = 1
-        """for which there will be room `ahead`"""
+        """Bytes for which there will be room `ahead`."""
         self._readable = Readiness(sock, self._loop.add_reader, self._loop.remove_reader, self._had_turns)
         self._writable = Readiness(sock, self._loop.add_writer, self._loop.remove_writer, self._had_turns)
         self._num_moved = 0
-        """bytes since others had their turn"""
+        """Bytes moved since other tasks had their turn."""
         self.num_received_bytes = 0
-        """over the socket, since the beginning"""
+        """Bytes received over the socket since the beginning."""
 
     async def shake_hands(self) -> None:
-        """The TLS handshake, if there is TLS. Raises OSError."""
+        """Shake hands by TLS, if there is TLS. Raises OSError."""
         if isinstance(self._sock, TlsSocket):
             try:
                 self._sock.do_handshake()
@@ -87,7 +89,7 @@ class Stream:
                 await self._readable.first(self._sock.do_handshake)
 
     def close(self) -> None:
-        """Who waits gets a ConnectionError."""
+        """Close the socket. Waiting users get a ConnectionError."""
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
@@ -97,13 +99,13 @@ class Stream:
             self._fd = None
 
     def shut_down(self) -> None:
-        """Ends both directions: whoever waits in `receive_into` or `send` gets a ConnectionError."""
+        """End both directions: waiting users of `receive_into` and `send` get a ConnectionError."""
         with contextlib.suppress(OSError):  # already disconnected
             self._sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def fileno(self) -> int:
-        """Of the socket; negative once it is closed."""
+        """Descriptor of the socket; negative once it is closed."""
         return self._fileno
 
     @property
@@ -115,21 +117,21 @@ class Stream:
         return pid
 
     def take_fd(self) -> int | None:
-        """The descriptor that came along, if any; now the caller's."""
+        """Take the descriptor that came along, if any; it is the caller's now."""
         fd, self._fd = self._fd, None
         return fd
 
     def moved(self, num_bytes: int) -> None:
-        """Counts what was done for this connection since others had their turn, as bytes over a socket."""
+        """Count work for this connection since other tasks had their turn, as bytes over a socket."""
         self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
 
     @property
     def is_turn_over(self) -> bool:
-        """Whether it is time for others."""
+        """Whether other tasks are due a turn."""
         return self._num_moved >= _TURN_BYTES
 
     async def take_turns(self) -> None:
-        """Others have their turn, if it is time and somebody waits for it."""
+        """Let other tasks have their turn, if they are due one."""
         if self._num_moved >= _TURN_BYTES:
             await asyncio.sleep(0)
             self._had_turns()
@@ -141,16 +143,16 @@ class Stream:
 
     @property
     def ahead(self) -> memoryview:
-        """What has been received and not taken yet."""
+        """Bytes that have been received and not taken yet."""
         return self._buffer[self._begin : self._end]
 
     @property
     def num_ahead(self) -> int:
-        """Bytes of it."""
+        """Number of bytes `ahead`."""
         return self._end - self._begin
 
     def take(self, num_bytes: int) -> None:
-        """So much of `ahead` has been used."""
+        """Drop so many bytes of `ahead`, which have been used."""
         self._begin += num_bytes
         if self._begin == self._end:
             self._begin = self._end = 0
@@ -158,7 +160,7 @@ class Stream:
                 self._buffer = _new_buffer(AHEAD_BYTES)
 
     def take_into(self, buffers: Sequence[memoryview]) -> int:
-        """Fills `buffers` in order from what is `ahead`; returns how many bytes."""
+        """Fill `buffers` in order from `ahead`. Returns how many bytes were taken."""
         begin = self._begin
         for buffer in buffers:
             piece = self._buffer[self._begin : min(self._begin + len(buffer), self._end)]
@@ -169,10 +171,10 @@ class Stream:
         return num_bytes
 
     async def more(self, is_enough: Callable[[], bool]) -> None:
-        """Waits until more is `ahead` and `is_enough` says that it is, or until others have their turn.
+        """Wait until more is `ahead` and `is_enough` returns True, or until other tasks have their turn.
 
-        It is asked whenever some has come, and may take of it what it likes: what is little is done at once,
-        and who waits here sleeps on.
+        `is_enough` is called whenever bytes have come, and may take of them: small frames are handled at
+        once, without waking the waiting task.
         """
 
         def attempt() -> None:
@@ -225,14 +227,14 @@ class Stream:
         return self.take_into(buffers) if self.num_ahead else self._receive_now(_piece(buffers))
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
-        """At least one byte into `buffers`, in order."""
+        """Receive at least one byte into `buffers`, in order."""
         if self.num_ahead:
             return self.take_into(buffers)
         return await self._first(self._readable, lambda: self.receive_now(buffers))
 
     @property
     def is_plain(self) -> bool:
-        """Whether what the socket receives is what was sent."""
+        """Whether the socket receives the bytes that were sent: there is no TLS."""
         return not isinstance(self._sock, TlsSocket)
 
     async def receive_with(self, receive: Callable[[], Result]) -> Result:
@@ -245,13 +247,13 @@ class Stream:
         self.moved(num_bytes)
 
     async def receive_into(self, buffers: Sequence[memoryview]) -> None:
-        """Fills all `buffers`."""
+        """Fill all `buffers`."""
         rest = list(buffers)
         while rest:
             rest = without(rest, await self.receive_some(rest))
 
     def _receive_now(self, buffers: Sequence[memoryview]) -> int:
-        """Raises BlockingIOError if nothing is there yet."""
+        """Receive from the socket. Raises BlockingIOError if nothing is there yet."""
         num_bytes, ancillary, _flags, _peer = self._sock.recvmsg_into(buffers, self._ancillary_bytes)
         for _level, _kind, data in ancillary:
             self._keep_fds(data)
@@ -272,7 +274,7 @@ class Stream:
     # -- out --------------------------------------------------------------------------------------
 
     async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
-        """All of `buffers`; `fd` travels beside their first byte."""
+        """Send all of `buffers`; `fd` travels beside their first byte."""
         rest = [memoryview(buffer) for buffer in buffers]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         while rest:
@@ -283,7 +285,7 @@ class Stream:
             rest = without(rest, num_bytes)
 
     def send_now(self, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-        """What of `buffers` the kernel does not take at once."""
+        """Send as much of `buffers` as the kernel takes at once, and return the rest."""
         rest = buffers
         while rest:
             try:
@@ -296,12 +298,13 @@ class Stream:
 
 
 def _new_buffer(num_bytes: int) -> memoryview:
-    """Pages of their own: when many connections come and go, the heap would be left in pieces."""
+    """Make a buffer with pages of its own: when many connections come and go, the heap would be left in
+    pieces."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """What one system call takes: little enough for others to have their turn soon.
+    """Return what one system call takes: little enough for other tasks to have their turn soon.
 
     Frames before a large payload leave by themselves: the other end reads them while the payload is copied.
     """
@@ -313,7 +316,7 @@ def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
 
 
 def without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What remains of `buffers` after their first `num_bytes`."""
+    """Return the rest of `buffers` after their first `num_bytes`."""
     for position, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[position + 1 :]]

@@ -1,8 +1,8 @@
 """TLS between messengers, an option: certificates that the cluster's own authority has signed, on both sides.
 
-The cluster's key says who may take part; TLS also keeps what is said, and the KVCache, from those who listen.
+The cluster key says who may take part; TLS also keeps messages and the KVCache from eavesdroppers.
 
-Owns: which files and rules, sockets that are wrapped. Does not know: what they carry.
+Owns: which files and rules, sockets that are wrapped. Does not know: their data.
 """
 
 import contextlib
@@ -17,21 +17,25 @@ from mooncake.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What either end of a connection wraps its socket with."""
+    """TLS contexts of either end of a connection."""
 
     connecting: ssl.SSLContext
     accepting: ssl.SSLContext
 
     @classmethod
     def of(cls, security: SecurityConfig) -> "Tls | None":
-        """None if it is not configured. Raises ConfigError for files that cannot be used."""
+        """Load the configured certificates; None if there are none. Raises ConfigError for files that cannot
+        be used."""
         if security.tls_cert is None:
             return None
         return cls(_context(ssl.PROTOCOL_TLS_CLIENT, security), _context(ssl.PROTOCOL_TLS_SERVER, security))
 
     def good_until_s(self) -> float:
-        """When this node's certificate ends, in seconds of `time.time`: both ends here shake hands with each
-        other. Raises ConfigError if they do not, as others then will not either."""
+        """Return when this node's certificate ends, in seconds of `time.time`.
+
+        Both ends here shake hands with each other. Raises ConfigError if they do not, as others then will not
+        either.
+        """
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.connecting.wrap_bio(to_client, to_server)
         server = self.accepting.wrap_bio(to_server, to_client, server_side=True)
@@ -46,17 +50,17 @@ class Tls:
         return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
 
     def connect(self, sock: socket.socket) -> "TlsSocket":
-        """The connecting end of `sock`, which is connected."""
+        """Wrap the connecting end of `sock`, which is connected."""
         return TlsSocket(self.connecting, sock, server_side=False)
 
     def accept(self, sock: socket.socket) -> "TlsSocket":
-        """The accepting end of `sock`."""
+        """Wrap the accepting end of `sock`."""
         return TlsSocket(self.accepting, sock, server_side=True)
 
 
 class TlsSocket:
-    """A non-blocking socket with TLS, used as a plain one: what must wait is a BlockingIOError. Takes `sock`
-    over."""
+    """A non-blocking socket with TLS, used as a plain one: it raises BlockingIOError where it would wait.
+    Takes `sock` over."""
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:
         self._ssl = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
@@ -67,7 +71,8 @@ class TlsSocket:
         self.setblocking = self._ssl.setblocking
 
     def shutdown(self, how: int) -> None:
-        """Ssl's own would end the decryption too, and what is read then is ciphertext."""
+        """Shut the plain socket down: ssl's own shutdown would end the decryption too, and later reads would
+        be ciphertext."""
         socket.socket.shutdown(self._ssl, how)
 
     def do_handshake(self) -> None:
@@ -77,12 +82,12 @@ class TlsSocket:
     def recvmsg_into(
         self, buffers: Sequence[memoryview], ancillary_bytes: int
     ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
-        """As a socket's, with nothing beside the bytes; fills the first buffer only."""
+        """Receive into the first buffer only, with nothing beside the bytes."""
         with _blocking():
             return self._ssl.recv_into(buffers[0]), [], 0, None
 
     def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[object] = ()) -> int:
-        """As a socket's; sends of the first buffer only. After a BlockingIOError the same comes again."""
+        """Send of the first buffer only. After a BlockingIOError the same must come again."""
         assert not ancillary
         with _blocking():
             return self._ssl.send(buffers[0])
@@ -97,7 +102,7 @@ def _blocking() -> Iterator[None]:
 
 
 def _no_passphrase() -> str:
-    """Else OpenSSL asks for it at the terminal, and waits."""
+    """Refuse to ask for a passphrase: OpenSSL would wait for it at the terminal."""
     raise ConfigError("security.tls_key has a passphrase, and nobody is there to type it: name a key without")
 
 

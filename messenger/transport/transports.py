@@ -1,10 +1,10 @@
-"""The ways bytes can take between two messengers: shared memory on one host, RDMA or TCP between hosts.
+"""Transports between two messengers: shared memory on one host, RDMA or TCP between hosts.
 
-Over `shm` each side passes a descriptor of its segment once. Whoever asks copies: a writer into pages that
-are granted to it (see messenger.shm.copy_table), a reader out of blocks that it finds (see
-messenger.shm.catalogue) or that have been found for it; where a writer cannot, the receiver copies out of
-its segment. Over `tcp` the payload follows the frame and is received straight into the page. Over `rdma`
-they go from memory to memory, beside the connection on which the frames travel: see messenger.rdma.
+Over `shm` each side passes a descriptor of its segment once. The side that asks copies: a writer into pages
+that are granted to it (see messenger.shm.copy_table), a reader out of blocks that it finds (see
+messenger.shm.catalogue) or that have been found for it; where a writer cannot, the receiver copies out of its
+segment. Over `tcp` the payload follows the frame and is received straight into the page. Over `rdma` bytes go
+from memory to memory, beside the connection on which the frames travel: see messenger.rdma.
 
 Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
 """
@@ -33,13 +33,13 @@ from mooncake.node.mapping import MappedFile
 
 _DISCARD_BYTES = 1 << 18
 _COPYING_SPEED = 2
-"""by that of moving the same through a socket"""
+"""Speed of copying between segments, as a multiple of moving the same bytes through a socket."""
 _PIECE_BYTES = 1 << 18
-"""received and hashed at once, while it is still in the processor's cache"""
+"""Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
 """Views of fewer bytes on average are received by one system call, larger ones each by a call of its own."""
 _TURN_BYTES = 1 << 20
-"""received before others may have their turn"""
+"""Bytes received by one call before other tasks may have their turn."""
 
 
 Number = TypeVar("Number", int, float)
@@ -60,29 +60,29 @@ def _of_each(zero: Number) -> dict[Transport, Number]:
 
 @dataclass(slots=True)
 class PeerTraffic:
-    """What this messenger has moved to and from another one at its own request, over all sessions."""
+    """Bytes moved to and from one peer at this side's request, over all sessions."""
 
     sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     busy_s: dict[Transport, float] = field(default_factory=lambda: _of_each(0.0))
-    """in which something was under way"""
+    """Seconds in which requests were in flight."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What a messenger has moved, acknowledged payload bytes per transport, and what should not have come."""
+    """Acknowledged payload bytes that a messenger has moved, per transport, and counters of failures."""
 
     sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     by_peer: defaultdict[str, PeerTraffic] = field(default_factory=lambda: defaultdict(PeerTraffic))
     num_checksum_failures: int = 0
     num_unauthenticated: int = 0
-    """connections that were closed because their other end had not the cluster's key"""
+    """Connections that were closed because their peer did not prove that it has the cluster key."""
     _unauthenticated_lines: Doubling = field(default_factory=lambda: Doubling(1))
 
     def count_unauthenticated(self, reason: str) -> None:
-        """One more. The log hears of it each time that there are twice as many: whoever reaches a port can
-        connect as often as he likes."""
+        """Count one more. The log hears of it each time the number has doubled, as whoever reaches a port can
+        connect any number of times."""
         self.num_unauthenticated += 1
         if self._unauthenticated_lines.has_come(self.num_unauthenticated):
             log.info(
@@ -93,12 +93,12 @@ class Traffic:
 
 
 class Path(NamedTuple):
-    """One way to a messenger: a transport and where it listens."""
+    """One way to a messenger: a transport and the address where it listens."""
 
     transport: Transport
     place: str | tuple[str, int]
     nic: str | None = None
-    """this side's RDMA device"""
+    """RDMA device of this side."""
 
     def __str__(self) -> str:
         place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
@@ -108,7 +108,8 @@ class Path(NamedTuple):
 def paths(
     choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
 ) -> list[list[Path]]:
-    """Ways to `address`: those of a list are used together, the next list only where none of them works."""
+    """Return the paths to `address`: those of a list are used together, the next list only where none of them
+    works."""
     by_memory = [Path(Transport.SHM, address.unix_path)]
     by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
     by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
@@ -130,7 +131,8 @@ def paths(
 
 
 async def connect(path: Path, tls: Tls | None) -> Stream:
-    """Raises OSError, or TransferError for a place that is none, or does not speak TLS as this side does."""
+    """Connect a stream. Raises OSError, or TransferError for an invalid address or a peer without the same
+    TLS."""
     family = socket.AF_UNIX if path.transport is Transport.SHM else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -155,43 +157,43 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
 
 
 class Source(Protocol):
-    """What the other side says about some layers of a block: `WriteEntry` or `FoundBlock`."""
+    """The sender's description of some layers of a block: `WriteEntry` or `FoundBlock`."""
 
     @property
     def source_offset(self) -> int: ...
 
 
 class Inlet(Protocol):
-    """Where the payload of one connection comes in."""
+    """Receiving end of the payload of one connection."""
 
     transport: Transport
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        """Raises TransferError if the payload does not fit a frame that brings `num_bytes`."""
+        """Raise TransferError if the payload does not fit a frame that brings `num_bytes`."""
 
     async def place(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        """Fills `views`, each some layers of a block. Returns the checksums of what is there now."""
+        """Fill `views`, each some layers of a block. Returns the checksums of the received bytes."""
 
     def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        """The same if nothing has to be waited for; else None, and nothing has happened."""
+        """Fill `views` at once. Returns None if that needs waiting; then `place` must follow."""
 
     async def discard(self, payload_bytes: int) -> None:
-        """Takes an unwanted payload off the wire. Raises TransferError if it must not have one."""
+        """Take an unwanted payload off the wire. Raises TransferError if there must not be one."""
 
 
 class ShmInlet:
-    """Copies out of the other side's segment, which it maps. Takes `fd` over."""
+    """Copies out of the peer's segment, which it maps. Takes `fd` over."""
 
     transport = Transport.SHM
 
     def __init__(
         self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
     ) -> None:
-        """`is_writable`: the segment may be written too."""
+        """Map the segment, and with `is_writable` for writing too."""
         self._stream = stream
         if fd is None:
             raise TransferError("a segment is announced, but no descriptor came along")
@@ -299,6 +301,6 @@ class TcpInlet:
 
 
 def expect_payload(expected_bytes: int, payload_bytes: int) -> None:
-    """Raises TransferError."""
+    """Raise TransferError if a payload has another length than expected."""
     if payload_bytes != expected_bytes:
         raise TransferError(f"a frame came with {payload_bytes} bytes of payload, expected {expected_bytes}")

@@ -23,24 +23,24 @@ Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
-"""copied, and then hashed while it is still in the processor's cache"""
+"""Bytes that are copied, and then hashed while they are still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""so little is not worth a call, or a hash in pieces"""
+"""Bytes up to which a compiled call, or a hash in pieces, is not worth it."""
 _STREAMED_BYTES = 512 * 1024
-"""so much is copied around the caches"""
+"""Bytes from which a copy goes around the caches."""
 _PATIENCE_NS = 200_000
-"""how long a call waits for more of a block, however it comes, before others have their turn"""
+"""Nanoseconds that a call waits for more of a block before other tasks have their turn."""
 SHORT_LAYER_BYTES = 240
-"""xxh3 treats these differently; so do we: they are not compiled"""
+"""Bytes of a layer up to which xxh3 has other rules; such layers are hashed by the library."""
 
 
 def prepare() -> None:
-    """Compiles the code, if that has not been done: so that no request waits for it."""
+    """Compile the code unless that has been done, so that no request waits for it."""
     _native()
 
 
 def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
-    """`layers` holds consecutive layers of `layer_bytes` each: their checksums, in order."""
+    """Return the checksums of consecutive `layers` of `layer_bytes` each, in order."""
     assert len(layers) % layer_bytes == 0
     native = _native() if len(layers) > _FEW_BYTES and layer_bytes > SHORT_LAYER_BYTES else None
     if native is None:
@@ -53,7 +53,7 @@ def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
 
 
 def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
-    """Copies whole layers and returns their checksums. Other threads run meanwhile, if the block is large."""
+    """Copy whole layers and return their checksums. Other threads run meanwhile, if the block is large."""
     assert len(source) == len(target)
     assert len(target) % layer_bytes == 0
     assert not target.readonly
@@ -76,7 +76,7 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
 
 
 def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
-    """Copies one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
+    """Copy one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
 
     Returns their checksums `[n]`. Other threads run meanwhile, as it is one call for all of them.
     """
@@ -110,12 +110,12 @@ class LayerChecksums:
         self._native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
         self._address = address_of(block) if self._native is not None else 0
         self._state = array("Q", bytes(64))
-        """of the compiled hash of a layer that has begun"""
+        """State of the compiled hash of a layer that has begun."""
         self._begun: xxhash.xxh3_64 | None = None
-        """the same where nothing is compiled"""
+        """The library's hash of a layer that has begun, where nothing is compiled."""
 
     def advance(self, num_bytes: int) -> None:
-        """The first `num_bytes` of the block are there."""
+        """Hash up to the first `num_bytes` of the block, which are there."""
         self.num_there = num_bytes
         if self._native is None:
             self._num_hashed.value = self._hash_arrived(num_bytes, self._num_hashed.value)
@@ -140,8 +140,11 @@ class LayerChecksums:
         return self._native is not None
 
     def receive(self, fd: int, num_wanted: int) -> int:
-        """Receives from a stream socket until the first `num_wanted` bytes are there, or a moment after it
-        had to wait. Returns how many bytes came; raises BlockingIOError or ConnectionError if none did."""
+        """Receive from a stream socket until the first `num_wanted` bytes are there, or a moment after the
+        first wait.
+
+        Returns how many bytes came; raises BlockingIOError or ConnectionError if none did.
+        """
         assert self._native is not None
         num_there: int = self._native.receive_layers(
             fd,
@@ -163,7 +166,7 @@ class LayerChecksums:
         return num_bytes
 
     def _hash_arrived(self, num_bytes: int, num_hashed: int) -> int:
-        """As the compiled one."""
+        """Hash as the compiled code does."""
         while (layer_end := (num_hashed // self._layer_bytes + 1) * self._layer_bytes) <= num_bytes:
             rest = self.block[num_hashed:layer_end]
             if self._begun is None:
@@ -181,7 +184,7 @@ class LayerChecksums:
         return num_hashed
 
     def packed(self) -> bytes:
-        """Of all layers that are complete."""
+        """Return the checksums of all layers that are complete."""
         return self._digests[: self._num_hashed.value // self._layer_bytes].tobytes()
 
 
@@ -222,7 +225,7 @@ def _native() -> CDLL | None:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of `view` are in memory."""
+    """Return the address of the bytes of `view`."""
     if not view.readonly:
         return addressof(c_char.from_buffer(view))
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]

@@ -1,4 +1,4 @@
-"""Who a messenger is: the facts that two of them compare before a byte moves.
+"""Identity of a messenger: the facts that two of them compare before a byte moves.
 
 Owns: host identity. Does not know: connections.
 """
@@ -12,7 +12,7 @@ from mooncake.messages.blocks import KVLayout
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A messenger, and what its KV bytes mean.
+    """A messenger, and the meaning of its KV bytes.
 
     Those with equal `fingerprint` may exchange bytes if their `layout`s are shards of the same blocks.
     """
@@ -25,7 +25,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def host_id() -> str:
-    """Names the set of processes that can reach each other's Unix sockets by path.
+    """Name the set of processes that can reach each other's Unix sockets by path.
 
     The boot id alone would let two containers of one machine pretend to share a file system, so the
     mount namespace is part of it.

@@ -43,11 +43,11 @@ from mooncake.messages.blocks import KVLayout
 
 _MOST_CHARS = 1000
 Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
-"""what is said to people; see `brief`"""
+"""Text for people; see `brief`."""
 
 
 def brief(text: str) -> str:
-    """A text as messages carry it: whoever adds words to what another has said must not make it too long."""
+    """Shorten a text to what messages carry: a peer that adds words to a text must not make it too long."""
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
@@ -59,14 +59,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The receiver's answer. `proof` is of both nonces: see `handshake`."""
+    """The receiver's answer. `proof` covers both nonces: see `handshake`."""
 
     nonce: bytes
     proof: bytes
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True):
-    """Who the sender is. `segment_bytes` is set when its segment comes along.
+    """The sender's identity. `segment_bytes` is set when its segment comes along.
 
     Lanes of one `session` (random, of the sender's choice) are numbered by `lane`. Without an `identity` the
     sender has no blocks and may only probe.
@@ -78,9 +78,9 @@ class Introduction(msgspec.Struct, tag=True, frozen=True):
     lane: int
     segment_bytes: int | None = None
     endpoint: EndpointInfo | None = None
-    """the sender's queue pair, if bytes are to go by RDMA"""
+    """The sender's queue pair, if bytes are to go by RDMA."""
     takes_copy_slot: bool = False
-    """it can write to pages that it has mapped"""
+    """Whether the sender can write to pages that it has mapped."""
 
 
 class CopySlot(msgspec.Struct, frozen=True, array_like=True):
@@ -91,7 +91,7 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     token: int
-    """good for one sender, until the receiver has given the lane up"""
+    """Token that is good for one sender, until the receiver has given the lane up."""
     copy_table_offset: int
     pages_offset: int
     page_stride: int
@@ -99,7 +99,8 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
-    """Where the sender finds sealed blocks in the receiver's segment itself: see `messenger.shm.catalogue`.
+    """Offsets of the receiver's page table, by which the sender finds sealed blocks itself: see
+    `messenger.shm.catalogue`.
 
     Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `CopySlot`.
     """
@@ -115,7 +116,8 @@ class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Who the receiver is. `segment_bytes` is set when its segment comes along, writable with a `slot`."""
+    """The receiver's identity. `segment_bytes` is set when its segment comes along, writable with a
+    `slot`."""
 
     identity: Identity
     segment_bytes: int | None = None
@@ -123,11 +125,11 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     page_table: PageTableOffsets | None = None
     endpoint: EndpointInfo | None = None
     scratch: Scratch | None = None
-    """where the sender can see whether its queue pair carries anything"""
+    """Memory by which the sender can see whether its queue pair carries anything."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The receiver will not talk to this sender."""
+    """The receiver does not admit this sender."""
 
     message: str
 
@@ -160,7 +162,7 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Write(msgspec.Struct, tag=True, frozen=True):
-    """Place these bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
+    """Bytes to be placed. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
     Names the grant again: on another lane this may come before the `Open`. `heads`: `[begin, end)` of the
     model, the part of each layer that is sent; None: all, and both sides have the same. `is_placed`: they
@@ -174,20 +176,21 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     is_placed: bool = False
 
     def skipped_bytes(self, layout: KVLayout) -> int:
-        """From the start of a page of `layout` to what is sent of the model's first layer, were it there."""
+        """Return the bytes from the start of a page of `layout` to what is sent of the model's first layer,
+        were it there."""
         skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
         return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The sender is through with a transfer; `reason` says why if it gave up."""
+    """The sender has ended a transfer; `reason` says why if it gave up."""
 
     transfer_id: int
     reason: Text | None
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """Send layers `[layer_begin, layer_end)` of the model of those of these blocks that are there.
+    """Request for layers `[layer_begin, layer_end)` of the model of those of these blocks that are there.
 
     `heads` as in `Write`: a part that is not all of the holder's heads can be had of one layer at a time.
     `is_read`: the sender has found all of them and read them where they are; nobody waits for an answer.
@@ -201,18 +204,19 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
-    """`index` into the keys of the `Fetch`; `checksums` and `source_offset` as in `WriteEntry`."""
+    """A block of a `Found`: `index` into the keys of the `Fetch`; `checksums` and `source_offset` as in
+    `WriteEntry`."""
 
     index: int
     checksums: bytes
     source_offset: int
     address: int = 0
     remote_key: int = 0
-    """over RDMA: where the sender may read it until `FetchDone`"""
+    """Remote key by which the sender may read the block over RDMA until `FetchDone`."""
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
-    """What is there. The blocks stay where they are until `FetchDone`. `failure`: why nothing is."""
+    """Blocks that are there. They stay where they are until `FetchDone`. `failure`: why there are none."""
 
     blocks: list[FoundBlock]
     failure: Text | None = None
@@ -223,7 +227,7 @@ class FetchDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class Expose(msgspec.Struct, tag=True, frozen=True):
-    """Open the pages of this grant to the queue pair of this lane."""
+    """Request to open the pages of this grant to the queue pair of this lane."""
 
     transfer_id: int
     grant_id: int
@@ -238,7 +242,7 @@ class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exposed(msgspec.Struct, tag=True, frozen=True):
-    """They are open until the transfer ends, or `failure` says why not."""
+    """Pages that are open until the transfer ends, or the `failure` to open them."""
 
     transfer_id: int
     pages: list[ExposedPage]
@@ -246,17 +250,17 @@ class Exposed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
-    """That lane of this session is dead, whether the receiver has noticed or not."""
+    """A lane of this session is dead, whether the receiver has noticed or not."""
 
     lane: int
 
 
 class Probe(msgspec.Struct, tag=True, frozen=True):
-    """The payload is thrown away."""
+    """A payload that the receiver discards."""
 
 
 class RefusalKind(Enum):
-    """Why a write was refused. After CORRUPT the sender must suspect its own copy."""
+    """Reason why a write was refused. After CORRUPT the sender must suspect its own copy."""
 
     STALE = "stale"
     CORRUPT = "corrupt"

@@ -1,9 +1,9 @@
 """The wire protocol between two messengers, without IO: framing, and which message may come when.
 
-A frame is `meta length u32 | payload length u32` (little-endian), a msgpack message, then the payload.
-The payload never passes through this module: it is received straight into pages.
+A frame is `meta length u32 | payload length u32` (little-endian), a msgpack message, then the payload. The
+payload never passes through this module: it is received straight into pages.
 
-Owns: framing, what may be said in which phase. Does not know: what is said (`messages`), sockets, pages.
+Owns: framing, the messages of each phase. Does not know: their content (`messages`), sockets, pages.
 """
 
 import struct
@@ -37,24 +37,24 @@ from mooncake.errors import MismatchError, TransferError
 PROTOCOL_VERSION = 5
 MAX_META_BYTES = 1 << 20
 MAX_GREETING_BYTES = 4096
-"""meta of a frame from somebody who has not shown that he knows the cluster's key"""
+"""Most bytes of a message from an unauthenticated peer."""
 MAX_FRAME_ENTRIES = 1024
 MAX_FRAME_BYTES = 4 << 20
-"""Payload of one frame, unless a single layer is larger: bounds how long others wait behind it."""
+"""Most payload bytes of one frame, unless a single layer is larger: bounds how long others wait behind it."""
 
 NOT_URGENT_S = 0.002
-"""that a message may wait for another to go with"""
+"""Seconds that a message may wait for another to go with."""
 
 SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
-"""what to do where only one side speaks TLS"""
+"""Advice where only one side speaks TLS."""
 
 _HEADER = struct.Struct("<II")
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""how a TLS alert begins, and a handshake; as a greeting either would be too long"""
+"""First bytes of a TLS alert and of a handshake; as a greeting either would be too long."""
 
 
 class Side(Enum):
-    """Which end of a connection we are."""
+    """End of a connection."""
 
     SENDER = auto()
     RECEIVER = auto()
@@ -92,7 +92,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode_frame(message: Message, payload_bytes: int = 0) -> bytes:
-    """Header and meta of a frame; `payload_bytes` of payload are to follow it."""
+    """Return header and message of a frame; `payload_bytes` of payload are to follow."""
     meta = _encoder.encode(message)
     assert len(meta) <= MAX_META_BYTES
     return _HEADER.pack(len(meta), payload_bytes) + meta
@@ -104,7 +104,7 @@ class Frame(msgspec.Struct, frozen=True):
     message: Message
     payload_bytes: int
     num_bytes: int
-    """of header and meta together"""
+    """Bytes of header and message together."""
 
 
 class FrameReader:
@@ -116,10 +116,10 @@ class FrameReader:
         self._expected = EXPECTED[side, self._phase]
         self._most_meta_bytes = MAX_GREETING_BYTES
         self.wanted_bytes = _HEADER.size
-        """of the next frame, before `read` can say more"""
+        """Bytes of the next frame that are needed before `read` can say more."""
 
     def read(self, data: memoryview) -> Frame | None:
-        """The frame that `data` begins with, without its payload; None while it lacks `wanted_bytes`.
+        """Return the frame that `data` begins with, without its payload; None while it lacks `wanted_bytes`.
 
         Raises TransferError if the peer does not speak this protocol.
         """
@@ -160,13 +160,13 @@ class FrameReader:
 
 
 def check_version(theirs: int) -> None:
-    """Raises MismatchError, naming both versions."""
+    """Raise MismatchError, naming both versions, unless they are equal."""
     if theirs != PROTOCOL_VERSION:
         raise MismatchError("messenger protocol version", PROTOCOL_VERSION, theirs)
 
 
 def check_identity(ours: Identity, theirs: Identity) -> None:
-    """Raises MismatchError, naming both values, unless bytes may be exchanged."""
+    """Raise MismatchError, naming both values, unless bytes may be exchanged."""
     if theirs.fingerprint != ours.fingerprint:
         raise MismatchError(
             "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"

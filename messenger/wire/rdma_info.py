@@ -1,6 +1,6 @@
-"""What two sides tell each other to join their queue pairs.
+"""Facts that two sides exchange to join their queue pairs.
 
-Owns: its form. Does not know: how the sides get it, verbs.
+Owns: their form. Does not know: how the sides get them, verbs.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ import msgspec
 
 
 class LinkLayer(StrEnum):
-    """What a port's packets travel on."""
+    """Link layer of a port."""
 
     INFINIBAND = "infiniband"
     ETHERNET = "ethernet"
@@ -24,7 +24,7 @@ class Scratch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndpointInfo(msgspec.Struct, frozen=True):
-    """What the other side needs to connect to this queue pair."""
+    """Facts by which the other side connects to this queue pair."""
 
     qp_num: int
     psn: int
