@@ -11,8 +11,9 @@ Owns: when requests are expected to come and to go. Does not know: instances, SL
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,27 +67,33 @@ class Steps:
         return self._num_steps + (now_s - self._at_s) / self.step_s
 
 
-class Forecast(Protocol):
+class Forecast(ABC):
     """The work that decode instances will have, at any time."""
 
-    steps: Steps
-    """The count of iterations, which is told how long they take."""
-
-    @property
-    def decode_s(self) -> float:
-        """The mean seconds for which a request is decoded; infinite before the first one."""
+    def __init__(self) -> None:
+        self.steps = Steps()
+        """The count of iterations, which is told how long they take."""
+        self.decode_s = math.inf
+        """The paper's t_d: the mean seconds for which a request is decoded; infinite before the first one."""
+        self._num_decoded = 0
+        self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_STEPS)
+        """Expected requests by the end of their prefill; decoded ones by a number of iterations."""
 
     @property
     def everything(self) -> Work:
         """All work that is expected, or decoded now. There is no more of it at any time."""
+        return self._prefills.total.plus(self._decodes.total)
 
     @property
     def last_prefill_s(self) -> float:
         """The time at which the last expected prefill ends; minus infinity without one."""
+        return self._prefills.latest
 
+    @abstractmethod
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
         """Enter a request whose prefill will end at `prefilled_s`, and whose tokens will be `tbt_s` apart."""
 
+    @abstractmethod
     def begin(self, request: Request, now_s: float) -> Stay:
         """Enter a request that is decoded from now on."""
 
@@ -94,74 +101,41 @@ class Forecast(Protocol):
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
         """Learn from a request that has been decoded in `decode_s`. `stay` is what `begin` returned."""
+        self._num_decoded += 1
+        if self._num_decoded == 1:
+            self.decode_s = decode_s
+        self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
 
+    @abstractmethod
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
         """The work of all decode instances at a time that is not before now, if iterations take `step_s`."""
 
 
-class DecodeTime:
-    """The paper's t_d: the mean time of the latest decodes."""
-
-    def __init__(self) -> None:
-        self.mean_s = math.inf
-        self._num_decoded = 0
-
-    def learn(self, decode_s: float) -> None:
-        """Learn from one decode."""
-        self._num_decoded += 1
-        if self._num_decoded == 1:
-            self.mean_s = decode_s
-        self.mean_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.mean_s)
-
-
-class SystemForecast:
+class SystemForecast(Forecast):
     """The forecast in which requests are decoded for as many iterations as the latest ones."""
 
     def __init__(self) -> None:
-        self.steps = Steps()
-        self._decode_time = DecodeTime()
+        super().__init__()
         self._lifetimes = Lifetimes()
-        self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_STEPS)
-
-    @property
-    def decode_s(self) -> float:
-        """See `Forecast`."""
-        return self._decode_time.mean_s
-
-    @property
-    def everything(self) -> Work:
-        """See `Forecast`."""
-        return self._prefills.total.plus(self._decodes.total)
-
-    @property
-    def last_prefill_s(self) -> float:
-        """See `Forecast`."""
-        return self._prefills.latest
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        """See `Forecast`."""
         return _entered(request, (self._prefills, prefilled_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        """See `Forecast`."""
         num_steps = self.steps.at(now_s)
         return _entered(request, (self._decodes, num_steps))._replace(began_steps=num_steps)
 
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
-        """See `Forecast`."""
+        super().learn(request, stay, decode_s, num_output_tokens, now_s)
         assert stay.began_steps is not None
         self._lifetimes.learn(self.steps.at(now_s) - stay.began_steps)
-        self._decode_time.learn(decode_s)
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """See `Forecast`."""
-        num_steps = (time_s - now_s) / step_s
-        shares_left = self._lifetimes.shares_left(num_steps)
-        return self._joined(time_s, now_s, step_s).plus(
-            self._decodes.weighted(shares_left, self.steps.at(now_s))
-        )
+        shares_left = self._lifetimes.shares_left((time_s - now_s) / step_s)
+        left = self._decodes.weighted(shares_left, self.steps.at(now_s))
+        return self._joined(time_s, now_s, step_s).plus(left)
 
     def _joined(self, time_s: float, now_s: float, step_s: float) -> Work:
         """The work of prefills that will have ended by then and are still decoded."""
@@ -171,57 +145,38 @@ class SystemForecast:
         return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / step_s), time_s)
 
 
-class RequestForecast:
+class RequestForecast(Forecast):
     """The forecast in which each request is decoded until it has its expected number of tokens.
 
     A request with more tokens stays until it has ended: its output is longer than most.
     """
 
     def __init__(self) -> None:
-        self.steps = Steps()
-        self._decode_time, self._lengths = DecodeTime(), OutputLengths()
-        self._joins, self._leaves = Timeline(BUCKET_S), Timeline(BUCKET_S)
-        self._ends = Timeline(BUCKET_STEPS)
-
-    @property
-    def decode_s(self) -> float:
-        """See `Forecast`."""
-        return self._decode_time.mean_s
-
-    @property
-    def everything(self) -> Work:
-        """See `Forecast`."""
-        return self._joins.total.plus(self._ends.total)
-
-    @property
-    def last_prefill_s(self) -> float:
-        """See `Forecast`."""
-        return self._joins.latest
+        super().__init__()
+        self._lengths = OutputLengths()
+        self._leaves = Timeline(BUCKET_S)
+        """Expected requests by the expected end of their decode."""
 
     def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        """See `Forecast`."""
         decode_s = self._lengths.expected(request) * tbt_s
-        return _entered(request, (self._joins, prefilled_s), (self._leaves, prefilled_s + decode_s))
+        return _entered(request, (self._prefills, prefilled_s), (self._leaves, prefilled_s + decode_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        """See `Forecast`."""
         num_steps = self.steps.at(now_s)
         end = num_steps + self._lengths.expected(request)
-        return _entered(request, (self._ends, end))._replace(began_steps=num_steps)
+        return _entered(request, (self._decodes, end))._replace(began_steps=num_steps)
 
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
-        """See `Forecast`."""
-        self._decode_time.learn(decode_s)
+        super().learn(request, stay, decode_s, num_output_tokens, now_s)
         self._lengths.learn(request, num_output_tokens)
 
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """See `Forecast`."""
         num_steps = self.steps.at(now_s)
-        joined = self._joins.until(time_s).less(_between(self._leaves, now_s, time_s))
-        ended = _between(self._ends, num_steps, num_steps + (time_s - now_s) / step_s)
-        return joined.plus(self._ends.until(math.inf)).less(ended)
+        joined = self._prefills.until(time_s).less(_between(self._leaves, now_s, time_s))
+        ended = _between(self._decodes, num_steps, num_steps + (time_s - now_s) / step_s)
+        return joined.plus(self._decodes.until(math.inf)).less(ended)
 
 
 def forecast_of(policy: Overload) -> Forecast:
