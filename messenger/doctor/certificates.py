@@ -14,7 +14,8 @@ _SOON_S = 14 * 86400.0
 
 
 def tls(config: Config, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """What this node shows others, and how long yet. Raises ConfigError for files that cannot be used."""
+    """Check what this node shows others, and for how long yet. Raises ConfigError for files that cannot be
+    used."""
     found = Tls.of(config.security)
     if found is None:
         yield Finding(Level.OK, "tls", "not configured: what messengers say over TCP can be read on its way")

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0 if nothing failed, 1 if something did; ends with 2 for wrong use."""
+    """Return the exit code: 0 if nothing failed, 1 if something did; ends with 2 for wrong use."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.config is not None and not options.config.is_file():
@@ -75,7 +75,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
-    """The configuration that `mooncake-serve` would have. If that is wrong, the other checks use defaults."""
+    """Read the configuration that `mooncake-serve` would have. If that is wrong, the other checks use
+    defaults."""
     try:
         config = load_config(file, machine.environ, {})
     except ConfigError as error:
@@ -86,7 +87,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
 
 
 def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file: Path | None) -> list[Check]:
-    """All that is looked at, what others depend on first."""
+    """Return all checks, those first that others depend on."""
     sources = sorted(SOURCES.glob("*.cpp"))
     here = [
         Check("python", partial(host.python, machine)),
@@ -116,7 +117,7 @@ def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file
 
 
 def look(all_checks: Iterable[Check]) -> list[Finding]:
-    """Makes the checks, one after the other, and shows which one is under way."""
+    """Make the checks, one after the other, and show which one is running."""
     findings: list[Finding] = []
     with Steps() as steps:
         for check in all_checks:
@@ -126,14 +127,14 @@ def look(all_checks: Iterable[Check]) -> list[Finding]:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """For reading: the worst last, and of equally bad ones that which others may depend on."""
+    """Sort findings for reading: the worst last, and of equally bad ones those that others may depend on."""
     good = [finding for finding in findings if finding.level is Level.OK]
     bad = [finding for finding in reversed(findings) if finding.level is not Level.OK]
     return good + sorted(bad, key=lambda finding: finding.level)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """Return the last line."""
     num_failed, num_warnings = (
         sum(finding.level is level for finding in findings) for level in (Level.FAIL, Level.WARN)
     )
@@ -158,7 +159,7 @@ def _peer_checks(machine: Machine, other: PeerAddress, key_file: Path | None, co
 
 
 def _ask_for_kernels() -> str:
-    """Asked in another process: this one has no need of torch."""
+    """Ask for the CPU's kernels in another process: this one has no need of torch."""
     command = [sys.executable, "-m", "kernels.cpu.library"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILING_S)
@@ -169,7 +170,8 @@ def _ask_for_kernels() -> str:
 
 
 async def _rdma_cards(settings: MessengerConfig) -> Cards:
-    """What a messenger would use; none if that cannot work, for which other checks give the reason."""
+    """Return the cards that a messenger would use; none if that cannot work, for which other checks give the
+    reason."""
     try:
         cards = open_cards(settings)
         await cards.register(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
@@ -179,7 +181,8 @@ async def _rdma_cards(settings: MessengerConfig) -> Cards:
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:
-    """Ports that the transport can use, and reasons against the others. Imported when there are devices."""
+    """Return ports that the transport can use, and reasons against the others. Imported when there are
+    devices."""
     from messenger.rdma.devices import find_devices
 
     found = find_devices()
@@ -197,7 +200,7 @@ def _print_json(findings: Sequence[Finding]) -> None:
 
 
 def _print_report(findings: Sequence[Finding]) -> None:
-    """One line a finding; on a terminal it is folded within its column."""
+    """Print one line a finding; on a terminal it is folded within its column."""
     console = rich.console.Console(highlight=False)
     table = rich.table.Table.grid(padding=(0, 2))
     for finding in in_order(findings):

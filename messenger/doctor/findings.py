@@ -1,4 +1,4 @@
-"""What a check says, and checks that neither raise nor hang.
+"""Findings of checks, and checks that neither raise nor hang.
 
 Owns: levels, findings, the deadline of a check. Does not know: what is checked, how findings are shown.
 """
@@ -11,17 +11,17 @@ from enum import IntEnum
 from mooncake.errors import MooncakeError
 
 QUICK_S = 5.0
-"""for a check that reads files and runs a command or two"""
+"""Seconds for a check that reads files and runs a command or two."""
 
 
 class Level(IntEnum):
-    """How bad it is; the worst is the largest."""
+    """Severity of a finding; the worst is the largest."""
 
     OK = 0
     WARN = 1
-    """it works, but slower or less than it could"""
+    """It works, but slower or less than it could."""
     FAIL = 2
-    """something that is configured, or was asked for, cannot work"""
+    """A thing that is configured, or was asked for, cannot work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something to look at. `look` may block for `deadline_s`."""
+    """One check. `look` may block for `deadline_s`."""
 
     title: str
     look: Callable[[], Iterable[Finding]]
     deadline_s: float = QUICK_S
 
     def run(self) -> list[Finding]:
-        """What was found up to the deadline. An error of the check itself is one of its findings."""
+        """Return the findings up to the deadline. An error of the check itself is one of them."""
         found: list[Finding] = []
         thread = threading.Thread(target=self._collect, args=(found,), name=self.title, daemon=True)
         thread.start()
@@ -67,7 +67,7 @@ class Check:
 
 
 def as_size(num_bytes: int) -> str:
-    """For people: `8 MiB`, `1.5 GiB`."""
+    """Format bytes for people: `8 MiB`, `1.5 GiB`."""
     for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes >= 1 << exponent:
             return f"{num_bytes / (1 << exponent):.1f}".removesuffix(".0") + f" {unit}"

@@ -18,21 +18,21 @@ from mooncake.security.keys import ClusterKey
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
 MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
-"""descriptors that a process has open beside those of its requests"""
+"""Descriptors that a process has open beside those of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
 _LONGEST_REASON = 300
 _SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")
 
 
 def num_instances(config: Config) -> int:
-    """Pools on this node."""
+    """Return the number of pools on this node."""
     if config.role == "all":
         return config.num_prefill + config.num_decode
     return 1 if config.runs_instances else 0
 
 
 def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
-    """Interpreter and operating system."""
+    """Check interpreter and operating system."""
     kernel = machine.read("proc/sys/kernel/osrelease") or "unknown"
     found = f"Python {'.'.join(map(str, version))} on {platform.system()} {kernel}, {platform.machine()}"
     if not OLDEST_PYTHON <= version < FIRST_UNSUPPORTED_PYTHON:
@@ -44,7 +44,7 @@ def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) ->
 
 
 def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator[Finding]:
-    """Whether every C++ file can be compiled and loaded. The first time takes some seconds."""
+    """Check whether every C++ file can be compiled and loaded. The first time takes some seconds."""
     for source in sources:
         try:
             load(source)
@@ -59,7 +59,8 @@ def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator
 
 
 def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
-    """What computes where a worker's device is the CPU.
+    """Check what computes where a worker's device is the CPU. `answer` gives the name of an instruction set,
+    or `torch` and a reason.
 
     `answer` gives the name of an instruction set, or `torch` and a reason.
     """
@@ -73,7 +74,8 @@ def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
 
 
 def memory(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Whether the pools fit into the memory, the control group, and the file system that they are kept in."""
+    """Check whether the pools fit into the memory, the control group, and the file system that they are kept
+    in."""
     wanted_bytes = num_instances(config) * int(config.kvcache.pool_bytes)
     found = f"the pools take {as_size(wanted_bytes)}"
     if any(process.name == MESSENGER_MODULE for process in machine.processes()):
@@ -100,7 +102,7 @@ def memory(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
-    """The limit on file descriptors, of which each request and each stream needs one."""
+    """Check the limit on file descriptors, of which each request and each stream needs one."""
     limit = machine.limit("Max open files")
     needed = _OTHER_FILES + config.conductor.max_running_requests
     if limit is not None and limit < needed:
@@ -116,7 +118,7 @@ def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Whether the pool's memory can be in huge pages, which are faster to copy and to register."""
+    """Check whether the pool's memory can be in huge pages, which are faster to copy and to register."""
     folder = "sys/kernel/mm/transparent_hugepage"
     chosen = re.search(r"\[(\w+)\]", machine.read(f"{folder}/shmem_enabled") or "")
     mode = chosen[1] if chosen is not None else "not supported"
@@ -131,7 +133,7 @@ def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """How the time is read, and whether it is synchronised. Nodes do not compare their clocks."""
+    """Check how the time is read, and whether it is synchronised. Nodes do not compare their clocks."""
     source = machine.read("sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
     answer = machine.run("timedatectl", "show", "--property=NTPSynchronized", "--value")
     synchronised = {"yes": "synchronised", "no": "not synchronised"}.get(answer or "", "perhaps synchronised")
@@ -144,7 +146,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
 
 
 def cluster_key(path: Path | None, load: Callable[[Path], ClusterKey], config: Config) -> Iterator[Finding]:
-    """Whether the key that every node must have is there, and nobody else can read it."""
+    """Check whether the key that every node must have exists, and is private."""
     title = "cluster key"
     if path is None and config.role == "all":
         yield Finding(Level.OK, title, "role all makes one for each run")
@@ -167,7 +169,7 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 def _group_bytes(machine: Machine) -> int | None:
-    """Room in the tightest control group above this process; None if none has a limit."""
+    """Return the memory left in the tightest control group above this process; None if none has a limit."""
     rooms = []
     for line in (machine.read("proc/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)

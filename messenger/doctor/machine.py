@@ -1,7 +1,7 @@
-"""What checks may ask of a machine. The tests have machines that are trees of files.
+"""The machine as checks see it. The tests have machines that are trees of files.
 
-Owns: reading of procfs, sysfs and /dev, commands with a deadline, questions to the network stack.
-Does not know: what the answers mean.
+Owns: reading of procfs, sysfs and /dev, commands with a deadline, questions to the network stack. Does not
+know: what the answers mean.
 """
 
 import os
@@ -29,17 +29,17 @@ class Process(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Paths are relative to `root`: `proc/meminfo`."""
+    """A machine, whose paths are relative to `root`: `proc/meminfo`."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def read(self, path: str) -> str | None:
-        """The text of a file, stripped; None if it is not there or cannot be read."""
+        """Return the text of a file, stripped; None if it is missing or cannot be read."""
         return read_line(self.root / path)
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder; nothing if there is none."""
+        """Return the names in a folder; nothing if it is missing."""
         try:
             return sorted(os.listdir(self.root / folder))
         except OSError:
@@ -49,11 +49,11 @@ class Machine:
         return (self.root / path).exists()
 
     def is_usable(self, path: str) -> bool:
-        """Whether this process may read and write the file."""
+        """Return whether this process may read and write the file."""
         return os.access(self.root / path, os.R_OK | os.W_OK)
 
     def run(self, *command: str) -> str | None:
-        """What a command prints; None if it is not installed, fails, or takes too long."""
+        """Return what a command prints; None if it is not installed, fails, or takes too long."""
         try:
             result = subprocess.run(
                 command,
@@ -69,7 +69,7 @@ class Machine:
         return None if result.returncode else result.stdout.strip()
 
     def free_bytes(self, folder: Path) -> int | None:
-        """Room in the file system of `folder`."""
+        """Return the free bytes in the file system of `folder`."""
         try:
             status = os.statvfs(folder)
         except OSError:
@@ -77,12 +77,12 @@ class Machine:
         return status.f_bavail * status.f_frsize
 
     def resolve(self, host: str) -> list[str]:
-        """IP addresses of a name. Raises OSError."""
+        """Return the IP addresses of a name. Raises OSError."""
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def has_address(self, address: str) -> bool:
-        """Whether this machine can listen at an IP address."""
+        """Return whether this machine can listen at an IP address."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -93,13 +93,13 @@ class Machine:
 
     @property
     def is_container(self) -> bool:
-        """As far as one can tell from inside."""
+        """Whether this is a container, as far as can be told from inside."""
         marks = self.exists(".dockerenv") or self.exists("run/.containerenv")
         return marks or "KUBERNETES_SERVICE_HOST" in self.environ
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """Its version: (6, 1)."""
+        """Version of the kernel: (6, 1)."""
         numbers = re.match(r"(\d+)\.(\d+)", self.read("proc/sys/kernel/osrelease") or "")
         return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
@@ -118,19 +118,19 @@ class Machine:
         return effective is not None and bool(int(effective[1], 16) >> number & 1)
 
     def limit(self, name: str) -> int | None:
-        """A limit of this process by its name in /proc/self/limits; None if there is none."""
+        """Return a limit of this process by its name in /proc/self/limits; None if there is none."""
         line = re.search(rf"^{name}\s+(\S+)", self.read("proc/self/limits") or "", re.MULTILINE)
         return int(line[1]) if line is not None and line[1].isdecimal() else None
 
     def processes(self) -> Iterator[Process]:
-        """All that can be seen."""
+        """Return all processes that can be seen."""
         for pid in filter(str.isdecimal, self.names("proc")):
             words = (self.read(f"proc/{pid}/cmdline") or "").split("\0")
             module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
             yield Process(int(pid), module or self.read(f"proc/{pid}/comm") or "?")
 
     def owner_of_socket(self, inode: int) -> Process | None:
-        """Who has a socket open; None if that is a process of somebody else."""
+        """Return the process that has a socket open; None if another user's process has."""
         for process in self.processes():
             folder = f"proc/{process.pid}/fd"
             for name in self.names(folder):

@@ -33,7 +33,7 @@ class Listener(NamedTuple):
 
 
 def interfaces(machine: Machine) -> Iterator[Finding]:
-    """Which can carry transfers over TCP."""
+    """Show the interfaces that can carry transfers over TCP."""
     texts = []
     for nic in find_nics(NicKind.ETHERNET, machine.root / "sys"):
         speed = f"{nic.speed_mbps / 1000:g} Gbit/s" if nic.speed_mbps is not None else "speed unknown"
@@ -49,7 +49,7 @@ def interfaces(machine: Machine) -> Iterator[Finding]:
 
 
 def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Whether messenger.hosts are addresses of this machine that others can be told."""
+    """Check whether messenger.hosts are addresses of this machine that others can be told."""
     if not config.runs_instances:
         return
     good = []
@@ -66,7 +66,7 @@ def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Whether the ports of the configuration are free, or who has them."""
+    """Check whether the ports of the configuration are free, or which process has them."""
     wanted = places(config)
     if not wanted:
         return
@@ -98,7 +98,8 @@ def ports(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def tcp_buffers(machine: Machine) -> Iterator[Finding]:
-    """How far the kernel lets the buffers of a connection grow: the product of bandwidth and latency."""
+    """Check how far the kernel lets the buffers of a connection grow: the product of bandwidth and
+    latency."""
     sizes = {}
     for name in ("tcp_rmem", "tcp_wmem"):
         words = (machine.read(f"proc/sys/net/ipv4/{name}") or "").split()
@@ -115,7 +116,7 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 
 
 def _trouble(machine: Machine, host: str, *, is_alone: bool) -> tuple[Level, str] | None:
-    """What is wrong with an address to be told to others; none of them exist if this node is alone."""
+    """Return what is wrong with an address to be told to others; without other nodes, nothing."""
     try:
         found = [address for address in machine.resolve(host) if ":" not in address]
     except OSError as error:
@@ -146,13 +147,13 @@ def _listeners(machine: Machine) -> list[Listener]:
 
 
 def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The kernel prints addresses as 32-bit words in the processor's order."""
+    """Convert the kernel's addresses: 32-bit words in the processor's order."""
     words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
     return ipaddress.ip_address(b"".join(words))
 
 
 def _meet(place: Place, listener: Listener) -> bool:
-    """Whether both cannot listen at once. A name is taken to be any address."""
+    """Return whether both cannot listen at once. A name is taken to be any address."""
     if place.port != listener.port:
         return False
     try:

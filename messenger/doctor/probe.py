@@ -1,4 +1,4 @@
-"""A look at another messenger from outside: who answers, and how fast bytes get there.
+"""Client that looks at another messenger from outside: its identity, and how fast bytes get there.
 
 Owns: that connection. Does not know: KVCache.
 """
@@ -28,8 +28,7 @@ _PIECE_BYTES = 2 << 20
 
 
 class Probe:
-    """One messenger's port, and the devices of this side. Every call connects anew; raises OSError or
-    TransferError."""
+    """Client of one messenger's port. Every call connects anew; raises OSError or TransferError."""
 
     def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None, cards: Cards) -> None:
         self._path = Path(Transport.TCP, (host, port))
@@ -38,12 +37,12 @@ class Probe:
         self._cards = cards
 
     async def handshake(self) -> str:
-        """Who answers there, after both sides have shown that they have the cluster's key."""
+        """Return the instance that answers, after both sides have proved that they have the cluster key."""
         async with self._connected() as (_, welcome):
             return welcome.identity.instance
 
     async def bandwidth(self, num_bytes: int) -> float:
-        """Bytes per second of a stream of `num_bytes`."""
+        """Return the bytes per second of a stream of `num_bytes`."""
         peer = PeerSession(str(self._path), Traffic())
         payload = memoryview(bytearray(_PIECE_BYTES))
         async with self._connected() as (frames, welcome):
@@ -67,7 +66,8 @@ class Probe:
         return self._cards.names
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Bytes per second of `num_bytes` written by RDMA, into memory that the other side never reads."""
+        """Return the bytes per second of `num_bytes` written by RDMA, into memory that the other side never
+        reads."""
         card = await self._cards.card(nic)
         with contextlib.closing(card.endpoint(str(self._path))) as endpoint:
             async with self._connected(endpoint.local_info()) as (_, welcome):

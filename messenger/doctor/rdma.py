@@ -20,7 +20,7 @@ CONTAINER_FLAGS = "--network host --device /dev/infiniband --cap-add IPC_LOCK --
 _MELLANOX = "0x15b3"
 _ROCE_V2 = "RoCE v2"
 _ROCE_HEADER_BYTES = 96
-"""the largest headers that drivers leave room for between the MTU of the interface and that of RoCE"""
+"""Largest headers that drivers leave room for between the MTU of the interface and that of RoCE."""
 _ROCE_MTUS = (4096, 2048, 1024, 512, 256)
 _WANTED_INTERFACE_MTU = 4200
 
@@ -35,7 +35,7 @@ class Port:
     link_layer: str
     rate: str
     addresses: tuple[tuple[int, ipaddress.IPv6Address], ...]
-    """RoCEv2 GIDs with their indices; of InfiniBand all GIDs"""
+    """RoCEv2 GIDs with their indices; of InfiniBand all GIDs."""
     interface: str | None
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Port:
 
     @property
     def best_address(self) -> tuple[int, ipaddress.IPv6Address] | None:
-        """An IPv4 one if there is one, a link-local one last."""
+        """Best address: an IPv4 one if there is one, a link-local one last."""
         return min(
             self.addresses,
             key=lambda entry: (entry[1].ipv4_mapped is None, entry[1].is_link_local, entry[0]),
@@ -60,7 +60,7 @@ class Port:
 
 
 def devices(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Whether there are devices, and whether the kernel offers them to programs."""
+    """Check whether there are devices, and whether the kernel offers them to programs."""
     names = machine.names(DEVICES)
     modules = [name for name in ("ib_uverbs", "mlx5_ib", "rdma_rxe") if machine.exists(f"sys/module/{name}")]
     cards = [
@@ -88,7 +88,7 @@ def devices(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def access(machine: Machine, config: Config) -> Iterator[Finding]:
-    """The files in /dev/infiniband through which programs reach devices."""
+    """Check the files in /dev/infiniband through which programs reach devices."""
     missing, closed = [], []
     for node in machine.names("sys/class/infiniband_verbs"):
         device = machine.read(f"sys/class/infiniband_verbs/{node}/ibdev")
@@ -116,7 +116,8 @@ def access(machine: Machine, config: Config) -> Iterator[Finding]:
 def verbs(
     machine: Machine, config: Config, find: Callable[[], tuple[list[str], list[str]]]
 ) -> Iterator[Finding]:
-    """What the transport itself finds: `find` returns usable ports in words, and reasons against others."""
+    """Check what the transport itself finds: `find` returns usable ports in words, and reasons against
+    others."""
     if not machine.names(DEVICES):
         return
     try:
@@ -133,7 +134,8 @@ def verbs(
 
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
-    """State and addresses. One good port is enough; others may be without a cable on purpose."""
+    """Check state and addresses of ports. One good port is enough; others may be without a cable on
+    purpose."""
     found = read_ports(machine)
     if not found:
         return
@@ -147,7 +149,7 @@ def ports(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def mtu(machine: Machine) -> Iterator[Finding]:
-    """Whether RoCE packets can be as large as RDMA allows, 4096 bytes, by the MTU of the interface."""
+    """Check whether RoCE packets can be as large as RDMA allows, 4096 bytes, by the MTU of the interface."""
     small: list[tuple[str, str]] = []
     large: list[tuple[str, str]] = []
     for port in read_ports(machine):
@@ -169,7 +171,8 @@ def mtu(machine: Machine) -> Iterator[Finding]:
 
 
 def locked_memory(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Whether a messenger may register its pool, which locks it in memory. Without RDMA nothing is locked."""
+    """Check whether a messenger may register its pool, which locks it in memory. Without RDMA nothing is
+    locked."""
     if not machine.names(DEVICES):
         return
     limit = machine.limit("Max locked memory")
@@ -191,7 +194,7 @@ def locked_memory(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def read_ports(machine: Machine) -> list[Port]:
-    """All ports of all devices."""
+    """Return all ports of all devices."""
     found = []
     for device in machine.names(DEVICES):
         for number in machine.names(f"{DEVICES}/{device}/ports"):
@@ -217,7 +220,7 @@ def read_ports(machine: Machine) -> list[Port]:
 def _gids(
     machine: Machine, folder: str, *, only_roce_v2: bool
 ) -> tuple[tuple[int, ipaddress.IPv6Address], ...]:
-    """Indices and values, without the empty ones."""
+    """Return indices and values, without the empty ones."""
     found = []
     for index in sorted(map(int, filter(str.isdecimal, machine.names(f"{folder}/gids")))):
         value = ipaddress.IPv6Address(machine.read(f"{folder}/gids/{index}") or "::")
@@ -234,7 +237,7 @@ def _describe(port: Port) -> str:
 
 
 def _trouble(port: Port) -> tuple[str, str] | None:
-    """What is wrong with a port, and what to do."""
+    """Return what is wrong with a port, and what to do."""
     if not port.is_active and port.link_layer == "InfiniBand" and "INIT" in port.state:
         return f"{port} waits for a subnet manager", "start opensm on one host, or the switch's manager"
     if not port.is_active:

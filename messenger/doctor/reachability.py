@@ -24,15 +24,15 @@ MOST_BYTES = 1 << 30
 _MEASURED_S = 0.5
 _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
-"""segments for larger ones are limited by windows, so they tell nothing about the other side"""
+"""Largest MTU whose segments tell about the other side: segments for larger ones are limited by windows."""
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux that Python does not name
 _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12}
-"""with the IP header and the time stamps"""
+"""TCP's headers with the IP header and the time stamps, in bytes."""
 _ICMP_HEADER_BYTES = {socket.AF_INET: 20 + 8, socket.AF_INET6: 40 + 8}
 
 
 class PeerAddress(NamedTuple):
-    """Where the other messenger listens for transfers."""
+    """Address where the other messenger listens for transfers."""
 
     host: str
     port: int
@@ -45,24 +45,24 @@ class PeerProbe(Protocol):
     """A client of the data plane, connected to a peer. Its errors are MooncakeError and OSError."""
 
     async def handshake(self) -> str:
-        """Who answers, in words."""
+        """Return who answers, in words."""
 
     async def bandwidth(self, num_bytes: int) -> float:
-        """Bytes per second of one transfer of `num_bytes` over TCP."""
+        """Return the bytes per second of one transfer of `num_bytes` over TCP."""
 
     @property
     def nics(self) -> Sequence[str]:
         """RDMA devices of this side that may be used."""
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """The same by RDMA, from one of them."""
+        """Return the bytes per second by RDMA, from one device."""
 
 
 OpenProbe = Callable[[], Awaitable[PeerProbe]]
 
 
 def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
-    """Whether the peer's name means an address."""
+    """Check whether the peer's name means an address."""
     try:
         addresses = machine.resolve(peer.host)
     except OSError as error:
@@ -77,7 +77,7 @@ def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Finding]:
-    """The connection, and if there is one what it is good for."""
+    """Check the connection, and if there is one its bandwidth."""
     is_open = True
     for finding in connection(machine, peer):
         is_open &= finding.level is not Level.FAIL
@@ -87,7 +87,7 @@ def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Fin
 
 
 def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
-    """The time to connect to its port, and the largest packets on the way."""
+    """Check the time to connect to the peer's port, and the largest packets on the way."""
     times_s = []
     try:
         for _ in range(NUM_CONNECTS):
@@ -106,7 +106,7 @@ def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def data_plane(open_it: OpenProbe) -> list[Finding]:
-    """Who answers, and how fast bytes travel over TCP, and by each RDMA device of this side."""
+    """Check who answers, and how fast bytes travel over TCP, and by each RDMA device of this side."""
     return asyncio.run(_probe(open_it))
 
 
@@ -135,7 +135,7 @@ def _refused(peer: PeerAddress, error: OSError) -> Finding:
 
 
 def _sizes(connected: socket.socket) -> tuple[int, int]:
-    """MTU of the route as this side knows it, and the bytes that a segment may have."""
+    """Return the MTU of the route as this side knows it, and the bytes that a segment may have."""
     if connected.family == socket.AF_INET6:
         mtu = connected.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
     else:
@@ -146,7 +146,8 @@ def _sizes(connected: socket.socket) -> tuple[int, int]:
 def _packets(
     machine: Machine, family: socket.AddressFamily, address: str, mtu: int, segment_bytes: int
 ) -> Iterator[Finding]:
-    """Large packets that are lost on the way hold up transfers while everything small works."""
+    """Check for large packets that are lost on the way: they hold up transfers while everything small
+    works."""
     title = "peer mtu"
     other_mtu = segment_bytes + _TCP_HEADER_BYTES[family]
     if _USUAL_MTU < mtu < _LARGEST_ETHERNET_MTU and other_mtu + _TCP_HEADER_BYTES[family] < mtu:
@@ -206,7 +207,7 @@ async def _rdma_bandwidth(probe: PeerProbe, nic: str) -> Finding:
 
 
 async def _measure(bandwidth: Callable[[int], Awaitable[float]]) -> float:
-    """Bytes per second. A little first, then so much that it takes about half a second."""
+    """Measure bytes per second: a little first, then so much that it takes about half a second."""
     async with asyncio.timeout(BANDWIDTH_TIMEOUT_S):
         bytes_per_s = await bandwidth(FIRST_BYTES)
         num_bytes = int(bytes_per_s * _MEASURED_S) // FIRST_BYTES * FIRST_BYTES

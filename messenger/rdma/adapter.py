@@ -1,4 +1,4 @@
-"""A device, opened: the protection domain in which its memory and queue pairs live.
+"""An opened device: the protection domain in which its memory and queue pairs live.
 
 Owns: context, protection domain, registrations. Does not know: peers.
 """
@@ -23,7 +23,7 @@ _WINDOW_TYPE_2: Final = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 
 
 class Adapter:
-    """Close it last, after the endpoints that use it."""
+    """An opened device. Close it last, after the endpoints that use it."""
 
     def __init__(self, device: RdmaDevice) -> None:
         verbs = load_verbs()
@@ -35,22 +35,22 @@ class Adapter:
         except verbs.Error as error:
             raise RdmaUnavailableError(f"RDMA device {device.name} cannot be opened: {error}") from error
         self.can_bind = bool(attributes.device_cap_flags & _WINDOW_TYPE_2)
-        """whether there are memory windows of type 2"""
+        """Whether the device has memory windows of type 2."""
         self.has_windows = self.can_bind and attributes.vendor_id != _SOFT_ROCE_VENDOR
-        """and they are enforced: Soft-RoCE checks a window's peer and rights, but not its range"""
+        """Whether it also enforces them: Soft-RoCE checks a window's peer and rights, but not its range."""
         self.max_work_requests: int = min(attributes.max_qp_wr, attributes.max_cqe - 1)
         self.max_reads_out: int = attributes.max_qp_init_rd_atom
         self.max_reads_in: int = attributes.max_qp_rd_atom
         self._chains = {opcode: Chain(opcode) for opcode in (RDMA_WRITE, RDMA_READ)}
         self._ranges: dict[tuple[int, int], RdmaMemory] = {}
-        """by address and size"""
+        """Registered memory by address and size."""
         self._dmabufs: list[RdmaMemory] = []
 
     def register(self, buffer: memoryview) -> RdmaMemory:
-        """Opens writable memory to the device. Its remote key opens nothing: peers reach it by grants only
-        (`windows`). The same range is registered once.
+        """Register writable memory. Its remote key opens nothing: peers reach it by grants only (`windows`).
 
-        The buffer cannot be unmapped before `close`. Raises RdmaUnavailableError.
+        The same range is registered once. The buffer cannot be unmapped before `close`. Raises
+        RdmaUnavailableError.
         """
         pin = c_char.from_buffer(buffer)
         place = addressof(pin), buffer.nbytes
@@ -62,7 +62,7 @@ class Adapter:
         return memory
 
     def register_dmabuf(self, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-        """Opens device memory that `fd` (a dma-buf) exports; its addresses begin at `offset`.
+        """Register device memory that `fd` (a dma-buf) exports; its addresses begin at `offset`.
 
         Raises RdmaUnavailableError where card or driver cannot: a pinned staging buffer has to do then.
         """
@@ -71,7 +71,7 @@ class Adapter:
         return memory
 
     def chain(self, opcode: int) -> Chain:
-        """Requests to fill in and post at once; all endpoints of this adapter share them."""
+        """Return requests to fill in and post at once; all endpoints of this adapter share them."""
         return self._chains[opcode]
 
     def close(self) -> None:

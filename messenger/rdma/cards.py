@@ -1,6 +1,6 @@
-"""The RDMA devices that a messenger uses, with its segment registered on each of them.
+"""RDMA devices that a messenger uses, with its segment registered on each of them.
 
-Devices are opened when the process starts, so that one that is demanded and not there is known then. The
+Devices are opened when the process starts, so that one that is demanded and missing is known then. The
 segment is registered later, when it lies where it is to stay.
 
 Owns: opening and choosing devices. Does not know: peers, transfers.
@@ -27,15 +27,15 @@ from mooncake.errors import ConfigError, TransferError
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"
 _TRIED_BYTES: Final = 64 << 10
-"""many packets of any size: small ones may pass where large ones are lost"""
+"""Bytes that try a path, in packets of any size: small ones may pass where large ones are lost."""
 _REGISTERED_WITHIN_S = 2.0
-"""or whoever wants to connect has to come again"""
+"""Seconds that a connection waits for the registration of the segment."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device, with the segment, which is opened to a peer by grants only, and memory for nobody's bytes."""
+    """A device with the segment, which is opened to a peer by grants only, and with scratch memory."""
 
     adapter: Adapter
     memory: RdmaMemory
@@ -43,35 +43,35 @@ class Card:
 
     @classmethod
     def of(cls, adapter: Adapter, segment: memoryview) -> "Card":
-        """Registers its memory: blocking, and with all of Python, because pyverbs keeps the interpreter
-        meanwhile. Raises RdmaUnavailableError."""
+        """Register the memory of a device. Blocks all of Python, because pyverbs keeps the interpreter.
+        Raises RdmaUnavailableError."""
         scratch = adapter.register(memoryview(mmap.mmap(-1, SCRATCH_BYTES)))
         return cls(adapter, adapter.register(segment), scratch)
 
     def endpoint(self, peer: str) -> Endpoint:
-        """A queue pair that is not connected yet. Raises RdmaUnavailableError."""
+        """Make a queue pair that is not connected yet. Raises RdmaUnavailableError."""
         return Endpoint(self.adapter, self.memory, peer)
 
     async def open_scratch(self, endpoint: Endpoint) -> Scratch:
-        """Where the peer of a connected endpoint may write bytes for nobody, as long as that lives. Raises
+        """Open scratch memory to the peer of a connected endpoint, for as long as the endpoint lives. Raises
         RdmaError."""
         opened = await grant(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
 
     async def write_scratch(self, endpoint: Endpoint, theirs: Scratch, num_bytes: int = _TRIED_BYTES) -> None:
-        """Writes bytes for nobody to the peer, some of them again and again if they are many: whether a path
-        carries anything is not known before. Raises RdmaError."""
+        """Write to the peer's scratch memory: whether a path carries anything is not known before. Raises
+        RdmaError."""
         piece_bytes = max(1, min(num_bytes, theirs.num_bytes, self.scratch.size_bytes))
         slices = [(0, theirs.address, piece_bytes)] * (num_bytes // piece_bytes)
         await endpoint.write(slices, theirs.remote_key, memory=self.scratch)
 
 
 class Cards:
-    """All of them, the preferred ones first; none where there is no RDMA."""
+    """All devices, the preferred ones first; none where there is no RDMA."""
 
     def __init__(self, adapters: Sequence[Adapter], *, is_demanded: bool = False) -> None:
         self._adapters = {str(adapter.device): adapter for adapter in adapters}
-        """by device and port"""
+        """Adapters by device and port."""
         self._is_demanded = is_demanded
         self._cards: dict[str, Card] = {}
         self._registered = asyncio.Event()
@@ -83,9 +83,9 @@ class Cards:
         return list(self._adapters)
 
     async def register(self, segment: memoryview) -> None:
-        """Lets all devices use the segment, from now on for good. One that cannot is not used.
+        """Register the segment with all devices, for good.
 
-        Raises ConfigError if RDMA is demanded and none of them can.
+        A device that cannot is not used. Raises ConfigError if RDMA is demanded and none of them can.
         """
         loop, reasons = asyncio.get_running_loop(), []
         for name, adapter in list(self._adapters.items()):
@@ -100,14 +100,15 @@ class Cards:
             raise ConfigError(f"messenger.transport: rdma, but {'; '.join(reasons)}")
 
     async def card(self, name: str) -> Card:
-        """Raises TransferError if the segment is not registered with it."""
+        """Return a card. Raises TransferError if the segment is not registered with it."""
         await self._until_registered()
         if name not in self._cards:
             raise TransferError(f"RDMA device {name} is not in use here")
         return self._cards[name]
 
     async def answering(self, remote: EndpointInfo) -> Card:
-        """For somebody else's queue pair: on its network if one is, else in turn. Raises TransferError."""
+        """Choose the card for a peer's queue pair: on its network if one is, else in turn. Raises
+        TransferError."""
         await self._until_registered()
         cards = list(self._cards.values())
         if not cards:
@@ -127,10 +128,10 @@ class Cards:
 
 
 def open_cards(settings: MessengerConfig) -> Cards:
-    """The devices near the segment, or all that work where none of those does. Says once in the log why
-    devices that are there cannot be used.
+    """Open the devices near the segment, or all that work where none of those does.
 
-    Raises ConfigError for a topology that is none, or if RDMA is demanded and not there.
+    Says once in the log why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is
+    demanded and missing.
     """
     if settings.transport in ("shm", "tcp"):
         return Cards([])
@@ -151,7 +152,7 @@ def open_cards(settings: MessengerConfig) -> Cards:
 
 
 def _open(names: Sequence[str], gid_index: int | None, reasons: list[str]) -> list[Adapter]:
-    """Adds to `reasons` why others are not used."""
+    """Open devices, and add to `reasons` why others are not used."""
     found = find_devices(names, gid_index)
     reasons += found.reasons
     adapters = []

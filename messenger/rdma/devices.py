@@ -1,4 +1,4 @@
-"""The RDMA devices of this machine: which ports are up, and under which address each is reached.
+"""RDMA devices of this machine: which ports are up, and under which address each is reached.
 
 Owns: discovery, choice of the GID. Does not know: memory, connections.
 """
@@ -30,9 +30,9 @@ class GidEntry(NamedTuple):
     gid_index: int
     gid: ipaddress.IPv6Address
     kind: int
-    """enum ibv_gid_type"""
+    """Value of enum ibv_gid_type."""
     interface: str | None
-    """of Ethernet"""
+    """Name of the Ethernet interface."""
 
 
 class RdmaDevice(msgspec.Struct, frozen=True):
@@ -47,10 +47,10 @@ class RdmaDevice(msgspec.Struct, frozen=True):
     gid_index: int
     max_message_bytes: int
     network: str | None
-    """of `gid`, if the kernel tells"""
+    """Network of `gid`, if the kernel tells."""
 
     def is_on_network_of(self, gid: str) -> bool:
-        """Whether another port's address is on the same network."""
+        """Return whether another port's address is on the same network."""
         try:
             return self.network is not None and ipaddress.IPv6Address(gid) in ipaddress.IPv6Network(
                 self.network
@@ -63,14 +63,14 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """`reasons` say why there is no device, or what is wrong with those that are left out: log them once."""
+    """Devices, and `reasons` why there is none or what is wrong with those left out: log them once."""
 
     devices: list[RdmaDevice]
     reasons: list[str]
 
 
 def find_devices(names: Collection[str] | None = None, gid_index: int | None = None) -> FoundDevices:
-    """All active ports. `names` restricts the devices, `gid_index` overrides the choice of address."""
+    """Find all active ports. `names` restricts the devices, `gid_index` overrides the choice of address."""
     try:
         verbs = load_verbs()
     except RdmaUnavailableError as error:
@@ -102,7 +102,8 @@ def find_devices(names: Collection[str] | None = None, gid_index: int | None = N
 
 
 def choose_gid(link_layer: LinkLayer, entries: Sequence[GidEntry]) -> GidEntry | None:
-    """The address to use: over Ethernet RoCEv2 only, by IPv4 if there is one; a link-local one last."""
+    """Choose the address to use: over Ethernet RoCEv2 only, by IPv4 if there is one; a link-local one
+    last."""
     if link_layer is LinkLayer.INFINIBAND:
         return min(entries, key=lambda entry: entry.gid_index, default=None)
 
@@ -136,7 +137,7 @@ def _ports(name: str, gid_index: int | None) -> FoundDevices:
 def _port(
     name: str, port: int, attributes: Any, entries: Sequence[GidEntry], gid_index: int | None
 ) -> RdmaDevice | str:
-    """The port, or why it cannot be used."""
+    """Return the port, or why it cannot be used."""
     if attributes.state != _PORT_ACTIVE:
         return f"RDMA port {name}/{port} is not active; bring its network interface up"
     link_layer = _LINK_LAYERS.get(attributes.link_layer, LinkLayer.INFINIBAND)

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
 _QUEUE_DEPTH: Final = 128
 _MAX_READS: Final = 16
-"""that the card serves at once, one direction of a queue pair"""
+"""Reads that the card serves at once in one direction of a queue pair."""
 _NUM_RETRIES: Final = 6
-"""without an answer; Soft-RoCE takes 7 for endless ones"""
+"""Retries without an answer; Soft-RoCE takes 7 for endless ones."""
 _DEAD_PEER_S: Final = 1.0
 _RNR_DELAY_CODE: Final = 12  # 0.64 ms
 _HOP_LIMIT: Final = 64
@@ -44,10 +44,10 @@ _RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
 
 
 class Operation(Protocol):
-    """What is posted, one chain at a time."""
+    """A read or a write, posted one chain at a time."""
 
     def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
-        """Posts a chain whose last request is signalled: its number of requests and of bytes."""
+        """Post a chain whose last request is signalled. Returns its number of requests and of bytes."""
 
     @property
     def is_posted(self) -> bool:
@@ -59,7 +59,7 @@ class _Call:
     operation: Operation
     done: "asyncio.Future[RdmaError | None]"
     num_chains: int = 0
-    """posted and not completed"""
+    """Chains that are posted and not completed."""
     is_cancelled: bool = False
 
     @property
@@ -90,12 +90,14 @@ class _Transfer:
 
 
 class Endpoint:
-    """`connect` it before use. One that has a `failure` stays broken: make a new one on both sides."""
+    """A queue pair. `connect` it before use. One that has a `failure` stays broken: make a new one on both
+    sides."""
 
     def __init__(
         self, adapter: Adapter, memory: RdmaMemory, peer: str, *, dead_peer_s: float = _DEAD_PEER_S
     ) -> None:
-        """`memory` is what slices refer to unless a call names another; `peer` is for messages.
+        """Make a queue pair. `memory` is what slices refer to unless a call names another; `peer` is for
+        messages.
 
         A peer that does not answer for at most `dead_peer_s` fails all calls. Devices may be slower: the
         standard allows them four times that.
@@ -103,7 +105,8 @@ class Endpoint:
         self.peer = peer
         self.failure: RdmaError | None = None
         self.openings: set[Any] = set()
-        """what is open to the peer, as pyverbs' objects (`windows`); it goes before the queue pair goes"""
+        """Windows and regions that are open to the peer, as pyverbs' objects (`windows`); they go before the
+        queue pair does."""
         self.adapter = adapter
         self._memory = memory
         self._loop = asyncio.get_running_loop()
@@ -114,9 +117,9 @@ class Endpoint:
         self._num_free = min(_QUEUE_DEPTH, adapter.max_work_requests)
         self._bytes_in_flight = 0
         self._waiting: deque[_Call] = deque()
-        """have requests left to post; served in turn"""
+        """Transfers with requests left to post, served in turn."""
         self._chains: deque[tuple[_Call, int, int]] = deque()
-        """posted, in order: whose, how many requests, how many bytes"""
+        """Posted chains, in order: transfer, number of requests, number of bytes."""
         self._open()
 
     def local_info(self) -> EndpointInfo:
@@ -133,7 +136,7 @@ class Endpoint:
         )
 
     def connect(self, remote: EndpointInfo) -> None:
-        """Joins this queue pair to the peer's. Raises RdmaError; the endpoint is closed then."""
+        """Join this queue pair to the peer's. Raises RdmaError; the endpoint is closed then."""
         if self.failure is not None:
             raise RdmaError(str(self.failure), self.failure.remedy)
         verbs, device = load_verbs(), self.adapter.device
@@ -175,7 +178,7 @@ class Endpoint:
         self._is_connected = True
 
     async def write(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
-        """Writes local slices to their remote addresses; returns when all of them are in the peer's memory.
+        """Write local slices to their remote addresses; returns when all of them are in the peer's memory.
 
         `remote_key` is that of all slices, or a sequence of one for each. Raises RdmaError; how much has
         arrived is not known then.
@@ -183,26 +186,29 @@ class Endpoint:
         await self._transfer(RDMA_WRITE, slices, remote_key, memory or self._memory)
 
     async def read(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
-        """Fills local slices from their remote addresses. Raises RdmaError."""
+        """Fill local slices from their remote addresses. Raises RdmaError."""
         await self._transfer(RDMA_READ, slices, remote_key, memory or self._memory)
 
     def check_usable(self) -> None:
-        """Raises the failure, if there is one."""
+        """Raise the failure, if there is one."""
         if self.failure is not None:
             raise _of_others(self.failure)
         assert self._is_connected, "connect first"
 
     def revoke(self, reason: str = "revoked") -> None:
-        """At once: afterwards no write of the peer's lands through this queue pair, and all calls on it have
-        failed. The peer sees that nobody answers."""
+        """Close the endpoint to the peer at once.
+
+        Afterwards no write of the peer's lands through this queue pair, and all calls on it have failed. The
+        peer sees that nobody answers.
+        """
         self._fail(RdmaError(f"RDMA with {self.peer}: the queue pair was {reason}", Remedy.RETRY))
 
     def close(self) -> None:
-        """Frees everything. Calls under way end with an error."""
+        """Free everything. Calls in progress end with an error."""
         self.revoke("closed")
 
     async def perform(self, operation: Operation) -> None:
-        """Posts an operation in turn with the others; returns when it is complete. Raises RdmaError."""
+        """Post an operation in turn with the others; returns when it is complete. Raises RdmaError."""
         self.check_usable()
         call = _Call(operation, self._loop.create_future())
         self._waiting.append(call)
@@ -296,7 +302,7 @@ class Endpoint:
             call.done.set_result(None)
 
     def _cancel(self, call: _Call) -> None:
-        """Posts no more of it; it is done when what was posted is."""
+        """Post no more of a transfer; it is done when its posted chains are."""
         if call.done.done():
             return
         call.is_cancelled = True
@@ -306,7 +312,7 @@ class Endpoint:
             call.done.set_result(None)
 
     def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
-        """Ends all calls. What was refused of one of them, the `cause`, may be good of the others."""
+        """End all calls. What was refused of one of them, the `cause`, may be good for the others."""
         if self.failure is not None:
             return
         self.failure = error
@@ -327,19 +333,19 @@ class Endpoint:
 
 
 def _of_others(failure: RdmaError) -> RdmaError:
-    """What a failure means for calls that have not caused it."""
+    """Return what a failure means for calls that have not caused it."""
     is_refusal = failure.remedy is Remedy.GIVE_UP
     return RdmaError(str(failure), Remedy.RETRY if is_refusal else failure.remedy)
 
 
 def _timeout_code(dead_peer_s: float) -> int:
-    """The verbs' code n, for 4.096 us * 2^n, with which all tries together take at most that long."""
+    """Return the verbs' code n, for 4.096 us * 2^n, with which all tries together take at most that long."""
     each_s = dead_peer_s / (_NUM_RETRIES + 1)
     return max(1, min(31, math.floor(math.log2(each_s / 4.096e-6))))
 
 
 def _event_fds() -> set[int]:
-    """Descriptors of this process through which verbs report events."""
+    """Return the descriptors of this process through which verbs report events."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""What went wrong on an RDMA path, and what the caller can do about it.
+"""Errors of an RDMA path, and what the caller can do about them.
 
 Owns: the meaning of completion statuses. Does not know: queue pairs, retries.
 """
@@ -10,14 +10,14 @@ from mooncake.errors import TransferError
 
 
 class Remedy(Enum):
-    """What may help after a failed transfer."""
+    """Remedy that may help after a failed transfer."""
 
     RETRY = "retry"
-    """the same path with a new queue pair"""
+    """Try the same path with a new queue pair."""
     OTHER_PATH = "other path"
-    """another device or transport: the peer did not answer on this one, or the device is in trouble"""
+    """Try another device or transport: the peer did not answer on this one, or the device is in trouble."""
     GIVE_UP = "give up"
-    """nothing by RDMA: the request itself was refused and would be again"""
+    """Try nothing by RDMA: the request itself was refused and would be again."""
 
 
 class RdmaError(TransferError):
@@ -56,7 +56,7 @@ _STATUSES: Final[dict[int, tuple[str, Remedy]]] = {  # the numbers of enum ibv_w
 
 
 def completion_error(status: int, peer: str) -> RdmaError:
-    """The error for a work completion that is not SUCCESS; an unknown one is held against the path."""
+    """Return the error for a work completion that is not SUCCESS; an unknown one is held against the path."""
     assert status != SUCCESS
     what, remedy = _STATUSES.get(status, ("transport error", Remedy.OTHER_PATH))
     return RdmaError(f"RDMA with {peer}: {what} (completion status {status})", remedy)

@@ -1,8 +1,8 @@
-"""What one lane opens of this side's segment to the queue pair of its peer: granted pages to be written,
-found blocks to be read.
+"""Parts of this side's segment that one lane opens to the queue pair of its peer: granted pages to be
+written, found blocks to be read.
 
-A page that is open to be written must not be given to anybody else: its owner is told when it is closed.
-Closing it under a write breaks the queue pair for all transfers: a peer that is told to stop is given time.
+A page that is open to be written must not be given to another owner: its owner is told when it is closed.
+Closing it during a write breaks the queue pair for all transfers: a peer that is told to stop is given time.
 
 Owns: the openings of one lane. Does not know: the connection beside the queue pair.
 """
@@ -27,7 +27,7 @@ class _Opened:
 
 
 class Exposures:
-    """Of one connected endpoint."""
+    """Openings of one connected endpoint."""
 
     def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
         self._endpoint = endpoint
@@ -37,7 +37,8 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Opens pages to be written. `on_closed` is called once, when nobody can write to them any more.
+        """Open pages to be written. `on_closed` is called once, when they cannot be written any more. Raises
+        RdmaError.
 
         Raises RdmaError.
         """
@@ -54,7 +55,7 @@ class Exposures:
         ]
 
     def conceal(self, transfer_id: int) -> None:
-        """At once. Idempotent."""
+        """Close the pages of a transfer at once. Idempotent."""
         opened = self._by_transfer.pop(transfer_id, None)
         if opened is not None:
             if opened.deadline is not None:
@@ -63,20 +64,22 @@ class Exposures:
             opened.on_closed()
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """The same if the peer, who has been told to stop, has not said by then that it has."""
+        """Close the pages of a transfer if the peer, who has been told to stop, has not said within that time
+        that it has."""
         opened = self._by_transfer.get(transfer_id)
         if opened is not None and opened.deadline is None:
             loop = asyncio.get_running_loop()
             opened.deadline = loop.call_later(timeout_s, self.conceal, transfer_id)
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
-        """Addresses and keys of these ranges, and what closes them again. Raises RdmaError."""
+        """Open ranges to be read. Returns their addresses and keys, and a callback that closes them. Raises
+        RdmaError."""
         opened = await grant(self._endpoint, self._memory, places, Access.READ)
         addresses = [self._memory.address + place.offset for place in places]
         return addresses, opened.remote_keys, lambda: revoke(self._endpoint, opened)
 
     def close(self) -> None:
-        """Ends the queue pair and all that was open through it."""
+        """End the queue pair and all that was open through it."""
         self._endpoint.close()
         for transfer_id in list(self._by_transfer):
             self.conceal(transfer_id)

@@ -33,7 +33,7 @@ class RdmaMemory:
     remote_key: int
     region: Any = field(repr=False)
     pin: c_char | None = field(repr=False)
-    """keeps the buffer mapped"""
+    """Buffer that is kept mapped."""
 
     def close(self) -> None:
         self.region.close()
@@ -41,7 +41,7 @@ class RdmaMemory:
 
 
 def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, rights: int) -> RdmaMemory:
-    """Registers `size_bytes` from `pin` on. Raises RdmaUnavailableError, with what to do."""
+    """Register `size_bytes` from `pin` on. Raises RdmaUnavailableError, with what to do."""
     verbs = load_verbs()
     try:
         region = verbs.mr.MR(domain, size_bytes, rights, address=addressof(pin))
@@ -53,7 +53,7 @@ def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, right
 
 
 def register_dmabuf(domain: Any, device: str, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-    """Registers a range of a dma-buf; its addresses begin at `offset`. Raises RdmaUnavailableError."""
+    """Register a range of a dma-buf; its addresses begin at `offset`. Raises RdmaUnavailableError."""
     verbs = load_verbs()
     try:
         region = verbs.mr.DmaBufMR(domain, size_bytes, OPEN, dmabuf=fd, offset=offset)

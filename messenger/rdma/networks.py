@@ -1,4 +1,4 @@
-"""Which network an RDMA port's address belongs to: ports of one network reach each other directly.
+"""Network that an RDMA port's address belongs to: ports of one network reach each other directly.
 
 Owns: that question to the kernel. Does not know: devices, which card to take.
 """
@@ -16,14 +16,14 @@ _SIOCGIFNETMASK: Final = 0x891B
 _IFREQ: Final = struct.Struct("16sHH4s16x")  # name, then a sockaddr_in
 _IF_INET6: Final = Path("/proc/net/if_inet6")
 _SUBNET_BITS: Final = 64
-"""of an InfiniBand address, which name its subnet"""
+"""Bits of an InfiniBand address that name its subnet."""
 _MAPPED_BITS: Final = 96
-"""before an IPv4 address that is written as IPv6"""
+"""Bits before an IPv4 address that is written as IPv6."""
 
 
 def network_of(gid: IPv6Address, link_layer: LinkLayer, interface: str | None) -> IPv6Network | None:
-    """The network of a port's address, of which `interface` is the Ethernet interface. None if the kernel
-    does not tell."""
+    """Return the network of a port's address, of which `interface` is the Ethernet interface; None if the
+    kernel does not tell."""
     if link_layer is LinkLayer.INFINIBAND:
         num_bits: int | None = _SUBNET_BITS
     elif gid.ipv4_mapped is not None:

@@ -1,8 +1,8 @@
 """Writing to pages that a peer has opened, and reading blocks that it has found.
 
-What is opened is opened for one transfer and one queue pair, so every lane asks for itself.
+A range is opened for one transfer and one queue pair, so every lane asks for itself.
 
-Owns: what has been opened to us on one lane. Does not know: the connection beside the queue pair.
+Owns: the ranges that are open to us on one lane. Does not know: the connection beside the queue pair.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ class RemotePages:
         self._layout = layout
         self._ask = ask
         self._opened: dict[int, asyncio.Future[dict[int, ExposedPage]]] = {}
-        """by transfer"""
+        """Open pages by transfer."""
 
     @property
     def failure(self) -> RdmaError | None:
-        """Why nothing can be written any more."""
+        """Reason why nothing can be written any more; None while writes are possible."""
         return self._endpoint.failure
 
     def close(self) -> None:
-        """What is being written fails; nothing of it moves after that."""
+        """Fail all writes; none of their bytes moves after that."""
         self._endpoint.close()
         for transfer_id in list(self._opened):
             self.forget(transfer_id)
 
     async def write(self, write: Write, layer_bytes: int) -> None:
-        """Places the bytes of all entries, `layer_bytes` of each layer. Raises TransferError."""
+        """Place the bytes of all entries, `layer_bytes` of each layer. Raises TransferError."""
         if write.transfer_id not in self._opened:
             self._opened[write.transfer_id] = asyncio.get_running_loop().create_future()
             self._ask(Expose(write.transfer_id, write.grant_id))
@@ -74,7 +74,7 @@ class RemotePages:
             opened.set_result({page.page: page for page in answer.pages})
 
     def forget(self, transfer_id: int) -> None:
-        """The transfer has ended."""
+        """Drop the pages of a transfer that has ended."""
         opened = self._opened.pop(transfer_id, None)
         if opened is not None:
             opened.cancel()
@@ -104,7 +104,7 @@ class RemoteReads:
         return [layer_checksums(view, layer_bytes) for view in views]
 
     def place_now(self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int) -> None:
-        """The device takes its time."""
+        """Return None: the device takes its time."""
 
     async def discard(self, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)

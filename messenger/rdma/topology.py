@@ -29,7 +29,7 @@ _FORM = '{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}: preferred, then secondary NICs of 
 
 
 class NicKind(Enum):
-    """What a matrix is made of. The value is the folder in sysfs."""
+    """Kind of NICs that a matrix is made of. The value is the folder in sysfs."""
 
     RDMA = "infiniband"
     ETHERNET = "net"
@@ -49,9 +49,9 @@ class Nic:
     name: str
     numa_node: int | None
     pci_path: tuple[str, ...]
-    """PCI addresses from the root port down to the device; empty for a virtual one"""
+    """PCI addresses from the root port down to the device; empty for a virtual one."""
     speed_mbps: int | None
-    """of an Ethernet interface, where the driver tells it"""
+    """Speed of an Ethernet interface in Mbit/s, where the driver tells it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Topology:
         environ: Mapping[str, str] | None = None,
         kind: NicKind = NicKind.RDMA,
     ) -> "Topology":
-        """The matrix of this machine. Without NICs every location has none.
+        """Find the matrix of this machine. Without NICs every location has none.
 
-        `environ` is asked for CUDA_VISIBLE_DEVICES, which counts if it is numeric. Of Ethernet interfaces
-        those that are much slower than the fastest one are secondary, wherever they are.
+        `environ` is asked for CUDA_VISIBLE_DEVICES, which counts if it is numeric. Ethernet interfaces that
+        are much slower than the fastest one are secondary, wherever they are.
         """
         nics = find_nics(kind, sys_root)
         fastest_mbps = max((nic.speed_mbps or 0 for nic in nics), default=0)
@@ -93,7 +93,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, sys_root: Path = SYS_ROOT, kind: NicKind = NicKind.RDMA) -> "Topology":
-        """The matrix that somebody has written. Raises ConfigError that says what is wrong with it.
+        """Read a matrix that a person has written. Raises ConfigError that says what is wrong with it.
 
         Locations that this machine lacks are allowed, so that equal nodes can share a text; NICs are not.
         """
@@ -107,7 +107,8 @@ class Topology:
         return cls({name: _parse_choice(name, value, existing) for name, value in content.items()})
 
     def nics(self, location: str) -> Choice:
-        """The preferred and the secondary NICs of `location`; all are secondary for one that is not named."""
+        """Return the preferred and the secondary NICs of `location`; all are secondary for one that is not
+        named."""
         if location in self.matrix:
             return self.matrix[location]
         return Choice(
@@ -115,15 +116,15 @@ class Topology:
         )
 
     def order(self, location: str, failed: Set[str] = frozenset()) -> list[str]:
-        """What to try for `location`, the best first, without those that have failed."""
+        """Return the NICs to try for `location`, the best first, without those that have failed."""
         return [nic for nic in _all(self.nics(location)) if nic not in failed]
 
 
 def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
-    """Those that could carry something now, by name.
+    """Find the NICs that could carry something now, by name.
 
-    RDMA devices of which a port is active; Ethernet interfaces that are up, without loopback and without the
-    members of a bond or bridge, for which the bond or bridge stands.
+    These are RDMA devices of which a port is active; and Ethernet interfaces that are up, without loopback
+    and without the members of a bond or bridge, for which the bond or bridge stands.
     """
     folder = sys_root / "class" / kind.value
     is_usable = _has_active_port if kind is NicKind.RDMA else _is_up
@@ -131,7 +132,7 @@ def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
 
 
 def find_gpus(sys_root: Path = SYS_ROOT) -> list[Gpu]:
-    """All NVIDIA GPUs, in the order of their PCI addresses.
+    """Find all NVIDIA GPUs, in the order of their PCI addresses.
 
     CUDA counts in this order if all GPUs are of one model, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
@@ -146,7 +147,7 @@ def find_gpus(sys_root: Path = SYS_ROOT) -> list[Gpu]:
 
 
 def read_line(path: Path) -> str | None:
-    """What a file of sysfs or procfs says; None if it is not there or the kernel does not tell."""
+    """Read a file of sysfs or procfs; None if it is missing or the kernel does not tell."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -157,7 +158,7 @@ def read_line(path: Path) -> str | None:
 
 
 def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: int | None) -> Choice:
-    """The nearest are preferred. Distance: slowness, then switches that are not shared, then the node."""
+    """Prefer the nearest NICs. Distance: slowness, then switches that are not shared, then the node."""
 
     def distance(nic: Nic) -> tuple[bool, int, bool]:
         return nic.name in slow, -_num_shared(pci_path, nic.pci_path), node is None or nic.numa_node != node
@@ -169,7 +170,7 @@ def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: 
 
 
 def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """Root ports and switches above both devices."""
+    """Count the root ports and switches above both devices."""
     num_shared = 0
     for ours, theirs in zip(one, other, strict=False):
         if ours != theirs:
@@ -179,7 +180,8 @@ def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
-    """As CUDA does, up to the first index that is none. UUIDs cannot be resolved here: all GPUs then."""
+    """Return the GPUs that CUDA shows, up to the first invalid index. UUIDs cannot be resolved here: all GPUs
+    then."""
     if listed is None or not re.fullmatch(r"\s*(-?\d+\s*(,\s*-?\d+\s*)*)?", listed):
         return list(gpus)
     visible: list[Gpu] = []
@@ -248,7 +250,8 @@ def _nic(folder: Path) -> Nic:
 
 
 def _numa_node(device: Path) -> int | None:
-    """That of the PCI device which a virtio device, for one, is on. The firmware may not tell (-1)."""
+    """Return the NUMA node of the PCI device below a device, as of virtio; -1 if the firmware does not
+    tell."""
     place = device.resolve()
     told = (read_line(folder / "numa_node") for folder in (place, *place.parents))
     node = next((line for line in told if line is not None), None)
@@ -276,7 +279,7 @@ def _has_active_port(device: Path) -> bool:
 
 
 def _is_up(interface: Path) -> bool:
-    """A virtual interface may not tell ("unknown")."""
+    """Return whether an interface is up. A virtual one may not tell ("unknown")."""
     return (
         read_line(interface / "type") != _LOOPBACK
         and read_line(interface / "operstate") in ("up", "unknown")

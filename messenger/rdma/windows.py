@@ -1,9 +1,9 @@
 """Keys that open single ranges of the registered memory to a peer, for one transfer.
 
-Two ways: a memory window of type 2, which belongs to one queue pair, so that its key is good for that peer
-alone; or, where the device has no windows that it enforces, a registration of the range by itself: slower,
-and its key would work for every connected peer that came to know it. Either is bound to its range, and ends
-at once when it is revoked.
+There are two ways: a memory window of type 2, which belongs to one queue pair, so that its key is good for
+that peer alone; or, where the device has no windows that it enforces, a registration of the range by itself:
+slower, and its key would work for every connected peer that came to know it. Either is bound to its range,
+and ends at once when it is revoked.
 
 Owns: granting and revoking. Does not know: transfers, pages.
 """
@@ -25,7 +25,7 @@ _SIGNALED: Final = 2
 
 
 class Access(IntFlag):
-    """What a peer may do in a window (values of enum ibv_access_flags)."""
+    """Rights of a peer in a window (values of enum ibv_access_flags)."""
 
     WRITE = 2
     READ = 4
@@ -44,13 +44,13 @@ class Grant:
 
     remote_keys: list[int]
     openings: list[Any]
-    """pyverbs' windows or regions"""
+    """Windows or regions of pyverbs."""
 
 
 async def grant(
     endpoint: Endpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
 ) -> Grant:
-    """Opens `ranges` to the peer of a connected endpoint, and nothing beside them. Raises RdmaError."""
+    """Open `ranges` to the peer of a connected endpoint, and nothing beside them. Raises RdmaError."""
     for each in ranges:
         if each.offset < 0 or not 0 < each.size_bytes <= memory.size_bytes - each.offset:
             raise RdmaError(
@@ -75,8 +75,11 @@ async def grant(
 
 
 def revoke(endpoint: Endpoint, granted: Grant) -> None:
-    """At once: afterwards the keys open nothing. A peer that still uses them gets an error, which breaks the
-    endpoint. Does nothing the second time, or when the endpoint is closed."""
+    """Revoke a grant at once: afterwards the keys open nothing.
+
+    A peer that still uses them gets an error, which breaks the endpoint. Does nothing the second time, or
+    when the endpoint is closed.
+    """
     try:
         for opening in granted.openings:
             if opening in endpoint.openings:
@@ -112,7 +115,7 @@ async def _bind_windows(
 
 @dataclass(slots=True)
 class _Binding:
-    """Posts the requests that give windows their ranges."""
+    """The requests that give windows their ranges."""
 
     granted: Grant
     memory: RdmaMemory

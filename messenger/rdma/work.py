@@ -1,4 +1,4 @@
-"""From slices to work requests.
+"""Work requests made of slices.
 
 A work request is a pyverbs object of some microseconds, and its memory is not given back by itself. So the
 requests of a chain are made once, linked, and filled in again for every chain: posting copies them to the
@@ -18,9 +18,9 @@ from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.verbs import load_verbs
 
 Slices = Sequence[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]
-"""(offset in the local memory, remote address, number of bytes) each"""
+"""Slices of an operation: (offset in the local memory, remote address, number of bytes) each."""
 Keys = int | Sequence[int]
-"""the remote key of all slices, or one for each"""
+"""The remote key of all slices, or one for each."""
 
 MAX_PIECE_BYTES: Final = 1 << 20
 MAX_CHAIN: Final = 16
@@ -38,7 +38,7 @@ class Span(Protocol):
 
 
 class Pieces(NamedTuple):
-    """Work requests to be: where each begins here and there, how long it is, what opens it there."""
+    """Pieces that become work requests: where each begins here and there, its length, its remote key."""
 
     local_addresses: list[int]
     remote_addresses: list[int]
@@ -46,7 +46,7 @@ class Pieces(NamedTuple):
     remote_keys: list[int]
 
     def chain_end(self, begin: int, max_pieces: int) -> int:
-        """One after the last piece of the chain that starts with piece `begin`."""
+        """Return one after the last piece of the chain that starts with piece `begin`."""
         end, chain_bytes = begin, 0
         limit = min(begin + min(max_pieces, MAX_CHAIN), len(self.num_bytes))
         while end < limit and (end == begin or chain_bytes + self.num_bytes[end] <= MAX_CHAIN_BYTES):
@@ -56,9 +56,9 @@ class Pieces(NamedTuple):
 
 
 def cut(slices: Slices, keys: Keys, memory: Span, max_piece_bytes: int) -> Pieces:
-    """Neighbours on both sides joined, long slices cut, empty ones left out.
+    """Join neighbours on both sides, cut long slices, and leave empty ones out.
 
-    Raises RdmaError for a slice outside the local memory, or a key that is none.
+    Raises RdmaError for a slice outside the local memory, or an invalid key.
     """
     try:
         if not isinstance(keys, int) and len(keys) != len(slices):
@@ -113,7 +113,7 @@ class Chain:
             self._requests.insert(0, request)
 
     def fill(self, pieces: Pieces, begin: int, end: int, local_key: int) -> Any:
-        """The first request of a chain for pieces [begin, end), ready to post."""
+        """Return the first request of a chain for pieces [begin, end), ready to post."""
         first = MAX_CHAIN - (end - begin)
         for position in range(begin, end):
             slot = first + position - begin
