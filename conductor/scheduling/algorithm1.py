@@ -15,6 +15,7 @@ Owns: the choice. Does not know: what is done with it, how the view's numbers ca
 
 import math
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -152,8 +153,8 @@ class Scheduler:
         transfers, block_bytes = self._view.transfers, self._view.block_bytes
 
         def ahead_bytes(slot: int) -> float:
-            under_way = max(transfers.in_flight_bytes.item(slot), transfers.ordered_bytes.item(slot))
-            return under_way + float(match.num_ssd_blocks_at(slot) * block_bytes)
+            ahead = max(transfers.in_flight_bytes.item(slot), transfers.ordered_bytes.item(slot))
+            return ahead + float(match.num_ssd_blocks_at(slot) * block_bytes)
 
         best_prefix_len = match.num_best_blocks
         holders = [slot for slot in range(match.num_slots) if match.num_blocks_at(slot) == best_prefix_len]
@@ -164,17 +165,17 @@ class Scheduler:
         loads = self._view.loads
         behind_s = loads.behind_s(prompt.priority)
         queue_s, rest_s, ttft_s, is_remote = no_candidates(loads.num_slots)
+        prefill_time = partial(self._estimate_prefill_execution_time, prompt)
         least_ttft_s, p = math.inf, 0  # lines 2 and 3
         for instance in range(loads.num_slots):  # line 5
             prefix_blocks = match.num_blocks_at(instance)  # line 6
             t_queue = self._estimate_prefill_queue_time(instance, behind_s, now_s)  # line 7
-            t_prefill = self._estimate_prefill_execution_time(instance, prompt, prefix_blocks)  # line 9
-            least_rest_s = match.num_ssd_blocks_at(instance) * prompt.load_block_s + t_prefill
+            t_load = match.num_ssd_blocks_at(instance) * prompt.load_block_s
+            t_prefill = prefill_time(instance, prefix_blocks)  # line 9
+            least_rest_s = t_load + t_prefill
             if prefix_blocks < fetch.worth_below_blocks:  # lines 8 and 14
                 t_transfer = fetch.transfer_s(prefix_blocks)  # lines 15 and 16
-                t_prefill = self._estimate_prefill_execution_time(
-                    instance, prompt, fetch.num_blocks
-                )  # line 17
+                t_prefill = prefill_time(instance, fetch.num_blocks)  # line 17
                 if t_transfer + t_prefill < least_rest_s:
                     least_rest_s, is_remote[instance] = t_transfer + t_prefill, True
             has_room = loads.prefill_room_blocks.item(instance) >= prompt.num_blocks
@@ -190,7 +191,7 @@ class Scheduler:
         left_s = max(loads.ends_s.item(instance) - now_s, loads.behind_head_s.item(instance))
         return left_s if behind_s is None else left_s - behind_s.item(instance)
 
-    def _estimate_prefill_execution_time(self, instance: int, prompt: Prompt, prefix_blocks: int) -> float:
+    def _estimate_prefill_execution_time(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
         """Lines 9 and 17: seconds to compute the prompt behind its first `prefix_blocks`."""
         prefix_len = min(prefix_blocks * prompt.block_size, prompt.num_tokens - 1)
         num_new, num_pairs = prefill_quantities(prompt.num_tokens - prefix_len, prefix_len)
