@@ -28,7 +28,7 @@ from benchmarks.tools.load.bench import find_server
 from benchmarks.tools.load.clients import Clients
 from benchmarks.tools.load.sources import MixSource, Run
 from benchmarks.tools.traces.mixes import Mix, RequestClass
-from conductor.front.metrics import Metrics, Outcome
+from conductor.front.metrics import Metrics, RequestOutcome
 from mooncake.messages.requests import FinishReason
 
 CONCURRENCY = 64
@@ -60,7 +60,7 @@ def counting_s() -> float:
             metrics.choice_ended(started=True)
             metrics.choice_finished(FinishReason.LENGTH, 1.4, 0.1, gaps_s)
             metrics.prompt_received(1000, 0)
-            metrics.request_ended(Outcome.FINISHED)
+            metrics.request_ended(RequestOutcome.FINISHED)
         best_s = min(best_s, (time.perf_counter() - began_s) / _NUM_COUNTED)
     return best_s
 

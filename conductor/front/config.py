@@ -11,7 +11,7 @@ from mooncake.security.keys import ClusterKey
 
 
 class FrontConfig(BaseModel):
-    """`reply_endpoint` is bound here, and workers connect to it."""
+    """Settings of a front. `reply_endpoint` is bound here, and workers connect to it."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 

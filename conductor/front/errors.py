@@ -46,12 +46,12 @@ class GenerationFailedError(RequestError):
 
 
 def counted(number: int, noun: str) -> str:
-    """The number with its noun, such as "1 token" or "2 tokens"."""
+    """Return the number with its noun, such as "1 token" or "2 tokens"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500:
@@ -62,7 +62,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """`error` as a whole HTTP response."""
+    """Return `error` as a whole HTTP response."""
     headers = dict(headers or {})
     if isinstance(error, OverloadedError | UnavailableError):
         # Whole seconds, rounded up: the header knows no fractions, and early clients are refused again.

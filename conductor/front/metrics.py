@@ -1,4 +1,4 @@
-"""What the front measures, for Prometheus.
+"""Metrics of the front, for Prometheus.
 
 Times are in seconds as the front sees them: from a request's arrival over HTTP to its tokens' arrival from a
 worker. The `vllm:` names carry the same values for dashboards that query them.
@@ -40,10 +40,10 @@ REJECTION_BUCKETS_S = (
     *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
 TBT_SHARE = 0.1
-"""the TBT of a request is the mean of so many of its longest gaps (Mooncake, FAST'25, section 5.1)"""
+"""Share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How an HTTP request ended."""
 
     FINISHED = "finished"
@@ -54,14 +54,14 @@ class Outcome(StrEnum):
 
 
 class Denial(StrEnum):
-    """Why a request was turned away before the cluster heard of it."""
+    """Why a request was refused before the cluster heard of it."""
 
     NO_KEY = "no_key"
     LIMIT = "limit"
 
 
 def tbt_s(gaps_s: Sequence[float]) -> float | None:
-    """Time between tokens of one request; None if it has no two tokens."""
+    """Return the time between tokens of one request; None if it has no two tokens."""
     if not gaps_s:
         return None
     longest = sorted(gaps_s)[-math.ceil(TBT_SHARE * len(gaps_s)) :]
@@ -105,7 +105,7 @@ class Metrics(Collector):
     ) -> None:
         self._model_name = model_name
         self._ttft_slo_s, self._tbt_slo_s = ttft_slo_s, tbt_slo_s
-        self._outcomes = Counter(dict.fromkeys(Outcome, 0))
+        self._outcomes = Counter(dict.fromkeys(RequestOutcome, 0))
         self._denied = Counter(dict.fromkeys(Denial, 0))
         self._finished = Counter(dict.fromkeys(FinishReason, 0))
         self._within_slo = Counter({"ttft": 0, "tbt": 0, "both": 0})
@@ -121,39 +121,39 @@ class Metrics(Collector):
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def request_ended(self, outcome: Outcome) -> None:
-        """One HTTP request has its answer, or needs none any more."""
+    def request_ended(self, outcome: RequestOutcome) -> None:
+        """Count an HTTP request that has its answer, or needs none any more."""
         self._outcomes[outcome] += 1
 
     def request_denied(self, reason: Denial) -> None:
-        """A request had no valid key, or its key has no more."""
+        """Count a request without a valid key, or beyond its key's limits."""
         self._denied[reason] += 1
 
     def choice_submitted(self) -> None:
-        """A choice waits for its first token."""
+        """Count a choice that waits for its first token."""
         self._num_waiting += 1
 
     def choice_started(self, ttft_s: float) -> None:
-        """A choice has its first token."""
+        """Count a choice that has its first token."""
         self._num_waiting -= 1
         self._num_receiving += 1
         self._ttft.observe(ttft_s)
 
     def choice_ended(self, started: bool) -> None:
-        """A choice is over, for whatever reason."""
+        """Count a choice that has ended, for whatever reason."""
         if started:
             self._num_receiving -= 1
         else:
             self._num_waiting -= 1
 
     def choice_rejected(self, seconds: float) -> None:
-        """A choice was refused for want of room, so long after its HTTP request came."""
+        """Count a choice that was refused for want of capacity, so long after its HTTP request came."""
         self._rejected_after.observe(seconds)
 
     def choice_finished(
         self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
     ) -> None:
-        """A choice has all of its tokens, which came `gaps_s` after each other."""
+        """Count a choice that has all of its tokens, which came `gaps_s` after each other."""
         self._finished[reason] += 1
         self._e2e.observe(latency_s)
         of_choice_s = tbt_s(gaps_s)
@@ -166,24 +166,24 @@ class Metrics(Collector):
         self._within_slo["both"] += has_ttft and has_tbt
 
     def tokens_received(self, num_tokens: int, gap_s: float | None) -> None:
-        """Tokens of one step, `gap_s` after those before; None for the first."""
+        """Count tokens of one step, `gap_s` after those before; None for the first."""
         self._num_generated_tokens += num_tokens
         if gap_s is not None:
             self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """A prompt was computed or found in the cache."""
+        """Count a prompt that was computed or found in the cache."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached_tokens
 
     def output_dropped(self) -> None:
-        """A token message that belongs to nothing that is wanted."""
+        """Count a token message that belongs to nothing that is wanted."""
         self._num_stale += 1
 
     # -- what is scraped --------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Everything under its own name, and what has one under vLLM's."""
+        """Yield everything under its own name, and what vLLM names under vLLM's."""
         yield from self._own()
         yield from self._as_vllm()
 
@@ -276,7 +276,7 @@ class Metrics(Collector):
 
 
 def _counters(
-    name: str, text: str, label: str, counts: Counter[Outcome] | Counter[Denial] | Counter[str]
+    name: str, text: str, label: str, counts: Counter[RequestOutcome] | Counter[Denial] | Counter[str]
 ) -> Metric:
     family = CounterMetricFamily(name, text, labels=[label])
     for value, count in counts.items():

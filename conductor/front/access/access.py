@@ -1,4 +1,4 @@
-"""Clients' API keys: who may ask, and how much: rates, and how many of a key's choices run at the same time.
+"""Clients' API keys: which requests are let in, by each key's rate and concurrency.
 
 Owns: the check of each request's key, each key's counts and their metrics. Does not know: the file's format
 (`mooncake.security.api_keys`), what is asked, the routes of admins (`admin_access`).
@@ -28,15 +28,15 @@ _LIMITS = ("requests_per_minute", "max_concurrent", "max_context_cache_tokens")
 
 @dataclass(slots=True)
 class _Use:
-    """Invariant: `0 <= num_left <= max(1, requests_per_minute)`, as of `at_s`."""
+    """Counts of one key. Invariant: `0 <= num_left <= max(1, requests_per_minute)`, as of `at_s`."""
 
     num_left: float
     at_s: float
     num_running: int = 0
-    """choices of requests that have not ended"""
+    """Choices of requests that have not ended."""
     num_let_in: int = 0
     num_limited: int = 0
-    """refused, for a limit"""
+    """Requests refused for a limit."""
 
 
 class KeyLimits:
@@ -49,7 +49,7 @@ class KeyLimits:
         self._uses: dict[str, _Use] = {}
 
     def enter(self, key: ApiKey, now_s: float) -> None:
-        """A request begins, of one choice as far as known; `leave` must follow.
+        """Count a request that begins, of one choice as far as known; `leave` must follow.
 
         Raises RateLimitedError, and then it has not begun.
         """
@@ -63,7 +63,7 @@ class KeyLimits:
         use.num_running += 1
 
     def add_choices(self, key: ApiKey, num_more: int) -> None:
-        """A request that has begun turns out to have more than one choice.
+        """Count further choices of a request that has begun.
 
         Raises RateLimitedError, or RequestError if they are more than ever may run; then they do not count.
         """
@@ -83,7 +83,7 @@ class KeyLimits:
         use.num_running += num_more
 
     def use_of(self, key: ApiKey) -> _Use | None:
-        """None before its first request."""
+        """Return the counts of a key, or None before its first request."""
         return self._uses.get(key.sha256)
 
     def _check(self, use: _Use, key: ApiKey, now_s: float) -> None:
@@ -100,7 +100,7 @@ class KeyLimits:
             use.num_left -= 1
 
     def leave(self, key: ApiKey, num_choices: int = 1) -> None:
-        """A request that has begun is over."""
+        """Count a request that has begun as ended."""
         self._uses[key.sha256].num_running -= num_choices
 
 
@@ -112,24 +112,24 @@ class KeyUse:
     """Share of a key's limits that an HTTP request holds, from its admission until `end`."""
 
     def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
-        """Raises RateLimitedError."""
+        """Let a request in. Raises RateLimitedError."""
         self.key = key
         self._limits = limits
         self._num_choices = 1
         limits.enter(key, now_s)
 
     def take(self, num_choices: int) -> None:
-        """Say once how many choices it has. Raises RequestError."""
+        """Say once how many choices the request has. Raises RequestError."""
         self._limits.add_choices(self.key, num_choices - 1)
         self._num_choices = num_choices
 
     def end(self) -> None:
-        """Nothing of it runs any more."""
+        """Give back the share: nothing of the request runs any more."""
         self._limits.leave(self.key, self._num_choices)
 
 
 def _most(requests_per_minute: float | None) -> float:
-    """Requests that may be sent at once. One, of even the lowest rate."""
+    """Number of requests that may be sent at once: one, of even the lowest rate."""
     return max(requests_per_minute or 0.0, 1.0)
 
 

@@ -24,7 +24,7 @@ DASHBOARD, ADMIN = "/dashboard", "/admin"
 ADMIN_PREFIXES = (DASHBOARD, ADMIN)
 _PASSWORD = 'Basic realm="mooncake-serve, a key of http.admin_keys_file", charset="UTF-8"'
 _ON_BEHALF = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
-"""headers of who asks for somebody else: a proxy, a web page"""
+"""Headers of a request on behalf of somebody else: by a proxy, a web page."""
 
 
 class _Rule(Enum):
@@ -41,7 +41,7 @@ class AdminAccess:
     def __init__(
         self, config: FrontConfig, metrics: Metrics, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises ConfigError for unusable keys."""
+        """Read the admins' keys. Raises ConfigError for unusable ones."""
         self._ring = None if config.admin_keys_file is None else KeyRing(config.admin_keys_file)
         self._metrics, self._now = metrics, now
         if self._ring is not None:
@@ -50,12 +50,12 @@ class AdminAccess:
             self._rule = _Rule.NO_KEY if config.api_keys_file is None else _Rule.NOTHING
 
     async def check_looking(self, request: Request) -> None:
-        """Raises RequestError for who may not see the dashboard. Browsers ask for the key as a password."""
+        """Check that the client may see the dashboard; browsers send a password. Raises RequestError."""
         if self._rule is not _Rule.NO_KEY:
             self._check_key(request, challenge=_PASSWORD)
 
     async def check_acting(self, request: Request) -> None:
-        """Raises RequestError for who may not drain instances."""
+        """Check that the client may drain instances. Raises RequestError."""
         if self._rule is _Rule.NO_KEY:
             _check_is_local(request)
             return
@@ -81,7 +81,7 @@ class AdminAccess:
 
 
 def _as_bearer(authorization: str | None) -> str | None:
-    """A browser sends a name, which is of no interest, and the key as the password."""
+    """Return a browser's header, with the key as password and any name, in the form of other clients."""
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization

@@ -21,14 +21,14 @@ class KeyRing:
     """The keys in a file that may change at any time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError."""
+        """Read the file. Raises ConfigError."""
         self._path = path
         self._file = WatchedFiles([path])
         self._keys = load_api_keys(path)
         self._read_at_s = 0.0
 
     def find(self, authorization: str | None, now_s: float) -> ApiKey:
-        """The key in this header. Raises UnauthorizedError, which does not repeat it."""
+        """Return the key in this header. Raises UnauthorizedError, which does not repeat it."""
         if now_s - self._read_at_s >= _RELOAD_S:
             self._read_at_s = now_s
             self._reload()
@@ -44,7 +44,7 @@ class KeyRing:
 
     @property
     def keys(self) -> Collection[ApiKey]:
-        """All that are valid, as the file was when last looked at."""
+        """Valid keys, as the file was when last looked at."""
         return self._keys.values()
 
     def _reload(self) -> None:

@@ -25,21 +25,21 @@ from mooncake.messages.fronts import KeepContext
 from mooncake.security.api_keys import ApiKey
 
 MAX_CACHES = 256
-"""of one API key: each request looks through them"""
+"""Most context caches of one API key: each request looks through them."""
 NO_KEY = "(none)"
-"""stands for the name of the key where there are none; no key can have it"""
+"""Name shown where clients have no keys; no key can have it."""
 
 
 @dataclass(slots=True)
 class Savings:
-    """Totals. `prefill_s`: what the tokens' prefill was predicted to take."""
+    """Totals of what context caches saved. `prefill_s`: predicted time of the tokens' prefill."""
 
     num_prompts: int = 0
     num_tokens: int = 0
     prefill_s: float = 0.0
 
     def add(self, num_tokens: int, costs: Costs | None) -> None:
-        """A prompt found so many tokens. `costs` are those of prefill, None if nothing is known of them."""
+        """Count a prompt that found so many tokens. `costs`: of prefill, None if nothing is known of them."""
         self.num_prompts += 1
         self.num_tokens += num_tokens
         if costs is not None:
@@ -48,16 +48,16 @@ class Savings:
 
 
 class Beginning(NamedTuple):
-    """What a context cache gives to prompts that go on behind it. Goes to processes that read requests: its
-    messages are pickled once, by the one that has read them."""
+    """Beginning that a context cache gives to prompts. It goes to processes that read requests: its messages
+    are pickled once, by the one that has read them."""
 
     token_ids: list[int]
     chat_prefix_data: bytes | None
-    """the `ChatPrefix` that was given, pickled; None: it was tokens or a text"""
+    """The `ChatPrefix` that was given, pickled; None: it was tokens or a text."""
     cache_salt: str | None
 
     def check_salt(self, cache_salt: str | None) -> None:
-        """Raises RequestError if a request wants another one."""
+        """Check that a request wants the cache's salt. Raises RequestError."""
         if cache_salt not in (None, self.cache_salt):
             raise RequestError(
                 "the context cache was made with another cache_salt; leave cache_salt out, or use its own",
@@ -66,7 +66,7 @@ class Beginning(NamedTuple):
             )
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
-        """What a conversation that also brings `tools` goes on behind. Raises RequestError."""
+        """Return what a conversation that also brings `tools` goes on behind. Raises RequestError."""
         if self.chat_prefix_data is None:
             raise RequestError(
                 "this context cache was made from a prompt, and no conversation begins with that; use it in"
@@ -84,7 +84,7 @@ class Beginning(NamedTuple):
         return prefix
 
     def num_shared(self, prompt: Sequence[int]) -> int:
-        """How many of the prompt's tokens are the first ones of the cache."""
+        """Return how many of the prompt's tokens are the first ones of the cache."""
         return _num_common(self.token_ids, prompt)
 
 
@@ -95,12 +95,12 @@ class ContextCache:
     id: str
     name: str | None
     owner: str
-    """the digest of its API key"""
+    """The digest of its API key."""
     beginning: Beginning
     keys: list[BlockKey]
     created_s: float
     expires_s: float | None = None
-    """None: it is being made"""
+    """None while the cache is being made."""
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
 
@@ -117,14 +117,14 @@ class CacheUse:
         self._cache, self._num_shared = cache, num_shared
 
     def count(self, prompt_index: int, num_cached_tokens: int, costs: Costs | None) -> None:
-        """The pool held so many tokens of a prompt."""
+        """Count a prompt of which the pool held so many tokens."""
         num_saved = min(num_cached_tokens, self._num_shared[prompt_index])
         self._cache.saved.add(num_saved, costs)
         self._cache.saved_by_key.add(num_saved, costs)
 
 
 def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many of the first ones are equal."""
+    """Return how many tokens both begin with."""
     if tokens == others[: len(tokens)]:
         return len(tokens)
     pairs = enumerate(zip(tokens, others, strict=False))
@@ -138,7 +138,7 @@ class ContextCaches:
         """`default_quota`: tokens that a key may have in caches if its entry says nothing."""
         self._default_quota = default_quota
         self._caches: dict[str, dict[str, ContextCache]] = {}
-        """by owner and id"""
+        """Caches by owner and id."""
         self._by_key: dict[str, Savings] = {}
 
     def add(
@@ -149,7 +149,7 @@ class ContextCaches:
         keys: list[BlockKey],
         now_s: float,
     ) -> ContextCache:
-        """A new cache, which is being made.
+        """Add a new cache, which is being made.
 
         Raises RequestError for a name that is taken, or above the quota.
         """
@@ -188,7 +188,7 @@ class ContextCaches:
         return cache
 
     def find(self, key: ApiKey | None, name: str, now_s: float, param: str | None = None) -> ContextCache:
-        """The cache with this id or name, of this key. Raises RequestError, naming `param`."""
+        """Return the key's cache with this id or name. Raises RequestError, naming `param`."""
         for cache in self.of(key, now_s):
             if name in (cache.id, cache.name):
                 return cache
@@ -200,11 +200,11 @@ class ContextCaches:
         )
 
     def of(self, key: ApiKey | None, now_s: float) -> list[ContextCache]:
-        """All caches of this key, oldest first."""
+        """Return all caches of this key, oldest first."""
         return self._living(_owner(key), now_s)
 
     def kept(self, now_s: float) -> list[KeepContext]:
-        """All that have been made, as the Conductor is told of them."""
+        """Return all caches that have been made, as the Conductor is told of them."""
         return [
             KeepContext(cache.id, cache.keys, cache.expires_s - now_s)
             for owner in list(self._caches)
@@ -213,16 +213,16 @@ class ContextCaches:
         ]
 
     def remove(self, cache: ContextCache) -> None:
-        """Nobody finds it any more. Idempotent."""
+        """Remove a cache, so that nobody finds it any more. Idempotent."""
         self._caches.get(cache.owner, {}).pop(cache.id, None)
 
     def quota_of(self, key: ApiKey | None) -> int:
-        """In tokens."""
+        """Return how many tokens a key may have in caches."""
         given = None if key is None else key.max_context_cache_tokens
         return self._default_quota if given is None else given
 
     def by_key(self, now_s: float) -> Iterator[tuple[str, list[ContextCache], Savings]]:
-        """Of every key that has made a cache: its name, its caches, what they and earlier ones have saved."""
+        """Yield of every key that has made a cache its name, its caches, and what all have saved."""
         living: dict[int, list[ContextCache]] = {}
         for owner in list(self._caches):
             for cache in self._living(owner, now_s):

@@ -26,7 +26,7 @@ _LogprobsOf = Callable[[Delta], dict[str, Any] | None]
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """`body` as one server-sent event."""
+    """Return `body` as one server-sent event."""
     return b"data: " + _encode(body) + b"\n\n"
 
 
@@ -72,7 +72,7 @@ class AnswerFormat:
         }
         self._chunk_base = {**self._base, "object": "chat.completion.chunk" if self._chat else self._object}
         self._whole: dict[int, _WholeChoice] = {}
-        """choices of an answer that is not streamed"""
+        """Choices of an answer that is not streamed."""
         self._token_bytes = model.tokenizer.token_bytes
         self._is_text_alone = (
             not self._tool_answers
@@ -81,8 +81,7 @@ class AnswerFormat:
             and all(params.num_logprobs is None for params in job.sampling)
         )
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """of choices that have begun, if text is all that comes of them: what their events have before and
-        behind it"""
+        """JSON before and behind an event's text, by choice that has begun and of which only text comes."""
 
     def seen(self, delta: Delta) -> Delta:
         """Look at what has come, before it is gathered or sent: the choice may end here, by its calls."""
@@ -103,7 +102,7 @@ class AnswerFormat:
         choice.add(delta)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """The answer that is not streamed, choice by choice; all have been gathered."""
+        """Yield the answer that is not streamed, choice by choice; all have been gathered."""
         around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
         head, tail = _encode(around).split(_encode(_PLACE))
         yield head
@@ -123,7 +122,7 @@ class AnswerFormat:
         yield tail
 
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
-        """The events of `delta`; none if it shows nothing new. `usage`: with it, if the client wants that."""
+        """Return the events of `delta`; none if it shows nothing new. `usage`: counts, if wanted."""
         around = self._around_text.get(delta.choice_index)
         if around is not None and delta.finish_reason is None:
             return around[0] + _encode(delta.text) + around[1] if delta.text else b""
@@ -156,7 +155,7 @@ class AnswerFormat:
         return head, tail
 
     def end(self, usage: Usage) -> bytes:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
         if self._usage_shown is UsageShown.NOWHERE:
             return STREAM_END
         return event({**self._chunk_base, "choices": [], "usage": _usage(usage)}) + STREAM_END
@@ -173,7 +172,7 @@ class AnswerFormat:
         return bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
 
     def _counts(self, usage: Callable[[], Usage], num_uncounted: int = 0) -> dict[str, Any]:
-        """`num_uncounted`: tokens that have come and are not in this chunk or one before."""
+        """Return the usage to show. `num_uncounted`: tokens that have come and are in no chunk so far."""
         if self._usage_shown is UsageShown.NOWHERE:
             return {}
         if self._usage_shown is UsageShown.AT_END:
@@ -200,7 +199,7 @@ class AnswerFormat:
         return reason if with_tools is None else with_tools.finish_reason(reason)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """None where there are none: not asked for, or in a chunk without tokens."""
+        """Return the logprobs; None if they were not asked for, or in a chunk without tokens."""
         if not delta.logprobs:
             return None
         return (logprobs.of_chat if self._chat else logprobs.of_completion)(delta, self._token_bytes)
@@ -221,7 +220,7 @@ class _WholeChoice:
         self.finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
-        """What has come."""
+        """Add what has come."""
         self.finish_reason = delta.finish_reason
         self.token_ids += delta.token_ids
         if self._tools is not None:
@@ -234,24 +233,24 @@ class _WholeChoice:
 
     @property
     def text(self) -> str:
-        """Of a choice without tools."""
+        """Text of a choice without tools."""
         return "".join(self._texts)
 
     @property
     def message(self) -> dict[str, Any]:
-        """Of a chat."""
+        """Message of a chat's choice."""
         if self._tools is not None:
             return self._tools.message()
         return {"role": "assistant", "content": self.text, "refusal": None}
 
     @property
     def logprobs(self) -> msgspec.Raw | None:
-        """In JSON."""
+        """Logprobs in JSON."""
         return None if self._logprobs is None else self._logprobs.json()
 
 
 class _Columns:
-    """An object of lists, each piece in JSON as soon as it comes."""
+    """Object of lists, each piece in JSON as soon as it comes."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[bytes]] = {}

@@ -23,7 +23,7 @@ from mooncake.messages.requests import FinishReason, Request, SamplingParams, To
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one choice has gained. `text` may be empty; `token_ids` are those that `usage` counts.
+    """Gain of one choice. `text` may be empty; `token_ids` are those that `usage` counts.
 
     If logprobs are wanted: those of each token, and where in the choice's text it begins, in characters.
     """
@@ -37,7 +37,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 _MAX_TOKENS_AT_ONCE = 1 << 16
-"""of prompts, submitted in one turn of the event loop"""
+"""Tokens of prompts submitted in one turn of the event loop."""
 
 
 class Usage(NamedTuple):
@@ -50,7 +50,7 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """`last_s` is the time of its latest tokens; None: none yet. `gaps_s` lie between its steps."""
+    """State of one choice. `last_s`: of its latest tokens; None: none yet. `gaps_s`: between its steps."""
 
     index: int
     request: Request
@@ -86,7 +86,7 @@ class Generation:
         self._num_unsubmitted = len(self._choices)
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached: dict[int, int] = {}
-        """by prompt: the least of its choices that have begun; others may find what that one computed"""
+        """Cached tokens by prompt: the least of its choices; later ones may find what the first computed."""
         self._num_completion_tokens = 0
         self._is_closed = False
 
@@ -108,11 +108,11 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has ended."""
         return not self._running and not self._num_unsubmitted
 
     def gain(self, event: Event) -> Delta | None:
-        """What a choice has gained with `event`, the next that was received. Raises RequestError.
+        """Return what a choice has gained with `event`, the next received. Raises RequestError.
 
         None: the choice had ended by a stop string, and this was on its way. With a finish reason it has
         ended, and `end` is to follow.
@@ -132,7 +132,7 @@ class Generation:
         return Delta(choice.index, plain.push(event.token_ids), event.token_ids, None)
 
     async def end(self, request_id: str, reason: FinishReason) -> None:
-        """A choice has all of its tokens."""
+        """Note that a choice has all of its tokens."""
         choice = self._running.pop(request_id)
         await self._link.cancel(request_id)
         self._metrics.choice_ended(started=True)
@@ -141,7 +141,7 @@ class Generation:
         self._log(choice, reason.value)
 
     async def aclose(self) -> None:
-        """Nobody wants more of it. Idempotent."""
+        """Cancel what still runs: nobody wants more of it. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -157,7 +157,7 @@ class Generation:
                 self._job.cache_use.count(prompt_index, num_cached, self._link.prefill_costs)
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Return the token counts so far."""
         return Usage(
             self._num_prompt_tokens,
             sum(self._num_cached.values()),

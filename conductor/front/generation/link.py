@@ -47,15 +47,15 @@ from mooncake.security.keys import ClusterKey
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
-"""heartbeats, of a Conductor that is there. Not seconds: a process that was stopped for some would find its
-Conductor gone, whose answers it has only not read yet"""
+"""Heartbeats without an answer of a Conductor that is there. Not seconds: a process that was stopped
+would take a Conductor for gone whose answers it has not read yet."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""heartbeats, once the Conductor has said that all tokens were sent, or that it does not have the request;
-not seconds, for the same reason"""
+"""Heartbeats after the Conductor has said that all tokens were sent, or that it lacks the request;
+not seconds, for the same reason."""
 _MAX_OUTPUTS_AT_ONCE = 128
-"""of workers, handled in one turn of the event loop"""
+"""Outputs of workers handled in one turn of the event loop."""
 STREAM_TIMEOUT_S = 30.0
-"""without a token while the Conductor is gone, which alone could place the request again"""
+"""Seconds without a token after which a request fails while the Conductor is gone, which could retry it."""
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ class ConductorPeer(Protocol):
     """
 
     async def send(self, message: FromFront, /) -> None:
-        """Does not wait. Raises PeerGoneError."""
+        """Send without waiting. Raises PeerGoneError."""
 
     async def recv(self) -> FromConductor:
-        """The next message."""
+        """Wait for the next message."""
 
 
 class Link:
@@ -102,7 +102,7 @@ class Link:
         self._cluster: ClusterState | None = None
         self._num_unanswered = 0
         self.first_answer = asyncio.Event()
-        """set once the Conductor has answered"""
+        """Set once the Conductor has answered."""
         self._ended: UnavailableError | None = None
 
     @property
@@ -112,21 +112,21 @@ class Link:
 
     @property
     def cluster(self) -> ClusterState | None:
-        """What the Conductor said last, or None if it has left `MAX_UNANSWERED` heartbeats unanswered."""
+        """State that the Conductor sent last; None after `MAX_UNANSWERED` heartbeats without an answer."""
         return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property
     def prefill_costs(self) -> Costs | None:
-        """What the Conductor has learned of them; None before there was an instance."""
+        """Costs of prefill as the Conductor has learned them; None before there was an instance."""
         return None if self._cluster is None else self._cluster.prefill_costs
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that were submitted and have not ended."""
+        """Number of requests that were submitted and have not ended."""
         return len(self._in_flight)
 
     def num_received(self, request_id: str) -> int | None:
-        """Tokens of a request that have come; None if it is not in flight."""
+        """Return how many tokens of a request have come; None if it is not in flight."""
         reception = self._in_flight.get(request_id)
         return None if reception is None else len(reception.token_ids)
 
@@ -171,14 +171,14 @@ class Link:
             raise UnavailableError("the conductor does not answer") from None
 
     async def tell(self, message: KeepContext | DropContext) -> None:
-        """Of a context cache. Raises UnavailableError."""
+        """Tell the Conductor of a context cache. Raises UnavailableError."""
         try:
             await self._conductor.send(message)
         except PeerGoneError as error:
             raise UnavailableError(f"the conductor does not answer: {error}") from None
 
     async def end(self, error: UnavailableError) -> None:
-        """Nothing more is submitted, and what is in flight ends with `error`."""
+        """Submit nothing more, and end what is in flight with `error`."""
         self._ended = error
         await self._give_up(error)
 
@@ -187,7 +187,7 @@ class Link:
             await self._lose(next(iter(self._in_flight)), error)
 
     async def _lose(self, request_id: str, error: RequestError) -> None:
-        """Its tokens, if more of them come, are of no use."""
+        """Give a request up; further tokens of it are of no use."""
         reception = self._in_flight[request_id]
         await self.cancel(request_id)
         reception.receive(Lost(request_id, error))
@@ -212,7 +212,7 @@ class Link:
                 self._wait_for_less(request_id, reception)
 
     def _wait_for_less(self, request_id: str, reception: Reception) -> None:
-        """One more heartbeat without tokens, of which there are no more."""
+        """Count a heartbeat without the tokens that a request lacks."""
         reception.num_silent_beats += 1
         if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
             self._end(request_id, reception.what_is_missing)
@@ -244,7 +244,7 @@ class Link:
                             reception.is_unknown = True
 
     async def _continue(self, request_id: str) -> None:
-        """The request's decode instance is lost: say how far its answer has come."""
+        """Resubmit a request whose decode instance is lost, with the answer so far."""
         reception = self._in_flight.get(request_id)
         answer = (
             Cancel(request_id)  # it ended in the meantime
@@ -288,7 +288,7 @@ class Link:
                     await self._lose(output.ref.request_id, error)
 
     def _deliver(self, output: TokenOutput, now_s: float) -> None:
-        """Raises GenerationFailedError as `Reception.accept`."""
+        """Give new tokens to their request. Raises GenerationFailedError as `Reception.accept`."""
         request_id = output.ref.request_id
         reception = self._in_flight.get(request_id)
         if reception is None:

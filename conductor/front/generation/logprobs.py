@@ -11,12 +11,12 @@ from conductor.front.generation.generation import Delta
 from mooncake.messages.requests import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
-"""vLLM's: JSON has no infinity"""
+"""Least logprob shown, as vLLM's: JSON has no infinity."""
 TokenBytes = Callable[[int], bytes]
 
 
 def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """One entry for each token that `usage` counts, the one that ended the answer included."""
+    """Return an entry for each token that `usage` counts, the one that ended the answer included."""
     content = [
         {
             **_entry(token_id, of_token.logprob, token_bytes),
@@ -28,7 +28,7 @@ def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
 
 
 def of_completion(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """As for chats, in columns. The drawn token is always among the likeliest, so there may be one more."""
+    """Return the columns of a completion. The drawn token is always shown, so there may be one more."""
     pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
     return {
         "tokens": [_piece(token_bytes, token_id)[0] for token_id, _ in pairs],
@@ -57,7 +57,7 @@ def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, 
 
 @lru_cache(1 << 15)
 def _piece(token_bytes: TokenBytes, token_id: int) -> tuple[str, tuple[int, ...]]:
-    """A token's text and bytes. Each token of an answer may come with those of twenty others."""
+    """Return a token's text and bytes. Each token of an answer may come with twenty others."""
     data = token_bytes(token_id)
     return data.decode(errors="replace"), tuple(data)
 

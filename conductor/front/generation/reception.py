@@ -1,4 +1,4 @@
-"""What arrives for one request, and how far it has come.
+"""Tokens that arrive for one request, and how far they have come.
 
 Owns: which tokens are new, whatever attempt they are of; what is said of those that are missing.
 Does not know: connections, who waits for the tokens.
@@ -23,7 +23,7 @@ class Received(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     finish_reason: FinishReason | None
     logprobs: Sequence[TokenLogprobs] = ()
-    """of each token, if the request wants them"""
+    """Logprobs of each token, if the request wants them."""
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Lost(msgspec.Struct, frozen=True):
 
 Event = Received | Lost
 Receive = Callable[[Event], None]
-"""gets the events of one request, in order, as soon as they come; raises nothing"""
+"""Callback for the events of one request, in order, as soon as they come; raises nothing."""
 
 
 @dataclass(slots=True)
@@ -46,18 +46,18 @@ class Reception:
     receive: Receive
     last_s: float
     attempt: tuple[int, int] = (0, 0)
-    """epoch of the Conductor that placed it, and attempt"""
+    """Epoch of the Conductor that placed the request, and attempt."""
     token_ids: list[int] = field(default_factory=list)
     num_sent: int | None = None
-    """all tokens there are, once the Conductor has said that they were sent"""
+    """Number of tokens there are, once the Conductor has said that all were sent."""
     num_silent_beats: int = 0
-    """that said that no more tokens come, since the latest ones"""
+    """Heartbeats without tokens since the Conductor said that no more come."""
     is_unknown: bool = False
-    """to the Conductor, as it has said since the latest heartbeat"""
+    """The Conductor has said since the latest heartbeat that it does not have the request."""
 
     @property
     def what_is_missing(self) -> RequestError:
-        """Of one that has no more tokens to come, and has not ended."""
+        """Error for a request that gets no more tokens and has not ended."""
         num_received = len(self.token_ids)
         if self.num_sent is not None:
             missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
@@ -67,7 +67,7 @@ class Reception:
         return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
 
     def accept(self, output: TokenOutput) -> list[int] | None:
-        """The tokens of `output` that are new, or None if it belongs to an attempt that has been replaced.
+        """Return the new tokens of `output`, or None if it belongs to an attempt that has been replaced.
 
         Raises GenerationFailedError when tokens before these are missing, or differ from those that an
         earlier attempt has given: what the client has read cannot be taken back.

@@ -11,11 +11,11 @@ from conductor.front.metrics import tbt_s
 log = logging.getLogger(__name__)
 
 PairOf = Callable[[str], tuple[str | None, str | None]]
-"""the prefill and the decode instance of a request, as far as they are known"""
+"""Function that returns a request's prefill and decode instance, as far as they are known."""
 
 
 class RequestLog:
-    """Of a front. Without a Conductor in this process nobody here knows the instances of a request."""
+    """Log of a front's requests. Without a Conductor in this process their instances are not known."""
 
     def __init__(self, pair_of: PairOf | None) -> None:
         self._pair_of = pair_of

@@ -18,13 +18,13 @@ from conductor.front.generation.answer import AnswerFormat, event
 from conductor.front.generation.generation import Delta, Generation
 from conductor.front.generation.reception import Event, Lost
 from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
-from conductor.front.metrics import Metrics, Outcome
+from conductor.front.metrics import Metrics, RequestOutcome
 from mooncake.errors import RequestError
 
 _MAX_EVENTS_AT_ONCE = 64
-"""sent to a client that has not read for a while"""
+"""Events sent in one turn of the event loop to a client that has not read for a while."""
 _MAX_BYTES_AT_ONCE = 1 << 17
-"""of an answer that is not streamed"""
+"""Bytes of a whole answer that are encoded in one turn of the event loop."""
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -33,11 +33,11 @@ _STREAM_HEADERS = [
 ]
 
 
-def outcome_of(error: RequestError) -> Outcome:
-    """How a request that ends with `error` is counted."""
+def outcome_of(error: RequestError) -> RequestOutcome:
+    """Return how a request that ends with `error` is counted."""
     if error.status in (429, 503):
-        return Outcome.REJECTED
-    return Outcome.INVALID if error.status < 500 else Outcome.FAILED
+        return RequestOutcome.REJECTED
+    return RequestOutcome.INVALID if error.status < 500 else RequestOutcome.FAILED
 
 
 class _Ending(NamedTuple):
@@ -64,7 +64,7 @@ class GenerationResponse(Response):
         self._news = asyncio.Event()
         """Set when something is pending or the client has gone."""
         self._has_started = self._is_disconnected = False
-        self._outcome = Outcome.ABORTED
+        self._outcome = RequestOutcome.ABORTED
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._stream: ResponseStream = scope["extensions"][RESPONSE_STREAM]
@@ -83,7 +83,7 @@ class GenerationResponse(Response):
                     else:
                         await error_response(error)(scope, receive, send)
         except Exception:
-            self._outcome = Outcome.FAILED
+            self._outcome = RequestOutcome.FAILED
             raise
         finally:
             self._metrics.request_ended(self._outcome)
@@ -119,7 +119,7 @@ class GenerationResponse(Response):
                 return
             await self._send_pending(self._pending[0])
             if self._generation.is_over:
-                self._outcome = Outcome.FINISHED
+                self._outcome = RequestOutcome.FINISHED
                 return
             self._pending.popleft()
             if num_sent % _MAX_EVENTS_AT_ONCE == 0:
@@ -144,19 +144,19 @@ class GenerationResponse(Response):
             await self._send_part(chunks)
 
     def _gain(self, event: Event) -> Delta | None:
-        """Raises RequestError."""
+        """Return what a choice gains, after its tool calls were looked for. Raises RequestError."""
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)
 
     def _chunks(self, delta: Delta) -> bytes:
-        """What of `delta` leaves now; nothing if the answer is sent whole."""
+        """Return what of `delta` leaves now; nothing if the answer is sent whole."""
         if self._is_streamed:
             return self._answers.chunks(delta, self._generation.usage)
         self._answers.gather(delta)
         return b""
 
     async def _end(self, chunks: bytes) -> None:
-        """`chunks`: the last ones of a stream."""
+        """Send the end of the answer. `chunks`: the last ones of a stream."""
         await self._generation.aclose()  # a client that has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:

@@ -1,4 +1,4 @@
-"""From token ids to the text that a client may see: incremental decoding and stop strings.
+"""Text that a client may see, from token ids: incremental decoding and stop strings.
 
 Owns: what is held back and where a text is cut. Does not know: requests, HTTP.
 """
@@ -36,13 +36,13 @@ class _StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops)
         self.following: list[dict[str, int]] = [{}]
-        """by state and next character"""
+        """Next state by state and next character."""
         self.held = [0]
-        """of each state: its length"""
+        """Length of each state."""
         self.fallback = [0]
-        """of each state: the longest shorter end of it that a stop string begins with"""
+        """Longest shorter end of it that a stop string begins with."""
         self.longest = [0]
-        """of each state: the length of the longest stop string that it ends with; 0: of none"""
+        """Length of the longest stop string that it ends with, or 0."""
         for stop in stops:
             self._add(stop)
         states = deque(self.following[0].values())
@@ -67,7 +67,7 @@ class _StopStrings:
         self.longest[state] = len(stop)
 
     def after(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         following, fallback = self.following, self.fallback
         while state and character not in following[state]:
             state = fallback[state]
@@ -75,7 +75,7 @@ class _StopStrings:
 
 
 _stop_strings = lru_cache(maxsize=4)(_StopStrings)
-"""a request's choices have the same"""
+"""Automata that are kept: a request's choices have the same."""
 
 
 class StopMatcher:
@@ -95,7 +95,7 @@ class StopMatcher:
         )
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to show, and whether a stop string was found."""
+        """Return the text that is safe to show, and whether a stop string was found."""
         stops = self._stops
         if stops is None:
             return text, False
@@ -112,7 +112,7 @@ class StopMatcher:
         return text[:num_shown], False
 
     def flush(self) -> str:
-        """The text that was held back, now that no more follows."""
+        """Return the text that was held back, now that no more follows."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -134,7 +134,7 @@ class TextStream:
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
         self.plain = None if stops or counts_offsets else detokenizer
-        """what it gives is shown as it is, until `flush`; None if tokens are looked at one by one"""
+        """Detokenizer whose text is shown as it is until `flush`; None if each token is looked at."""
         self._num_tokens = 0
         self._num_chars = 0
 
@@ -163,7 +163,7 @@ class TextStream:
         return self._num_chars
 
     def flush(self) -> Decoded:
-        """The rest, at the end of a generation. `num_tokens` is 0: they were counted when pushed."""
+        """Return the rest, at the end of a generation. `num_tokens` is 0: they were counted when pushed."""
         # A character that max_tokens cut in two is left out rather than shown as garbage.
         text, stopped = self._matcher.push(self._detokenizer.flush().rstrip(_REPLACEMENT))
         return Decoded(text if stopped else text + self._matcher.flush(), 0, stopped)

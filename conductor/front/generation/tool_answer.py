@@ -8,7 +8,14 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from conductor.front.openai.tool_calls import Arguments, CallStart, Event, Text, ToolCallParser, ToolFormat
+from conductor.front.openai.tool_calls import (
+    Arguments,
+    CallEvent,
+    CallStart,
+    Text,
+    ToolCallParser,
+    ToolFormat,
+)
 from conductor.front.openai.tools import ToolUse
 from mooncake.messages.requests import FinishReason
 
@@ -17,18 +24,18 @@ _MISTRAL_ID_CHARS = 9  # its templates refuse others
 
 
 class ToolAnswer:
-    """Of one choice."""
+    """Message of one choice."""
 
     def __init__(self, tools: ToolUse) -> None:
         self._tools = tools
         self._parser = ToolCallParser(tools.tool_format, tools.names, tools.max_calls)
-        self._events: Sequence[Event] = ()
+        self._events: Sequence[CallEvent] = ()
         self._content: list[str] = []
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
-        """each with the pieces of its arguments"""
+        """Calls, each with the pieces of its arguments."""
 
     def see(self, text: str, finish_reason: FinishReason | None) -> None:
-        """More of the answer; with a reason, the last of it. `deltas` or `gather` is to follow."""
+        """Look at more of the answer; with a reason, the last of it. `deltas` or `gather` is to follow."""
         events = self._parser.push(text)
         if finish_reason is not None:
             events += self._parser.finish(is_cut=finish_reason is FinishReason.LENGTH)
@@ -37,11 +44,11 @@ class ToolAnswer:
 
     @property
     def is_over(self) -> bool:
-        """All calls that are wanted are there, and whole."""
+        """Whether all calls that are wanted are there, and whole."""
         return self._parser.is_over
 
     def deltas(self) -> list[dict[str, Any]]:
-        """What has been seen adds this to the message."""
+        """Return what has been seen as additions to the message."""
         return [self._delta(event) for event in self._events]
 
     def gather(self) -> None:
@@ -66,13 +73,13 @@ class ToolAnswer:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """`reason` as clients expect it. An answer that stopped within a call has none to be made."""
+        """Return `reason` as clients expect it: if the answer stopped within a call, none is to be made."""
         has_calls = self._parser.num_calls > 0 and not self._parser.is_within_call
         if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
             return "tool_calls"
         return reason
 
-    def _delta(self, event: Event) -> dict[str, Any]:
+    def _delta(self, event: CallEvent) -> dict[str, Any]:
         match event:
             case Text(text):
                 return {"content": text}

@@ -1,4 +1,4 @@
-"""Where HTTP comes in: ids of requests, the size of bodies, and what becomes of bugs.
+"""Boundary of the application: ids of requests, the size of bodies, and what becomes of bugs.
 
 `RequestIds` is around the whole application; `Boundary` is within what adds headers to all responses (CORS).
 
@@ -20,7 +20,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from conductor.front.errors import UnavailableError, error_response
-from conductor.front.openai.body import Received
+from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.schema import REQUEST_ID_PATTERN, shortened
 from mooncake.errors import RequestError
 
@@ -32,12 +32,12 @@ _ID_HEADERS = frozenset({b"x-request-id", b"traceparent"})
 log = logging.getLogger(__name__)
 
 
-async def read_body(request: Request, max_bytes: int) -> Received:
-    """Raises RequestError for more than `max_bytes`, ClientDisconnect if the client hangs up."""
+async def read_body(request: Request, max_bytes: int) -> ReceivedBody:
+    """Read a body. Raises RequestError beyond `max_bytes`, ClientDisconnect if the client hangs up."""
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    body, has_more = Received(), True
+    body, has_more = ReceivedBody(), True
     while has_more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
@@ -121,12 +121,12 @@ class Boundary:
 
 
 def response_to(error: RequestError | ClientDisconnect) -> Response:
-    """What a request that cannot be answered gets; nobody reads it if the client has gone."""
+    """Return the response to a request that cannot be answered; nobody reads it if the client has gone."""
     return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
-    """Call it behind the last route. `unserved` are paths that others have: their absence has a code."""
+    """Answer errors as OpenAI does. Call it behind the last route. `unserved`: paths that others have."""
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
@@ -157,7 +157,7 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
 
 
 def _methods_of(app: FastAPI, path: str) -> list[str]:
-    """Those of all routes of a path."""
+    """Return the methods of all routes of a path."""
     scope = {"type": "http", "path": path, "headers": []}
     return [
         method

@@ -18,23 +18,23 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """`context` is to be used for every handshake."""
+    """Certificate and key in their files. `context` is to be used for every handshake."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        """Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
+        """Read both files. Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
         self._cert, self._key = cert, key
         self._files = WatchedFiles([cert, key])
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load_into(self.context)
 
     async def follow(self) -> None:
-        """Until cancelled. Connections that are open go on; new ones get what the files hold by then."""
+        """Look at the files until cancelled. Open connections go on; new ones get what the files hold."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Once. What cannot be used is logged, and changes nothing."""
+        """Look at the files once. What cannot be used is logged, and changes nothing."""
         if not self._files.have_changed():
             return
         try:

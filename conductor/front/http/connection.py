@@ -41,16 +41,16 @@ class Timeouts:
     """Seconds for which a server waits for a client."""
 
     request_s: float
-    """From the connection, or a request's first byte, to its last byte."""
+    """Seconds from the connection, or a request's first byte, to its last byte."""
     send_s: float
-    """Until the client takes a part of what waits for it."""
+    """Seconds until the client takes a part of what waits for it."""
     idle_s: float
-    """From a response to the next request."""
+    """Seconds from a response to the next request."""
 
 
 @dataclass(slots=True)
 class Serving:
-    """What a server's connections have in common."""
+    """State that a server's connections have in common."""
 
     app: ASGIApp
     timeouts: Timeouts
@@ -86,7 +86,7 @@ class _Timer:
 
 
 class Connection(asyncio.Protocol):
-    """`accepted` may still shake hands for TLS; it counts as a connection that waits."""
+    """Protocol of one connection. `accepted` may still shake hands for TLS; it counts as one that waits."""
 
     _transport: asyncio.Transport
 
@@ -291,7 +291,7 @@ class Connection(asyncio.Protocol):
             self._send_timer.start(self._serving.loop, delay_s, self._abort_if_unsent, num_bytes)
 
     def _abort_if_unsent(self, num_bytes: int) -> None:
-        """Nothing is written until fewer bytes wait, or the connection is being closed."""
+        """Abort if the client has taken nothing: more is written only when fewer bytes wait."""
         self._send_timer.stop()
         if self._transport.get_write_buffer_size() >= num_bytes:
             self.abort()

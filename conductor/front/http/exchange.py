@@ -22,7 +22,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 RESPONSE_STREAM = "mooncake.response_stream"
-"""extension of the scope: the `ResponseStream` of the request"""
+"""Extension of the ASGI scope: the `ResponseStream` of the request."""
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
@@ -140,18 +140,18 @@ class Exchange:
         return len(self._body)
 
     def add_body(self, part: bytes) -> None:
-        """More of the request's body has arrived."""
+        """Add a part of the request's body."""
         if self.state in (ResponseState.PENDING, ResponseState.STARTED):
             self._body += part
             self._changed.set()
 
     def arrived(self) -> None:
-        """The request is whole."""
+        """Note that the request is whole."""
         self.has_arrived = True
         self._changed.set()
 
     def disconnect(self) -> None:
-        """The client has gone."""
+        """Note that the client has gone."""
         if self.state is not ResponseState.ENDED:
             self.state = ResponseState.DISCONNECTED
         self._changed.set()

@@ -20,7 +20,7 @@ _CHUNKED_PIECE_BYTES = 256
 
 
 class InvalidRequestError(Exception):
-    """What came is no request."""
+    """The bytes that came are no request."""
 
 
 class UpgradeRequestedError(Exception):
@@ -50,7 +50,7 @@ class RequestHead(NamedTuple):
 
 
 class RequestListener(Protocol):
-    """What is told of requests, in the order in which they come."""
+    """Receiver of requests, in the order in which they come."""
 
     def request_began(self) -> None: ...
 
@@ -62,14 +62,14 @@ class RequestListener(Protocol):
 
 
 class RequestParser:
-    """Tells `listener` of the requests in what was added."""
+    """Incremental parser that tells `listener` of requests."""
 
     def __init__(self, listener: RequestListener) -> None:
         self._listener = listener
         self._parser = httptools.HttpRequestParser(self)
         self.arrival = Arrival.NOTHING
         self._unread, self._unread_from = b"", 0
-        """What has come, and where in it the parser goes on."""
+        """Bytes that have come, and where in them the parser goes on."""
         self._num_unparsed_bytes = 0
         """Bytes since the last whole head or piece of a body; the parser keeps them."""
         self._num_body_bytes_left = 0
@@ -84,7 +84,7 @@ class RequestParser:
         return len(self._unread) - self._unread_from
 
     def add(self, data: bytes) -> None:
-        """More has come."""
+        """Add bytes that have come."""
         self._unread, self._unread_from = self._unread[self._unread_from :] + data, 0
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What the connections of one server share, so that none of them takes all of it: places, memory for requests
+"""Resources that the connections of one server share: places, memory for requests
 that arrive, turns of the event loop.
 
 Owns: how much there is of each, and which connection makes room for another. Does not know: HTTP, sockets.

@@ -5,14 +5,14 @@ from pathlib import Path
 
 
 class WatchedFiles:
-    """As they were when last looked at."""
+    """Files as they were when last looked at."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._versions = self._read()
 
     def have_changed(self) -> bool:
-        """Since they were last looked at."""
+        """Return whether a file has changed since the last call."""
         before, self._versions = self._versions, self._read()
         return self._versions != before
 

@@ -37,13 +37,13 @@ _EXPECTED = {
 }
 
 
-class Received:
+class ReceivedBody:
     """A body as it came, in pieces: the event loop would stand still while a large one is copied, above all
     into memory that this machine uses for the first time."""
 
     def __init__(self) -> None:
         self.pieces = [bytearray()]
-        """each but the last has at least `_PIECE_BYTES`, and few have many more"""
+        """Pieces of which each but the last has at least `_PIECE_BYTES`, and few have many more."""
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces))
@@ -54,17 +54,17 @@ class Received:
         self.pieces[-1] += part
 
     def count(self, byte: bytes) -> int:
-        """How often it has this byte."""
+        """Return how often the body has this byte."""
         return sum(piece.count(byte) for piece in self.pieces)
 
     def whole(self) -> bytes:
-        """A copy in one piece."""
+        """Return a copy in one piece."""
         return b"".join(self.pieces)
 
 
 @contextlib.contextmanager
 def refusing_depth() -> Generator[None, None, None]:
-    """Values of a body can be nested so deeply that whoever looks at them runs out of stack."""
+    """Refuse a body whose values are nested so deeply that looking at them exhausts the stack."""
     try:
         yield
     except RecursionError:
@@ -74,7 +74,7 @@ def refusing_depth() -> Generator[None, None, None]:
 def parse(
     schema: type[Schema], body: bytes, check: Callable[[Mapping[str, object]], None] | None = None
 ) -> Schema:
-    """The object in `body`. Raises RequestError that names the first wrong field.
+    """Parse the object in `body`. Raises RequestError that names the first wrong field.
 
     `check` sees the bare values first: turning many of them into objects holds up all threads.
     """

@@ -14,7 +14,7 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 class NotACallError(Exception):
-    """The object is something else."""
+    """The object is no call."""
 
 
 class _At(Enum):
@@ -49,21 +49,21 @@ class CallObject:
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more belongs to it."""
+        """Whether the object is complete."""
         return self._at is _At.END
 
     @property
     def is_call(self) -> bool:
-        """This is certain."""
+        """Whether it is certain that the object is a call."""
         return self.name is not None and (self._has_arguments or self._at is _At.END)
 
     def take(self) -> str:
-        """The arguments that have come since."""
+        """Return the arguments that have come since the last call."""
         taken, self._arguments = self._arguments, ""
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """As `push` of the characters from `start` on, as far as they do not matter; where they end."""
+        """Push the characters from `start` on that cannot end anything; return where they end."""
         plain = _PLAIN.match(text, start) if self._at is _At.VALUE and self._in_string else None
         if plain is None or self._is_escaped:
             return start
@@ -74,7 +74,7 @@ class CallObject:
         return plain.end()
 
     def push(self, char: str) -> None:
-        """Raises NotACallError, which it never does once `is_call`."""
+        """Push a character. Raises NotACallError, but never once `is_call`."""
         match self._at:
             case _At.BEGIN:
                 self._at = _At.KEY_OR_END  # the caller has seen that it is `{`
@@ -171,7 +171,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> str:
-    """The string that `text` is in JSON; empty if it is none."""
+    """Return the string that `text` is in JSON; empty if it is none."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:

@@ -11,7 +11,7 @@ from mooncake.errors import RequestError
 
 
 def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
-    """Content is always text. Raises RequestError that names the place, counted behind `num_before`."""
+    """Return messages whose content is text. Raises RequestError that names the place behind `num_before`."""
     rendered = []
     names_of_calls: dict[str, str] = {}
     for index, message in enumerate(messages, start=-num_before):
@@ -47,7 +47,7 @@ def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[
 
 
 def index_of_tool_use(messages: Sequence[Message]) -> int | None:
-    """Of the first message that is a call, or the answer to one."""
+    """Return the index of the first message that is a call or the answer to one."""
     return next(
         (i for i, message in enumerate(messages) if message.tool_calls or message.role == "tool"), None
     )

@@ -1,4 +1,4 @@
-"""What the fields of all bodies have in common: a hostile body must not become a million errors.
+"""Common base of the fields of all bodies: a hostile body must not become a million errors.
 
 A validation error takes kilobytes, and pydantic collects one for each wrong item unless it is told to stop.
 
@@ -21,11 +21,11 @@ def _whole(value: Any) -> Any:
 
 
 WHOLE = BeforeValidator(_whole)
-"""for an integer: 1.0 is one too, JSON has one kind of number"""
+"""Validator of an integer: 1.0 is one too, JSON has one kind of number."""
 
 
 class KnownFields(BaseModel):
-    """Base of what takes no other fields than its own."""
+    """Base of models that take no other fields than their own."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -38,7 +38,7 @@ class KnownFields(BaseModel):
 
 
 def at_most(num_entries: int) -> BeforeValidator:
-    """For an object, looked at before its entries are."""
+    """Return a validator that bounds an object's entries before it looks at them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > num_entries:

@@ -29,13 +29,13 @@ class Tokenizer(Protocol):
         """Whether `render_chat` can work."""
 
     def token_bytes(self, token_id: int, /) -> bytes:
-        """What this token stands for in a text; of a multi-byte character's part, no UTF-8."""
+        """Return the bytes that a token stands for; a part of a character is no UTF-8."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises RequestError."""
+        """Return the token ids of `text`. Raises RequestError."""
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
-        """Text of `ids`."""
+        """Return the text of `ids`."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn. `template_kwargs` are the template's
@@ -46,10 +46,10 @@ class Detokenizer(Protocol):
     """Text of one growing token sequence; never gives out a part of a character."""
 
     def push(self, ids: Sequence[int], /) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
 
     def flush(self) -> str:
-        """The text that is still held back, at the end; U+FFFD for a character that was never completed."""
+        """Return the text still held back, at the end; U+FFFD for a character that was never completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class ServedModel:
     block_size: int
     grammars: Grammars
     tool_format: ToolFormat | None = None
-    """how the model writes tool calls, if that is known"""
+    """Format in which the model writes tool calls, if that is known."""
     template_takes_tools: bool = True
 
     def special_token(self, text: str) -> int | None:
-        """The special token that is written `text`."""
+        """Return the special token that is written `text`."""
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens[0] if len(tokens) == 1 and tokens[0] in self.tokenizer.special_token_ids else None
 

@@ -28,15 +28,15 @@ class ChatPrefix:
 
 
 _TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
-"""variables that other fields set"""
+"""Variables that other fields set."""
 MAX_TOKENS_TOGETHER = 1 << 20
-"""in the prompts of one request, unless one prompt alone may have more"""
+"""Most tokens in the prompts of one request, unless one prompt alone may have more."""
 _MAX_BRIEF_CHARS = 1 << 16
 NO_PREFIX = ChatPrefix((), ())
 
 
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
-    """The parent of all first blocks of this client and salt, and whether they are not everybody's."""
+    """Return the parent key of this client and salt's first blocks, and whether they are private."""
     salt = "\0".join(part for part in (key.salt if key else None, cache_salt) if part)
     return root_key(model.fingerprint, salt), bool(salt)
 
@@ -117,24 +117,24 @@ def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None
 
 
 def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None:
-    """Raises RequestError if a body has more messages than the model has room for."""
+    """Check that the model has room for a body's messages. Raises RequestError."""
     messages = fields.get("messages")
     if isinstance(messages, list):
         _check_num_messages(len(messages), model)
 
 
 def num_prompts_of(prompt: object) -> int:
-    """How many prompts `prompt` holds."""
+    """Return how many prompts `prompt` holds."""
     return len(_many(prompt) or (prompt,))
 
 
 def _many(prompt: object) -> list[object] | None:
-    """The list of prompts, or None if `prompt` is one prompt."""
+    """Return the list of prompts, or None if `prompt` is one prompt."""
     return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
 
 
 def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
-    """As `chat_prompt`, but what follows is not the answer."""
+    """Return the tokens of a conversation's beginning, behind which no answer follows."""
     tokens = chat_tokens(prefix.messages, prefix.tools, model, {}, add_generation_prompt=False)
     check_token_ids(tokens, model, "messages")
     _check_room(tokens, model.context_len, "messages")
@@ -179,13 +179,13 @@ def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -
 
 
 def text_tokens(text: str, model: ServedModel, path: str, add_special_tokens: bool = True) -> list[int]:
-    """Raises RequestError, naming the place, for what can be no text of the model."""
+    """Return the token ids of a text. Raises RequestError, naming the place."""
     _check_num_chars(len(text), model, path)
     return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:
-    """Raises RequestError, naming the place, for what is no token of the model."""
+    """Check that all ids are tokens of the model. Raises RequestError, naming the place."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     if not token_ids or (_are_numbers(token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
@@ -210,7 +210,7 @@ def _check_num_messages(num: int, model: ServedModel) -> None:
 
 
 def _check_num_chars(num_chars: int, model: ServedModel, path: str) -> None:
-    """Refuses hopeless text before seconds are spent on tokenizing it."""
+    """Refuse hopeless text before seconds are spent on tokenizing it."""
     if num_chars > model.context_len * model.tokenizer.max_token_chars:
         raise _too_long(f"{num_chars} characters", model.context_len, path)
 

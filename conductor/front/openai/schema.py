@@ -24,7 +24,7 @@ MAX_BIASES = 1024
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TOP_LOGPROBS = 20
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
-"""What may go into a header and a log line."""
+"""Characters that may go into a header and a log line."""
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[
@@ -92,7 +92,7 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
-    """For the document: the fields that `check_extra_fields` lets through, and that there are no others."""
+    """Describe the fields that `check_extra_fields` lets through, and that there are no others."""
 
     def describe(schema: dict[str, Any]) -> None:
         for name, neutral in unserved.items():
@@ -119,7 +119,7 @@ class ResponseFormat(KnownFields):
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains besides the answer."""
+    """Content of a stream besides the answer."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_STREAM_OPTIONS)
@@ -130,7 +130,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """What chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
+    """Fields that chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -213,7 +213,7 @@ class CompletionRequest(GenerationFields):
 
 
 def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
-    """Raises RequestError, naming the field, for fields that are unknown or ask for what is not served."""
+    """Refuse fields that are unknown or ask for what is not served. Raises RequestError, naming the field."""
     if isinstance(request, ChatCompletionRequest):
         _check(request, _UNSERVED_IN_CHAT, "")
         check_message_fields(request.messages)
@@ -224,7 +224,7 @@ def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> No
 
 
 def check_message_fields(messages: Sequence[Message]) -> None:
-    """As `check_extra_fields`."""
+    """Check the fields of messages as `check_extra_fields` does."""
     for index, message in enumerate(messages):
         _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
 
@@ -249,7 +249,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def check_model(name: str | None, served_model_name: str) -> None:
-    """Raises RequestError for a model that is not the one served."""
+    """Check that the model is the one served. Raises RequestError."""
     if name not in (None, served_model_name):
         raise RequestError(
             f"the model {shortened(str(name))!r} does not exist; this server serves {served_model_name!r}",
@@ -260,5 +260,5 @@ def check_model(name: str | None, served_model_name: str) -> None:
 
 
 def shortened(text: str, num_chars: int = 80) -> str:
-    """`text` for an error message: a client's mistake must not come back in megabytes."""
+    """Shorten `text` for an error message: a client's mistake must not come back in megabytes."""
     return text if len(text) <= num_chars else text[:num_chars] + "..."

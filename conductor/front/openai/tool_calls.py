@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: what is a call, what is text for people.
+"""Tool calls in a model's text, told from text for people.
 
 Pure and incremental: text in, events out, as early as they are certain. The events of a text, joined, do not
 depend on how it was divided into pieces.
@@ -21,23 +21,23 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen"""
     LLAMA3_JSON = "llama3_json"
-    """the whole text is `{"name": ..., "parameters": {...}}`, several with semicolons: Llama 3"""
+    """The whole text is `{"name": ..., "parameters": {...}}`, several with semicolons: Llama 3"""
     MISTRAL = "mistral"
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`"""
 
     @property
     def begin(self) -> str:
-        """What stands before calls; empty: calls begin with the text."""
+        """Mark before calls; empty: calls begin with the text."""
         return {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(self, "")
 
     @property
     def end(self) -> str:
-        """What stands behind calls, if anything."""
+        """Mark behind calls, if there is one."""
         return "</tool_call>" if self is ToolFormat.HERMES else ""
 
     @property
     def arguments_key(self) -> str:
-        """Of a call's object, as the model is to write it."""
+        """Key of the arguments in a call's object, as the model is to write it."""
         return "parameters" if self is ToolFormat.LLAMA3_JSON else "arguments"
 
 
@@ -47,7 +47,7 @@ def takes_tools(template: str) -> bool:
 
 
 def format_of_template(template: str) -> ToolFormat | None:
-    """How the model that comes with this chat template writes calls; None: in no way that is known."""
+    """Return how the model of this chat template writes calls; None: in no way that is known."""
     if not takes_tools(template) or "<function=" in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -60,7 +60,7 @@ def format_of_template(template: str) -> ToolFormat | None:
 
 
 class Text(NamedTuple):
-    """For people."""
+    """Text for people."""
 
     text: str
 
@@ -79,13 +79,13 @@ class Arguments(NamedTuple):
     piece: str
 
 
-Event = Text | CallStart | Arguments
+CallEvent = Text | CallStart | Arguments
 
 _SEPARATORS = "[],;"
 
 
 class _In(Enum):
-    """What the rest of the text is a part of."""
+    """Part of the text in which the parser is."""
 
     TEXT = auto()
     BETWEEN = auto()  # behind the mark of calls, no call has begun
@@ -93,7 +93,7 @@ class _In(Enum):
 
 
 class ToolCallParser:
-    """Of one answer. Calls of functions that are not in `names` are text.
+    """Incremental parser of one answer. Calls of functions that are not in `names` are text.
 
     White space around calls belongs to nobody. Calls beyond `max_calls` are left out.
     """
@@ -102,27 +102,27 @@ class ToolCallParser:
         self._format, self._names, self._max_calls = tool_format, names, max_calls
         self._in = _In.TEXT if tool_format.begin else _In.BETWEEN
         self._rest = ""
-        """has not been looked at"""
+        """Text that has not been looked at."""
         self._raw = ""
-        """is text if no call comes of it"""
+        """Text if no call comes of it."""
         self._space = ""
         self._object = CallObject(names)
         self._is_given = False
-        """the call has been told of"""
+        """Whether an event has told of the call."""
         self.num_calls = 0
         self.is_over = False
-        """all calls that are wanted are whole"""
-        self._events: list[Event] = []
+        """Whether all calls that are wanted are whole."""
+        self._events: list[CallEvent] = []
 
-    def push(self, text: str) -> list[Event]:
-        """The events that `text` makes certain."""
+    def push(self, text: str) -> list[CallEvent]:
+        """Return the events that `text` makes certain."""
         self._rest += text
         while self._rest and self._step():
             pass
         return self._take()
 
-    def finish(self, is_cut: bool = False) -> list[Event]:
-        """What was held back, now that no more follows. If the text `is_cut`, what a call may begin with is
+    def finish(self, is_cut: bool = False) -> list[CallEvent]:
+        """Return what was held back, at the end. If the text `is_cut`, what a call may begin with is
         one's beginning, and not text."""
         may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
         # Else it is a part of the mark behind calls.
@@ -139,12 +139,12 @@ class ToolCallParser:
         """Whether the arguments of the latest call are not whole."""
         return self._in is _In.CALL and self._is_given
 
-    def _take(self) -> list[Event]:
+    def _take(self) -> list[CallEvent]:
         events, self._events = self._events, []
         return events
 
     def _step(self) -> bool:
-        """Whether there may be more to do."""
+        """Take a step. Returns whether there may be more to do."""
         match self._in:
             case _In.TEXT:
                 return self._step_text()
@@ -231,12 +231,12 @@ class ToolCallParser:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _give_up(self) -> None:
-        """It is text after all."""
+        """Give what may have been a call as text."""
         self._say(self._raw)
         self._raw, self._in = "", _In.TEXT
 
     def _say(self, text: str) -> None:
-        """White space waits until it is known whether text or a call follows."""
+        """Give text; white space waits until it is known whether text or a call follows."""
         text = self._space + text
         said = text.rstrip()
         self._space = text[len(said) :]
@@ -245,5 +245,5 @@ class ToolCallParser:
 
 
 def _num_common(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that `mark` begins with."""
+    """Return the length of the longest end of `text` that `mark` begins with."""
     return next(num for num in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:num]))

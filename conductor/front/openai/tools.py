@@ -30,7 +30,7 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""How Hermes models were taught that there are tools."""
+"""Words by which Hermes models learn of tools."""
 
 
 class FunctionFields(KnownFields):
@@ -50,13 +50,13 @@ class ToolFields(KnownFields):
 
 
 class NamedFunction(KnownFields):
-    """The one that must be called."""
+    """Function that must be called."""
 
     name: str
 
 
 class NamedTool(KnownFields):
-    """A `tool_choice` that says which."""
+    """A `tool_choice` that names a function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -66,7 +66,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class CalledFunction(BaseModel):
-    """What an assistant has called; `arguments` is JSON."""
+    """Function that an assistant has called; `arguments` is JSON."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -84,7 +84,7 @@ class ToolCallFields(BaseModel):
     function: CalledFunction
 
     def rendered(self, path: str) -> dict[str, Any]:
-        """For templates, which want an object for arguments. Raises RequestError."""
+        """Return the call as templates want it, with an object for arguments. Raises RequestError."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -98,7 +98,7 @@ class ToolCallFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request wants of its tools. `functions` are those that may be called.
+    """Tools of a request. `functions` are those that may be called.
 
     `must_call`: the answer is calls and nothing else; `is_named`: of the one function that is named.
     """
@@ -111,11 +111,11 @@ class ToolUse:
 
     @property
     def names(self) -> list[str]:
-        """Of all functions."""
+        """Names of all functions."""
         return [function.name for function in self.functions]
 
     def bare(self) -> "ToolUse":
-        """What answers need to know: the functions' names, nothing that a client has written at length."""
+        """Return what answers need: the functions' names, nothing that a client has written at length."""
         return replace(self, functions=tuple(FunctionFields(name=name) for name in self.names))
 
 
@@ -125,7 +125,7 @@ def tool_use(
     parallel_tool_calls: bool | None,
     tool_format: ToolFormat | None,
 ) -> ToolUse | None:
-    """None: there are no calls to look for. Raises RequestError."""
+    """Return how a request uses tools; None: there are no calls to look for. Raises RequestError."""
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
         raise RequestError("tools: two functions have the same name", param="tools", code="invalid_value")
@@ -158,7 +158,7 @@ def tool_use(
 
 
 def _named_by(tool_choice: object) -> str | None:
-    """The function that must be called, if one is named."""
+    """Return the name of the function that must be called, if one is named."""
     match tool_choice:
         case None | "none" | "auto" | "required":
             return None
@@ -174,7 +174,7 @@ def _named_by(tool_choice: object) -> str | None:
 
 
 def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
-    """For templates."""
+    """Return tools as templates want them."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 

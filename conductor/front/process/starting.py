@@ -17,7 +17,7 @@ from mooncake.node.process import Ready, report
 from mooncake.security.keys import ClusterKey
 
 _NUM_NEW_OBJECTS = 20_000
-"""that outlive each other, before garbage is looked for among them"""
+"""Number of new objects before garbage is looked for among them."""
 
 
 class OpenedModel(NamedTuple):
@@ -29,7 +29,7 @@ class OpenedModel(NamedTuple):
 
 
 async def open_model(config: Config) -> OpenedModel:
-    """Raises ModelError."""
+    """Open the configured model. Raises ModelError."""
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     tool_format = None if config.http.tool_parser == "auto" else ToolFormat(config.http.tool_parser)
@@ -42,7 +42,7 @@ async def open_model(config: Config) -> OpenedModel:
 def front_config(
     config: Config, model_name: str, key: ClusterKey, *, makes_context_caches: bool
 ) -> FrontConfig:
-    """Of the front of one process. `model_name`: what clients ask for unless the configuration says."""
+    """Return the settings of a process's front. `model_name`: unless the configuration has another."""
     return FrontConfig(
         host=config.http.host,
         port=config.http.port,
@@ -64,7 +64,7 @@ def front_config(
 
 
 def announce(ready: Ready) -> None:
-    """The process serves from now on."""
+    """Say that the process serves from now on."""
     # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
     gc.collect()
     gc.freeze()

@@ -59,21 +59,21 @@ class ContextCacheRequest(KnownFields):
 
 
 class NewBeginning(NamedTuple):
-    """What is to be kept, for how long, and by which name."""
+    """Content of a new context cache, its lifetime and name."""
 
     name: str | None
     ttl_s: int
     cache_salt: str | None
     chat_prefix_data: bytes | None
-    """as in `context_caches.Beginning`"""
+    """Pickled `ChatPrefix`, as in `context_caches.Beginning`."""
     job: Job
-    """computes it: a prompt whose answer is one token, which nobody reads"""
+    """Job that computes the blocks: a prompt whose answer is one token, which nobody reads."""
 
 
 def read_beginning(
     body: bytes, model: ServedModel, served_model_name: str, key: ApiKey | None
 ) -> NewBeginning:
-    """Raises RequestError."""
+    """Read the body of a new context cache. Raises RequestError."""
     wanted = parse(ContextCacheRequest, body, partial(check_num_messages, model=model))
     check_model(wanted.model, served_model_name)
     if (wanted.prompt is None) == (wanted.messages is None):

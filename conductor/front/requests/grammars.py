@@ -19,7 +19,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}", "coerce_one_
 
 
 class _Shape(NamedTuple):
-    """What stands around calls; each part may be one special token."""
+    """Text around calls; each part may be one special token."""
 
     before_all: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ _SHAPES = {
 
 
 class WantedGrammar(NamedTuple):
-    """`field` is what has asked for it."""
+    """Grammar that an answer must follow. `field`: of the request, which asked for it."""
 
     text: str
     field: str
@@ -46,7 +46,7 @@ class WantedGrammar(NamedTuple):
 def wanted_grammar(
     response_format: ResponseFormat | None, tools: ToolUse | None, model: ServedModel
 ) -> WantedGrammar | None:
-    """None: the answer may be any text. Raises RequestError."""
+    """Return the grammar of a request; None: the answer may be any text. Raises RequestError."""
     rules, alternatives, field = [], [], "response_format"
     if response_format is not None and (schema := _schema_of(response_format)) is not None:
         alternatives.append("answer")
@@ -81,7 +81,7 @@ def _schema_of(wanted: ResponseFormat) -> dict[str, Any] | None:
 
 
 def _call_rules(tools: ToolUse, model: ServedModel) -> list[str]:
-    """`calls`: nothing else, as the model writes them, at least one, and as many as are wanted."""
+    """Return the rules of `calls`: at least one and as many as wanted, as the model writes them."""
     shape = _SHAPES[tools.tool_format]
     one = f"{_terms(shape.before, model)} call {_terms(shape.after, model)}"
     more = "" if tools.max_calls == 1 else f"({_terms(shape.between, model)} {one})*"

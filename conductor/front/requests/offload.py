@@ -35,14 +35,14 @@ MAX_WAITING_OF_TENANT = 64
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
 _NICE = 10
-"""a tenth of the processor, beside a process that always computes on the same core"""
+"""Niceness: a tenth of the processor, beside a process that always computes on the same core."""
 _MAX_S = 120.0
-"""for what takes no processor time and does not end; far beyond what a busy machine needs"""
+"""Seconds for a task that takes no processor time and does not end; a busy machine needs far less."""
 _SIZE = struct.Struct("<Q")
 
 
 class Lane(Enum):
-    """What waits for each other: tasks of one lane are done one after the other."""
+    """Queue of tasks that are done one after the other."""
 
     SHORT = "short bodies"
     LONG = "long bodies"
@@ -50,34 +50,34 @@ class Lane(Enum):
 
 
 class Answer(NamedTuple):
-    """`value` is small: it is unpickled on the event loop. `parts` are as they were."""
+    """Result of a task. `value` is small: the event loop unpickles it. `parts` are as they were."""
 
     value: Any
     parts: Sequence[bytes] = ()
 
 
 Pieces = Sequence[bytes | bytearray]
-"""Each is brief enough to be copied in one turn of the event loop."""
+"""Pieces of a body, each brief enough to be copied in one turn of the event loop."""
 Work = Callable[[Any, bytes], Answer]
-"""A lane's function of a task and its body. Raises a MooncakeError that the caller expects."""
+"""Function of a lane, called with a task and its body. Raises a MooncakeError that the caller expects."""
 
 
 class Offload:
-    """Needs a running event loop; `run` must run for tasks to be done."""
+    """Pool of processes for tasks, which are done while `run` runs. Needs a running event loop."""
 
     def __init__(self, work: Mapping[Lane, Work]) -> None:
         """Forks: nothing else may run in this process that a copy of it could wait for."""
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._pid = _fork(lambda: _fork_lanes(other, list(work.values())), keep=[other])
-        self._lanes = {lane: _Line(number, self._new_process) for number, lane in enumerate(work)}
+        self._lanes = {lane: _LaneQueue(number, self._new_process) for number, lane in enumerate(work)}
 
     async def run(self) -> None:
         """Do tasks until cancelled; the processes end then."""
         try:
             async with asyncio.TaskGroup() as group:
-                for line in self._lanes.values():
-                    group.create_task(line.run())
+                for lane in self._lanes.values():
+                    group.create_task(lane.run())
         finally:
             self.close()
 
@@ -96,7 +96,7 @@ class Offload:
         return await self._lanes[lane].do(task, tenant, body)
 
     def num_waiting(self, lane: Lane) -> int:
-        """Tasks that have not ended."""
+        """Return how many tasks have not ended."""
         return self._lanes[lane].num_waiting
 
     def _new_process(self, number: int) -> socket.socket:
@@ -113,8 +113,8 @@ class _Task(NamedTuple):
     answered: asyncio.Future[Answer]
 
 
-class _Line:
-    """One lane: those who wait, tenant by tenant in turn, and the process."""
+class _LaneQueue:
+    """One lane: its process, and tasks that wait for it, tenant by tenant in turn."""
 
     def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
         self._number, self._new_process = number, new_process
@@ -158,7 +158,7 @@ class _Line:
 
 
 class _Process:
-    """The way to a lane's process."""
+    """Connection to a lane's process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader, self._writer = reader, writer
@@ -170,7 +170,7 @@ class _Process:
         return cls(reader, writer, _SIZE.unpack(await reader.readexactly(_SIZE.size))[0])
 
     async def do(self, task: _Task) -> bool:
-        """Whether the process can do more."""
+        """Do a task. Returns whether the process can do more."""
         answer: Answer | Exception
         try:
             async with asyncio.timeout(_MAX_S):
@@ -244,7 +244,7 @@ def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
 
 def _serve(connection: socket.socket, work: Work) -> None:
     """Do tasks until nobody is there."""
-    _give_way()
+    _lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = _data_bytes() + _MAX_NEW_BYTES
     _limit(resource.RLIMIT_DATA, most_bytes)
@@ -264,7 +264,7 @@ def _serve(connection: socket.socket, work: Work) -> None:
             del value, body, answer, parts, head
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Leave the processor to processes that compute tokens, where cores are short.
 
     Linux may share the processor between sessions first (autogroup): then the session's own nice counts.
@@ -292,7 +292,7 @@ def _limit(what: int, most: int) -> None:
 
 
 def _data_bytes() -> int:
-    """What this process has of the memory that `RLIMIT_DATA` is about."""
+    """Return how much this process has of the memory that `RLIMIT_DATA` limits."""
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmData:")]
     return int(line.split()[1]) << 10

@@ -14,7 +14,7 @@ import msgspec
 
 from conductor.front.caches.context_caches import Beginning
 from conductor.front.errors import RETRY_AFTER_S
-from conductor.front.openai.body import Received
+from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.context_beginnings import NewBeginning, read_beginning
 from conductor.front.requests.grammars import WantedGrammar
@@ -41,7 +41,7 @@ _MAX_WAITING_GRAMMARS = 16
 _MAX_GRAMMARS_KEPT = 32
 
 FindCache = Callable[[str], Beginning]
-"""By id or name. Raises RequestError."""
+"""Function that finds a context cache by id or name. Raises RequestError."""
 
 
 class _JobTask(NamedTuple):
@@ -59,7 +59,7 @@ class _TokensTask(NamedTuple):
 
 
 class Reading:
-    """Of one front. Needs a running event loop; `run` must run."""
+    """Reader of one front's bodies. Needs a running event loop; `run` must run."""
 
     def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
         """Forks: nothing else may run in this process that a copy of it could wait for."""
@@ -72,11 +72,13 @@ class Reading:
         await self._offload.run()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the processes. Idempotent."""
         self._offload.close()
 
-    async def job(self, endpoint: Endpoint, body: Received, key: ApiKey | None, find_cache: FindCache) -> Job:
-        """The valid job in `body`; its grammar is one. Raises RequestError."""
+    async def job(
+        self, endpoint: Endpoint, body: ReceivedBody, key: ApiKey | None, find_cache: FindCache
+    ) -> Job:
+        """Return the valid job in `body`, whose grammar compiles. Raises RequestError."""
         cache = None
         if len(body) <= MAX_BRIEF_BYTES:
             request = read_request(endpoint, body.whole(), self._model, self._name)
@@ -90,16 +92,16 @@ class Reading:
             answer = await self._ask(_JobTask(endpoint, key, cache), body, key)
         return await self._checked(await _unpacked(answer.value, answer.parts), key)
 
-    async def beginning(self, body: Received, key: ApiKey | None) -> NewBeginning:
-        """What a new context cache is to have. Raises RequestError."""
+    async def beginning(self, body: ReceivedBody, key: ApiKey | None) -> NewBeginning:
+        """Return the content of a new context cache. Raises RequestError."""
         if len(body) <= MAX_BRIEF_BYTES:
             return read_beginning(body.whole(), self._model, self._name, key)
         answer = await self._ask(_BeginningTask(key), body, key)
         new: NewBeginning = answer.value
         return new._replace(job=await _unpacked(new.job, answer.parts))
 
-    async def about_tokens(self, kind: AboutTokens, body: Received, key: ApiKey | None) -> bytes:
-        """The answer to `/tokenize` or `/detokenize`, in JSON. Raises RequestError."""
+    async def about_tokens(self, kind: AboutTokens, body: ReceivedBody, key: ApiKey | None) -> bytes:
+        """Return the answer to `/tokenize` or `/detokenize`, in JSON. Raises RequestError."""
         if kind is AboutTokens.DETOKENIZE:
             check_num_ids(body, self._model)
         if len(body) <= MAX_BRIEF_BYTES:
@@ -109,7 +111,7 @@ class Reading:
         [data] = (await self._ask(_TokensTask(kind), body, key)).parts
         return data
 
-    async def _ask(self, task: Any, body: Received, key: ApiKey | None) -> Answer:
+    async def _ask(self, task: Any, body: ReceivedBody, key: ApiKey | None) -> Answer:
         lane = Lane.SHORT if len(body) <= _MAX_SHORT_BYTES else Lane.LONG
         return await self._offload.do(lane, task, _tenant(key), body.pieces)
 
@@ -165,7 +167,7 @@ def _tenant(key: ApiKey | None) -> str:
 
 
 def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
-    """The job without its prompts, and these: each one's token ids and keys."""
+    """Return the job without its prompts, and each prompt's token ids and keys."""
     parts = []
     for prompt in job.prompts:
         parts += [array("I", prompt.token_ids).tobytes(), b"".join(prompt.keys)]
@@ -173,7 +175,7 @@ def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
 
 
 async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
-    """The whole job. Others have turns between its prompts, which together may have millions of tokens."""
+    """Return the whole job. Others have turns between its prompts, which may have millions of tokens."""
     prompts = []
     for ids, keys in zip(parts[::2], parts[1::2], strict=True):
         token_ids = array("I")

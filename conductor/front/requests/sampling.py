@@ -20,7 +20,7 @@ _SEED_BITS = 63
 
 
 class Sampling:
-    """What one HTTP request wants, checked and in token ids. Raises RequestError."""
+    """Sampling of one HTTP request, checked and in token ids. Raises RequestError."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """Of a prompt's `choice`-th choice."""
+        """Return the parameters of a prompt's `choice`-th choice."""
         if self._min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {self._min_tokens}, but the answer has at most"
@@ -64,7 +64,7 @@ class Sampling:
 
 
 def _check_beside_grammar(request: ChatCompletionRequest | CompletionRequest, grammar: WantedGrammar) -> None:
-    """What forbids tokens could leave none that the grammar allows."""
+    """Refuse fields that forbid tokens: they could leave none that the grammar allows."""
     for field in ("min_tokens", "bad_words", "ignore_eos"):
         if getattr(request, field):
             raise RequestError(
@@ -86,7 +86,7 @@ def _stop_token_ids(
 
 
 def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]:
-    """JSON has no numbers for keys: token ids come as strings."""
+    """Return biases by token id. JSON has no numbers for keys: ids come as strings."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     for key in given:
         # A number that is too long for a token id may be too long to be read as a number.
@@ -100,7 +100,7 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]
 
 
 def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Each word as a text begins with it, and, if it has as many tokens then, as it follows a space."""
+    """Return each word's tokens at a text's beginning, and behind a space if they are as many."""
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         path = f"bad_words[{index}]"
@@ -135,7 +135,7 @@ def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | N
 
 
 def _choice_seed(seed: int | None, index: int) -> int:
-    """The seed of a prompt's `index`-th choice. The first has the given one, so it does not depend on n."""
+    """Return the seed of a prompt's `index`-th choice. The first has the given one, whatever n is."""
     if seed is None:
         return secrets.randbits(_SEED_BITS)
     if index == 0:

@@ -15,7 +15,7 @@ SLO_CLASS_HEADER = "x-mooncake-slo-class"
 
 
 def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
-    """The job in the class of this name, or in none; for the tenant whose key it is.
+    """Return the job in the SLO class of this name, or in none, for the tenant with this key.
 
     `priorities`: of all classes; that of its class replaces the job's own. Raises RequestError for a class
     that does not exist, or whose priority the key must not have.

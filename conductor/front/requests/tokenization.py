@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field, SkipValidation
 
-from conductor.front.openai.body import Received, parse, refusing_depth
+from conductor.front.openai.body import ReceivedBody, parse, refusing_depth
 from conductor.front.openai.fields import MAX_FIELDS, KnownFields, ListOf
 from conductor.front.openai.model import ServedModel
 from conductor.front.openai.prompt import (
@@ -26,7 +26,7 @@ from mooncake.errors import RequestError
 
 
 class AboutTokens(Enum):
-    """What is asked of a text's tokens."""
+    """Kind of request about tokens."""
 
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
@@ -55,7 +55,7 @@ class DetokenizeRequest(KnownFields):
 def answer_about_tokens(
     kind: AboutTokens, body: bytes, model: ServedModel, served_model_name: str, *, only_brief: bool = False
 ) -> bytes | None:
-    """The answer in JSON. Raises RequestError. None: `only_brief`, and it is not as short as its body."""
+    """Return the answer in JSON, or None with `only_brief` if it is long. Raises RequestError."""
     if kind is AboutTokens.DETOKENIZE:
         return msgspec.json.encode(detokenize(body, model, served_model_name))
     request = _tokenize_request(body, model)
@@ -64,8 +64,8 @@ def answer_about_tokens(
     return msgspec.json.encode(_tokenized(request, model, served_model_name))
 
 
-def check_num_ids(body: Received, model: ServedModel) -> None:
-    """Raises RequestError for more ids than a prompt may have, before anything is made of the body."""
+def check_num_ids(body: ReceivedBody, model: ServedModel) -> None:
+    """Refuse more ids than a prompt may have, before anything is made of the body. Raises RequestError."""
     num_ids = body.count(b",") + 1
     if num_ids > model.context_len + MAX_FIELDS:
         raise _too_many(f"about {num_ids}", model)
@@ -80,7 +80,7 @@ def _too_many(num: str, model: ServedModel) -> RequestError:
 
 
 def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
-    """The answer to `/tokenize`. Raises RequestError."""
+    """Return the answer to `/tokenize`. Raises RequestError."""
     return _tokenized(_tokenize_request(body, model), model, served_model_name)
 
 
@@ -127,7 +127,7 @@ def _tokenized(request: TokenizeRequest, model: ServedModel, served_model_name: 
 
 
 def detokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
-    """The answer to `/detokenize`: special tokens are written out. Raises RequestError."""
+    """Return the answer to `/detokenize`: special tokens are written out. Raises RequestError."""
     request = parse(DetokenizeRequest, body)
     check_model(request.model, served_model_name)
     if len(request.tokens) > model.context_len:

@@ -1,4 +1,4 @@
-"""From a request's bytes to what the cluster understands: token ids, block keys and sampling parameters.
+"""Validation: from a request's bytes to token ids, block keys and sampling parameters.
 
 Owns: parsing, defaults, and checks against the model's limits. Does not know: HTTP, sockets, the cluster.
 Everything here is a plain function of its input and may run in a thread.
@@ -65,7 +65,7 @@ class Endpoint(Enum):
 
     @property
     def id_prefix(self) -> str:
-        """How the ids of its answers begin."""
+        """Prefix of its answers' ids."""
         return "chatcmpl" if self is Endpoint.CHAT else "cmpl"
 
 
@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True):
     num_choices_per_prompt: int
     sampling: list[SamplingParams]
     max_tokens_field: str | None
-    """the field by which the client chose `max_tokens`; None: it is the default"""
+    """Field by which the client chose `max_tokens`; None: it is the default."""
     stops: tuple[str, ...]
     stream: bool
     usage_shown: UsageShown
@@ -102,16 +102,16 @@ class Job(msgspec.Struct, frozen=True):
     root_key: bytes
     is_salted: bool
     tools: ToolUse | None = None
-    """the answer may have calls of these"""
+    """Tools that the answer may call."""
     grammar: WantedGrammar | None = None
-    """not compiled yet"""
+    """Grammar that the answer must follow, not compiled yet."""
     priority: int = 0
     slo_class: str = ""
     tenant: str = ""
     num_shared: Sequence[int] = ()
-    """tokens of each prompt that are its context cache's, if it has one"""
+    """Tokens of each prompt that are its context cache's, if it has one."""
     cache_use: CacheUse | None = None
-    """of that context cache"""
+    """Count of what the context cache saves."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -147,7 +147,7 @@ def read_job(
     key: ApiKey | None = None,
     cache: Beginning | None = None,
 ) -> Job:
-    """`job_of` of `read_request`."""
+    """Read a whole job at once: `job_of` of `read_request`."""
     return job_of(read_request(endpoint, body, model, served_model_name), model, max_choices, key, cache)
 
 
@@ -249,7 +249,7 @@ def _job_of(
 
 
 def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: int) -> None:
-    """Before anything is tokenized: a million prompts would take minutes."""
+    """Bound the choices before anything is tokenized: a million prompts would take minutes."""
     if num_prompts * num_choices_per_prompt > max_choices:
         raise RequestError(
             f"{num_prompts} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
@@ -260,7 +260,7 @@ def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: i
 
 
 def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
-    """The job, its default output length cut to what the instances' KVCache can hold.
+    """Return the job, its default output length cut to what the instances' KVCache can hold.
 
     Raises RequestError when no pair of instances could ever hold one of the prompts, or the output that was
     asked for. Before there was a pair nothing is known of sizes, and the job stays as it is.
@@ -297,7 +297,7 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 def priority_of(wanted: int | None, key: ApiKey | None) -> int:
-    """The one that a request gets. Raises RequestError."""
+    """Return the priority that a request gets. Raises RequestError."""
     first = None if key is None else key.priority
     if wanted is None:
         return first or 0
@@ -341,7 +341,7 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 
 def _given_max_tokens(request: GenerationRequest) -> tuple[str | None, int]:
-    """The field that limits the output, and its value; (None, the default) if none was given."""
+    """Return the field that limits the output, and its value; (None, the default) if none was given."""
     if isinstance(request, ChatCompletionRequest) and (newer := request.max_completion_tokens) is not None:
         if request.max_tokens not in (None, newer):
             raise RequestError(

@@ -16,7 +16,7 @@ from mooncake.errors import RequestError
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
-    """`POST /admin/instances/{name}/drain`, and `.../serve`, which undoes it."""
+    """Return the routes `POST /admin/instances/{name}/drain`, and `.../serve`, which undoes it."""
     router = APIRouter(prefix=ADMIN, dependencies=[Depends(access.check_acting)])
 
     async def told(name: str, *, is_wanted: bool) -> Response:

@@ -24,7 +24,7 @@ from conductor.front.generation.answer import AnswerFormat
 from conductor.front.generation.generation import Generation
 from conductor.front.generation.response import GenerationResponse, outcome_of
 from conductor.front.http.boundary import Boundary, answer_errors, response_to
-from conductor.front.metrics import Denial, Outcome
+from conductor.front.metrics import Denial, RequestOutcome
 from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, check_model
 from conductor.front.requests.slo_classes import SLO_CLASS_HEADER, in_class
 from conductor.front.requests.tokenization import AboutTokens, DetokenizeRequest, TokenizeRequest
@@ -96,7 +96,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
             front.metrics.request_ended(outcome_of(error))
             raise
         except ClientDisconnect:
-            front.metrics.request_ended(Outcome.ABORTED)
+            front.metrics.request_ended(RequestOutcome.ABORTED)
             raise
         if job.client_request_id is not None:
             request.scope["state"]["request_id"] = job.client_request_id

@@ -39,7 +39,7 @@ class ExtendRequest(KnownFields):
 
 
 def context_caches(front: Front) -> APIRouter:
-    """The routes."""
+    """Return the routes of context caches."""
     router = APIRouter(prefix=PATH)
 
     @router.post("", openapi_extra=described(ContextCacheRequest))
@@ -107,7 +107,7 @@ async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
 
 
 async def _compute(front: Front, job: Job) -> None:
-    """Raises RequestError. Its blocks are in a pool then."""
+    """Run a job whose answer nobody reads; its blocks are in a pool then. Raises RequestError."""
     generation = Generation(job, front.model, front.link, front.metrics, front.request_log, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):

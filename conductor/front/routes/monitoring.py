@@ -20,9 +20,9 @@ from conductor.telemetry.display import Display
 from mooncake.errors import RequestError
 
 _KEPT_S = 0.5
-"""for others who ask at the same time: several open pages cost as much as one"""
+"""Seconds for which an answer is kept for others: several open pages cost as much as one."""
 _METRICS_KEPT_S = 0.1
-"""the same for scrapes, which need no key: whoever asks all the time takes little of the event loop's"""
+"""The same for scrapes, which need no key: whoever asks all the time takes little of the event loop's"""
 _PAGE = {
     "": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -39,7 +39,7 @@ _HEADERS = {
 def monitoring(
     registry: CollectorRegistry, display: Display | None, link: Link, access: AdminAccess
 ) -> APIRouter:
-    """Without a Conductor in this process (`display`) there are the front's metrics alone."""
+    """Return the routes; without a Conductor in this process (`display`) the front's metrics alone."""
     router = APIRouter()
 
     def metrics_text() -> bytes:
@@ -53,12 +53,12 @@ def monitoring(
         return Response(text.latest(), media_type=CONTENT_TYPE_LATEST)
 
     if display is not None:
-        router.include_router(_dashboard(_State(display, link), access))
+        router.include_router(_dashboard(_DashboardState(display, link), access))
     return router
 
 
 class _Kept:
-    """A text that is made by `make` and kept for `kept_s` seconds."""
+    """Text that is made by `make` and kept for `kept_s` seconds."""
 
     def __init__(self, make: Callable[[], bytes], kept_s: float) -> None:
         self._make, self._kept_s = make, kept_s
@@ -66,31 +66,31 @@ class _Kept:
         self._made_s: float | None = None
 
     def latest(self) -> bytes:
-        """At most `kept_s` old."""
+        """Return the text, at most `kept_s` old."""
         now_s = asyncio.get_running_loop().time()
         if self._made_s is None or now_s > self._made_s + self._kept_s:
             self._body, self._made_s = self._make(), now_s
         return self._body
 
 
-class _State:
-    """What the page asks for, as JSON."""
+class _DashboardState:
+    """State that the page shows, as JSON."""
 
     def __init__(self, display: Display, link: Link) -> None:
         self._display, self._link = display, link
         self._kept = _Kept(lambda: msgspec.json.encode(display.state(link.num_received)), _KEPT_S)
 
     def body(self) -> bytes:
-        """The cluster."""
+        """Return the cluster's state."""
         return self._kept.latest()
 
     def timeline(self, request_id: str) -> bytes | None:
-        """One request."""
+        """Return the timeline of one request, or None if it is not known."""
         timeline: dict[str, Any] | None = self._display.timeline(request_id, self._link.num_received)
         return None if timeline is None else msgspec.json.encode(timeline)
 
 
-def _dashboard(state: _State, access: AdminAccess) -> APIRouter:
+def _dashboard(state: _DashboardState, access: AdminAccess) -> APIRouter:
     router = APIRouter(prefix=DASHBOARD, dependencies=[Depends(access.check_looking)])
     for path, (name, media_type) in _PAGE.items():
         content = files("conductor.front.routes.dashboard").joinpath(name).read_bytes()
@@ -118,7 +118,7 @@ def _add_file(router: APIRouter, path: str, content: bytes, media_type: str) -> 
 
 
 def _unless_known(request: Request, body: bytes, media_type: str = "application/json") -> Response:
-    """304 for who has it already."""
+    """Return the body, or 304 for a client that has it already."""
     etag = f'"{xxhash.xxh3_64_hexdigest(body)}"'
     headers = {**_HEADERS, "etag": etag}
     if request.headers.get("if-none-match") == etag:

@@ -35,13 +35,13 @@ _ERROR = {
 
 
 def described(body: type[BaseModel]) -> dict[str, Any]:
-    """A route's body, for its `openapi_extra`: FastAPI describes only those that it parses itself."""
+    """Describe a route's body, for its `openapi_extra`: FastAPI describes only those that it parses."""
     schema = body.model_json_schema(ref_template=_REFERENCE)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Call it behind the last route."""
+    """Describe all routes. Call it behind the last one."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Any] = {"Error": _ERROR}
     for path, operations in document["paths"].items():

@@ -1,4 +1,4 @@
-"""What a person sees who opens the server in a browser: `/`, and the API's description at `/docs`.
+"""Pages for a person who opens the server in a browser: `/`, and the API's description at `/docs`.
 
 `/` is JSON for programs. Nothing is loaded from other hosts: Swagger UI comes with a package.
 
@@ -33,11 +33,11 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _WITHOUT_INTERNET = {"validatorUrl": None}
-"""Swagger UI would have a server of its makers judge the description"""
+"""Parameters of Swagger UI, which else has a server of its makers judge the description."""
 
 
 def add_pages(app: FastAPI, model_name: str) -> None:
-    """Call it behind the other routes: only paths that are served are linked."""
+    """Add the pages behind the other routes: only paths that are served are linked."""
     with as_file(files("fastapi_offline") / "static") as folder:
         app.mount(_ASSETS, StaticFiles(directory=folder))
 

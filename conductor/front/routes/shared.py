@@ -1,4 +1,4 @@
-"""What the routes share: the link to the cluster, the model, how bodies are read, metrics, context caches.
+"""State that the routes share: the link to the cluster, the model, how bodies are read, metrics, caches.
 
 Owns: whose context caches a request finds, what the cluster must be to serve. Does not know: paths, answers.
 """
@@ -24,7 +24,7 @@ from conductor.front.generation.link import ConductorPeer, Link
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.http.boundary import read_body
 from conductor.front.metrics import Metrics
-from conductor.front.openai.body import Received
+from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.reading import Reading
 from conductor.front.requests.tokenization import AboutTokens
@@ -37,7 +37,7 @@ from mooncake.security.api_keys import ApiKey
 
 
 class Front:
-    """Needs a running event loop."""
+    """State that the routes of a front share. Needs a running event loop."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Front:
         registry: CollectorRegistry,
         display: Display | None = None,
     ) -> None:
-        """Raises ConfigError for an endpoint that cannot be used. Forks (`reading`)."""
+        """Open the link, and fork (`reading`). Raises ConfigError for an endpoint that cannot be used."""
         self.config, self.model = config, model
         self.registry, self.display = registry, display
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
@@ -69,7 +69,7 @@ class Front:
 
     @property
     def caches(self) -> ContextCaches:
-        """Raises RequestError if this front makes none."""
+        """Context caches. Raises RequestError if this front makes none."""
         if self._caches is None:
             raise RequestError(
                 "context caches are known to the conductor's own front alone, and this is another one",
@@ -79,14 +79,14 @@ class Front:
         return self._caches
 
     def cluster(self) -> ClusterState:
-        """The cluster's state. Raises UnavailableError if it is not known."""
+        """Return the cluster's state. Raises UnavailableError if it is not known."""
         cluster = self.link.cluster
         if cluster is None:
             raise UnavailableError("not ready: the conductor does not answer")
         return cluster
 
     def ready_cluster(self) -> ClusterState:
-        """The cluster's state. Raises UnavailableError that says what is missing, if it cannot serve."""
+        """Return the cluster's state. Raises UnavailableError with what is missing, if it cannot serve."""
         cluster = self.cluster()
         missing = [
             f"all {role.value} instances are draining"
@@ -99,12 +99,12 @@ class Front:
             raise UnavailableError(f"not ready: {' and '.join(missing)}")
         return cluster
 
-    async def read_body(self, request: Request) -> Received:
-        """Raises RequestError if it is too large, ClientDisconnect if the client hangs up."""
+    async def read_body(self, request: Request) -> ReceivedBody:
+        """Read a body. Raises RequestError if it is too large, ClientDisconnect if the client hangs up."""
         return await read_body(request, self.config.max_request_bytes)
 
-    async def read_job(self, endpoint: Endpoint, body: Received, key: ApiKey | None) -> Job:
-        """The valid job in `body`, for a cluster that could hold it. Raises RequestError.
+    async def read_job(self, endpoint: Endpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
+        """Return the valid job in `body`, for a cluster that could hold it. Raises RequestError.
 
         Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
         """
@@ -121,7 +121,7 @@ class Front:
         return fit_into_pool(job, self.cluster(), self.model.block_size)
 
     async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
-        """The answer to a request about tokens. Raises RequestError."""
+        """Return the answer to a request about tokens. Raises RequestError."""
         body = await self.read_body(request)
         return Response(
             await self.reading.about_tokens(kind, body, key_of(request)), media_type="application/json"
@@ -129,13 +129,13 @@ class Front:
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """The client's, if clients need one."""
+    """Return the client's key, if clients need one."""
     use: KeyUse | None = request.scope["state"].get("key_use")
     return None if use is None else use.key
 
 
 def take_choices(request: Request, num_choices: int) -> None:
-    """Count them against the limits of the client's key, if it needs one. Raises RequestError."""
+    """Count choices against the limits of the client's key, if it needs one. Raises RequestError."""
     use: KeyUse | None = request.scope["state"].get("key_use")
     if use is not None:
         use.take(num_choices)

@@ -12,7 +12,7 @@ from conductor.front.generation.generation import Delta
 from conductor.front.generation.reception import Event, Lost, Receive, Received
 from conductor.front.generation.response import GenerationResponse
 from conductor.front.http.exchange import RESPONSE_STREAM
-from conductor.front.metrics import Metrics, Outcome
+from conductor.front.metrics import Metrics, RequestOutcome
 from mooncake.messages.requests import FinishReason
 
 
@@ -107,7 +107,7 @@ class Served:
     def receive(self, token_id: int, finish_reason: FinishReason | None = None) -> None:
         self.generation.receive(Received("r", [token_id], 0, finish_reason))
 
-    def num(self, outcome: Outcome) -> int:
+    def num(self, outcome: RequestOutcome) -> int:
         return self.metrics._outcomes[outcome]
 
 
@@ -138,7 +138,7 @@ async def test_between_first_and_last_what_is_received_has_been_sent_when_the_ca
     await served.task
     assert served.client.bodies == [b"1", b"2", b"3", b"4end"]
     assert served.generation.is_closed
-    assert served.num(Outcome.FINISHED) == 1
+    assert served.num(RequestOutcome.FINISHED) == 1
 
 
 async def test_nothing_overtakes_what_is_being_sent(started: Served) -> None:
@@ -173,7 +173,7 @@ async def test_a_slow_client_that_hangs_up_ends_the_sending(started: Served) -> 
     await served.task
     assert served.client.bodies == [b"1"]
     assert served.generation.is_closed
-    assert served.num(Outcome.ABORTED) == 1
+    assert served.num(RequestOutcome.ABORTED) == 1
     assert len(asyncio.all_tasks()) == 1
 
 
@@ -184,7 +184,7 @@ async def test_nothing_follows_an_error(started: Served) -> None:
     await served.task
     assert len(served.client.bodies) == 2
     assert b"gone" in served.client.bodies[1]
-    assert served.num(Outcome.FAILED) == 1
+    assert served.num(RequestOutcome.FAILED) == 1
 
 
 async def test_a_bug_is_raised_where_the_request_is_served(served: Served) -> None:
@@ -192,7 +192,7 @@ async def test_a_bug_is_raised_where_the_request_is_served(served: Served) -> No
     with pytest.raises(KeyError, match="a bug"):
         await served.task
     assert served.generation.is_closed
-    assert served.num(Outcome.FAILED) == 1
+    assert served.num(RequestOutcome.FAILED) == 1
 
 
 async def test_nothing_is_sent_after_a_bug(started: Served) -> None:
@@ -209,4 +209,4 @@ async def test_whoever_tells_of_an_error_does_not_get_the_bug_that_it_met(served
     with pytest.raises(RuntimeError, match="a bug of the server"):
         await served.task
     assert served.generation.is_closed
-    assert served.num(Outcome.FAILED) == 1
+    assert served.num(RequestOutcome.FAILED) == 1

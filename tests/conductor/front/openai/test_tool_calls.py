@@ -6,18 +6,25 @@ import random
 
 import pytest
 
-from conductor.front.openai.tool_calls import Arguments, CallStart, Event, Text, ToolCallParser, ToolFormat
+from conductor.front.openai.tool_calls import (
+    Arguments,
+    CallEvent,
+    CallStart,
+    Text,
+    ToolCallParser,
+    ToolFormat,
+)
 
 HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL
 NAMES = ("f", "get_weather")
 A = '{"city": "a}\\"{ é", "n": [1, {"x": null}]}'
 
 
-def parsed(tool_format: ToolFormat, pieces: list[str], max_calls: int | None = None) -> list[Event]:
+def parsed(tool_format: ToolFormat, pieces: list[str], max_calls: int | None = None) -> list[CallEvent]:
     """Neighbouring texts and arguments joined."""
     parser = ToolCallParser(tool_format, NAMES, max_calls)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
-    joined: list[Event] = []
+    joined: list[CallEvent] = []
     for event in events:
         match joined[-1:], event:
             case [Text(before)], Text(text):
@@ -29,12 +36,12 @@ def parsed(tool_format: ToolFormat, pieces: list[str], max_calls: int | None = N
     return joined
 
 
-def call(index: int, name: str, arguments: str) -> list[Event]:
+def call(index: int, name: str, arguments: str) -> list[CallEvent]:
     return [CallStart(index, name), Arguments(index, arguments)]
 
 
 HERMES_CALL = f'<tool_call>\n{{"name": "f", "arguments": {A}}}\n</tool_call>'
-CASES: list[tuple[ToolFormat, str, list[Event]]] = [
+CASES: list[tuple[ToolFormat, str, list[CallEvent]]] = [
     (HERMES, HERMES_CALL, call(0, "f", A)),
     (HERMES, f" Let me see.\n{HERMES_CALL}\n", [Text(" Let me see."), *call(0, "f", A)]),
     (HERMES, f"{HERMES_CALL}\n{HERMES_CALL}", [*call(0, "f", A), *call(1, "f", A)]),
@@ -73,7 +80,7 @@ CASES: list[tuple[ToolFormat, str, list[Event]]] = [
 
 @pytest.mark.parametrize(("tool_format", "text", "expected"), CASES, ids=[case[1][:50] for case in CASES])
 def test_every_division_of_a_text_gives_the_same_events(
-    tool_format: ToolFormat, text: str, expected: list[Event]
+    tool_format: ToolFormat, text: str, expected: list[CallEvent]
 ) -> None:
     assert parsed(tool_format, [text]) == expected
     assert parsed(tool_format, list(text)) == expected
