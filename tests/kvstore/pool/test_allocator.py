@@ -1,4 +1,4 @@
-"""The allocator: index, free pages, users and idle pages of one table, and who is evicted next."""
+"""The allocator: index, free pages, users and idle pages of one table, and which page is evicted next."""
 
 import random
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def key_of(number: int) -> BlockKey:
     return number.to_bytes(16, "big")
 
 
-def new_shelf(
+def new_allocator(
     num_pages: int = 8,
     policy: EvictionPolicy = LRU,
     on_removed: Callable[[BlockKey], None] = lambda _: None,
@@ -63,7 +63,7 @@ def warmth(allocator: PageAllocator, page: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_blocks_that_nobody_touches_go_exactly_in_the_order_of_the_policy(policy: EvictionPolicy) -> None:
-    allocator, draw = new_shelf(NUM_PAGES, policy), random.Random(0)
+    allocator, draw = new_allocator(NUM_PAGES, policy), random.Random(0)
     pages = [store(allocator, n, draw.randrange(50), draw.randrange(1, 9)) for n in range(NUM_PAGES)]
     for page in draw.sample(pages, 30):
         allocator.pin_softly(page, True)
@@ -72,11 +72,11 @@ def test_blocks_that_nobody_touches_go_exactly_in_the_order_of_the_policy(policy
 
 
 class Churn:
-    """Random work on a allocator that is full most of the time; looks at every eviction."""
+    """Random work on an allocator that is full most of the time; looks at every eviction."""
 
     def __init__(self, policy: EvictionPolicy, seed: int) -> None:
         self.removed: list[BlockKey] = []
-        self.allocator = new_shelf(NUM_PAGES, policy, self.removed.append)
+        self.allocator = new_allocator(NUM_PAGES, policy, self.removed.append)
         self.draw = random.Random(seed)
         self.num_stored = self.num_evicted = 0
         self.users: list[tuple[int, bool]] = []
@@ -89,6 +89,8 @@ class Churn:
         for _ in range(num_steps):
             self.draw.choice(steps)()
         assert list(self.allocator.problems()) == []
+        indexed = self.allocator.index.keys()
+        assert len(self.removed) == len(set(self.removed)) == self.num_stored - len(indexed), "not told once"
 
     def used(self) -> set[int]:
         return {page for page, _ in self.users}
@@ -103,6 +105,7 @@ class Churn:
         if page is None:
             return
         assert page in idle
+        assert self.allocator.coldest() == page, "another one, though nothing has happened"
         for other in idle:
             if self.changed[other] <= self.num_evicted - BATCH:
                 assert warmth(self.allocator, page) <= warmth(self.allocator, other), (
@@ -184,7 +187,7 @@ def test_under_churn_the_order_is_kept_to_within_one_batch_and_an_idle_page_is_a
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_many_at_once_is_the_same_as_one_after_the_other(policy: EvictionPolicy) -> None:
     removed: tuple[list[BlockKey], list[BlockKey]] = ([], [])
-    ones, many = (new_shelf(NUM_PAGES, policy, heard.append) for heard in removed)
+    ones, many = (new_allocator(NUM_PAGES, policy, heard.append) for heard in removed)
     rng, number = random.Random(1), 0
     for _ in range(60):
         num_blocks = rng.randrange(1, 3 * BATCH)
@@ -214,7 +217,7 @@ def test_many_at_once_is_the_same_as_one_after_the_other(policy: EvictionPolicy)
 
 
 def test_block_that_is_used_again_after_it_was_chosen_is_spared() -> None:
-    allocator = new_shelf(NUM_PAGES)
+    allocator = new_allocator(NUM_PAGES)
     pages = [store(allocator, number) for number in range(NUM_PAGES)]
     assert allocator.coldest() == pages[0]
     allocator.claim([pages[1]])
@@ -228,7 +231,7 @@ def test_block_that_is_used_again_after_it_was_chosen_is_spared() -> None:
 
 
 def test_soft_pin_takes_effect_on_a_block_that_was_chosen_already() -> None:
-    allocator = new_shelf(NUM_PAGES)
+    allocator = new_allocator(NUM_PAGES)
     pages = [store(allocator, number) for number in range(NUM_PAGES)]
     assert allocator.coldest() == pages[0]
     allocator.pin_softly(pages[1], True)
@@ -236,39 +239,18 @@ def test_soft_pin_takes_effect_on_a_block_that_was_chosen_already() -> None:
 
 
 def test_soft_pin_ends_with_its_block() -> None:
-    allocator = new_shelf(num_pages=2)
+    allocator = new_allocator(num_pages=2)
     allocator.pin_softly(store(allocator, 1), True)
     evict_all(allocator)
     old, new = store(allocator, 2), store(allocator, 3)
     assert evict_all(allocator) == [old, new]
 
 
-def test_coldest_stays_until_it_is_evicted() -> None:
-    allocator = new_shelf()
-    store(allocator, 1)
-    store(allocator, 2)
-    assert allocator.coldest() == allocator.coldest()
-
-
 # -- blocks and users ---------------------------------------------------------------------------------
 
 
-def test_block_is_reported_once_when_it_leaves_the_index() -> None:
-    removed: list[BlockKey] = []
-    allocator = new_shelf(on_removed=removed.append)
-    evicted, unsealed = store(allocator, 1), store(allocator, 2)
-    allocator.evict(evicted)
-    allocator.claim([unsealed])
-    allocator.unseal(unsealed)
-    assert removed == [key_of(1), key_of(2)]
-    assert allocator.unclaim([unsealed]) == [unsealed]
-    allocator.free(unsealed)
-    assert removed == [key_of(1), key_of(2)]
-    assert (allocator.index, allocator.num_free) == ({}, 8)
-
-
 def test_use_that_was_none_leaves_a_block_where_it_was_in_the_order() -> None:
-    allocator = new_shelf()
+    allocator = new_allocator()
     first, second = store(allocator, 1), store(allocator, 2)
     allocator.claim([first])
     allocator.unclaim([first], used=False)
@@ -276,7 +258,7 @@ def test_use_that_was_none_leaves_a_block_where_it_was_in_the_order() -> None:
 
 
 def test_use_by_one_of_several_users_counts_even_if_he_is_not_the_last_to_go() -> None:
-    allocator = new_shelf()
+    allocator = new_allocator()
     first, second = store(allocator, 1), store(allocator, 2)
     allocator.claim([first])  # somebody who only copies it elsewhere
     allocator.claim([first])
@@ -375,7 +357,7 @@ def a_reserved_page_of_nobody(allocator: PageAllocator) -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_contradiction_is_reported(damage: Callable[[PageAllocator], None], complaint: str) -> None:
-    allocator = new_shelf()
+    allocator = new_allocator()
     store(allocator, 1)
     store(allocator, 2)
     assert list(allocator.problems()) == []
@@ -385,7 +367,7 @@ def test_contradiction_is_reported(damage: Callable[[PageAllocator], None], comp
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_miscounted_idle_page_does_not_make_the_search_for_one_endless(policy: EvictionPolicy) -> None:
-    allocator = new_shelf(policy=policy)
+    allocator = new_allocator(policy=policy)
     store(allocator, 1)
     a_miscounted_idle_page(allocator)
     assert allocator.coldest() is None

@@ -70,27 +70,6 @@ def test_order_is_that_of_a_sort(policy: EvictionPolicy, pages: list[Page], num_
     assert list(map(ORDERS[policy], order(policy, pages, num_pages))) == expected[:num_pages]
 
 
-EXAMPLES = {
-    "old": Page(last_use=1, num_uses=5, position=3),
-    "rare": Page(last_use=8, num_uses=1, position=2),
-    "rare, far from the start": Page(last_use=9, num_uses=1, position=7),
-    "popular": Page(last_use=7, num_uses=9, position=0),
-    "pinned softly": Page(last_use=0, num_uses=0, position=9, is_soft=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("policy", "names"),
-    [
-        (LRU, ["old", "popular", "rare", "rare, far from the start", "pinned softly"]),
-        (LFU, ["rare", "rare, far from the start", "old", "popular", "pinned softly"]),
-        (LENGTH_AWARE, ["rare, far from the start", "rare", "old", "popular", "pinned softly"]),
-    ],
-)
-def test_policies_differ_where_they_should(policy: EvictionPolicy, names: list[str]) -> None:
-    assert order(policy, list(EXAMPLES.values())) == [EXAMPLES[name] for name in names]
-
-
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_any_values_give_an_order_and_soft_pins_stay_last(policy: EvictionPolicy) -> None:
     most = (1 << 32) - 1
