@@ -50,7 +50,7 @@ def request(request_id: str = "r", num_tokens: int = 9) -> Request:
 
 
 def told_to_front(effects: list[Effect]) -> list[tuple[int, int, int]]:
-    """Of each state of the cluster: instances that prefill and that decode, and blocks of a sequence."""
+    """The prefill and decode instances, and the blocks of a sequence, in each state of the cluster."""
     states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
     return [(state.num_prefill, state.num_decode, state.max_sequence_blocks) for state in states]
 

@@ -35,7 +35,7 @@ def test_fronts_that_were_not_accepted_submit_nothing() -> None:
 
 
 def test_a_front_is_told_which_of_its_requests_the_conductor_does_not_have() -> None:
-    """It never heard of them, or said how they ended to nobody."""
+    """The Conductor never received these requests, or its last message about them was lost."""
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request("here")), 1.0)
     [answer] = conductor.handle(FRONT, InFlight(["swallowed", "here"]), 1.5)
@@ -46,7 +46,7 @@ def test_a_front_is_told_which_of_its_requests_the_conductor_does_not_have() -> 
 
 
 def test_a_request_that_its_front_does_not_have_ends_at_the_second_heartbeat() -> None:
-    """Its last tokens have reached the front a moment before the Conductor hears of them, or its cancellation
+    """The last tokens have reached the front a moment before the Conductor hears of them, or its cancellation
     was swallowed."""
     conductor = new_conductor()
     for request_id in ("cancelled", "other"):

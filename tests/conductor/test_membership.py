@@ -51,7 +51,7 @@ from tests.conductor.small_cluster import (
 )
 
 
-def test_an_instance_whose_pool_has_the_name_of_another_is_refused() -> None:
+def test_an_instance_with_the_pool_name_of_another_is_refused() -> None:
     conductor = new_conductor()
     shards = (PoolShard(address("p0"), LAYOUT),)
     register = msgspec.structs.replace(registration("p1", Role.PREFILL), shards=shards)
@@ -121,7 +121,7 @@ def test_an_instance_that_loads_its_model_again_is_waited_for() -> None:
     assert Effect(again, Reserve(ref(1), order)) in effects
 
 
-def test_a_life_whose_end_nobody_had_noticed_ends_when_the_next_one_begins() -> None:
+def test_a_life_with_an_unnoticed_end_ends_when_the_next_one_begins() -> None:
     conductor, order = new_conductor(), request()
     conductor.handle(FRONT, Submit(order), 1.0)
     effects = conductor.handle(peer_identity("d0/returning", 2), Returning("d0", 2, []), 2.0)

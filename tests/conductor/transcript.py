@@ -104,7 +104,7 @@ class Transcript:
         return self._conductor.stats
 
     def run(self, line: str) -> list[str]:
-        """What comes of one command."""
+        """The lines that one command gives."""
         name, *words = line.split()
         positional = [word for word in words if "=" not in word]
         options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -351,7 +351,7 @@ class Transcript:
         raise AssertionError(effect)
 
     def _why(self, request_id: str) -> str:
-        """How the pair was chosen."""
+        """The placement of a request as text."""
         placement = self._conductor.requests[request_id].placed.placement
         source = "" if placement.source is None else f" source={_instance(placement.source, placement)}"
         times = placement.prediction

@@ -16,14 +16,14 @@ def test_the_longest_of_the_latest_counts() -> None:
     assert headroom.kept_s(TERMS, 1.0, 1.0, 2 * MEMORY_S, 2 * MEMORY_S) == 0.0
 
 
-def test_whoever_came_before_the_refusal_keeps_nothing_free() -> None:
+def test_a_request_that_came_before_the_refusal_keeps_no_headroom() -> None:
     headroom = Headroom()
     headroom.refused(TERMS, 5.0, 3.0)
     assert headroom.kept_s(TERMS, 1.0, 1.0, 2.9, 4.0) == 0.0
     assert headroom.kept_s(TERMS, 1.0, 1.0, 3.0, 4.0) == 4.0
 
 
-def test_a_part_of_the_slo_is_never_kept() -> None:
+def test_a_part_of_the_slo_is_never_headroom() -> None:
     headroom = Headroom()
     headroom.refused(TERMS, 7.0, 0.0)
     assert headroom.kept_s(TERMS, 0.5, 1.5, 1.0, 1.0) == MAX_SHARE * TERMS.ttft_slo_s - 0.5
@@ -36,7 +36,7 @@ def test_nothing_is_kept_where_it_would_not_be_enough() -> None:
     assert headroom.kept_s(TERMS, 1.0, 1.0, 1.0, 1.0) == 3.0
 
 
-def test_what_was_refused_takes_as_much_longer_as_is_believed_now() -> None:
+def test_a_refused_prompt_takes_as_much_longer_as_predictions_do_now() -> None:
     headroom = Headroom()
     headroom.refused(TERMS, 4.0, 0.0)
     assert headroom.kept_s(TERMS, 1.5, 1.5, 1.0, 1.0) == 1.5 * 4.0 - 1.5

@@ -17,11 +17,11 @@ DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [bytes(15) + bytes([number]) for number in range(12)]
 CHAINS = [KEYS[:6], KEYS[:3] + KEYS[6:9], KEYS[9:]]
 PARTS = {"p0": ("p0",), "p1": ("p1.0", "p1.1"), "d0": ("d0",), "d1": ("d1.0", "d1.1", "d1.2")}
-"""of each instance the shards"""
+"""The shards of each instance."""
 
 
 def matched(index: PrefixIndex, keys: Sequence[bytes]) -> dict[str, tuple[int, int]]:
-    """By name: leading blocks, and how many of them are in DRAM."""
+    """The leading blocks of each instance by name, and the number of them in DRAM."""
     match = index.match(keys)
     assert match.num_blocks.dtype == match.num_dram_blocks.dtype == np.int32
     assert len(match.num_blocks) == len(match.num_dram_blocks) == index.num_slots
@@ -46,7 +46,7 @@ class Pools(RuleBasedStateMachine):
         super().__init__()
         self.index = PrefixIndex()
         self.held: dict[str, dict[Tier, set[bytes]]] = {}
-        """by shard"""
+        """The keys by shard."""
         self.names: set[str] = set()
 
     @rule(name=st.sampled_from(sorted(PARTS)))

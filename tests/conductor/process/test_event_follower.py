@@ -32,7 +32,7 @@ class Pool:
     def __init__(self, folder: Path, name: str, incarnation: int = 1, keys: Iterable[bytes] = ()) -> None:
         self.log = EventLog(20)
         self.held = dict.fromkeys(keys, DRAM)
-        """adopted from an earlier life, so no event tells of them"""
+        """Blocks adopted from an earlier life, of which no event tells."""
         self.publisher = InternalPublisher(
             self.log,
             self._snapshot,
@@ -186,7 +186,7 @@ async def test_another_life_of_a_messenger_is_followed_from_its_snapshot_on(
             await cluster.until(lambda: cluster.matched("p0") == (2, 2))
 
 
-async def test_few_snapshots_are_loaded_at_a_time_and_the_dead_hold_up_nobody(
+async def test_few_snapshots_are_loaded_at_a_time_and_dead_messengers_hold_up_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("conductor.process.event_follower.MAX_LOADING", 1)
@@ -203,7 +203,7 @@ async def test_few_snapshots_are_loaded_at_a_time_and_the_dead_hold_up_nobody(
             assert cluster.matched("dead-0") == (0, 0)
 
 
-async def test_who_leaves_is_forgotten_and_may_come_back(tmp_path: Path) -> None:
+async def test_a_messenger_that_leaves_is_forgotten_and_may_come_back(tmp_path: Path) -> None:
     async with Cluster() as cluster:
         p0, d0 = Pool(tmp_path, "p0", keys=KEYS[:5]), Pool(tmp_path, "d0", keys=KEYS[:4])
         async with following(cluster, p0, d0):

@@ -87,7 +87,7 @@ def test_when_its_holder_is_lost_it_is_pinned_where_it_is_computed_again(cluster
     assert said(contexts.tick(1.5)) == [("p1", Pin(KEYS[:3], PIN_S))]
 
 
-def test_what_was_evicted_after_all_moves_to_who_has_it(cluster: Cluster) -> None:
+def test_evicted_blocks_are_pinned_on_another_holder(cluster: Cluster) -> None:
     contexts = cluster.contexts
     cluster.store("p0", KEYS[:3])
     contexts.keep("c", KEYS[:3], 1000.0, 0.0)

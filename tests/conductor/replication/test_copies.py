@@ -55,7 +55,7 @@ class Cluster:
             self.replication.note(keys)
 
     def round(self, seconds: float = PERIOD_S) -> list[Order]:
-        """Who fetches so many blocks from whom, or drops so many."""
+        """The fetches and drops that were ordered, as text."""
         self.now_s += seconds
         orders: list[Order] = []
         for effect in self.replication.tick(self.now_s):
@@ -69,7 +69,7 @@ class Cluster:
         return orders
 
     def copied(self, keys: Sequence[bytes], to: str = "p1") -> None:
-        """It has been ordered, and has come."""
+        """Let a copy that was ordered come."""
         self.ask(keys, 5)
         assert self.round() == [(to, "p0", len(keys))]
         self.store(to, keys)
@@ -115,7 +115,7 @@ def test_the_hotter_a_prefix_the_more_copies() -> None:
 
 
 @pytest.mark.parametrize("holder", ["p1", "d0"])
-def test_blocks_come_from_who_holds_them_all_and_has_least_to_move(holder: str) -> None:
+def test_blocks_come_from_the_holder_of_all_with_the_fewest_bytes_ahead(holder: str) -> None:
     cluster, keys = Cluster(num_prefill=3), keys_of("a", 10)
     cluster.store("p0", keys)
     cluster.store(holder, keys)

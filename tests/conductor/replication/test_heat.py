@@ -9,7 +9,7 @@ def keys_of(prompt: str, num_blocks: int) -> list[bytes]:
     return [f"{prompt} {index}".encode().ljust(16) for index in range(num_blocks)]
 
 
-def test_uses_fade_and_what_nobody_asks_for_is_forgotten() -> None:
+def test_uses_fade_and_unused_blocks_are_forgotten() -> None:
     heat = Heat()
     keys = keys_of("a", 3)
     for _ in range(4):

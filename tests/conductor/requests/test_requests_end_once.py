@@ -46,8 +46,7 @@ from tests.conductor.small_cluster import (
 
 
 class RequestsEndOnce(RuleBasedStateMachine):
-    """Whatever order messages, deaths and returns come in, no request is lost, ends twice, or is a load when
-    it has ended."""
+    """No order of messages, losses and returns loses a request, ends it twice, or leaves a load behind it."""
 
     overload = Overload.PREDICTION
 

@@ -111,7 +111,7 @@ def test_prefill_is_ordered_nothing_that_decode_computes_itself() -> None:
     assert finished == [Effect(FRONT, Ended("r", 3))]
 
 
-def test_a_request_that_decode_computed_itself_is_refused_by_nobody_later() -> None:
+def test_a_request_with_an_inlined_prefill_is_refused_by_no_instance_later() -> None:
     conductor, order = two_decode_instances(), request()
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
@@ -221,7 +221,7 @@ def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> N
     assert effects == [Effect(FRONT, Ended("r", 5))]
 
 
-def test_an_interrupted_request_that_nobody_wants_ends() -> None:
+def test_an_interrupted_request_that_is_cancelled_ends() -> None:
     conductor = two_decode_instances()
     conductor.handle(FRONT, Submit(request()), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)

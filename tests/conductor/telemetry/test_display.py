@@ -1,4 +1,4 @@
-"""What the dashboard is told, and what telling it costs."""
+"""The state that the dashboard shows, and its cost."""
 
 import time
 
@@ -71,7 +71,7 @@ def test_a_running_request_shows_the_tokens_that_have_come() -> None:
     assert shown.display.timeline("other", no_tokens) is None
 
 
-def test_transfers_are_counted_whether_or_not_those_between_whom_they_were_are_there() -> None:
+def test_transfers_of_instances_that_have_left_are_counted() -> None:
     shown = Shown()
     assert shown.display.state(no_tokens)["num_transfers"] == 0
     shown.hear(FRONT, Submit(request()), 1.0)
@@ -100,7 +100,7 @@ def test_nothing_changes_by_time_alone() -> None:
 
 
 def test_an_open_page_costs_at_most_one_percent_of_a_core() -> None:
-    """It asks once a second: 10 ms of processor time, with 100 instances of which half have 50 peers each."""
+    """A second of the dashboard costs 10 ms with 100 instances, of which half have 50 peers."""
     shown = Shown()
     used = PeerStats(1, 2.0, 3, {"tcp": 10**9}, {"tcp": 10**9}, {"tcp": 1.5})
     peers = {f"decode-{i}": used for i in range(50)}
@@ -121,7 +121,7 @@ def test_an_open_page_costs_at_most_one_percent_of_a_core() -> None:
     assert min(took_s) < 0.01
 
 
-def test_context_caches_are_shown_with_who_holds_them_newest_first() -> None:
+def test_context_caches_are_shown_with_their_holders_newest_first() -> None:
     shown, keys = Shown(), [bytes(15) + bytes([number]) for number in range(3)]
     shown.conductor.prefixes.apply("p0", [KVStored(Tier.DRAM, keys[:2])])
     for context_id, wanted in (("whole", keys[:2]), ("lost", keys[2:])):

@@ -1,4 +1,4 @@
-"""What Prometheus is told about the Conductor: its own state, its decisions, the prefix index."""
+"""The Conductor's metrics: its own state, its decisions, the prefix index."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -26,7 +26,7 @@ from tests.conductor.small_cluster import FRONT, new_conductor, request
 from tests.conductor.transcript import Transcript
 
 
-def test_strangers_at_the_conductor_are_counted() -> None:
+def test_unauthenticated_peers_of_the_conductor_are_counted() -> None:
     registry = CollectorRegistry()
     ConductorMetrics(new_conductor(), registry, lambda: 0.0, lambda: 7, lambda: 3, dict)
     assert registry.get_sample_value("mooncake_conductor_strangers_total") == 7

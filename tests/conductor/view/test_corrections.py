@@ -28,21 +28,21 @@ def test_all_but_one_of_twenty_come_in_time_with_it() -> None:
     assert learned(*[10.0 + nth / 10 for nth in range(1, 21)]) == pytest.approx(1.19)
 
 
-def test_what_is_quicker_than_predicted_is_taken_as_predicted() -> None:
+def test_a_first_token_before_its_prediction_changes_nothing() -> None:
     assert learned(*[6.0] * 20) == 1.0
 
 
-def test_the_first_one_that_is_late_tells_at_once_and_nobody_says_too_much() -> None:
+def test_the_first_late_token_counts_at_once_and_the_factor_is_bounded() -> None:
     assert learned(12.0) == pytest.approx(1.2)
     assert learned(100.0) == MOST_TTFT
 
 
 @pytest.mark.parametrize("ttft_slo_s", [None, 20.0])
-def test_what_is_not_near_its_limit_tells_nothing(ttft_slo_s: float | None) -> None:
+def test_a_prediction_that_is_not_near_its_slo_teaches_nothing(ttft_slo_s: float | None) -> None:
     assert learned(*[13.0] * 20, ttft_slo_s=ttft_slo_s) == 1.0
 
 
-def test_who_was_let_in_beyond_the_limit_tells_nothing() -> None:
+def test_a_request_that_was_let_in_beyond_its_slo_teaches_nothing() -> None:
     assert learned(*[13.0] * 20, ttft_slo_s=9.9) == 1.0
 
 
@@ -53,7 +53,7 @@ def test_near_the_limit_is_what_would_be_with_the_allowance() -> None:
     assert correction.factor(14.0, NOW_S) == pytest.approx(1.5), "7.5 s count 1.4 times, which is 75% of 14 s"
 
 
-def test_what_came_later_and_went_first_was_expected() -> None:
+def test_the_delay_by_prompts_that_went_first_is_no_error() -> None:
     correction = TTFTCorrection()
     for _ in range(20):
         correction.learn(QUEUED, 2.0, 12.0, SLO_S, NOW_S)

@@ -13,7 +13,7 @@ from conductor.view.estimators import (
 from mooncake.messages.costs import Costs, prefill_quantities
 
 TRUE = Costs(0.01, 6e-4, 1e-7)
-"""a CPU: 30 times as slow as the generic costs"""
+"""The costs of a CPU: 30 times the generic ones."""
 
 
 class Machine:

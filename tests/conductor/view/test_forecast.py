@@ -108,7 +108,7 @@ def test_steps_are_counted_at_the_pace_of_their_time() -> None:
     assert steps.at(13.0) - before == pytest.approx(8)
 
 
-def test_nobody_leaves_before_a_decode_has_ended() -> None:
+def test_no_request_leaves_before_a_decode_has_ended() -> None:
     forecast = SystemForecast()
     forecast.begin(request(10), 0.0)
     assert forecast.at(1e6, 1.0, STEP_S) == Work(1, 10)
@@ -142,7 +142,7 @@ def test_t_d_is_a_mean_of_the_latest() -> None:
 
 
 @pytest.mark.parametrize("forecast", [SystemForecast(), RequestForecast()])
-def test_who_is_not_expected_any_more_is_nobodys_load(forecast: Forecast) -> None:
+def test_a_request_that_is_not_expected_any_more_is_no_load(forecast: Forecast) -> None:
     for stay in (forecast.expect(request(100), 10.0, STEP_S), forecast.begin(request(9), 3.0)):
         stay.end()
     for time_s in (3.0, 10.05, 50.0):

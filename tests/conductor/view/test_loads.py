@@ -70,7 +70,7 @@ def test_what_stands_behind_a_prompt_that_is_not_wanted_any_more_begins_then(loa
     assert loads.end_prefill(SLOT, "next", 103.5) == 2.0
 
 
-def test_who_waits_for_its_turn_is_in_no_batch() -> None:
+def test_a_request_that_waits_for_its_turn_is_in_no_batch() -> None:
     loads = Loads()
     loads.reset(SLOT, Role.DECODE, 100)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""How long a fetch is believed to take."""
+"""Predicted times of fetches."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_what_was_ordered_and_what_is_heard_are_the_same_bytes() -> None:
     assert seconds(transfers, 1, 0) == pytest.approx(LATENCY_S + 2.0)
 
 
-def test_the_bandwidth_of_a_source_is_learned_from_whoever_saw_it() -> None:
+def test_the_bandwidth_of_a_source_is_learned_from_either_side() -> None:
     transfers = estimator()
     transfers.learn(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
     assert seconds(transfers, 1, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
@@ -63,7 +63,7 @@ def test_the_bandwidth_of_a_source_is_learned_from_whoever_saw_it() -> None:
     assert seconds(transfers, 1, 100 * MIB) == pytest.approx(0.25 + LATENCY_S, rel=0.01)
 
 
-def test_whom_nobody_has_fetched_from_is_expected_to_be_like_the_others() -> None:
+def test_a_source_without_fetches_is_expected_to_be_like_the_others() -> None:
     transfers = estimator()
     transfers.learn(0, [pool(b=PeerStats(0, 100 * MIB, 1))], SLOT_OF)
     assert seconds(transfers, 2, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
@@ -71,14 +71,14 @@ def test_whom_nobody_has_fetched_from_is_expected_to_be_like_the_others() -> Non
     assert seconds(transfers, 2, 100 * MIB) == pytest.approx(1.0 + LATENCY_S)
 
 
-def test_stages_of_an_instance_count_together_and_strangers_not() -> None:
+def test_stages_of_an_instance_count_together_and_unknown_messengers_not() -> None:
     transfers = estimator()
     reports = [pool(b=PeerStats(10, None, 1), b_1=PeerStats(20, None, 1), x=PeerStats(500, None, 1))]
     transfers.learn(0, reports, SLOT_OF)
     assert transfers.in_flight_bytes.tolist() == [30, 30, 0]
 
 
-def test_traffic_of_who_has_left_is_forgotten_on_both_sides() -> None:
+def test_traffic_of_an_instance_that_has_left_is_forgotten_on_both_sides() -> None:
     transfers = estimator()
     transfers.learn(0, [pool(b=PeerStats(10, None, 1))], SLOT_OF)
     transfers.learn(1, [pool(c=PeerStats(7, None, 1))], SLOT_OF)
