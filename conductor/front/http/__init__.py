@@ -1,1 +1,1 @@
-"""HTTP/1.1: listeners, connections, certificates, bounded bodies, work beside the event loop."""
+"""HTTP/1.1: the server, its connections, certificates, bounded bodies."""

@@ -85,6 +85,22 @@ async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, l
         conductor.close()
 
 
+@asynccontextmanager
+async def in_flight(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, Request, Inbox[Event]]]:
+    """A link with a request that the cluster has, and where its events go."""
+    async with connected(directory) as (link, cluster, _):
+        inbox = Inbox[Event]()
+        await until(lambda: link.cluster is not None)
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        await until(lambda: len(cluster.submitted) == 1)
+        yield link, cluster, request, inbox
+
+
+@pytest.fixture
+def _quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
@@ -136,13 +152,9 @@ async def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
         await until(lambda: cluster.cancelled == ["r"])
 
 
-async def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-    async with connected(tmp_path) as (link, cluster, _):
-        inbox = Inbox[Event]()
-        await until(lambda: link.cluster is not None)
-        await link.submit(request := request_to(link), inbox.put_nowait)
-        await until(lambda: len(cluster.submitted) == 1)
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_lost_last_tokens_are_noticed(tmp_path: Path) -> None:
+    async with in_flight(tmp_path) as (link, cluster, request, inbox):
         await cluster.send_tokens(request, [1], 0)
         assert await inbox.get() == Received("r", [1], 16, None, [])
         await cluster.to_front(Ended("r", 2))
@@ -153,16 +165,10 @@ async def test_lost_last_tokens_are_noticed(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("num_received", [0, 1])
-async def test_a_request_that_the_conductor_does_not_have_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_received: int
-) -> None:
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_a_request_that_the_conductor_does_not_have_ends(tmp_path: Path, num_received: int) -> None:
     """A break of the connection has swallowed that it came, or how it ended."""
-    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
-    async with connected(tmp_path) as (link, cluster, _):
-        inbox = Inbox[Event]()
-        await until(lambda: link.cluster is not None)
-        await link.submit(request := request_to(link), inbox.put_nowait)
-        await until(lambda: len(cluster.submitted) == 1)
+    async with in_flight(tmp_path) as (link, cluster, request, inbox):
         for position in range(num_received):
             await cluster.send_tokens(request, [1], position)
             assert isinstance(await inbox.get(), Received)
@@ -173,10 +179,8 @@ async def test_a_request_that_the_conductor_does_not_have_ends(
         assert link.num_in_flight == 0
 
 
-async def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_harm(tmp_path: Path) -> None:
     async with connected(tmp_path) as (link, cluster, _):
         inbox = Inbox[Event]()
         await until(lambda: link.cluster is not None)
@@ -189,16 +193,12 @@ async def test_heartbeats_that_were_answered_late_and_at_once_do_a_request_no_ha
         assert isinstance(await inbox.get(), Received)
 
 
+@pytest.mark.usefixtures("_quick_heartbeats")
 async def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(link_module, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
-    async with connected(tmp_path) as (link, cluster, _):
-        inbox = Inbox[Event]()
-        await until(lambda: link.cluster is not None)
-        await link.submit(request := request_to(link), inbox.put_nowait)
-        await until(lambda: len(cluster.submitted) == 1)
+    async with in_flight(tmp_path) as (link, cluster, request, inbox):
         await cluster.to_front(Ended("r", 1))
         cluster.state = ClusterState(1, 2, 1, 10)
         await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
@@ -210,11 +210,7 @@ async def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
 
 
 async def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
-    async with connected(tmp_path) as (link, cluster, _):
-        inbox = Inbox[Event]()
-        await until(lambda: link.cluster is not None)
-        await link.submit(request_to(link), inbox.put_nowait)
-        await until(lambda: len(cluster.submitted) == 1)
+    async with in_flight(tmp_path) as (link, cluster, _, inbox):
         await cluster.to_front(ClusterState(1, 2, 1, 10))
         await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
         assert len(inbox) == 0
@@ -226,11 +222,7 @@ async def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> Non
 
 
 async def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path) -> None:
-    async with connected(tmp_path) as (link, cluster, _):
-        inbox = Inbox[Event]()
-        await until(lambda: link.cluster is not None)
-        await link.submit(request_to(link), inbox.put_nowait)
-        await until(lambda: len(cluster.submitted) == 1)
+    async with in_flight(tmp_path) as (_, cluster, _, inbox):
         await cluster.to_front(ClusterState(1, 1, 1, 10, known=False))
         event = await inbox.get()
         assert isinstance(event, Lost)
@@ -239,10 +231,10 @@ async def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path
         await until(lambda: cluster.cancelled == ["r"])
 
 
+@pytest.mark.usefixtures("_quick_heartbeats")
 async def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(link_module, "STREAM_TIMEOUT_S", 0.5)
     async with connected(tmp_path) as (link, cluster, _):
         inbox = Inbox[Event]()

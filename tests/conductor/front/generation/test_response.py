@@ -99,16 +99,17 @@ class Client:
 class Served:
     def __init__(self) -> None:
         self.client, self.generation = Client(), FakeGeneration()
-        self.metrics = Metrics(CollectorRegistry(), "model")
-        response = GenerationResponse(self.generation, FakeAnswers(), True, self.metrics)  # type: ignore[arg-type]
+        self._registry = CollectorRegistry()
+        metrics = Metrics(self._registry, "model")
+        response = GenerationResponse(self.generation, FakeAnswers(), True, metrics)  # type: ignore[arg-type]
         scope = {"type": "http", "extensions": {RESPONSE_STREAM: self.client}}
         self.task = asyncio.ensure_future(response(scope, self.client.receive, self.client.send))
 
     def receive(self, token_id: int, finish_reason: FinishReason | None = None) -> None:
         self.generation.receive(Received("r", [token_id], 0, finish_reason))
 
-    def num(self, outcome: RequestOutcome) -> int:
-        return self.metrics._outcomes[outcome]
+    def num(self, outcome: RequestOutcome) -> float | None:
+        return self._registry.get_sample_value("mooncake_requests_total", {"outcome": outcome.value})
 
 
 @pytest.fixture
