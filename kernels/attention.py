@@ -74,7 +74,7 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What to gather and what to mask, for all layers of one batch that share a sliding window."""
+    """The gathers and masks of one batch, for all layers that share a sliding window."""
 
     prefills: tuple[PrefillPlan, ...]
     decodes: tuple[DecodePlan, ...]
@@ -243,7 +243,7 @@ def _padded(pages: torch.Tensor, num_pages: int) -> torch.Tensor:
 
 
 def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
-    """-inf where hidden, else 0; made once per batch, since a boolean mask is converted by every call."""
+    """Return a mask of -inf where hidden, else 0; a boolean mask would be converted by every call."""
     mask = torch.zeros(is_hidden.shape, dtype=geometry.dtype, device=geometry.device)
     return mask.masked_fill_(is_hidden, float("-inf"))
 

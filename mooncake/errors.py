@@ -27,18 +27,18 @@ class MooncakeError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust gave up. It is no Exception, and no module has its class."""
+    """Return whether a Rust library panicked. A panic is no Exception, and no module has its class."""
     return type(error).__name__ == "PanicException"
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, in one line that is not long; its type if it says nothing."""
+    """Return a library's error message in one short line; its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(": ")[:_MAX_REASON_CHARS] if lines else type(error).__name__
 
 
 def shown(value: object) -> str:
-    """A value that somebody else has written, in one line that is not long."""
+    """Return a foreign value in one short line."""
     text = " ".join(reprlib.repr(value).split())
     return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "..."
 
@@ -52,7 +52,7 @@ class ModelError(MooncakeError):
 
 
 class MismatchError(MooncakeError):
-    """Two peers disagree on something that both must share. Names both values."""
+    """Two peers disagree on a value that both must share. The message names both values."""
 
     def __init__(self, what: str, ours: object, theirs: object, advice: str = "") -> None:
         super().__init__(

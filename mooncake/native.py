@@ -22,7 +22,7 @@ from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
 compiling = logging.getLogger(f"{__name__}.compiling")
-"""says at INFO what is compiled, which may take a minute"""
+"""The logger that says at INFO what is compiled, which may take a minute."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 THIS_PROCESSOR = ("-march=native",)
@@ -40,7 +40,7 @@ class NoCompilerError(NativeCodeError):
 
 @functools.cache
 def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
-    """The library of `source`, compiled with `FLAGS` and `flags`. Its calls release the GIL.
+    """Return the library of `source`, compiled with `FLAGS` and `flags`. Its calls release the GIL.
 
     Raises NoCompilerError, or NativeCodeError if the file cannot be compiled, kept or loaded here.
     """
@@ -61,7 +61,8 @@ def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
 def load_or_do_without(
     source: Path, otherwise: str, flags: tuple[str, ...] = THIS_PROCESSOR
 ) -> ctypes.CDLL | None:
-    """As `load`; None where that cannot be, of which the log says what is so `otherwise`."""
+    """Return the library of `source`, or None where it cannot be loaded; the log says what happens
+    `otherwise`."""
     try:
         return load(source, flags)
     except NativeCodeError as error:
@@ -87,7 +88,7 @@ def _digest(source: Path, flags: tuple[str, ...], compiler: str) -> str:
 
 
 def _processor() -> bytes:
-    """What `-march=native` depends on."""
+    """Return the processor's features, on which `-march=native` depends."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_bytes().splitlines():
             if line.startswith((b"flags", b"Features")):
@@ -96,7 +97,7 @@ def _processor() -> bytes:
 
 
 def _compile(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:
-    """Under another name first: whoever compiles at the same time gets the same, and nobody a half."""
+    """Compile under a temporary name, then rename, so that no process loads an unfinished library."""
     compiling.info("compiling %s for this machine, once", source.name)
     descriptor, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(descriptor)

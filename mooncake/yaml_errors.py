@@ -1,13 +1,13 @@
-"""What is wrong with a text that is no YAML, in one line.
+"""Messages of one line about texts that are no YAML.
 
-Owns: these words. Does not know: files, what the text is for.
+Owns: these messages. Does not know: files, what the text is for.
 """
 
 import yaml
 
 
 def what_is_wrong(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """The place and the problem, without the picture of the line that PyYAML draws below it."""
+    """Return the position and the problem, without the line that PyYAML quotes below."""
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return " ".join(str(error).split())

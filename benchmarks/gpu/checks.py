@@ -11,7 +11,7 @@ import torch
 
 from kernels.cuda import kv_quantise, page_copy, rms_norm, silu_mul
 from kernels.cuda.decode_attention import decode_attention
-from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write, rotate_and_write_reference
+from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write, rotate_and_write_reference
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.spans import Spans, attention_reference, plan_spans
 from workers.engine.batch import Batch, Chunk
@@ -91,7 +91,7 @@ def _write_error(dtype: torch.dtype) -> float:
     qkv, kv_layer = _random(33, 48, 128, dtype=dtype), _random(10, 8, 2, 16, 128, dtype=dtype)
     angles = torch.rand(33, 64, device="cuda") * 6
     places = torch.randperm(160, device="cuda")[:33]
-    slots = Slots(angles.cos(), angles.sin(), places // 16, places % 16)
+    slots = TokenSlots(angles.cos(), angles.sin(), places // 16, places % 16)
     norms = HeadNorms(_random(128, dtype=dtype), _random(128, dtype=dtype), 1e-5)
     expected, expected_kv = qkv.clone(), kv_layer.clone()
     rotate_and_write(qkv, kv_layer, slots, norms)

@@ -113,7 +113,7 @@ def _elementwise(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:
     ceilings.bytes_row(f"silu, {num_tokens} tokens", num_bytes, seconds(lambda: silu_mul.silu_mul(gate_up)))
     qkv, angles = _random(num_tokens, _H + 2 * _KVH, _D), torch.rand(num_tokens, _D // 2, device="cuda")
     places = torch.arange(num_tokens, device="cuda")
-    slots = kv_write.Slots(angles, angles, places // PAGE_SIZE, places % PAGE_SIZE)
+    slots = kv_write.TokenSlots(angles, angles, places // PAGE_SIZE, places % PAGE_SIZE)
     num_bytes = kv_write.bytes_moved(num_tokens, _H + 2 * _KVH, _D, DTYPE.itemsize)
     time_s = seconds(lambda: kv_write.rotate_and_write(qkv, kv_layer, slots))
     ceilings.bytes_row(f"rotation and page write, {num_tokens} tokens", num_bytes, time_s)

@@ -36,7 +36,7 @@ from mooncake.errors import ConfigError
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FromFront
-from mooncake.messages.line import Inbox, Line
+from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import ConductorProcess
 
@@ -53,7 +53,7 @@ class ConductorService:
         self,
         conductor: Conductor,
         router: Router[ToConductor],
-        front: Line[Any, FromFront],
+        front: InProcessLink[Any, FromFront],
         follower: EventFollower,
         history: History,
     ) -> None:
@@ -149,7 +149,7 @@ async def serve(process: ConductorProcess) -> None:
         conductor = Conductor(time.time_ns(), model.served.fingerprint, limits, rules, profiled)
         front = front_config(config, model.name, process.cluster_key, makes_context_caches=True)
         from_front, to_front = Inbox[FromFront](), Inbox[Any]()
-        own_front = Line(to_front, from_front)
+        own_front = InProcessLink(to_front, from_front)
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
         follower = EventFollower(conductor.prefixes, process.cluster_key)
         history = History()
@@ -169,7 +169,7 @@ async def serve(process: ConductorProcess) -> None:
                 await serve_front(
                     front,
                     model.served,
-                    Line(from_front, to_front),
+                    InProcessLink(from_front, to_front),
                     registry,
                     listener,
                     lambda url: announce(_ready(url, front, model.served, config.role == "all")),

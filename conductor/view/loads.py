@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.view.estimators import Floats
-from mooncake.messages.aging import standing_s
+from mooncake.messages.aging import rank_s
 from mooncake.messages.workers import Role
 
 
@@ -23,7 +23,7 @@ from mooncake.messages.workers import Role
 class AssignedPrefill:
     """A prompt in the queue of a prefill instance.
 
-    The ordered prompt with the lowest `standing_s` is computed, the first of several: as workers do.
+    The ordered prompt with the lowest `rank_s` is computed, the first of several: as workers do.
     """
 
     left_s: float
@@ -31,7 +31,7 @@ class AssignedPrefill:
     priority: int
     ordered_s: float | None = None
     """The time of the order to compute it; None before."""
-    standing_s: float = math.inf
+    rank_s: float = math.inf
     has_begun: bool = False
     is_timed: bool = True
     """Whether no other prompt was computed between its beginning and its end."""
@@ -187,10 +187,10 @@ class Loads:
         """Record that a prompt may be computed, with its first token due at `due_s`, as the worker counts."""
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)
-        prefill.ordered_s, prefill.standing_s = now_s, standing_s(prefill.priority, due_s)
+        prefill.ordered_s, prefill.rank_s = now_s, rank_s(prefill.priority, due_s)
         prefills.ordered[request_id] = prefill
         head = prefills.head
-        if head is not None and prefill.standing_s < head.standing_s:  # the head goes on behind this prompt
+        if head is not None and prefill.rank_s < head.rank_s:  # the head goes on behind this prompt
             done_s = min(max(now_s - prefills.head_began_s, 0.0), head.left_s)
             head.left_s -= done_s
             self.queued_s[slot] -= done_s
@@ -239,7 +239,7 @@ class Loads:
 
     def _set_head(self, slot: int) -> None:
         prefills = self._prefills[slot]
-        head = min(prefills.ordered.values(), key=lambda prefill: prefill.standing_s, default=None)
+        head = min(prefills.ordered.values(), key=lambda prefill: prefill.rank_s, default=None)
         prefills.head = head
         head_s, prefills.head_began_s = 0.0, -math.inf
         if head is not None:

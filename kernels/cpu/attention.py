@@ -22,7 +22,7 @@ from kernels.cpu.library import DTYPES, Library
 HEAD_DIMS = (64, 96, 128)
 _UNLIMITED_WINDOW = 2**30
 _MOST_POSITIONS = 2**24
-"""positions are compared as float32"""
+"""Largest position, as positions are compared as float32."""
 
 
 class _Batch(ctypes.Structure):
@@ -116,7 +116,7 @@ class PagedAttention:
             heads.scale,
         )
         self.address = ctypes.addressof(self._batch)
-        """of the description, for C++ code that reads it"""
+        """Address of the description, for C++ code that reads it."""
         arguments = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)
         self._functions = {dtype: library.function("attention", dtype, *arguments) for dtype in DTYPES}
 

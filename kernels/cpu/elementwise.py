@@ -1,4 +1,4 @@
-"""What lies between the products of a decoder layer on the CPU, each in one pass (elementwise.h).
+"""Elementwise operations of a decoder layer on the CPU, each in one pass over memory (elementwise.h).
 
 References: `torch.nn.functional.rms_norm`; `kernels.kv_copy.write_kv` for the pages. Bytes moved:
 each input is read once and each output written once. Values are rounded to the dtype once, at the end.
@@ -16,7 +16,7 @@ import torch
 from kernels.cpu.library import Library
 
 MULTIPLE = 16
-"""norms go over multiples of so many elements, rotations over twice as many"""
+"""Norms go over multiples of so many elements, rotations over twice as many."""
 
 
 class _Slots(ctypes.Structure):
@@ -44,7 +44,7 @@ class _Pages(ctypes.Structure):
 
 
 class Slots:
-    """Where T tokens stand: their angles, float32 `[T, head_dim / 2]`, and their places, int64 `[T]`.
+    """Token slots: angles of T tokens, float32 `[T, head_dim / 2]`, and their pages and offsets, int64 `[T]`.
 
     Checked once, for all layers of a batch. Raises ValueError.
     """
@@ -60,7 +60,7 @@ class Slots:
         self.head_dim = 2 * cos.shape[-1]
         self._slots = _Slots(*(tensor.data_ptr() for tensor in (cos, sin, pages, offsets)), len(pages))
         self.address = ctypes.addressof(self._slots)
-        """of the description, for C++ code that reads it"""
+        """Address of the description, for C++ code that reads it."""
 
     def __len__(self) -> int:
         return len(self.pages)

@@ -54,7 +54,7 @@ class _LayerOfPass(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class PackedLayerWeights:
     """`qkv` stacks queries, keys and values. Norms are `[hidden_size]`."""
 
     input_norm: torch.Tensor
@@ -70,7 +70,7 @@ class LayerWeights:
 class Layer:
     """One decoder layer. Raises ValueError for weights that do not fit together."""
 
-    def __init__(self, library: Library, weights: LayerWeights, heads: Heads) -> None:
+    def __init__(self, library: Library, weights: PackedLayerWeights, heads: Heads) -> None:
         hidden_size, inner = weights.o.out_features, weights.down.in_features
         query_size = heads.num_heads * heads.head_dim
         qkv_size = query_size + 2 * heads.num_kv_heads * heads.head_dim
@@ -107,7 +107,7 @@ class Layer:
         self.hidden_size = hidden_size
         self.heads = heads
         self.workspace_elements = max(hidden_size, query_size) + qkv_size + inner
-        """of this dtype, for each token"""
+        """Elements of workspace for each token, of the layer's dtype."""
         self._sizes = (self.dtype, hidden_size, inner, heads)
         self._weights = weights  # the C++ code reads them by address
         norms = weights.head_norms
@@ -157,7 +157,7 @@ class Layer:
         slots: Slots,
         workspace: torch.Tensor,
     ) -> torch.Tensor:
-        """What attention adds to `hidden`: norm, attention, the product after it. Otherwise as the whole."""
+        """Return what attention adds to `hidden`: norm, attention, the product after it."""
         self._check_pass(hidden, kv_layer, attention, slots, workspace)
         out = torch.empty_like(hidden)
         is_written = self._attention_half(
@@ -173,7 +173,7 @@ class Layer:
         return out
 
     def mlp_half(self, hidden: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to `hidden` [T, hidden_size]: norm and MLP. Raises ValueError."""
+        """Return what the MLP adds to `hidden` [T, hidden_size]: norm and MLP. Raises ValueError."""
         num_tokens = len(hidden)
         self._check("hidden states", hidden, (num_tokens, self.hidden_size))
         self._check("workspace", workspace, (num_tokens * self.workspace_elements,))

@@ -1,4 +1,4 @@
-"""Which instruction set the CPU's kernels use, and their compiled libraries.
+"""The compiled libraries of the CPU's kernels, one for each instruction set.
 
     python -m kernels.cpu.library       (compiles, and says what will be used)
 
@@ -62,7 +62,8 @@ class Library:
 
     @functools.cache  # noqa: B019  (libraries live as long as their process)
     def function(self, name: str, dtype: torch.dtype, *argtypes: Any) -> Any:
-        """`name` for tensors of `dtype`, bfloat16 or float32. Returns an int, if anything."""
+        """Return function `name` for tensors of `dtype`, bfloat16 or float32; it returns an int, if
+        anything."""
         if dtype not in DTYPES:
             raise ValueError(f"expected one of {', '.join(map(str, DTYPES))}, got {dtype}")
         function = self.code[f"{name}_{str(dtype).removeprefix('torch.')}"]
@@ -70,14 +71,16 @@ class Library:
         return function
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Of all kernels, in the whole process: the caller's, and those that compute on idle cores beside
-        it (idle_cores.h). 1 at first. Waits until no other thread computes."""
+        """Set the number of threads of all kernels in this process, the caller's included (idle_cores.h).
+
+        It is 1 at first. Waits until no other thread computes.
+        """
         self.code.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Without a `library` torch computes, and `reason` says why; empty otherwise."""
+class KernelChoice:
+    """The kernels that compute; without a `library` torch does, and `reason` says why."""
 
     library: Library | None
     reason: str = ""
@@ -89,7 +92,7 @@ class Choice:
 
 
 def supported_isas(cpuinfo: str) -> list[Isa]:
-    """What a processor with this /proc/cpuinfo can run, the best first."""
+    """Return the instruction sets of a processor with this /proc/cpuinfo, the best first."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = next((set(values.split()) for key, _, values in lines if key.strip() == "flags"), set())
     return [isa for isa in Isa if flags >= _NEEDED_FLAGS[isa]]
@@ -97,19 +100,19 @@ def supported_isas(cpuinfo: str) -> list[Isa]:
 
 @functools.cache
 def load_library(isa: Isa) -> Library:
-    """Compiles, the first time for some seconds, and loads. Raises NativeCodeError."""
+    """Compile (the first time, for some seconds) and load a library. Raises NativeCodeError."""
     return Library(isa, load(_SOURCE, (*_ARCHITECTURE[isa], *_FLAGS)))
 
 
-def choose() -> Choice:
-    """What computes on this machine's CPU. Warns, once a process, if torch must step in."""
+def choose() -> KernelChoice:
+    """Return the kernels for this machine's CPU. Warns, once a process, if torch computes."""
     return _choose(os.environ.get(ENV, "auto"))
 
 
 @functools.cache
-def _choose(wanted: str) -> Choice:
+def _choose(wanted: str) -> KernelChoice:
     if wanted == _TORCH:
-        return Choice(None, f"{ENV}={wanted}")
+        return KernelChoice(None, f"{ENV}={wanted}")
     try:
         supported = supported_isas(Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -120,14 +123,14 @@ def _choose(wanted: str) -> Choice:
     if not supported:
         return _warned(f"this processor ({os.uname().machine}) has none of {', '.join(i.value for i in Isa)}")
     try:
-        return Choice(load_library(supported[0] if wanted == "auto" else Isa(wanted)))
+        return KernelChoice(load_library(supported[0] if wanted == "auto" else Isa(wanted)))
     except NativeCodeError as error:
         return _warned(str(error))
 
 
-def _warned(reason: str) -> Choice:
+def _warned(reason: str) -> KernelChoice:
     log.warning("torch computes on the CPU, at about half the speed: %s", reason)
-    return Choice(None, reason)
+    return KernelChoice(None, reason)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,14 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class HugeMemory:
-    """Many tensors, one behind the other in huge pages; a chunk lives as long as one of its tensors."""
+    """An allocator of tensors, one behind the other in huge pages; a chunk lives as long as one of its
+    tensors."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `huge_zeros`, but from a multiple of 64 bytes on."""
+        """Return zeros that begin at a multiple of 64 bytes."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         taken = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if taken > len(self._free):

@@ -1,4 +1,4 @@
-"""The GPU's kernels, in Triton. `why_unavailable` can be asked without Triton; the other modules need it.
+"""The GPU's kernels, in Triton. `why_unavailable` works without Triton; the other modules need it.
 
 Wrappers launch on the device of their tensors, on its current stream.
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 @cache
 def why_unavailable() -> str:
-    """Why these kernels cannot run in this Python, for people; empty if they can."""
+    """Return why these kernels cannot run in this Python, for people; empty if they can."""
     return (
         "" if find_spec("triton") else "triton is not installed (.venv/bin/pip install --editable '.[cuda]')"
     )

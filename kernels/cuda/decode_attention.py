@@ -22,7 +22,7 @@ from kernels.cuda.spans import Spans
 
 _MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 16
-"""enough that processors which end early find more, few enough that partial results stay small"""
+"""Programs of one processor: many enough to balance the load, few enough for small partial results."""
 
 
 class DecodeTile(NamedTuple):

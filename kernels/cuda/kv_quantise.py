@@ -25,11 +25,11 @@ from kernels.cuda.launch import check_pages, check_tensor, on_device_of
 
 _BLOCK = 2048
 _LEAST_SCALE = 1e-30
-"""so that a part of zeros has a scale to divide by; far below what a model computes"""
+"""Least scale, for parts that are all zeros; far below what a model computes."""
 _ROUNDER = 12582912.0
 """1.5 * 2^23: added to a small float32 and taken off again, it rounds to an integer"""
 _REBIAS = 2.0**120
-"""between e4m3's exponents (bias 7) and float32's (bias 127), subnormal numbers included"""
+"""Factor between e4m3's exponents (bias 7) and float32's (bias 127), subnormal numbers included."""
 
 
 class Encoding(Enum):
@@ -40,19 +40,20 @@ class Encoding(Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stored numbers, one byte each."""
+        """Dtype of the stored numbers, one byte each."""
         return torch.int8 if self is Encoding.INT8 else torch.float8_e4m3fn
 
 
 def bytes_moved(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, item_bytes: int) -> int:
-    """In either direction: elements, numbers of one byte, and a float32 scale for each head's K and V."""
+    """Return the bytes of either direction: elements, one-byte numbers, a float32 scale for each head's K and
+    V."""
     return num_pages * num_kv_heads * 2 * (page_size * head_dim * (item_bytes + 1) + 4)
 
 
 def quantise_reference(
     kv_layer: torch.Tensor, pages: torch.Tensor, encoding: Encoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quantise_pages` returns, in torch."""
+    """Compute the result of `quantise_pages` in torch."""
     wide = kv_layer[pages].float()
     scales = wide.abs().amax((-2, -1)).div(encoding.value).clamp(min=_LEAST_SCALE)
     numbers = wide / scales[..., None, None]
@@ -62,7 +63,7 @@ def quantise_reference(
 def dequantise_reference(
     kv_layer: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """What `dequantise_pages` does, in torch."""
+    """Do the work of `dequantise_pages` in torch."""
     kv_layer[pages] = (numbers.float() * scales[..., None, None]).to(kv_layer.dtype)
 
 
@@ -175,5 +176,5 @@ def dequantise_pages(
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """As the kernels see them: e4m3 is made of bytes."""
+    """View numbers as the kernels do: e4m3 as bytes."""
     return numbers if numbers.dtype is torch.int8 else numbers.view(torch.uint8)

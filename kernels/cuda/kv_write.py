@@ -1,10 +1,10 @@
-"""What lies between the product that makes queries, keys and values and their attention, in one pass.
+"""Norm, rotation and page write of queries, keys and values before attention, in one pass over memory.
 
 Norms of the heads (Qwen3), rotation of queries and keys, and the write of keys and values to their pages.
 
 Bytes moved: every query, key and value read once and written once; `bytes_moved`.
 
-Owns: the reference, the kernel, its launch. Does not know: layers, who owns a page.
+Owns: the reference, the kernel, its launch. Does not know: layers, the owners of pages.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ import triton.language as tl
 from kernels.cuda.launch import check_pages, check_tensor, on_device_of
 
 _BLOCK_HEADS = 16
-"""heads of one token that a program handles"""
+"""Heads of one token that a program handles."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Where T tokens stand, on the device.
+class TokenSlots:
+    """The token slots of T tokens, on the device.
 
     `cos`, `sin`: float32 `[T, head_dim / 2]`. `pages`, `offsets`: int64 `[T]`, no slot twice; a token whose
     page is -1 is rotated but not written.
@@ -43,14 +43,14 @@ class HeadNorms:
 
 
 def bytes_moved(num_tokens: int, num_rows: int, head_dim: int, item_bytes: int) -> int:
-    """For `num_rows` = query heads + 2 * KV heads; angles left out."""
+    """Return the bytes moved for `num_rows` = query heads + 2 * KV heads; angles left out."""
     return 2 * num_tokens * num_rows * head_dim * item_bytes
 
 
 def rotate_and_write_reference(
-    qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
+    qkv: torch.Tensor, kv_layer: torch.Tensor, slots: TokenSlots, norms: HeadNorms | None = None
 ) -> None:
-    """What the kernel does, in torch and float32; of the heads in `qkv`, only the queries are defined."""
+    """Do the kernel's work in torch and float32; of the heads in `qkv`, only the queries are defined."""
     num_kv_heads = kv_layer.shape[1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     heads = qkv[:, : num_heads + num_kv_heads].float()
@@ -114,7 +114,7 @@ def _rotate_and_write(
 
 
 def rotate_and_write(
-    qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
+    qkv: torch.Tensor, kv_layer: torch.Tensor, slots: TokenSlots, norms: HeadNorms | None = None
 ) -> None:
     """Rotates the queries in place, writes rotated keys and values to their pages.
 

@@ -1,4 +1,4 @@
-"""What every wrapper of a kernel does for a launch: checks, since kernels read by address, and the device.
+"""The common part of all launches: checks, since kernels read by address, and the device.
 
 Owns: the checks, the choice of the device. Does not know: kernels. Numbers inside tensors (pages, rows) are
 not read: that would wait for the device.
@@ -10,15 +10,16 @@ from contextlib import AbstractContextManager
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""dtypes that the kernels compute with; sums are always float32"""
+"""Dtypes that the kernels compute with; sums are always float32."""
 MAX_HEAD_DIM = 256
-"""of the attention kernels"""
+"""Largest head dimension of the attention kernels."""
 
 
 def check_tensor(
     what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> None:
-    """Raises ValueError unless `tensor` is contiguous, of this shape and these dtypes, where `like` is."""
+    """Raise ValueError unless `tensor` is contiguous, of this shape and these dtypes, on the device of
+    `like`."""
     check_rows(what, tensor, shape, dtypes, like)
     if not tensor.is_contiguous():
         raise ValueError(f"expected contiguous {what}, got strides {tensor.stride()} of {list(tensor.shape)}")
@@ -27,7 +28,7 @@ def check_tensor(
 def check_rows(
     what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> None:
-    """As `check_tensor`, but the items of the first dimension may lie apart (a part of a larger matrix)."""
+    """Check like `check_tensor`, but allow gaps between items of the first dimension (a part of a matrix)."""
     is_dense = tensor.shape[0] == 0 or tensor[0].is_contiguous()
     if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes or not is_dense:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -40,7 +41,7 @@ def check_rows(
 
 
 def check_pages(kv_layer: torch.Tensor) -> None:
-    """Raises ValueError unless it is one layer of a KVCache.
+    """Raise ValueError unless `kv_layer` is one layer of a KVCache.
 
     That is contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` with an even head_dim.
     """

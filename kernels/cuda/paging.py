@@ -1,4 +1,4 @@
-"""Where the keys of a sequence lie, and what the attention kernels share in finding and checking them.
+"""The addresses of a sequence's keys, and the checks that the attention kernels share.
 
 Owns: addresses within a layer's pages `[num_pages, num_kv_heads, 2, page_size, head_dim]`. Does not know:
 softmax.
@@ -12,7 +12,7 @@ from kernels.cuda.launch import MAX_HEAD_DIM, check_pages, check_rows, check_ten
 from kernels.cuda.spans import SPAN_FIELDS, Spans
 
 LOG2_E = 1.4426950408889634
-"""softmax is computed with powers of two: exp(x) = 2^(x * LOG2_E)"""
+"""The factor of softmax, which is computed with powers of two: exp(x) = 2^(x * LOG2_E)."""
 UNLIMITED_WINDOW = 2**30
 
 
@@ -21,7 +21,7 @@ def key_offsets(
     pages, keys, start, is_key, kv_head,
     NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """int64 offsets, in elements of a layer, of the keys at positions `keys` = start + [0, BLOCK_KEYS).
+    """Return offsets (int64, in elements of a layer) of keys at positions `keys` = start + [0, BLOCK_KEYS).
 
     `pages` points to the sequence's first page number. The values lie PAGE_SIZE * HEAD_DIM behind the keys.
     """

@@ -35,7 +35,7 @@ class PrefillTile(NamedTuple):
 
 
 def default_tile(dtype: torch.dtype, head_dim: int) -> PrefillTile:
-    """What fits into an SM of Hopper's registers and shared memory."""
+    """Return a tile that fits into the registers and shared memory of Hopper's SMs."""
     if dtype is torch.float32:
         return PrefillTile(32, 32, 4, 1)
     if head_dim > 128:
@@ -44,7 +44,7 @@ def default_tile(dtype: torch.dtype, head_dim: int) -> PrefillTile:
 
 
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
-    """Of the two products over the keys that are seen, without a window: 4 for each element of a key."""
+    """Return the operations of both products over visible keys, without a window: 4 for each key element."""
     num_scores = sum(n * kv_len - n * (n - 1) // 2 for n, kv_len in zip(query_lens, kv_lens, strict=True))
     return 4 * num_scores * num_heads * head_dim
 

@@ -21,7 +21,7 @@ def bytes_moved(num_rows: int, num_columns: int, item_bytes: int, *, has_residua
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """In torch and float32, rounded once."""
+    """Compute the norm in torch and float32, rounded once."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 

@@ -15,12 +15,12 @@ _BLOCK = 1024
 
 
 def bytes_moved(num_rows: int, num_columns: int, item_bytes: int) -> int:
-    """For a result `[num_rows, num_columns]`."""
+    """Return the bytes moved for a result `[num_rows, num_columns]`."""
     return 3 * num_rows * num_columns * item_bytes
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """In torch and float32, rounded once."""
+    """Compute the product in torch and float32, rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 

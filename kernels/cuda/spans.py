@@ -1,4 +1,4 @@
-"""What the attention kernels read: spans of queries, and the pages of their sequences.
+"""Spans of queries and the pages of their sequences, which the attention kernels read.
 
 A span is some consecutive new tokens of one sequence. Decode kernels take spans of one token, prefill kernels
 spans of as many as fit into a tile.
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 SPAN_FIELDS = 4
-"""row of its first query, number of tokens, position of the first, index of the sequence's first page"""
+"""Fields of a span: row of its first query, number of tokens, first position, index of the first page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """On the device of the kernel, all int64.
+    """Spans on the kernel's device, all int64.
 
     `table` `[N, SPAN_FIELDS]`. `pages` `[P]`: the page tables of all sequences, one after the other; token t
     of a span's sequence lies in page `pages[first page + t // page_size]`. A span of no tokens reads nothing
@@ -94,7 +94,7 @@ def _cut(chunk: np.ndarray, tile_tokens: int) -> np.ndarray:
 def attention_reference(
     query: torch.Tensor, kv_layer: torch.Tensor, spans: Spans, scale: float, sliding_window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels compute, span by span in float64; waits for the device.
+    """Compute the kernels' result, span by span in float64; waits for the device.
 
     Takes what they take; returns the result `[T, num_heads, head_dim]` in float64, zeros in the rows of no
     span, and the natural logarithm of each softmax's denominator, float64 `[T, num_heads]`.

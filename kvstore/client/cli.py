@@ -20,7 +20,7 @@ import rich.table
 from kvstore.client.client import KVCachePool
 from kvstore.client.clusters import check_of_one_cluster, pools_of
 from mooncake.cli.command_line import FAILED, INTERRUPTED, WRONG_USE, Parser
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError, MooncakeError, PoolError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.pools import PoolStats, Tier
@@ -264,7 +264,7 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
     """
     num_intact, damaged = 0, []
     num_blocks, num_read = sum(tier.num_blocks for tier in stats.tiers.values()), 0
-    with Steps() as steps:
+    with StepDisplay() as steps:
         seen: set[BlockKey] = set()
         blocks = iter(block.key for _, block in pool.list_blocks())
         num_at_once = max(1, _VERIFIED_BYTES // pool.layout.block_bytes)

@@ -10,9 +10,9 @@ import socket
 import zmq
 import zmq.asyncio
 
-from mooncake.security.crowd import Crowd
 from mooncake.security.curve import Monitor
 from mooncake.security.handshakes import connection_of, num_bytes_received
+from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_OPEN = 32
 """Most connections to one socket; one more closes the oldest, which may connect again."""
@@ -33,7 +33,7 @@ class OpenPeers:
 
     def __init__(self, bound: zmq.asyncio.Socket) -> None:
         self._socket = bound
-        self._crowd = Crowd[int](MOST_OPEN, self._put_out)
+        self._crowd = WaitingPeers[int](MOST_OPEN, self._put_out)
         self._connections: dict[int, socket.socket] = {}
         """Connections by libzmq's descriptor."""
         self._monitor = Monitor(bound, self._on_event)

@@ -27,7 +27,7 @@ from messenger.rdma.cards import Cards, open_cards
 from messenger.transport.tls import Tls
 from mooncake import native
 from mooncake.cli.command_line import FAILED, INTERRUPTED, Parser
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from mooncake.config.sections import LARGEST_PORT, MessengerConfig
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError
@@ -119,7 +119,7 @@ def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file
 def look(all_checks: Iterable[Check]) -> list[Finding]:
     """Make the checks, one after the other, and show which one is running."""
     findings: list[Finding] = []
-    with Steps() as steps:
+    with StepDisplay() as steps:
         for check in all_checks:
             steps.show(f"looking at {check.title}")
             findings += check.run()

@@ -11,7 +11,7 @@ from messenger.doctor.findings import Finding, Level, as_size
 from messenger.doctor.machine import Machine
 from messenger.rdma.topology import NicKind, find_nics
 from mooncake.config.settings import Config
-from mooncake.node.listeners import Place, places
+from mooncake.node.listeners import ListenAddress, listen_addresses
 
 OUR_MODULES = (
     "conductor.process.service",
@@ -67,7 +67,7 @@ def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
     """Check whether the ports of the configuration are free, or which process has them."""
-    wanted = places(config)
+    wanted = listen_addresses(config)
     if not wanted:
         return
     listeners, texts, taken, closed = _listeners(machine), [], [], []
@@ -152,7 +152,7 @@ def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(b"".join(words))
 
 
-def _meet(place: Place, listener: Listener) -> bool:
+def _meet(place: ListenAddress, listener: Listener) -> bool:
     """Return whether both cannot listen at once. A name is taken to be any address."""
     if place.port != listener.port:
         return False

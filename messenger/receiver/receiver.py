@@ -22,8 +22,8 @@ from messenger.transport.transports import Inlet, ShmInlet, TcpInlet, Traffic
 from messenger.wire.messages import Introduction
 from messenger.wire.protocol import Side
 from mooncake.errors import MismatchError, TransferError
-from mooncake.security.crowd import Crowd
 from mooncake.security.keys import ClusterKey
+from mooncake.security.waiting_peers import WaitingPeers
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class UnauthenticatedPeers:
     """Unauthenticated connections at one port. One too many ends the oldest."""
 
     def __init__(self) -> None:
-        self._crowd = Crowd[Stream](MOST_UNKNOWN, Stream.shut_down)
+        self._crowd = WaitingPeers[Stream](MOST_UNKNOWN, Stream.shut_down)
 
     @contextlib.contextmanager
     def entered(self, stream: Stream) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""`mooncake-serve`, the command: its subcommands, checks before the start, costs measured on this machine."""
+"""The command `mooncake-serve`: its subcommands, checks before the start, measured costs of this machine."""

@@ -1,4 +1,4 @@
-"""What all commands here have in common: how arguments are read, how errors are told, exit codes.
+"""The common part of all commands: how arguments are read and errors reported, exit codes.
 
 Owns: these. Does not know: any command.
 """
@@ -16,28 +16,28 @@ from mooncake.errors import ConfigError, MooncakeError
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 _OPTION = re.compile(r"--?[A-Za-z]")
-"""the beginning of one; `-5` is a value"""
+"""The beginning of an option; `-5` is a value."""
 
 
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line each, and name the nearest name that exists.
 
-    Options have no abbreviations. A misspelled option is told before anything else: argparse would take its
-    value for a command, or say what is missing instead.
+    Options have no abbreviations. A misspelled option is reported before anything else: argparse would take
+    its value for a command, or report what is missing instead.
     """
 
     def __init__(self, *, no_command: str = "", **settings: Any) -> None:
-        """`no_command` says, behind the commands, what else a word may have been meant for."""
+        """Make a parser. `no_command` follows the list of commands in the error about an unknown one."""
         self._no_command = no_command
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
 
     def add_version(self) -> None:
-        """`--version`, of the distribution that all commands belong to."""
+        """Add `--version`, of the distribution that all commands belong to."""
         self.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Nothing is left over: what is not known ends the program."""
+        """Parse all arguments; an unknown one ends the program."""
         given = sys.argv[1:] if args is None else list(args)
         for name in self._option_names(given):
             if name not in self._option_string_actions:
@@ -48,11 +48,11 @@ class Parser(argparse.ArgumentParser):
         return options, rest
 
     def error(self, message: str) -> NoReturn:
-        """One line; ends the program as wrong use."""
+        """Print one line and end the program with the exit code of wrong use."""
         self.exit(WRONG_USE, f"error: {message} ({self.prog} --help)\n")
 
     def _option_names(self, given: Sequence[str]) -> Iterator[str]:
-        """The options for this parser, up to a command, whose own follow."""
+        """Yield the given options of this parser, up to a command, whose own follow."""
         arguments = iter(given)
         for argument in arguments:
             if argument == "--":
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         return {}
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """For commands, and options that have choices."""
+        """Check a command, or the value of an option that has choices."""
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """The command's own, or 1 if something failed, 2 for wrong use, 130 after Ctrl-C."""
+    """Return the command's exit code, or 1 after an error, 2 for wrong use, 130 after Ctrl-C."""
     try:
         return command()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What `mooncake-serve` can be asked for: this node's processes, keys, a profile of this machine.
+"""The commands of `mooncake-serve`: run this node's processes, make keys, measure this machine.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
 `mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve apikey FILE NAME` that of a client,
@@ -44,7 +44,7 @@ Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve; 2 if the configur
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The exit code: 0, 1 if a process could not serve, 2 if what was asked for cannot be."""
+    """Run a command; return its exit code: 0, 1 if a process could not serve, 2 for wrong use."""
     options = _parser(shows_all="--help-all" in arguments).parse_args(arguments)
     try:
         return _run(options)
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def keygen(file: str) -> None:
-    """Makes a cluster's key, in a new file or (`-`) on stdout. Raises ConfigError."""
+    """Make a cluster's key, in a new file or (`-`) on stdout. Raises ConfigError."""
     key = ClusterKey.generate()
     if file == "-":
         print(key.to_text())
@@ -95,7 +95,7 @@ def keygen(file: str) -> None:
 
 
 def render(config: Config) -> str:
-    """The configuration as YAML that `--config` accepts."""
+    """Return the configuration as YAML that `--config` accepts."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 

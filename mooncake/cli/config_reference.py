@@ -1,4 +1,4 @@
-"""docs/configuration.md, made from the configuration's models by `make generate`.
+"""The page docs/configuration.md, made from the configuration's models by `make generate`.
 
 Owns: that page. Does not know: any key.
 """
@@ -52,7 +52,7 @@ COLUMNS = "| key | values | default | meaning |\n|---|---|---|---|\n"
 
 
 def page() -> str:
-    """The whole page in Markdown: the keys that stand alone, then a section for each group."""
+    """Return the page in Markdown: the keys that stand alone, then a section for each group."""
     sections = [HEAD, "## General\n\n" + _table(Config, ())]
     for name, field in Config.model_fields.items():
         if _is_group(field):
@@ -87,7 +87,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a value may be, with its bounds; empty for None."""
+    """Return the type of a value, with its bounds; empty for None."""
     if get_origin(annotation) is Annotated:
         inner, *parts = get_args(annotation)
         nested = [found for part in parts for found in getattr(part, "metadata", [part])]

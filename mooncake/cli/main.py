@@ -1,6 +1,6 @@
-"""`mooncake-serve`: where it begins and ends.
+"""The entry point of `mooncake-serve`.
 
-Owns: Ctrl-C before anything runs. Does not know: what is asked for (`mooncake.cli.commands`).
+Owns: Ctrl-C before anything runs. Does not know: commands (`mooncake.cli.commands`).
 """
 
 import sys
@@ -9,7 +9,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def main() -> None:
-    """Entry point of the `mooncake-serve` command."""
+    """Run the `mooncake-serve` command."""
     try:
         from mooncake.cli.commands import run  # takes half a second, in which Ctrl-C is no crash either
 

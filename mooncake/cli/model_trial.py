@@ -1,11 +1,11 @@
-"""A trial of what a model brings as programs, in a process of its own, which ends when they take too much.
+"""A trial run of the programs that a model contains, in a process of its own with limits.
 
-A chat template is one: compiling it, which computes its constants, or rendering a greeting can take memory
-and time without end, and Jinja's sandbox bounds neither. So is what a tokenizer does with a text before it
-looks for tokens: a few replacements in a row make gigabytes of a word.
+A chat template is one: compiling it, which computes its constants, or rendering a greeting can take unbounded
+memory and time, and Jinja's sandbox bounds neither. The normalization of a tokenizer is another: a few
+replacements in a row make gigabytes of a word.
 
-Owns: this process and its limits. Does not know: where templates come from; what else they refuse, which is
-told when they are used.
+Owns: this process and its limits. Does not know: where templates come from; their other errors, which are
+reported when they are used.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from mooncake.errors import ModelError, is_panic
 _MAX_CPU_S = 10
 _MAX_BYTES = 1 << 30
 _DEADLINE_S = 300.0
-"""for a process that takes no processor time, far beyond what a busy machine needs"""
+"""Limit for a process that takes no processor time, far beyond what a busy machine needs."""
 _GREETING = [{"role": "user", "content": "Hello"}]
 _TEXT = "Hello, you! " * 100
 _TEMPLATE = "its chat template takes more than {} for one greeting"
@@ -34,8 +34,8 @@ _TOKENIZER = f"its tokenizer takes more than {{}} for a text of {len(_TEXT):,} c
 def try_programs(templates: Sequence[str], tokenizer: Path | None) -> None:
     """Render a greeting with each template, and split a text as `tokenizer` does.
 
-    `tokenizer`: a tokenizer.json; one that is missing or damaged is not this function's to tell.
-    Raises ModelError if they take too much.
+    `tokenizer` is a tokenizer.json; a missing or damaged one is ignored here. Raises ModelError if they take
+    too much.
     """
     if not templates and tokenizer is None:
         return
@@ -55,9 +55,9 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None) -> None:
 
 
 def main() -> int:
-    """In the process: 0 if all keep within the limits, whatever else they do.
+    """Run in the process: return 0 if all keep within the limits, whatever else they do.
 
-    Says at each step what it would mean if that did not end.
+    Before each step the error is printed that holds if the step does not end.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
@@ -90,14 +90,15 @@ def _render(templates: Sequence[str]) -> None:
 
 
 class _Steps(msgspec.Struct):
-    """What a tokenizer.json does with a text before it looks for tokens."""
+    """The part of a tokenizer.json that transforms a text before tokens are looked up."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
 
 
 def _split(file: Path) -> None:
-    """Normalise and split a text as the tokenizer does; not its vocabulary, which the file's size bounds."""
+    """Normalize and split a text as the tokenizer does, without its vocabulary, which the file's size
+    bounds."""
     from tokenizers import Tokenizer
 
     try:

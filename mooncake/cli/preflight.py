@@ -1,7 +1,7 @@
-"""What is looked at before any process of a node starts, so that a mistake is told in a second.
+"""Checks before any process of a node starts, so that a mistake is reported within a second.
 
-Owns: which mistakes those are: a model that is not there or not whole, ports that others have, keys and
-certificates of the API that cannot be read. Does not know: what the processes do with them.
+Owns: the checks of models, ports, devices, memory, keys and certificates. Does not know: what the processes
+do with them.
 """
 
 import ssl
@@ -15,7 +15,7 @@ from mooncake.model.checkpoint import Checkpoint, open_checkpoint
 from mooncake.model.files import opened, read_json
 from mooncake.model.gguf_file import read_gguf_header
 from mooncake.model.gguf_tokenizer import pre_tokenizer_of
-from mooncake.node.listeners import check_free, places
+from mooncake.node.listeners import check_free, listen_addresses
 from mooncake.security.api_keys import load_api_keys
 from mooncake.security.https import load_certificate
 
@@ -32,8 +32,11 @@ _TOKENIZER_FILES = (
 
 
 def check_node(config: Config) -> None:
-    """Raises ConfigError or ModelError in the words of the process that would meet the mistake."""
-    check_free(places(config))
+    """Check a node's configuration.
+
+    Raises ConfigError or ModelError as the process would that meets the mistake.
+    """
+    check_free(listen_addresses(config))
     checkpoint = open_checkpoint(config.model, config.load_format)
     if config.role not in ("prefill", "decode"):
         _check_tokenizer(checkpoint)
@@ -49,7 +52,7 @@ def _check_api(http: HttpConfig) -> None:
 
 
 def _check_tokenizer(checkpoint: Checkpoint) -> None:
-    """That there is one, not that it can be loaded, which takes seconds; and that what it computes ends."""
+    """Check that there is a tokenizer, and that its programs end; to load it would take seconds."""
     path, tokenizer = checkpoint.path, None
     if path.is_file():
         header = read_gguf_header(path)
@@ -68,7 +71,7 @@ def _check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def _template_in(directory: Path) -> object:
-    """The template, or the list of them, of a Hugging Face directory."""
+    """Return the chat template, or the list of them, of a Hugging Face directory."""
     own, configuration = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if own.is_file():
         with opened(own, MAX_TEMPLATE_BYTES) as file:

@@ -1,9 +1,9 @@
-"""`mooncake-serve profile FILE`: measures what prefill and decode cost here, for `conductor.profile`.
+"""The command `mooncake-serve profile FILE`, which measures prefill and decode for `conductor.profile`.
 
 A process of its own measures (`workers.process.profile`), with the configured model and device; this one
-shows how far it is, fits, and writes the file, and beside it a picture.
+shows its progress, fits, and writes the file, and beside it a picture.
 
-Owns: what a person sees, the fit. Does not know: how anything is measured.
+Owns: the display, the fit. Does not know: how anything is measured.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from pathlib import Path
 import rich.console
 import rich.table
 
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from mooncake.config.profile import DecodeCosts, PrefillCosts, Profile
 from mooncake.config.settings import Config
 from mooncake.errors import ConfigError, MooncakeError
@@ -70,10 +70,13 @@ def _child(config: Config) -> Child:
 
 
 async def measure(child: Child) -> list[Measured]:
-    """All that the child measures; shows how far it is. The child has ended when this returns or raises."""
+    """Return the child's measurements, showing its progress.
+
+    The child has ended when this returns or raises.
+    """
     measured: list[Measured] = []
     fatal: str | None = None
-    with Steps() as steps:
+    with StepDisplay() as steps:
         try:
             async for item in child.start():
                 match item:
@@ -95,7 +98,7 @@ async def measure(child: Child) -> list[Measured]:
 
 
 async def _stop(child: Child) -> None:
-    """At once, also in the middle of a measurement."""
+    """Stop the child, also in the middle of a measurement."""
     process = child.process
     if process is None or process.returncode is not None:
         return
@@ -108,7 +111,7 @@ async def _stop(child: Child) -> None:
 
 
 def profile_of(config: Config, measured: Sequence[Measured]) -> Profile:
-    """The costs that fit best. Raises ProfileError if one of the two kinds was not measured."""
+    """Return the costs that fit best. Raises ProfileError if prefill or decode was not measured."""
     points = {
         what: [Point(m.first, m.second, m.seconds) for m in measured if m.what == what]
         for what in ("prefill", "decode")
@@ -133,7 +136,7 @@ def _quantities(prefill: Point) -> Point:
 
 
 def tables(made: Profile) -> list[rich.table.Table]:
-    """What was measured, what the costs say, and the error."""
+    """Return tables of measured and fitted durations, and the errors."""
     prefill, decode = made.costs
     prefills = [(point, _quantities(point)) for point in made.prefill_points]
     decodes = [(point, point) for point in made.decode_points]
@@ -176,7 +179,7 @@ def _time(seconds: float) -> str:
 
 
 def draw(made: Profile, path: Path) -> bool:
-    """Measured points over the fitted lines. False if matplotlib is not installed."""
+    """Draw measured points over the fitted lines. False if matplotlib is not installed."""
     try:
         import matplotlib
 

@@ -1,6 +1,6 @@
-"""How far a long command is: a bar on a terminal, elsewhere a line every few seconds; both on stderr.
+"""The progress of a long command: a bar on a terminal, elsewhere a line every few seconds; both on stderr.
 
-Owns: how that is shown. Does not know: what takes so long.
+Owns: the display. Does not know: the work.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ import rich.console
 import rich.progress
 
 PERIOD_S = 3.0
-"""between two lines where there is no terminal"""
+"""Time between two lines where there is no terminal."""
 _SHORTEST_WAIT_S = 0.05
 
 
-class Steps:
-    """A context manager; `show` says what is being done. It may be called as often as the caller likes.
+class StepDisplay:
+    """A context manager that shows the current step; `show` may be called as often as the caller likes.
 
-    Lines come also while one step takes long: then a thread writes them.
+    A thread writes lines, so they also appear while one step takes long.
     """
 
     def __init__(self, console: rich.console.Console | None = None) -> None:
@@ -44,7 +44,7 @@ class Steps:
             self._teller = threading.Thread(target=self._tell_now_and_then, name="steps", daemon=True)
 
     def show(self, step: str, done: int = 0, total: int | None = None, count: str = "") -> None:
-        """`done` of `total` of this step; `count` in words, if numbers do not say it."""
+        """Show that `done` of `total` of this step are done; `count` replaces these numbers."""
         count = count or (f"{done} of {total}" if total else str(done or ""))
         if self._bar is not None:
             self._bar.update(self._task, description=step, completed=done, total=total or None, count=count)
@@ -52,7 +52,7 @@ class Steps:
         self._step = f"{step}: {count}" if count else step
         self._tell_if_due()
 
-    def __enter__(self) -> "Steps":
+    def __enter__(self) -> "StepDisplay":
         if self._bar is not None:
             self._bar.start()
         if self._teller is not None:

@@ -1,7 +1,7 @@
 """The configuration's keys as flags: `http.port` is `--http-port`, and the usual short names exist too.
 
-Owns: names, placeholders and groups of flags, which of them people need first. Does not know: keys and
-their values (`mooncake.config.settings`), commands (`mooncake.cli.commands`).
+Owns: names, placeholders and groups of flags, the choice that --help shows. Does not know: keys and their
+values (`mooncake.config.settings`), commands (`mooncake.cli.commands`).
 """
 
 import argparse
@@ -34,7 +34,7 @@ NEEDED_FIRST: frozenset[Key] = frozenset(
         ("worker", "device"),
     }
 )
-"""what --help shows; --help-all shows all"""
+"""Keys that --help shows; --help-all shows all."""
 
 _BY_LAST_WORD = {
     "s": "SECONDS",
@@ -57,7 +57,10 @@ _BY_TYPE: dict[Any, str] = {Path: "FILE", bool: "true|false", int: "N", float: "
 
 
 def add_flags(parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
-    """A flag for each key, in the groups of their sections. One that is not given is not in the result."""
+    """Add a flag for each key, in the groups of their sections.
+
+    A flag that is not given is not in the result.
+    """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for key in leaf_keys():
         is_shown = shows_all or key in NEEDED_FIRST
@@ -75,13 +78,13 @@ def add_flags(parser: argparse.ArgumentParser, *, shows_all: bool) -> None:
 
 
 def given_flags(options: argparse.Namespace) -> dict[Key, str]:
-    """The values of the flags that were given, by key."""
+    """Return the values of the flags that were given, by key."""
     given = vars(options)
     return {key: given[name] for key in leaf_keys() if (name := "_".join(key)) in given}
 
 
 def placeholder(key: Key) -> str:
-    """What stands for a key's value in help: FILE, BYTES, HOST:PORT."""
+    """Return the placeholder of a key's value in help: FILE, BYTES, HOST:PORT."""
     last_word = key[-1].split("_")[-1]
     if last_word in _BY_LAST_WORD:
         return _BY_LAST_WORD[last_word]

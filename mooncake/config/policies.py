@@ -1,13 +1,13 @@
 """The policies that a cluster can choose between, by their names in the configuration.
 
-Owns: names. Does not know: what a policy does, who asks for it.
+Owns: names. Does not know: what a policy does.
 """
 
 from enum import StrEnum
 
 
 class EvictionPolicy(StrEnum):
-    """Which block goes first when room is needed (Mooncake, Table 1)."""
+    """Eviction policies of the pool (Mooncake, Table 1)."""
 
     LRU = "lru"
     LFU = "lfu"
@@ -15,7 +15,7 @@ class EvictionPolicy(StrEnum):
 
 
 class Scheduling(StrEnum):
-    """How the Conductor chooses a prefill instance (Mooncake, section 6; BanaServe, Algorithm 2)."""
+    """Policies that choose a prefill instance (Mooncake, section 6; BanaServe, Algorithm 2)."""
 
     KVCACHE_CENTRIC = "kvcache_centric"
     CACHE_AWARE = "cache_aware"
@@ -25,7 +25,7 @@ class Scheduling(StrEnum):
 
 
 class Overload(StrEnum):
-    """What decides whether a request is rejected (Mooncake, section 7)."""
+    """Policies that reject requests (Mooncake, section 7)."""
 
     BASELINE = "baseline"
     EARLY_REJECTION = "early_rejection"

@@ -14,7 +14,7 @@ VERSION = 1
 
 
 class PrefillCosts(msgspec.Struct, frozen=True):
-    """Seconds; `mooncake.messages.costs`."""
+    """The costs of a prefill in seconds (`mooncake.messages.costs`)."""
 
     constant_s: float
     token_s: float
@@ -22,7 +22,7 @@ class PrefillCosts(msgspec.Struct, frozen=True):
 
 
 class DecodeCosts(msgspec.Struct, frozen=True):
-    """Seconds; `mooncake.messages.costs`."""
+    """The costs of a decode step in seconds (`mooncake.messages.costs`)."""
 
     constant_s: float
     request_s: float
@@ -30,7 +30,7 @@ class DecodeCosts(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """`engine`: what computed, as workers say when they register. Points are what was measured."""
+    """The fitted costs of one engine, named as workers do when they register, and the measured points."""
 
     version: int = VERSION
     model: str
@@ -39,20 +39,20 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PrefillCosts
     decode: DecodeCosts
     prefill_points: list[Point] = []
-    """new tokens, cached tokens, seconds"""
+    """Measured prefills: new tokens, cached tokens, seconds."""
     decode_points: list[Point] = []
-    """requests, KV tokens in all, seconds of one step"""
+    """Measured decode steps: requests, KV tokens of all, seconds."""
 
     @property
     def costs(self) -> tuple[Costs, Costs]:
-        """Of prefill and of decode."""
+        """The costs of prefill and of decode."""
         return (
             Costs(self.prefill.constant_s, self.prefill.token_s, self.prefill.pair_s),
             Costs(self.decode.constant_s, self.decode.request_s, self.decode.token_s),
         )
 
     def save(self, path: Path) -> None:
-        """As JSON. Raises ConfigError if that cannot be written."""
+        """Write the profile as JSON. Raises ConfigError if the file cannot be written."""
         try:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
         except OSError as error:
@@ -60,7 +60,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_profile(path: Path) -> Profile:
-    """Raises ConfigError if there is none, or none of this version, in `path`."""
+    """Read the profile in `path`. Raises ConfigError if there is none, or one of another version."""
     advice = "measure it anew with `mooncake-serve profile FILE`"
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)

@@ -1,7 +1,7 @@
 """The sections of the configuration: every key with its type, bounds, default and meaning.
 
-Owns: keys of sections, and what must fit together within one. Does not know: files, flags, variables
-(`mooncake.config.settings`), who uses a value.
+Owns: keys of sections, and conditions within one section. Does not know: files, flags, variables
+(`mooncake.config.settings`), the users of a value.
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, mo
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 
 LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
-"""host:port, or [address]:port of IPv6"""
+"""Pattern of host:port, or [address]:port of IPv6."""
 HOST_AND_PORT = r"^[^:/]+:\d{1,5}$"
 ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
@@ -25,7 +25,7 @@ WORDS_OF_PATTERNS = {
     DEVICE: "auto, cpu, cuda or cuda:N",
     NAME: "1 to 64 letters, digits, '.', '_' or '-'",
 }
-"""for errors"""
+"""The patterns in words, for errors."""
 ANY_ENDPOINT = "tcp://127.0.0.1:*"
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT)]
@@ -34,18 +34,18 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, and values are checked once."""
+    """A section of keys; unknown keys are errors, and values are checked once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def _split(value: object) -> object:
-    """A flag or variable has one string for several values."""
+    """Split the one string that a flag or variable has for several values."""
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
 def _check_port(key: str, address: str | None) -> None:
-    """Of `host:port`, or a ZeroMQ endpoint. Raises ValueError if there is no such port."""
+    """Check the port of `host:port` or a ZeroMQ endpoint. Raises ValueError if there is no such port."""
     port = (address or "").rpartition(":")[2]
     if not (address or "").startswith("ipc://") and port.isdigit() and int(port) > LARGEST_PORT:
         raise ValueError(f"{key}: {address} has no port up to {LARGEST_PORT}")
@@ -154,7 +154,7 @@ class KVCacheConfig(Section):
 
 
 class SLOClass(Section):
-    """What requests of one class are promised, and before whom they go."""
+    """The SLOs and the priority of a class of requests."""
 
     ttft_slo_s: PositiveSeconds | None = None
     tbt_slo_s: PositiveSeconds | None = None
@@ -162,7 +162,7 @@ class SLOClass(Section):
 
 
 def _from_json(value: object) -> object:
-    """A flag or variable has JSON for what is a mapping in YAML."""
+    """Parse the JSON that a flag or variable has where YAML has a mapping."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -386,7 +386,7 @@ class MessengerConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Who may speak to the processes of the cluster."""
+    """Keys and certificates of the cluster."""
 
     key_file: Path | None = Field(
         None,

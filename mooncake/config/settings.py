@@ -1,7 +1,7 @@
 """Configuration: one typed model, read once from YAML, environment and flags (later wins).
 
 Owns: the keys of a node, sources and their order, errors that name keys. Does not know: the sections' keys
-(`mooncake.config.sections`), who uses a value.
+(`mooncake.config.sections`), the users of a value.
 """
 
 import re
@@ -38,7 +38,7 @@ RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 
 
 class Config(Section):
-    """Everything that `mooncake-serve` can be told."""
+    """The whole configuration of `mooncake-serve`."""
 
     role: Literal["all", "conductor", "prefill", "decode", "front"] = Field(
         "all", description="what to run here"
@@ -72,12 +72,12 @@ class Config(Section):
 
     @property
     def runs_instances(self) -> bool:
-        """Whether there are messengers and workers here."""
+        """Whether this node runs messengers and workers."""
         return self.role not in ("conductor", "front")
 
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
-        """A key that has no effect with this role is a mistake, not a wish to be ignored."""
+        """Refuse keys that have no effect with this role."""
         if self.role != "all" and (self.num_prefill, self.num_decode) != (1, 1):
             raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
         if self.role not in ("prefill", "decode") and self.instance is not None:
@@ -104,13 +104,13 @@ class Config(Section):
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `host:port`; an IPv6 address comes without its brackets."""
+    """Return the parts of `host:port`; an IPv6 address without its brackets."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Paths of all keys that hold a value, in order of declaration: `("http", "port")`."""
+    """Return the paths of all keys that hold a value, in order of declaration: `("http", "port")`."""
     keys: list[tuple[str, ...]] = []
     for name, field in model.model_fields.items():
         annotation = field.annotation
@@ -122,7 +122,7 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> 
 
 
 def section_of(path: tuple[str, ...]) -> tuple[str, str]:
-    """The section that a key stands in, and what it is about; keys that stand alone are `general`."""
+    """Return a key's section and the section's description; keys that stand alone are `general`."""
     if len(path) == 1:
         return "general", "What runs here."
     section: Any = Config.model_fields[path[0]].annotation
@@ -130,7 +130,7 @@ def section_of(path: tuple[str, ...]) -> tuple[str, str]:
 
 
 def field_of(path: tuple[str, ...]) -> FieldInfo:
-    """What is declared of a key."""
+    """Return the declaration of a key."""
     model: Any = Config
     for name in path[:-1]:
         model = model.model_fields[name].annotation
@@ -139,7 +139,7 @@ def field_of(path: tuple[str, ...]) -> FieldInfo:
 
 
 def describe(path: tuple[str, ...]) -> str:
-    """What a key means, its choices and its default."""
+    """Return a key's meaning, its choices and its default."""
     field = field_of(path)
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     text = f"{field.description}; one of {', '.join(choices)}" if choices else str(field.description)
@@ -148,7 +148,7 @@ def describe(path: tuple[str, ...]) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """A key's default as it would be given; empty if it is nothing."""
+    """Return a key's default as it would be given; empty if there is none."""
     match field.default:
         case None:
             return ""
@@ -164,12 +164,12 @@ def default_of(field: FieldInfo) -> str:
 
 
 def env_name(path: tuple[str, ...]) -> str:
-    """The environment variable of a key: `MOONCAKE_HTTP_PORT`."""
+    """Return the environment variable of a key: `MOONCAKE_HTTP_PORT`."""
     return ENV_PREFIX + "_".join(path).upper()
 
 
 def flag_name(path: tuple[str, ...]) -> str:
-    """The flag of a key: `--http-port`."""
+    """Return the flag of a key: `--http-port`."""
     return "--" + "-".join(path).replace("_", "-")
 
 
@@ -200,7 +200,7 @@ def load_config(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice, of which PyYAML would silently keep the last."""
+    """A YAML loader that refuses a key given twice, of which PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key) for key, _ in node.value if key.tag != MERGE_TAG]
@@ -236,7 +236,7 @@ def _put(tree: dict[str, Any], path: tuple[str, ...], value: str) -> None:
 
 def _explain(error: ValidationError, origins: Mapping[tuple[str, ...], str], file: Path | None) -> str:
     lines: dict[tuple[str, str], list[str]] = {}
-    """what was expected, by what stands before and behind it: a value may be one of several kinds"""
+    """Expected kinds of a value, by the texts before and behind them."""
     for problem in error.errors():
         path = tuple(
             str(part) for part in problem["loc"] if not str(part).startswith(("literal[", "constrained"))
@@ -265,7 +265,7 @@ def _expected(problem: ErrorDetails) -> str:
 
 
 def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
-    """The nearest key, and all beside it. Nothing for what is unknown within the value of `key`."""
+    """Return the nearest key, and all beside it; nothing for an unknown name within the value of `key`."""
     if key is not None:
         return ""
     dotted = tuple(path[0].split("."))

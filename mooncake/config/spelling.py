@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that does not exist: a flag, a command, a key, a choice.
+"""Suggestions for names that do not exist: flags, commands, keys, choices.
 
 Owns: which known names are near. Does not know: what they name.
 """
@@ -11,7 +11,7 @@ _MOST_NAMED = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: `; did you mean --model?`, or nothing if no known name is near.
+    """Return the end of an error message, `; did you mean --model?`, or nothing if no known name is near.
 
     A name that ends with the whole of `word` is nearer than any misspelling: `--max-batch` means
     `--worker-max-batch`.

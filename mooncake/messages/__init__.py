@@ -1,1 +1,1 @@
-"""What crosses processes: typed messages, the sockets that carry them, and values that both ends know."""
+"""Typed messages between processes, the sockets that carry them, and values that both ends know."""

@@ -1,24 +1,24 @@
-"""How long waiting makes up for a lower priority, so that nobody waits for ever.
+"""The aging of priorities, by which no request waits for ever.
 
-Owns: that rate, and what a prompt without a deadline counts as. Does not know: what is waited for.
+Owns: the rate, and the deadline that a prompt without one counts as having. Does not know: queues.
 """
 
 AGING_S = 60.0
-"""who has waited so long more counts as one step of `priority` (lower goes first) before the others"""
+"""Waiting time that is worth one step of `priority` (lower goes first)."""
 NO_DEADLINE_S = 30.0
-"""how long a prompt without a deadline stands behind those that have one"""
+"""Deadline that a prompt without one counts as having."""
 
 
 def aged_priority(priority: int, waited_s: float) -> int:
-    """The priority number of who has waited so long."""
+    """Return the priority number of a request that has waited for `waited_s`."""
     return priority - int(waited_s // AGING_S)
 
 
 def due_s(time_left_s: float | None, now_s: float) -> float:
-    """When the first token of a prompt is due that comes now; what is overdue is due now."""
+    """Return when the first token of a prompt that arrives now is due; an overdue one is due now."""
     return now_s + (NO_DEADLINE_S if time_left_s is None else max(0.0, time_left_s))
 
 
-def standing_s(priority: int, due_s: float) -> float:
-    """Who has the lowest goes first. It does not change by waiting: all others age as well."""
+def rank_s(priority: int, due_s: float) -> float:
+    """Return the sort key of a queue: the lowest goes first. Waiting does not change it, as all age alike."""
     return due_s + priority * AGING_S

@@ -19,7 +19,7 @@ from mooncake.messages.quantities import Count
 
 KEY_BYTES = 16
 _MOST_ROOTS = 1024
-"""that are remembered: every request asks for that of its model and tenant"""
+"""Number of root keys that are remembered: every request asks for that of its model and tenant."""
 BlockKey = bytes
 KVDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -52,52 +52,58 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def layers(self) -> range:
-        """Those of the model."""
+        """Layers of this shard, numbered as in the model."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
     def heads(self) -> range:
-        """Those of the model."""
+        """KV heads of this shard, numbered as in the model."""
         return range(self.first_head, self.first_head + self.num_kv_heads)
 
     def of_layers(self, layers: range) -> "KVLayout":
-        """The shard with these layers of the model. Raises ValueError if there are none of them."""
+        """Return the shard with these layers of the model. Raises ValueError for none."""
         return msgspec.structs.replace(self, first_layer=layers.start, num_layers=len(layers))
 
     def of_heads(self, heads: range) -> "KVLayout":
-        """The shard with these heads of the model. Raises ValueError if there are none of them."""
+        """Return the shard with these heads of the model. Raises ValueError for none."""
         return msgspec.structs.replace(self, first_head=heads.start, num_kv_heads=len(heads))
 
     def positions(self, layers: range) -> range:
-        """Where `layers` of the model are in this shard. Raises ValueError if they are not all there."""
+        """Return the positions of the model's `layers` in this shard.
+
+        Raises ValueError if some are not there.
+        """
         return _positions(layers, self.layers, "layers")
 
     def head_positions(self, heads: range) -> range:
-        """Where `heads` of the model are in each layer of this shard. Raises ValueError as `positions`."""
+        """Return the positions of the model's `heads` in each layer.
+
+        Raises ValueError if some are not there.
+        """
         return _positions(heads, self.heads, "heads")
 
     @property
     def head_bytes(self) -> int:
-        """One head of one layer of one block, which is contiguous."""
+        """Bytes of one head of one layer of one block, which are contiguous."""
         return self.block_size * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
-        """One layer of one block, all heads of this shard."""
+        """Bytes of one layer of one block, all heads of this shard."""
         return self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:
-        """All layers of one block."""
+        """Bytes of all layers of one block."""
         return self.num_layers * self.layer_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens occupy, the partial last one included."""
+        """Return how many blocks `num_tokens` tokens occupy, the partial last one included."""
         return -(-num_tokens // self.block_size)
 
 
 def common(ours: range, theirs: range) -> range:
-    """The layers, or heads, that are in both; perhaps none."""
+    """Return the layers, or heads, that are in both ranges; perhaps none."""
     start = max(ours.start, theirs.start)
     return range(start, max(start, min(ours.stop, theirs.stop)))
 
@@ -112,12 +118,12 @@ def _positions(wanted: range, there: range, what: str) -> range:
 
 @lru_cache(_MOST_ROOTS)
 def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
-    """The parent of every first block. Models and tenants with different roots can never share a block."""
+    """Return the parent of every first block. Models and tenants with different roots never share a block."""
     return hashlib.sha256(f"mooncake-root\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
 
 
 def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:
-    """Keys of the full blocks of `token_ids`, in order: key = SHA-256(parent key, token ids)[:16].
+    """Return the keys of the full blocks of `token_ids`: key = SHA-256(parent key, token ids)[:16].
 
     Token ids are hashed as little-endian uint32.
     """
@@ -134,16 +140,16 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
 def extended_keys(
     known: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey
 ) -> list[BlockKey]:
-    """Keys of the full blocks of `token_ids`, of which the first ones are `known`."""
+    """Return the keys of the full blocks of `token_ids`, of which the first ones are `known`."""
     parent = known[-1] if known else root
     return known + block_keys(token_ids[len(known) * block_size :], block_size, parent)
 
 
 def model_fingerprint(architecture: str, weights_digest: str, dtype: KVDtype, layout: KVLayout) -> str:
-    """Identity of what a KV byte means: two instances may exchange blocks only if theirs are equal.
+    """Return the fingerprint: two instances may exchange blocks only if theirs are equal.
 
-    Describes the whole model, never how it is split, so prefill and decode may be split differently: `layout`
-    must be that of the whole model.
+    It describes the whole model, never how it is split, so prefill and decode may be split differently:
+    `layout` must be that of the whole model.
     """
     assert layout.first_layer == layout.first_head == 0, "a shard has its model's fingerprint"
     layout_text = msgspec.json.encode(layout).decode()

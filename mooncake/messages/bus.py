@@ -4,11 +4,11 @@
 `instance#incarnation`, so a restarted process is a new peer, and a message to the old one fails
 instead of reaching the new one.
 
-Both sides hold the cluster's key; what crosses is encrypted, and a stranger gets nowhere
+Both sides hold the cluster's key; messages are encrypted, and an unauthenticated peer is disconnected
 (`mooncake.security.curve`).
 
-The event loop is told of arrivals by the socket's own descriptor: `zmq.asyncio` spends several times as
-much processor time on a message as all that is done here.
+The event loop watches the socket's own descriptor: `zmq.asyncio` spends several times as much processor
+time on a message.
 
 Owns: sockets, encoding, peer identities. Does not know: what the messages mean.
 """
@@ -28,11 +28,11 @@ Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
 LOGGED_CHARS = 200
 LARGEST_MESSAGE_BYTES = 16 << 20
-"""that a `Router` takes. A prompt of 2M tokens has 10 MiB"""
+"""Largest message that a `Router` takes. A prompt of 2M tokens has 10 MiB."""
 QUEUE_LEN = 10_000
-"""messages that may wait for a peer: a minute and more of decoding steps"""
+"""Messages that may wait for a peer: a minute and more of decoding steps."""
 MAX_IN_A_ROW = 16
-"""messages that are received before others have a turn in the event loop"""
+"""Messages that are received before other tasks have a turn in the event loop."""
 log = logging.getLogger(__name__)
 
 # pyzmq's flags are enumerations: to combine two of them takes as long as to send a message.
@@ -45,12 +45,12 @@ class PeerGoneError(TransferError):
 
 
 def peer_identity(instance: str, incarnation: int) -> bytes:
-    """The socket identity of one life of one instance."""
+    """Return the socket identity of one incarnation of an instance."""
     return f"{instance}#{incarnation}".encode()
 
 
 class _Socket(Generic[Incoming]):
-    """Needs a running event loop."""
+    """A socket that receives in the running event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], incoming: Any) -> None:
         self._socket = socket
@@ -59,13 +59,13 @@ class _Socket(Generic[Incoming]):
         self.num_malformed = 0
         self._num_in_a_row = 0
         self._arrival: asyncio.Future[None] | None = None
-        """for whoever waits for a message"""
+        """Set when a message arrives for the task that waits for one."""
         self._loop = asyncio.get_running_loop()
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._on_signal)
 
     async def _frames(self) -> list[bytes]:
-        """The next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
+        """Return the next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
         self._num_in_a_row += 1
         if self._num_in_a_row > MAX_IN_A_ROW:
             self._num_in_a_row = 0
@@ -86,8 +86,10 @@ class _Socket(Generic[Incoming]):
             self._socket.getsockopt(zmq.EVENTS)  # asked for, or the descriptor goes on telling
 
     def _look(self) -> None:
-        """libzmq's descriptor tells of each arrival once, and not at all of what a call to the socket has
-        found by the way."""
+        """Wake the receiver if a message is there.
+
+        libzmq's descriptor signals each arrival once, and not at all if a call to the socket has noticed it.
+        """
         if self._is_awaited() and self._has_message():
             self._wake()
 
@@ -99,7 +101,7 @@ class _Socket(Generic[Incoming]):
         self._arrival.set_result(None)
 
     def _forget(self) -> None:
-        """To be called before the socket is closed."""
+        """Stop watching the socket, which is about to be closed."""
         self._loop.remove_reader(self._descriptor)
         if self._arrival is not None:
             self._arrival.cancel()
@@ -116,7 +118,8 @@ class _Socket(Generic[Incoming]):
 
 
 class Router(_Socket[Incoming]):
-    """Binds `endpoint` for holders of `key`; `incoming` is the union of message types that may arrive."""
+    """A socket bound to `endpoint` for holders of `key`; `incoming` is the union of messages that may
+    arrive."""
 
     def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
         self._gate = Gate(key, zmq.ROUTER)
@@ -132,12 +135,12 @@ class Router(_Socket[Incoming]):
 
     @property
     def num_refused(self) -> int:
-        """Connections that were closed because they showed another key, or none."""
+        """Number of connections that were closed because they showed another key, or none."""
         return self._gate.num_refused
 
     @property
     def num_unfinished(self) -> int:
-        """Connections that ended in the middle of their handshake."""
+        """Number of connections that ended in the middle of their handshake."""
         return self._gate.num_unfinished
 
     def close(self) -> None:
@@ -147,7 +150,7 @@ class Router(_Socket[Incoming]):
         self._gate.close()
 
     async def recv(self) -> tuple[bytes, Incoming]:
-        """The next well-formed message and its sender's identity."""
+        """Return the next well-formed message and its sender's identity."""
         while True:
             sender, *frames = await self._frames()
             if sum(map(len, frames)) > LARGEST_MESSAGE_BYTES:
@@ -158,7 +161,7 @@ class Router(_Socket[Incoming]):
                 return sender, message
 
     async def send(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Raises `PeerGoneError` when `peer` is not connected or does not read."""
+        """Send a message. Raises `PeerGoneError` when `peer` is not connected or does not read."""
         payload = _encode(message)
         try:
             self._socket.send(peer, _MORE_NOBLOCK)
@@ -172,7 +175,8 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """Connects to a `Router` with the same `key` at `endpoint`, now or when it appears, under `identity`."""
+    """A socket that connects under `identity` to the `Router` with the same `key` at `endpoint`, when it
+    appears."""
 
     def __init__(self, endpoint: str, identity: bytes, incoming: Any, key: ClusterKey) -> None:
         super().__init__(zmq.Context.instance().socket(zmq.DEALER), incoming)
@@ -189,17 +193,17 @@ class Dealer(_Socket[Incoming]):
 
     @property
     def num_connections(self) -> int:
-        """That came about, one after the other: what was on its way when one broke may be lost. The one over
-        which the latest message came is among them."""
+        """Number of connections so far, the current one included; a break may have lost messages in
+        flight."""
         return self._watch.num_connections
 
     @property
     def has_reconnected(self) -> bool:
-        """Whether a connection has broken and there was another one."""
+        """Whether a connection has broken and was replaced."""
         return self.num_connections > 1
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close at once; what was not sent may still leave within `linger_s`. Idempotent."""
+        """Close at once; queued messages may still leave within `linger_s`. Idempotent."""
         if self._socket.closed:
             return
         self._watch.close()
@@ -207,7 +211,7 @@ class Dealer(_Socket[Incoming]):
         self._socket.close(linger=int(1000 * linger_s))
 
     async def recv(self) -> Incoming:
-        """The next well-formed message."""
+        """Return the next well-formed message."""
         while True:
             frames = await self._frames()
             message = self._parse(self.endpoint.encode(), frames[-1])
@@ -215,9 +219,9 @@ class Dealer(_Socket[Incoming]):
                 return message
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Queued while the other side is away, up to `QUEUE_LEN` messages; then `PeerGoneError`.
+        """Send a message. Up to `QUEUE_LEN` are queued while the other side is away; then `PeerGoneError`.
 
-        Raises that as well for a message longer than a `Router` takes, which would end the connection.
+        It is raised too for a message longer than a `Router` takes, which would end the connection.
         """
         payload = _encode(message)
         if len(payload) > LARGEST_MESSAGE_BYTES:
@@ -238,7 +242,7 @@ class Dealer(_Socket[Incoming]):
             self._look()
 
     def _send_in_frames(self, payload: memoryview) -> None:
-        """All or nothing: libzmq drops what it has of a message that it cannot take to its end."""
+        """Send all frames or none: libzmq drops the frames of a message that it cannot take to its end."""
         last = (len(payload) - 1) // LARGEST_FRAME_BYTES * LARGEST_FRAME_BYTES
         for start in range(0, last, LARGEST_FRAME_BYTES):
             self._socket.send(payload[start : start + LARGEST_FRAME_BYTES], _MORE_NOBLOCK)

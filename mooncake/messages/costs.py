@@ -1,9 +1,9 @@
-"""What prefill and decode cost: polynomials with three coefficients (Mooncake, section 6.1).
+"""The costs of prefill and decode: polynomials with three coefficients (Mooncake, section 6.1).
 
     prefill of n new tokens behind c cached ones    constant + n * token + n * (c + n / 2) * pair
     one step of b requests with k KV tokens in all  constant + b * request + k * token
 
-Owns: these forms, and their fit to what was measured. Does not know: who measures or predicts.
+Owns: these forms, and their fit to measurements. Does not know: how they are measured and used.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ import numpy as np
 
 
 class Costs(NamedTuple):
-    """Seconds: of any, and for a unit of each of two quantities: tokens and pairs, or requests and tokens."""
+    """The coefficients in seconds: constant, and for tokens and pairs, or requests and tokens."""
 
     constant_s: float
     first_s: float
     second_s: float
 
     def seconds(self, first: float, second: float) -> float:
-        """The polynomial."""
+        """Return the polynomial's value."""
         return self.constant_s + first * self.first_s + second * self.second_s
 
 
 class Point(NamedTuple):
-    """One duration. A prefill has new and cached tokens, a step requests and KV tokens."""
+    """A measured duration: of new and cached tokens for a prefill, of requests and KV tokens for a step."""
 
     first: float
     second: float
@@ -33,12 +33,12 @@ class Point(NamedTuple):
 
 
 def prefill_quantities(num_new_tokens: float, num_cached_tokens: float) -> tuple[float, float]:
-    """New tokens, and pairs of a new token and one before it."""
+    """Return new tokens, and pairs of a new token and an earlier one."""
     return num_new_tokens, num_new_tokens * (num_cached_tokens + num_new_tokens / 2)
 
 
 def fit(points: Sequence[Point]) -> Costs:
-    """The costs whose relative errors have the least squares; none is negative.
+    """Return the costs whose relative errors have the least squares; none is negative.
 
     `points` have the polynomial's quantities. Raises ValueError for none at all.
     """

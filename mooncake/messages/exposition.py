@@ -1,7 +1,7 @@
 """Prometheus' text format for families with very many samples.
 
-prometheus_client takes about 6 us a sample, which is too long for an event loop that has tokens to send and a
-hundred instances to tell about; this takes about 1 us.
+prometheus_client takes about 6 us a sample, which is too long for an event loop that sends tokens and reports
+on a hundred instances; this takes about 1 us.
 
 Owns: that format. Does not know: what is measured.
 """
@@ -10,7 +10,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 def labels(**values: str) -> str:
-    """A set of labels as it stands between the braces. Worth keeping: most of a sample's time goes here."""
+    """Return a set of labels as it stands between the braces. Most of a sample's time goes here: keep it."""
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 
@@ -25,10 +25,10 @@ class Family:
         self._lines: list[str] = []
 
     def add(self, label_text: str, value: float) -> None:
-        """A sample; `label_text` is from `labels`, with more of them behind a comma if there are more."""
+        """Add a sample; `label_text` is from `labels`, further labels follow behind a comma."""
         self._lines.append(f"{self.name}{{{label_text}}} {value}\n")
 
     @property
     def text(self) -> str:
-        """Also without samples, so that a name can be looked up before it has some."""
+        """The family's lines; without samples too, so that a name can be looked up before it has some."""
         return self._head + "".join(self._lines)

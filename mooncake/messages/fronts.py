@@ -1,7 +1,6 @@
-"""What fronts and the Conductor say to each other, and what workers say to fronts; as
-`mooncake.messages.workers`.
+"""The messages between fronts and the Conductor, and from workers to fronts.
 
-Owns: this vocabulary, who may say what to whom. Does not know: sockets.
+Owns: this vocabulary, the senders and receivers of each message. Does not know: sockets.
 """
 
 import msgspec
@@ -16,35 +15,34 @@ from mooncake.messages.workers import InstanceState, RegisterRefused, Role
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A client's request. Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`."""
+    """Submit a request. Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`."""
 
     request: Request
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """The client has gone, or has all that it wants. Nothing more is sent for this request."""
+    """End a request whose client has gone, or has all that it wants. Nothing more is sent for it."""
 
     request_id: str
 
 
 class Continue(msgspec.Struct, tag=True, frozen=True):
-    """Answers `Interrupted`: the request with what has come of its output, to go on behind that."""
+    """Answer to `Interrupted`: the request with its output so far, to be continued."""
 
     request: Request
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """An instance is to finish what it runs and to be given nothing more; if not `is_wanted`, to serve again.
-    Answered by `InstanceDrains`."""
+    """Drain an instance, or (not `is_wanted`) let it serve again. Answered by `InstanceDrains`."""
 
     instance: str
     is_wanted: bool = True
 
 
 class KeepContext(msgspec.Struct, tag=True, frozen=True):
-    """Keep the blocks of a context cache for `ttl_s`, wherever they are or come to be. Needs no answer.
+    """Keep the blocks of a context cache for `ttl_s`, on any instance that has or gets them. Needs no answer.
 
-    Said of the same `context_id` again it replaces what was said before.
+    A later message with the same `context_id` replaces this one.
     """
 
     context_id: str
@@ -53,39 +51,42 @@ class KeepContext(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropContext(msgspec.Struct, tag=True, frozen=True):
-    """The context cache has been deleted. Needs no answer."""
+    """Forget a context cache that has been deleted. Needs no answer."""
 
     context_id: str
 
 
 class FrontHello(msgspec.Struct, tag=True, frozen=True):
-    """First message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
+    """The first message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
     protocol_version: int
     fingerprint: str
 
 
 class InFlight(msgspec.Struct, tag=True, frozen=True):
-    """With each heartbeat of a front: all that it has submitted and that has not ended for it. What the
-    Conductor does not have of that is answered by `Unknown`; what it has beside it ends."""
+    """All requests that a front has submitted and that have not ended for it, with each heartbeat.
+
+    Requests that the Conductor does not have are answered by `Unknown`; requests that only the Conductor has
+    are ended.
+    """
 
     request_ids: list[str]
 
 
 class Unknown(msgspec.Struct, tag=True, frozen=True):
-    """The Conductor does not have these requests: a break of the connection has swallowed that they came, or
-    how they ended."""
+    """The Conductor does not have these requests: a break of the connection has lost their beginning or
+    end."""
 
     request_ids: list[str]
 
 
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
-    """What a front must know to answer /ready and to size requests. Also sent after each change.
+    """The state that a front needs for /ready and for limits of requests. Also sent after each change.
 
     `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
     or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
-    learned so far; None without one. `known` is false in the answer to a front that the Conductor had not
-    heard of, or had given up: it has none of its requests. `num_prefill` and `num_decode` take requests,
+    learned so far; None without one. `known` is false for a front that the Conductor did not know, or had
+    given up: it has none of the front's requests. `num_prefill` and `num_decode` instances take requests,
     `num_draining` are registered and take none.
     """
 
@@ -99,7 +100,7 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
 
 
 class InstanceDrains(msgspec.Struct, tag=True, frozen=True):
-    """Answers `Drain`: what the instance does now, None if nobody has this name; how many requests it has."""
+    """Answer to `Drain`: the instance's state, None if none has this name, and its number of requests."""
 
     instance: str
     state: InstanceState | None
@@ -107,7 +108,10 @@ class InstanceDrains(msgspec.Struct, tag=True, frozen=True):
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """Refused before any token. `status` is the HTTP status; `retry_after_s` is set for 429 and 503."""
+    """A request is refused before any token.
+
+    `status` is the HTTP status; `retry_after_s` is set for 429 and 503.
+    """
 
     request_id: str
     status: int
@@ -123,9 +127,12 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):
-    """Who decoded this request is lost. Answered by `Continue`, or by `Cancel` if nothing more is wanted.
+    """The request's decode instance is lost.
 
-    Asked again until it is answered."""
+    Answered by `Continue`, or by `Cancel` if nothing more is wanted.
+
+    Sent again until it is answered.
+    """
 
     request_id: str
 
@@ -141,9 +148,9 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one request from one step. `position` is the index of the first one in the output.
+    """Tokens of one request from one step. `position` is the index of the first token in the output.
 
-    `logprobs` are those of each token, or none if the request has not asked for them.
+    `logprobs` has one entry a token, or none if the request does not want them.
     """
 
     ref: Ref
@@ -155,7 +162,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
-    """One message per step for all requests of a front."""
+    """The tokens of one step for all requests of a front."""
 
     outputs: list[TokenOutput]
 

@@ -1,7 +1,6 @@
-"""What an instance's heartbeat says, for Prometheus: on the Conductor's /metrics of all instances, on an
-instance's own listener of that one.
+"""Prometheus' metrics of heartbeats: all instances' on the Conductor's /metrics, one's on its own listener.
 
-Owns: these metrics' names and labels. Does not know: who scrapes, how a heartbeat came.
+Owns: these metrics' names and labels. Does not know: scrapers, how a heartbeat arrived.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from mooncake.messages.workers import PREEMPTED_TO, DecodeStats, Heartbeat
 
 
 class InstanceReport(NamedTuple):
-    """An instance's latest heartbeat, and the pages that it divides its device's KVCache into."""
+    """An instance's latest heartbeat, and the number of its device pages."""
 
     instance: str
     num_device_pages: int
@@ -21,7 +20,7 @@ class InstanceReport(NamedTuple):
 
 
 def instance_text(reports: Iterable[InstanceReport], model_name: str) -> str:
-    """All of it in Prometheus' text format."""
+    """Return the reports in Prometheus' text format."""
     reports = list(reports)
     pools = {name: pool for report in reports for name, pool in report.heartbeat.pools.items()}
     families = [

@@ -1,8 +1,9 @@
-"""KV events: what one instance's messenger tells whoever mirrors its pool.
+"""KV events, by which followers mirror the pool of a messenger.
 
-Batches on a PUB socket, numbered from 0 in each incarnation, and a ROUTER socket for what a subscriber lacks.
-To mirror: subscribe, ask for a snapshot, then apply every batch behind it, in order and once. After a gap ask
-for a replay; when that is gone, or the incarnation is another one, forget everything and ask for a snapshot.
+Batches are published on a PUB socket, numbered from 0 in each incarnation; a ROUTER socket answers requests
+for missed ones. To mirror a pool: subscribe, ask for a snapshot, then apply every batch behind it, in order
+and once. After a gap ask for a replay; when that is gone, or the incarnation has changed, forget everything
+and ask for a snapshot.
 
 Owns: this vocabulary. Does not know: sockets, vLLM's format of the same.
 """
@@ -14,28 +15,28 @@ from mooncake.messages.pools import Tier
 
 
 class KVStored(msgspec.Struct, tag=True, frozen=True):
-    """These blocks can be found in `tier` now."""
+    """Blocks can be found in `tier` from now on."""
 
     tier: Tier
     keys: list[BlockKey]
 
 
 class KVRemoved(msgspec.Struct, tag=True, frozen=True):
-    """These blocks are no longer in `tier`; other tiers may still have them."""
+    """Blocks are no longer in `tier`; other tiers may still have them."""
 
     tier: Tier
     keys: list[BlockKey]
 
 
 class KVCleared(msgspec.Struct, tag=True, frozen=True):
-    """All that was stored before, in every tier, is gone. Batch 0 begins with it."""
+    """The pool is empty in every tier. Batch 0 begins with this event."""
 
 
 KVEvent = KVStored | KVRemoved | KVCleared
 
 
 class KVEvents(msgspec.Struct, tag=True, frozen=True):
-    """One batch: what changed in an instance's part of the pool, oldest first."""
+    """One batch: the changes of an instance's part of the pool, oldest first."""
 
     instance: str
     incarnation: int
@@ -44,7 +45,7 @@ class KVEvents(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReplayEvents(msgspec.Struct, tag=True, frozen=True):
-    """Answered by every batch from `from_sequence` on and `ReplayDone`, or by `EventsGone`."""
+    """Ask for every batch from `from_sequence` on. Answered by these and `ReplayDone`, or by `EventsGone`."""
 
     from_sequence: int
 
@@ -58,7 +59,10 @@ class ReplayDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class EventsGone(msgspec.Struct, tag=True, frozen=True):
-    """Only the batches `[oldest_sequence, next_sequence)` can be replayed: ask for a snapshot."""
+    """A replay is impossible: only batches `[oldest_sequence, next_sequence)` are left.
+
+    Ask for a snapshot.
+    """
 
     instance: str
     incarnation: int
@@ -67,7 +71,7 @@ class EventsGone(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """Answered by the parts of a snapshot. Who asks again before the last part gets a newer one instead."""
+    """Ask for a snapshot, which comes in parts. A second request before the last part begins a newer one."""
 
 
 class KVSnapshot(msgspec.Struct, tag=True, frozen=True):

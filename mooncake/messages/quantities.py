@@ -1,8 +1,7 @@
-"""Quantities in messages, bounded: what is negative, no number, or beyond all measure is refused where a
-message is decoded.
+"""Bounded quantities in messages: negative, infinite and absurd numbers are refused by the decoder.
 
-A peer's numbers go into sums and estimates that last. One that is not a number would stay in them for ever,
-and one that no array of integers takes would end whoever puts it into one.
+A peer's numbers go into sums and estimates that last. A NaN would stay in them for ever, and a number that no
+integer array takes would end the process that puts it into one.
 
 Owns: these bounds. Does not know: messages, configuration.
 """
@@ -12,14 +11,14 @@ from typing import Annotated
 import msgspec
 
 _MOST_SECONDS = 1e10
-"""300 years: totals as well"""
+"""Bound of seconds, for totals too: 300 years."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""of tokens, blocks, bytes, requests: as exact as a float is"""
+"""Number of tokens, blocks, bytes or requests, within a float's exact integers."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=_MOST_SECONDS)]
 Span = Annotated[float, msgspec.Meta(ge=-_MOST_SECONDS, le=_MOST_SECONDS)]
-"""seconds from one moment to another, which may have been before"""
+"""Seconds from one moment to another, which may be earlier."""
 BytesPerSecond = Annotated[float, msgspec.Meta(ge=1.0, le=1e15)]

@@ -1,6 +1,6 @@
-"""What a client has asked for, as it goes through the cluster: tokens in, how tokens out are drawn.
+"""Requests as they pass through the cluster: prompt tokens in, parameters of the draws.
 
-Owns: requests, their attempts, why an answer ends. Does not know: who serves them, messages.
+Owns: requests, their attempts, why an output ends. Does not know: instances, messages.
 """
 
 from enum import StrEnum
@@ -13,14 +13,15 @@ from mooncake.messages.quantities import Count, Priority, TokenId
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended, in OpenAI's words."""
+    """Reasons why an output ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt at one request under one Conductor. Work of another epoch or attempt is not ours."""
+    """The name of one attempt of a request under one Conductor; work of other epochs or attempts is
+    dropped."""
 
     epoch: int
     request_id: str
@@ -28,7 +29,7 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 do not filter.
+    """Parameters of draws. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 do not filter.
 
     `seed` together with the token's position decides every draw, so a token depends neither on the
     worker that draws it nor on its batch.
@@ -42,43 +43,42 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0
     min_tokens: int = 0
-    """stop tokens are not drawn before"""
+    """Output length before which no stop token is drawn."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """the output contains none of these token ids in this order"""
+    """Token sequences that the output must not contain."""
     grammar: str = ""
-    """the whole output is one of its texts (`mooncake.model.grammar`); empty: it may be any"""
+    """Grammar that the whole output follows (`mooncake.model.grammar`); empty: none."""
     num_logprobs: int | None = None
-    """report the logprobs of each drawn token and of so many likeliest ones; None: of none"""
+    """Number of likeliest tokens whose logprobs are reported beside the drawn token's; None: no logprobs."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logarithms of the probabilities that the model gave to a drawn token and to the likeliest in its place:
-    of the logits as they came, whatever the request wants changed of them."""
+    """Logprobs of a drawn token and of the likeliest ones, by the model's unchanged logits."""
 
     logprob: float
     top_token_ids: list[int]
-    """descending"""
+    """Likeliest tokens, in descending order."""
     top_logprobs: list[float]
 
 
 class Flow(NamedTuple):
-    """What gets an equal part where requests compete: a tenant, and in it an answer with all its choices."""
+    """A tenant and one of its answers: the unit of fair shares. All choices of an answer are one flow."""
 
     tenant: str
     answer_id: str
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A prompt on its way through the cluster.
+    """One generation that the Conductor places.
 
     `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
-    `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are those
-    of one tenant (`cache_salt`), so nobody else is told which tokens they stand for. `root_key` is the parent
-    of the first block. Where requests wait for one another, those of a lower `priority` go first.
+    `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are
+    private to one tenant (`cache_salt`), so KV events do not tell their tokens. `root_key` is the parent of
+    the first block. A lower `priority` goes first.
     """
 
     request_id: str
@@ -90,13 +90,13 @@ class Request(msgspec.Struct, frozen=True):
     root_key: BlockKey = b""
     priority: Priority = 0
     slo_class: str = ""
-    """whose SLOs it is promised; empty: those of all"""
+    """Name of the SLO class; empty: the default SLOs."""
     tenant: str = ""
-    """on whose behalf: tenants share the cluster fairly"""
+    """Owner of the API key; tenants share the cluster fairly."""
     answer_id: str = ""
-    """of the answer that it is one choice of; empty: it has no other"""
+    """Answer of which this request is one choice; empty: it is the only one."""
     num_output_tokens: Count = 0
-    """the last so many of `token_ids` were drawn in earlier attempts: this one goes on behind them"""
+    """Number of last `token_ids` that were drawn in earlier attempts: this one continues behind them."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,16 +104,16 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def flow(self) -> Flow:
-        """With which requests it shares its part of the cluster."""
+        """The requests with which it shares its part of the cluster."""
         return Flow(self.tenant, self.answer_id or self.request_id)
 
     @property
     def output(self) -> list[int]:
-        """What earlier attempts have drawn."""
+        """Tokens that earlier attempts have drawn."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def continued(self, output: list[int], block_size: int) -> "Request":
-        """The same, to go on behind `output`. Only for one that has none yet."""
+        """Return the request to be continued behind `output`; only for one without output."""
         assert not self.num_output_tokens
         token_ids = self.token_ids + output
         keys = extended_keys(self.block_keys, token_ids, block_size, self.root_key)

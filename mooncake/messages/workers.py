@@ -1,12 +1,11 @@
-"""What workers and the Conductor say to each other over ZeroMQ. `mooncake.messages.fronts` has what fronts
-do.
+"""The messages between workers and the Conductor, over ZeroMQ.
 
-All are msgspec structs, sent as one msgpack frame each; the struct's name is its tag. Work is named by
-a `Ref` (the Conductor's epoch, the request, the attempt), and a worker's socket identity carries its
-incarnation, so whoever is late can be told from whoever is current. `docs/request-path.md` shows the
-order in which a request sends them.
+All are msgspec structs, sent as one msgpack frame each; the struct's name is its tag. Work is named by a
+`Ref` (the Conductor's epoch, the request, the attempt), and a worker's socket identity carries its
+incarnation, so late messages are recognised. `docs/request-path.md` shows their order in a request's life.
+Fronts have messages of their own (`mooncake.messages.fronts`).
 
-Owns: this vocabulary, who may say what to whom. Does not know: sockets.
+Owns: this vocabulary, the senders and receivers of each message. Does not know: sockets.
 """
 
 from enum import StrEnum
@@ -22,29 +21,29 @@ PROTOCOL_VERSION = 14
 
 
 class Role(StrEnum):
-    """What an instance does now. A state, not a kind: every worker can do both."""
+    """The role of an instance: a state, not a kind, as every worker can do both."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class InstanceState(StrEnum):
-    """Whether an instance is given work."""
+    """States of an instance; only a SERVING one gets requests."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    """it is given nothing more; what it runs ends there"""
+    """The instance gets no new requests, and finishes those it has."""
     RETIRING = "retiring"
-    """the same, and then it ends"""
+    """The instance drains, and then its worker ends."""
     RETIRED = "retired"
-    """it has nothing left, and has been told so"""
+    """The instance has no request left, and has been told so."""
 
 
 # -- worker -> Conductor ----------------------------------------------------------------------------
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """First message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
+    """The first message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
 
     protocol_version: int
     instance: str
@@ -53,20 +52,20 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
     layout: KVLayout
     shards: tuple[PoolShard, ...]
-    """of the instance's part of the pool: one for each stage of a prefill pipeline"""
+    """Shards of the instance's part of the pool: one for each stage or rank."""
     capacity: Capacity
     engine: str
-    """what computes: a device, and on CPUs the kernels"""
+    """Device and kernels, for people."""
     idle_cores: frozenset[Count] = frozenset()
-    """those of its host on which it computes as long as others leave them idle"""
+    """Cores of its host on which it computes as long as other processes leave them idle."""
 
 
 class DecodeStats(msgspec.Struct, frozen=True):
-    """What an instance's decoding has done in this session: totals.
+    """Totals of an instance's decoding in this session.
 
-    `host_s`: processor time of planning and of sending tokens off, mostly beside the forward passes;
-    `bubble_s`: in which the device waited between two iterations of a batch; `pause_s`: in which that was
-    left to prompts that are prefilled; `forward_s`: of the passes, draws included.
+    `forward_s` is the time of forward passes, draws included; `host_s` the processor time of planning and
+    sending, mostly beside the passes; `bubble_s` the time in which the device waited between two iterations;
+    `pause_s` the time of pauses for prompts that are prefilled.
     """
 
     num_iterations: Count = 0
@@ -76,31 +75,31 @@ class DecodeStats(msgspec.Struct, frozen=True):
     bubble_s: Seconds = 0.0
     pause_s: Seconds = 0.0
     num_preemptions: dict[str, Count] = {}
-    """by where the KVCache waited: `PREEMPTED_TO`"""
+    """Preemptions by the place of the KVCache meanwhile (`PREEMPTED_TO`)."""
     num_refusals: Count = 0
     num_sealed_blocks: Count = 0
-    """filled while decoding, and to be found now"""
+    """Blocks that were filled while decoding, and can be found now."""
     num_unsealed: Count = 0
-    """sequences whose blocks found no room in the pool"""
+    """Sequences whose blocks found no room in the pool."""
     num_inlined: Count = 0
-    """prompts computed here"""
+    """Prompts that the instance computed itself."""
     num_not_inlined: Count = 0
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """What an instance has to decode now and later."""
+    """The load of a decode instance, now and later."""
 
     num_requests: Count = 0
-    """all that it has been given and that have not ended"""
+    """Requests that it was given and that have not ended."""
     num_awaiting_turn: Count = 0
-    """of these, those that are prefilled, and kept out of the batch by its predicted TBT"""
+    """Requests among these that are prefilled and wait because of the batch's predicted TBT."""
     tbt_s: Seconds | None = None
-    """predicted for all of them in one batch; None while too little is known"""
+    """Predicted TBT of all of them in one batch; None while too little is known."""
 
 
 class Joining(msgspec.Struct, frozen=True):
-    """How far a request has come on its way into the batch: its KVCache has arrived (`arrival_s`), and it has
-    joined (`joining_s`). Both as in `Finished`, None until then."""
+    """A request's progress into the batch: KVCache arrived (`arrival_s`), joined (`joining_s`); see
+    `Finished`."""
 
     ref: Ref
     arrival_s: Span | None
@@ -112,27 +111,27 @@ PREEMPTED_TO = (TO_POOL, TO_HOST)
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """I am alive, and this is my load. Answered by `HeartbeatAck`."""
+    """A worker is alive, and reports its load. Answered by `HeartbeatAck`."""
 
     num_running: Count
     num_waiting: Count
     num_free_device_pages: Count
     pools: dict[str, PoolStats]
-    """of its messenger, or of the messengers of all its stages, by their names"""
+    """Pool counters by the messengers' names: one, or one of each stage or rank."""
     num_prefill_tokens: dict[str, Count] = {}
-    """prompt tokens of finished prefills by where their KVCache came from: `PREFILL_SOURCES`"""
+    """Prompt tokens of finished prefills by the source of their KVCache (`PREFILL_SOURCES`)."""
     decode: DecodeStats = DecodeStats()
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []
-    """what has changed since the last heartbeat, each time in order"""
+    """Progress since the last heartbeat, in order."""
 
 
 class Returning(msgspec.Struct, tag=True, frozen=True):
-    """First word of a process of an instance whose life before this one has ended, before it loads its model.
-    Answered by `ReturnNoted`; `Register` follows when the instance serves again.
+    """The first message of a restarted worker, before it loads its model. Answered by `ReturnNoted`.
 
-    `incarnation`: of this life. `failed_in`: the work in whose pass the one before failed; empty if it was
-    killed, or failed beside its passes; None if it was in a pass, and it is not known whose.
+    `Register` follows when the instance serves again. `failed_in` names the requests in whose pass the
+    previous process failed; empty if it was killed, or failed outside a pass; None if it was in a pass of
+    unknown requests.
     """
 
     instance: str
@@ -141,18 +140,17 @@ class Returning(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The worker stops now: its work is to be placed elsewhere. Needs no answer."""
+    """The worker stops now: its requests are to be placed elsewhere. Needs no answer."""
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
-    """The worker wants to end when what it runs has ended: nothing more is to be placed here. Answered by
-    `Retired` when nothing is left."""
+    """The worker wants to drain and then end. Answered by `Retired` when no request is left."""
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """Decode: the pages are there; prefill may start and write to `grant`.
+    """The decode instance has pages; prefill may start and write to `grant`.
 
-    `inlined`: the prompt is computed here, nothing more needs to be ordered.
+    `inlined`: the decode instance computes the prompt itself, and needs no prefill.
     """
 
     ref: Ref
@@ -161,7 +159,7 @@ class Reserved(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefilled(msgspec.Struct, tag=True, frozen=True):
-    """Prefill: all layers are stored and on their way; this is the first token."""
+    """The prefill instance has stored all layers and sends them; this is the first token."""
 
     ref: Ref
     first_token: TokenId
@@ -170,10 +168,10 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
-    """Decode: the last token has left for the front.
+    """The decode instance has sent the last token to the front.
 
-    `arrival_s`: for how long nothing but its KVCache was lacking; `joining_s`: how long else it took from the
-    order to decode until it joined the batch. None where it needed neither.
+    `arrival_s` is the time in which only the KVCache was lacking, `joining_s` the other time from the order
+    to decode until the request joined the batch. Both are None for a request that needed neither.
     """
 
     ref: Ref
@@ -184,10 +182,10 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Decode: with this request in the batch a token is predicted to take longer than the TBT SLO.
+    """The decode instance refuses a request with which a token would take longer than the TBT SLO.
 
-    Only in answer to `Decode`, before its first token has left, when it may not wait for its turn any longer.
-    `batch_size`: for which that is predicted, this request included; others may wait for their turn besides.
+    Sent only in answer to `Decode`, before the first token has left, when the request may not wait any
+    longer. `batch_size` is that of the prediction, this request included; more may wait for their turn.
     """
 
     ref: Ref
@@ -197,7 +195,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
-    """This attempt cannot go on here. `retryable`: another attempt may succeed."""
+    """An attempt has failed here. `retryable`: another attempt may succeed."""
 
     ref: Ref
     reason: str
@@ -212,33 +210,32 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
-    """Answers `Returning`."""
+    """Answer to `Returning`."""
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The instance or front does not fit this cluster; it ends with this message, unless it may try again."""
+    """The instance or front does not fit this cluster, and ends with this message unless it may try again."""
 
     message: str
     retryable: bool = False
 
 
 class Retired(msgspec.Struct, tag=True, frozen=True):
-    """Nothing of what was placed here is left: the worker may end."""
+    """No request is left on the worker: it may end."""
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The Conductor is alive. `known` is false when it has restarted or given you up: register again."""
+    """The Conductor is alive. A worker that is not `known` must register again."""
 
     known: bool
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
-    """To decode: reserve pages for this prompt and say which blocks you lack.
+    """Order to a decode instance: reserve pages for a prompt and grant the missing ones.
 
-    `tbt_slo_s`: how long a token may take. `may_refuse`: if it would take longer when prefill has ended; not
-    when its answer has begun.
-    `shares_cores`: its prompt is prefilled on cores that this instance uses too. `alone`: its first pass is
-    to be shared with no other request, for it may be what ends instances.
+    `tbt_slo_s` limits the time between tokens; with `may_refuse` the instance may refuse a request that would
+    miss it when prefill has ended (not if its answer has begun). `shares_cores`: the prompt is prefilled on
+    cores that this instance uses too. `alone`: the request is a suspect, and shares its first pass with none.
     """
 
     ref: Ref
@@ -250,20 +247,19 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
-    """Where the first `num_blocks` blocks of a prompt are believed to be: in one instance's pool, or in those
-    of a group, whose shards together are whole blocks."""
+    """The instance that is believed to hold the first `num_blocks` blocks of a prompt, by its shards."""
 
     shards: tuple[PoolShard, ...]
     num_blocks: int
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):
-    """To prefill: compute what no pool holds and stream the granted blocks to the decode side.
+    """Order to a prefill instance: compute the missing blocks and stream the granted ones to the decode side.
 
-    `time_left_s`: until the first token is due (TTFT SLO), None if it may take its time. `prefix_source`:
-    where blocks may be fetched from that your pool lacks. What it turns out not to have is computed.
-    `num_reusable_blocks`: so many are believed to need no computation. `alone`: its passes are to be shared
-    with no other request.
+    `time_left_s` is the time until the first token is due (TTFT SLO); None: no deadline. `prefix_source` is
+    where missing blocks may be fetched from; blocks that it turns out not to have are computed.
+    `num_reusable_blocks` are believed to need no computation. `alone`: the request is a suspect, and shares
+    no pass.
     """
 
     ref: Ref
@@ -276,9 +272,12 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
-    """To decode: prefill is done. Send the first token, go on when the KVCache is there; or refuse.
+    """Order to a decode instance: prefill is done.
 
-    `time_left_s`: until the first token is due; for so long it may wait for its turn. None: it may not.
+    Send the first token, decode when the KVCache is there; or refuse.
+
+    `time_left_s` is how long the request may wait for its turn, until the first token is due. None: not at
+    all.
     """
 
     ref: Ref
@@ -289,15 +288,15 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Stop this work, whatever its step, and give everything back. Needs no answer."""
+    """Stop an attempt, whatever its step, and release everything. Needs no answer."""
 
     ref: Ref
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep these blocks, as far as your pool has them, for `ttl_s` or until `Unpin`. Needs no answer.
+    """Keep these blocks, as far as the pool has them, for `ttl_s` or until `Unpin`. Needs no answer.
 
-    They go after all others, so the work at hand still finds room.
+    They are evicted after all others, so running requests still find room.
     """
 
     keys: list[BlockKey]
@@ -305,30 +304,34 @@ class Pin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
-    """These blocks may be evicted like others again. Needs no answer."""
+    """Let these blocks be evicted like others again. Needs no answer."""
 
     keys: list[BlockKey]
 
 
 class Replicate(msgspec.Struct, tag=True, frozen=True):
-    """Fetch those of a prompt's first blocks that your pool lacks, beside the transfers that requests wait
-    for, and keep them. Needs no answer: what has not come after `timeout_s` is given up."""
+    """Fetch missing blocks of a prompt's beginning in the background, and keep them. Needs no answer.
+
+    The fetch is given up after `timeout_s`.
+    """
 
     keys: list[BlockKey]
     shards: tuple[PoolShard, ...]
-    """of the instance that has them"""
+    """Shards of the instance that has them."""
     timeout_s: float
 
 
 class DropCopies(msgspec.Struct, tag=True, frozen=True):
-    """Others hold these blocks as well and they are hardly asked for: forget those that nobody uses or has
-    pinned. Needs no answer."""
+    """Drop those of these blocks, which other instances hold too, that nobody uses or has pinned.
+
+    Needs no answer.
+    """
 
     keys: list[BlockKey]
 
 
 BlockOrder = Pin | Unpin | Replicate | DropCopies
-"""what is to become of blocks in an instance's pool"""
+"""Orders about blocks in an instance's pool."""
 
 
 FromWorker = (

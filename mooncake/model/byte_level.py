@@ -1,4 +1,4 @@
-"""Text of byte-level tokens (GPT-2's kind) as they come: each stands for bytes, whatever its neighbours.
+"""Incremental text of byte-level tokens (GPT-2's kind), each of which stands for bytes by itself.
 
 So the text of a stream is the UTF-8 of its tokens' bytes, which takes a tenth of the time of decoding tokens
 together (`tokenizer.IncrementalDetokenizer`). Rust's lossy UTF-8 and Python's agree on what is broken.
@@ -16,7 +16,7 @@ from mooncake.model.token_bytes import BYTE_OF
 
 
 class ByteLevelPieces(dict[int, bytes]):
-    """The bytes of each token, by id; found when they are first asked for. Nothing outside the vocabulary."""
+    """The bytes of each token, by id, found when first used; empty outside the vocabulary."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class ByteLevelPieces(dict[int, bytes]):
 
 
 def pieces_of(backend: Backend) -> ByteLevelPieces | None:
-    """None if the tokenizer is of another kind, or does more than that to a text."""
+    """Return the bytes of a tokenizer's tokens; None if it is not byte-level, or decodes in another way
+    too."""
     kind = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     return ByteLevelPieces(backend) if kind.get("type") == "ByteLevel" else None
 
@@ -64,5 +65,5 @@ class ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The rest, at the stream's end: a broken character as U+FFFD."""
+        """Return the rest at the stream's end, a broken character as U+FFFD."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Finding a model and describing it: configuration, identity, and which files hold its weights.
+"""Checkpoints: a model's configuration, identity and weight files.
 
 Owns: what `--model` may name, the facts that every process needs about a model, and its fingerprint. Does not
 know: file formats, tokenizers (`tokenizer`), tensors (`workers.execution.weights`), what the engine can
@@ -52,7 +52,7 @@ _NOT_ARCHITECTURE = frozenset(
 
 
 class CheckpointKind(Enum):
-    """Where the weights come from."""
+    """Sources of weights."""
 
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
@@ -101,7 +101,7 @@ class Checkpoint:
 
 
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: KVDtype) -> KVLayout:
-    """The whole model's KVCache block; `block_size` in tokens."""
+    """Return the layout of the whole model's KVCache blocks; `block_size` in tokens."""
     model = checkpoint.model
     return KVLayout(
         num_layers=model.num_hidden_layers,
@@ -197,7 +197,7 @@ def _open_directory(directory: Path, name: str, load_format: LoadFormat) -> Chec
 
 
 def _checked(path: Path, read: Callable[[dict[str, Any]], Read], values: dict[str, Any]) -> Read:
-    """What `read` makes of `values`, which came from `path`."""
+    """Return `read(values)`; errors name `path`, where the values come from."""
     try:
         return read(values)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""What a config.json says of a model, typed: its sizes, and its variants of the decoder layer.
+"""The typed contents of a config.json: a model's sizes, and its variants of the decoder layer.
 
 Owns: reading a Hugging Face config.json and refusing, by name, what would be computed wrongly or is beyond
 all measure. Does not know: files, weights, tokenizers, what computes the model.
@@ -49,7 +49,7 @@ def _as_list(value: object) -> object:
 
 
 class Fields(BaseModel):
-    """Keys of a JSON object, of exactly these types; others are of no interest."""
+    """Keys of a JSON object, of exactly these types; other keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -60,10 +60,10 @@ class _Names(Fields):
 
 
 class GenerationDefaults(Fields):
-    """What a generation_config.json says, and a config.json too."""
+    """The part of a generation_config.json, or config.json, that is used."""
 
     eos_token_id: Annotated[list[TokenId], BeforeValidator(_as_list), Field(max_length=256)] | None = None
-    """the tokens that end an answer"""
+    """Tokens that end an answer."""
 
 
 class Rope(Fields):
@@ -72,7 +72,7 @@ class Rope(Fields):
     rope_theta: Positive | None = None
     rope_type: str | None = None
     type: str | None = None
-    """the older name of `rope_type`"""
+    """Older name of `rope_type`."""
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -120,7 +120,7 @@ class ModelConfig(GenerationDefaults):
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    """transformers 5 keeps theta and scaling here"""
+    """Theta and scaling, as transformers 5 writes them."""
     partial_rotary_factor: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
@@ -135,12 +135,12 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Key-value heads; as many as query heads where nothing is said."""
+        """Number of KV heads; that of query heads by default."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -171,7 +171,7 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def window(self) -> tuple[int | None, int]:
-        """(sliding window in tokens, number of leading layers that see everything)."""
+        """Sliding window in tokens, and the number of leading layers without one."""
         if self.architecture == "LlamaForCausalLM" or self.sliding_window is None:
             return None, 0
         if self.architecture != "MistralForCausalLM" and not self.use_sliding_window:
@@ -187,7 +187,7 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def num_parameters(self) -> int:
-        """All numbers in all weights, biases and norms aside."""
+        """Number of parameters, biases and norms aside."""
         attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
@@ -216,7 +216,7 @@ class ModelConfig(GenerationDefaults):
         return self
 
     def _num_full_attention_layers(self) -> int:
-        """Of Qwen's layers, which see everything before `max_window_layers`."""
+        """Number of leading layers of a Qwen model without a window (`max_window_layers`)."""
         num_layers, types = self.num_hidden_layers, self.layer_types
         if types is None:
             return min(num_layers, self.max_window_layers)
@@ -233,8 +233,7 @@ FieldsType = TypeVar("FieldsType", bound=Fields)
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Check `config`, which has the form of a config.json. Its architecture comes first: keys have names and
-    meanings of their own in each.
+    """Check `config`, which has the form of a config.json: first its architecture, as keys depend on it.
 
     Raises ModelError that names the first wrong key, the value and what was expected.
     """
@@ -251,7 +250,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_fields(kind: type[FieldsType], values: Mapping[str, Any]) -> FieldsType:
-    """`values` as a `kind`. Raises ModelError that names the first wrong key."""
+    """Parse `values` as a `kind`. Raises ModelError that names the first wrong key."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Encoder:
-    """Of a tokenizer that does not change any more. Safe to use from several threads at once."""
+    """The encoder of a tokenizer that does not change any more. Safe to use from several threads at once."""
 
     __slots__ = ("_backend", "_quick")
 
@@ -59,7 +59,10 @@ class Encoder:
         return self._quick is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of `Backend.encode`. `text` is valid Unicode. Raises RequestError if it cannot be read."""
+        """Return the ids of `Backend.encode` for valid Unicode.
+
+        Raises RequestError if it cannot be encoded.
+        """
         if self._quick is not None and (text.isascii() or _DISPUTED.search(text) is None):
             try:
                 return _quickly(self._quick, text, add_special_tokens)
@@ -69,7 +72,7 @@ class Encoder:
 
 
 def _quickly(quick: fastokens.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Raises ValueError."""
+    """Encode by fastokens. Raises ValueError."""
     try:
         ids: list[int] = quick.encode(text, add_special_tokens).ids
     except BaseException as error:
@@ -92,7 +95,7 @@ def _surely(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
-    """fastokens' form of the tokenizer, if there is one that gives the same ids."""
+    """Return fastokens' form of the tokenizer, if there is one that gives the same ids."""
     # Read with the first long text: other cores are not for one prompt, workers compute on them.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     try:
@@ -110,8 +113,8 @@ def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
 
 
 def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer (of a tokenizer.json). Where digits are split off, and ByteLevel's own regex is for
-    what is between them, one regex does both: fastokens takes a third of the time."""
+    """Return an equal tokenizer.json that splits digits and words by one regex, which takes a third of the
+    time."""
     match fields["pre_tokenizer"]:
         case {
             "type": "Sequence",
@@ -127,15 +130,17 @@ def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str]) -> None:
-    """Raises ValueError with what differs, if something does."""
+    """Compare the two encoders. Raises ValueError that names the first difference."""
     for text in texts:
         if _quickly(quick, text, True) != _surely(backend, text, True) and _DISPUTED.search(text) is None:
             raise ValueError(f"it gives other ids for {reprlib.repr(text)}")
 
 
 def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer that splits texts as the one of `fields` (a tokenizer.json), and whose tokens are bytes: a
-    piece's last byte is another token, so the ids show every split. Merges would hide most of them."""
+    """Return a tokenizer with the splits of `fields` (a tokenizer.json) whose tokens are bytes.
+
+    A piece's last byte is another token, so the ids show every split, most of which merges would hide.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(byte + _END for byte in alphabet)]
     model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(tokens)}, "merges": []}
@@ -148,13 +153,13 @@ def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _characters() -> Iterator[str]:
-    """Characters from all over Unicode, each beside letters, digits, white space and others."""
+    """Return characters from all over Unicode, each beside letters, digits, white space and others."""
     for character in map(chr, _CODE_POINTS):
         yield f"a{character}b  {character} 1{character}'{character}{character}! {character}x\n{character}"
 
 
 def _mixed(backend: Backend) -> Iterator[str]:
-    """Pieces and added tokens beside others, and what the vocabulary consists of."""
+    """Yield pieces and added tokens beside others, and the vocabulary's tokens."""
     added = list(backend.get_added_tokens_decoder().values())
     pieces = [*_PIECES, *(token.content for token in added)]
     for piece in pieces:
@@ -167,8 +172,7 @@ def _mixed(backend: Backend) -> Iterator[str]:
 
 
 def _overlaps(added: list[AddedToken]) -> Iterator[str]:
-    """Texts in which one added token begins within another: which one is found depends on what is looked for
-    first, and normalized ones come later."""
+    """Yield texts in which one added token begins within another; which one is found depends on the order."""
     begun = {
         (token.content[:size], token.normalized): token.content
         for token in added

@@ -1,4 +1,4 @@
-"""The files of a model, which somebody else has written: what they are, and how large at most.
+"""The files of a model, which are foreign: their kinds, and their largest sizes.
 
 Owns: that nothing but a regular file is read, and no more of it than fits its purpose. Does not know: what a
 file says.
@@ -16,7 +16,7 @@ from mooncake.errors import ModelError
 
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_METADATA_BYTES = 64 << 20
-"""of any file beside the weights; the largest tokenizer.json have half of it"""
+"""Largest size of a file beside the weights; twice that of the largest tokenizer.json."""
 _METADATA_BEGINNINGS = (
     "added_tokens",
     "chat_template",
@@ -56,7 +56,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> int:
-    """The size of `path`. Raises ModelError for what is no regular file, or is larger than `max_bytes`."""
+    """Return the size of `path`. Raises ModelError if it is no regular file, or larger than `max_bytes`."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def check_file(path: Path, max_bytes: int | None = None) -> int:
 
 @contextlib.contextmanager
 def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None, None]:
-    """`path` as a file to read from, also if it turns into something else meanwhile. Raises ModelError."""
+    """Open `path` for reading, and check the opened file. Raises ModelError."""
     check_file(path, max_bytes)
     try:
         # Non-blocking: of a FIFO that has taken the file's place since.
@@ -88,7 +88,7 @@ def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ModelError where it is missing, unreadable or something else."""
+    """Read the JSON object in `path`. Raises ModelError if it is missing, unreadable or something else."""
     with opened(path, max_bytes) as file:
         content = file.read(max_bytes)
     try:

@@ -1,4 +1,4 @@
-"""Reading a GGUF file's header: its metadata and where each tensor lies.
+"""The header of a GGUF file: its metadata and the position of each tensor.
 
 Owns: the container format (GGUF 2 and 3, little-endian) and its checks against the file's true size, without
 touching tensor data. Does not know: what the metadata means (`gguf_model`), how a tensor is dequantized
@@ -35,7 +35,10 @@ _MAX_TENSORS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor's place. `shape` is row-major (outermost first); `offset` counts from the file's start."""
+    """The position of a tensor.
+
+    `shape` is row-major (outermost first); `offset` counts from the file's start.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +49,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What a GGUF file says about itself. `header_bytes`: the length of everything before the tensor data."""
+    """The header of a GGUF file. `header_bytes` is the length of everything before the tensor data."""
 
     path: Path
     metadata: dict[str, Any]
@@ -61,19 +64,19 @@ class _Cursor:
         self.data, self.position, self.num_strings = data, 0, 0
 
     def scalar(self, code: str) -> Any:
-        """One little-endian value with the struct format `code`."""
+        """Read one little-endian value with the struct format `code`."""
         return self.scalars(code, 1)[0]
 
     def scalars(self, code: str, count: int) -> tuple[Any, ...]:
-        """`count` values, which are few, with the struct format `code`."""
+        """Read `count` values, which are few, with the struct format `code`."""
         return struct.unpack(f"<{count}{code}", self._bytes(struct.calcsize(f"<{code}") * count))
 
     def string(self) -> str:
-        """A UTF-8 string behind its 64-bit length."""
+        """Read a UTF-8 string behind its 64-bit length."""
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """`count` strings, one behind the other."""
+        """Read `count` strings, one behind the other."""
         self.num_strings += count
         if self.num_strings > _MAX_STRINGS:
             raise ValueError(f"it has more than {_MAX_STRINGS} strings")
@@ -88,7 +91,8 @@ class _Cursor:
         return found
 
     def value(self, kind: int) -> Any:
-        """A metadata value of GGUF type `kind`; arrays of strings become lists, of numbers numpy's arrays."""
+        """Read a metadata value of GGUF type `kind`; arrays of strings become lists, of numbers numpy's
+        arrays."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:

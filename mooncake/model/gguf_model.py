@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensor names mean, told in Hugging Face's words.
+"""The translation of a GGUF file's metadata and tensor names into Hugging Face's.
 
 Owns: metadata -> config.json form, GGUF tensor names -> Hugging Face names, and the row order that llama.cpp
 gives to llama's q and k projections. Does not know: the file format (`gguf_file`), or tokenizers
@@ -35,7 +35,7 @@ from mooncake.model.gguf_file import GGUFHeader
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How one `general.architecture` differs from the others."""
+    """The properties of a `general.architecture`."""
 
     hf_class: str
     model_type: str
@@ -74,7 +74,7 @@ _GLOBAL_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
 
 def hf_tensor_name(name: str) -> str | None:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for what is no weight.
+    """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for no weight.
 
     A name that is not known stays as it is: the model refuses it, where dropping it would compute wrongly.
     """
@@ -90,7 +90,7 @@ def hf_tensor_name(name: str) -> str | None:
 def in_hf_row_order(
     header: GGUFHeader, name: str, values: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Tensor `name` (GGUF's name; `[rows, columns]` or `[rows]`) with its rows as Hugging Face orders them.
+    """Return tensor `name` (GGUF's name; `[rows, columns]` or `[rows]`) with Hugging Face's order of rows.
 
     llama.cpp rotates neighbouring rows (2i, 2i+1) of a head, Hugging Face rows (i, i + head_dim/2).
     """
@@ -106,7 +106,7 @@ def in_hf_row_order(
 
 
 def hf_config(header: GGUFHeader) -> dict[str, Any]:
-    """The file's metadata in the form of a Hugging Face config.json.
+    """Return the file's metadata in the form of a Hugging Face config.json.
 
     Raises ModelError for architectures and features that cannot be expressed exactly.
     """
@@ -194,7 +194,7 @@ def _keys_of(header: GGUFHeader, prefix: str) -> _Keys:
 
 
 def _shortest_float32(value: float) -> float:
-    """The decimal number that was meant: metadata is float32, so 1e-5 arrives as 9.999999747378752e-06."""
+    """Return the shortest decimal of a float32: metadata's 1e-5 is read as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -223,7 +223,7 @@ def _rope_scaling(header: GGUFHeader, keys: _Keys, head_dim: int) -> dict[str, A
 
 
 def _llama3_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3's scaling, from the divisors per frequency that llama.cpp stores in its place.
+    """Return Llama 3's scaling, from the divisors per frequency that llama.cpp stores instead.
 
     Every Llama 3 model has the same three other numbers, so the largest divisor is the one unknown. The
     divisors are computed again from it and must agree, else the scaling is another one.

@@ -20,7 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that never come out of a me
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """What one `tokenizer.ggml.pre` stands for."""
+    """The meaning of a `tokenizer.ggml.pre`."""
 
     build: Callable[[], pre_tokenizers.PreTokenizer]
     ignore_merges: bool = False
@@ -57,7 +57,10 @@ _PRE_TOKENIZERS = {
 
 
 def pre_tokenizer_of(header: GGUFHeader) -> _PreTokenizer:
-    """How the file's tokenizer splits a text. Raises ModelError for kinds that cannot be rebuilt exactly."""
+    """Return how the file's tokenizer splits a text.
+
+    Raises ModelError for kinds that cannot be rebuilt exactly.
+    """
     path, metadata = header.path, header.metadata
     model, pre_name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if model != "gpt2":
@@ -75,7 +78,7 @@ def pre_tokenizer_of(header: GGUFHeader) -> _PreTokenizer:
 
 
 def build_tokenizer(header: GGUFHeader) -> Tokenizer:
-    """The file's tokenizer. Raises ModelError for kinds that cannot be rebuilt exactly."""
+    """Build the file's tokenizer. Raises ModelError for kinds that cannot be rebuilt exactly."""
     path, metadata, pre = header.path, header.metadata, pre_tokenizer_of(header)
     try:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
@@ -108,7 +111,7 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _post_processor(header: GGUFHeader, tokens: list[str], adds_bos: bool) -> processors.PostProcessor:
-    """Puts the tokens around a text that the file asks for; offsets stay those of the text."""
+    """Return the processor that adds the file's tokens around a text; offsets stay those of the text."""
     byte_level = processors.ByteLevel(trim_offsets=False)
     around: dict[str, int] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):

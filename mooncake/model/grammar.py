@@ -1,4 +1,4 @@
-"""Grammars: which tokens may come next, if the whole text is to be one that a grammar describes.
+"""Grammars, which decide the tokens that may come next in a text.
 
 A grammar is a text in llguidance's Lark, JSON schemas included (`%json`). The front compiles it to see that
 it is one, workers to draw by it. Both go through the same limits, so what the front has taken workers take.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 MAX_GRAMMAR_BYTES = 32 << 10
-"""compiled in at most 2 s; 10 ms are usual"""
+"""Largest grammar; it is compiled in at most 2 s, usually in 10 ms."""
 _MAX_KEPT = 32
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 # llguidance's defaults for the rest: a mask takes at most some 20 ms, and usually 0.1 ms.
@@ -37,7 +37,7 @@ _UNSERVED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class GrammarState:
-    """Of one text. What it allows is a function of the grammar and of the tokens so far."""
+    """The state of one text: the allowed tokens are a function of the grammar and of the tokens so far."""
 
     __slots__ = ("_bits", "_matcher", "_num_tokens", "error")
 
@@ -46,13 +46,14 @@ class GrammarState:
         self._bits = allocate_token_bitmask(1, vocab_size)
         self._num_tokens = 0
         self.error: str | None = None
-        """why the text cannot go on, if a token did not fit or the grammar met a limit"""
+        """Why the text cannot go on, if a token did not fit or the grammar met a limit."""
 
     def allowed_after(self, tokens: Sequence[int]) -> np.ndarray:
-        """What may follow `tokens`, which begin with those of the call before: uint8, 4 * ceil(V / 32).
+        """Return the bits of tokens that may follow `tokens`: uint8, 4 * ceil(V / 32).
 
-        Bit `i` of byte `j` stands for token `8 * j + i`. At the grammar's end, and after an error, only
-        tokens that end a text may come. Overwritten by the next call.
+        `tokens` begin with those of the previous call. Bit `i` of byte `j` stands for token `8 * j + i`. At
+        the grammar's end, and after an error, only tokens that end a text may come. The next call overwrites
+        the bits.
         """
         for token in tokens[self._num_tokens :]:
             if not self._matcher.is_stopped():  # at its end there is nothing to follow
@@ -66,7 +67,7 @@ class GrammarState:
 
 
 class Grammar:
-    """Compiled."""
+    """A compiled grammar."""
 
     __slots__ = ("_matcher", "_vocab_size")
 
@@ -74,7 +75,7 @@ class Grammar:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def begin(self) -> GrammarState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size)
 
 
@@ -98,7 +99,7 @@ class Vocabulary:
         )
 
     def __call__(self, text: bytes) -> list[int]:
-        """llguidance asks for the usual tokens of a text, to which it holds what has no choice."""
+        """Return the usual tokens of a text, which llguidance uses where a grammar leaves no choice."""
         ids = self._encode(text.decode())
         if not any(token in self.special_token_ids for token in ids):
             return ids
@@ -111,10 +112,13 @@ class Vocabulary:
 
 
 class Grammars:
-    """Compiles one after the other in a thread of its own, and keeps the latest."""
+    """The compiler of grammars: one after the other in a thread of its own; it keeps the latest."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        """`load` is called by `prepare`, or else in that thread when the first grammar comes."""
+        """Make a compiler.
+
+        `load` is called by `prepare`, or else in the thread when the first grammar comes.
+        """
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -130,7 +134,7 @@ class Grammars:
             self._vocabulary = self._load()
 
     async def get(self, text: str) -> Grammar:
-        """Raises GrammarError with what is wrong with `text`."""
+        """Return the compiled grammar of `text`. Raises GrammarError that names its fault."""
         if (kept := self._kept.get(text)) is not None:
             self._kept.move_to_end(text)
             return kept
@@ -145,7 +149,7 @@ class Grammars:
         return grammar
 
     def compile(self, text: str) -> Grammar:
-        """Compile in the caller's thread, and keep nothing. Raises GrammarError with what is wrong."""
+        """Compile in the caller's thread, and keep nothing. Raises GrammarError that names the fault."""
         if len(text) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"it has {len(text)} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
         if self._vocabulary is None:
@@ -160,14 +164,14 @@ class Grammars:
 
 
 def _first_error(grammar: Grammar) -> str | None:
-    """Some limits are met with the first token only."""
+    """Return the error of a grammar's first token, with which some limits are met."""
     state = grammar.begin()
     state.allowed_after([])
     return state.error
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
-    """llguidance's, without the grammar's source: clients have written a schema."""
+    """Return llguidance's error without the grammar's source, as clients have written a schema."""
     text = matcher.get_error().replace("<non-verbose/>", "")
     reason = " ".join(_PLACE.sub("", _SOURCE.sub("", text)).split())
     if reason == "NoExtensionBias":

@@ -1,4 +1,4 @@
-"""Reading a safetensors file's header: which tensors it holds, and whether the file is whole.
+"""The header of a safetensors file: its tensors, and the check that the file is whole.
 
 Owns: the container format and its checks against the file's true size, without touching tensor data. Does not
 know: what the tensors are for.
@@ -19,7 +19,7 @@ from mooncake.errors import ModelError
 from mooncake.model.files import opened
 
 _MAX_HEADER_BYTES = 16 << 20
-"""some 100,000 tensors"""
+"""Largest header: some 100,000 tensors."""
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -42,7 +42,7 @@ _entry_decoder = msgspec.json.Decoder(_Entry)
 
 
 class SafetensorsTensor(NamedTuple):
-    """`dtype` in the format's own names, which are those of `DTYPE_BITS`."""
+    """The entry of a tensor; `dtype` by the format's own names, those of `DTYPE_BITS`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class SafetensorsTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """The tensors by name; `header_bytes`: the length of everything before the data."""
+    """A header: the tensors by name, and the length of everything before the data."""
 
     tensors: dict[str, SafetensorsTensor]
     header_bytes: int
@@ -83,7 +83,7 @@ def read_safetensors_header(path: Path) -> SafetensorsHeader:
 
 
 def _tensors(header: dict[str, msgspec.Raw]) -> tuple[dict[str, SafetensorsTensor], int]:
-    """The tensors in the order of their data, and how many bytes they are. Raises ValueError."""
+    """Return the tensors in the order of their data, and their bytes. Raises ValueError."""
     entries = {name: _entry_decoder.decode(raw) for name, raw in header.items() if name != "__metadata__"}
     tensors, data_bytes = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

@@ -1,4 +1,4 @@
-"""The bytes behind one token: vocabularies write them in characters.
+"""The bytes of single tokens, which vocabularies write as characters.
 
 Byte-level vocabularies (GPT-2's) have a character for each byte; SentencePiece's "\u2581" for a space, and
 "<0xE2>" for a byte that is in no other piece.
@@ -20,7 +20,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PieceBytes:
-    """Of a tokenizer. `added` tokens are written as they are."""
+    """The bytes of a tokenizer's tokens. `added` tokens are written as they are."""
 
     __slots__ = ("_added", "_backend", "_is_byte_level")
 
@@ -33,7 +33,7 @@ class PieceBytes:
         )
 
     def __call__(self, token_id: int) -> bytes:
-        """Empty outside the vocabulary."""
+        """Return a token's bytes; empty outside the vocabulary."""
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
@@ -48,7 +48,7 @@ class PieceBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable bytes of Latin-1 are written as themselves, the others by characters from 256 on."""
+    """Return the characters of bytes: printable Latin-1 as itself, other bytes from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -60,4 +60,4 @@ BYTE_OF = _byte_level_alphabet()
 _LATIN_1_OF = dict.fromkeys(range(256), "\uffff") | {
     ord(character): chr(byte) for character, byte in BYTE_OF.items()
 }
-"""each character's byte as Latin-1 has it; what stands for no byte cannot be encoded"""
+"""Each character's byte as a Latin-1 character; other characters cannot be encoded."""

@@ -1,4 +1,4 @@
-"""Text to token ids and back, the way the model's publisher meant it.
+"""The tokenizer: text to token ids and back, as the model's publisher defines it.
 
 Owns: a checkpoint's tokenizer and chat template behind a few calls, and when a streamed piece of text is
 certain. Does not know: HTTP, stop strings. transformers is imported with the first tokenizer, torch never.
@@ -90,21 +90,21 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` can work at all."""
+        """Whether the model has a chat template, which `render_chat` needs."""
         return self._wrapped.chat_template is not None
 
     def vocabulary(self, vocab_size: int) -> Vocabulary:
-        """The tokens that grammars choose from, of a model of this `vocab_size`."""
+        """Return the tokens that grammars choose from, of a model of this `vocab_size`."""
         return Vocabulary(self._backend, self.eos_token_ids, vocab_size)
 
     @property
     def chat_template(self) -> str:
-        """The template's source, or of several one behind the other; empty if there is none."""
+        """Source of the chat template, or of all of them; empty if there is none."""
         template = self._wrapped.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Special tokens written out in the text become those tokens.
+        """Return the token ids of `text`. Special tokens written out in the text become those tokens.
 
         `add_special_tokens`: put the model's own bos (or what it wants) around the text.
         Raises RequestError for text that is no valid Unicode (lone surrogates), or that it gives up on.
@@ -118,11 +118,11 @@ class Tokenizer:
         return self._encoder.encode(text, add_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What this token stands for: a part of a character's UTF-8 too. Nothing outside the vocabulary."""
+        """Return a token's bytes, maybe a part of a character; empty outside the vocabulary."""
         return self._bytes_of_piece(token_id)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation through the model's chat template, ready for the assistant's answer.
+        """Return a conversation's token ids by the model's chat template, ready for the answer.
 
         `template_kwargs` are the template's variables: `tools`, `enable_thinking`, `add_generation_prompt`...
         Raises RequestError (param "messages") with what the template refused, or if there is no template.
@@ -147,14 +147,15 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary
+        nothing."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(
         self, skip_special_tokens: bool = True
     ) -> "IncrementalDetokenizer | ByteLevelDetokenizer":
-        """For one stream of tokens."""
+        """Return a detokenizer for one stream of tokens."""
         if self._byte_level_pieces is None:
             return IncrementalDetokenizer(self, skip_special_tokens)
         hidden_ids = self.special_token_ids if skip_special_tokens else frozenset()
@@ -207,7 +208,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, at the stream's end: what was held back, broken characters as U+FFFD."""
+        """Return the rest at the stream's end: held-back text, broken characters as U+FFFD."""
         rest = self._decode(self._window)[self._num_emitted :]
         self._window, self._num_emitted = [], 0
         return rest
@@ -229,7 +230,7 @@ class IncrementalDetokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer that comes with `checkpoint`. Raises ModelError if there is none or it is damaged."""
+    """Load the tokenizer of `checkpoint`. Raises ModelError if there is none or it is damaged."""
     with _damage_told(checkpoint):
         wrapped = _from_gguf(checkpoint) if _is_gguf(checkpoint) else _from_directory(checkpoint)
         _check(checkpoint, wrapped)
@@ -240,7 +241,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
-    """The tokens that grammars choose from, without transformers where it is not needed.
+    """Load the tokens that grammars choose from, without transformers where it is not needed.
 
     Raises ModelError as `load_tokenizer`, GrammarError if no token ends a text.
     """
@@ -261,7 +262,7 @@ def _is_gguf(checkpoint: Checkpoint) -> bool:
 
 @contextlib.contextmanager
 def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
-    """Whatever fails within is a ModelError that names the checkpoint."""
+    """Turn any error of the block into a ModelError that names the checkpoint."""
     try:
         yield
     except MooncakeError:
@@ -276,8 +277,7 @@ def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
-    """Refuse a tokenizer that writes texts with tokens that the model has no weights for, or that would take
-    more than it is worth.
+    """Refuse a tokenizer whose tokens the model has no weights for, or that would take too much.
 
     Added tokens may lie beyond: some publishers add a padding token. A request that has one is refused.
     """

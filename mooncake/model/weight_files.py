@@ -1,4 +1,4 @@
-"""The files that hold a model's weights: which they are, whether they are whole, and their digest.
+"""The files of a model's weights: their names, the check that they are whole, and their digest.
 
 Owns: a Hugging Face directory's choice of safetensors files and the digest that stands for a model's weights.
 Does not know: what tensors are called in each format, what is done with them.
@@ -21,7 +21,7 @@ from mooncake.model.safetensors_file import DTYPE_BITS, read_safetensors_header
 
 _LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
 _UNSCALED_DTYPES = frozenset(DTYPE_BITS) - {"F64", "F32", "F16", "BF16"}
-"""of safetensors; GGUF's integers have the same names"""
+"""Dtypes of safetensors that need no scales; GGUF's integers have the same names."""
 # Old Llama checkpoints carry the rotary frequencies, which are computed instead.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -39,7 +39,7 @@ _index_decoder = msgspec.json.Decoder(_Index)
 
 
 class Tensor(NamedTuple):
-    """What a file says of one tensor; `dtype` in the format's own names."""
+    """A tensor as its file describes it; `dtype` by the format's own names."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 class WeightFile(NamedTuple):
-    """`label` names the file in the digest; empty where the name carries no meaning."""
+    """A file of weights. `label` names it in the digest; empty where the name has no meaning."""
 
     label: str
     path: Path
@@ -55,7 +55,7 @@ class WeightFile(NamedTuple):
 
 
 def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
-    """The weight files of `model`, each checked to be whole and to hold its weights."""
+    """Return the weight files of `model`, each checked to be whole and to hold its weights."""
     index_path = directory / _INDEX_NAME
     mapped = _weight_map(index_path) if os.path.lexists(index_path) else {}
     if mapped:
@@ -83,7 +83,7 @@ def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
 
 
 def _weight_map(index_path: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     with opened(index_path, _MAX_INDEX_BYTES) as file:
         content = file.read(_MAX_INDEX_BYTES)
     try:
@@ -121,7 +121,7 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
 
 
 def weights_digest(files: Iterable[WeightFile]) -> str:
-    """SHA-256 over names, sizes, headers, and samples of the content: the ends, and a piece in every stride.
+    """Return the SHA-256 of names, sizes, headers and samples: both ends, and a piece in every stride.
 
     Not all of it: hashing every byte would cost minutes for a large model, and headers, sizes and samples
     already differ between any two models that one could mix up (a fine-tune changes nearly every weight).

@@ -1,1 +1,1 @@
-"""One machine's processes: the supervisor that starts and restarts them, and their side of that."""
+"""One machine's processes: the supervisor that starts and restarts them, and the children's side of it."""

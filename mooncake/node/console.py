@@ -1,4 +1,4 @@
-"""What a person sees of the supervisor: progress bars on a terminal, plain lines elsewhere.
+"""The supervisor's output for people: progress bars on a terminal, plain lines elsewhere.
 
 Everything is written by a thread of its own: a terminal that is stopped, or a pipe that nobody reads, must
 not stop the cluster. What does not fit into its queue is dropped.
@@ -21,7 +21,7 @@ LAST_WORDS_S = 1.0
 
 
 class Console:
-    """Shows the state of the named children on stderr; the final hint goes to stdout.
+    """The display of the named children's states on stderr; the final hint goes to stdout.
 
     A context manager; at its end `is_stuck` says whether some output could not be written.
     """
@@ -43,7 +43,7 @@ class Console:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the writer is still waiting for somebody to read."""
+        """Whether the writer still waits for a reader."""
         return self._writer.is_alive()
 
     def _write(self) -> None:
@@ -68,27 +68,27 @@ class Console:
         self._writer.join(LAST_WORDS_S)
 
     def line(self, name: str, text: str) -> None:
-        """A line that a child printed."""
+        """Show a line that a child printed."""
         self._put(lambda: self._console.print(f"[{name}] {text}", markup=False))
 
     def error(self, message: str) -> None:
-        """Why everything ends."""
+        """Show why everything ends."""
         self._put(lambda: self._console.print(f"error: {message}", markup=False))
 
     def progress(self, name: str, progress: Progress) -> None:
-        """How far a child is with starting. Without a terminal each phase is said once."""
+        """Show a child's progress in starting. Without a terminal each phase is shown once."""
         self._show(name, total=progress.total or None, completed=progress.done, state=progress.phase)
         if not self._console.is_terminal and self._phases.get(name) != progress.phase:
             self.line(name, progress.phase)
         self._phases[name] = progress.phase
 
     def ready(self, name: str, detail: str) -> None:
-        """A child serves."""
+        """Show that a child serves."""
         self._show(name, total=1, completed=1, state="ready")
         self.line(name, f"ready {detail}".rstrip())
 
     def died(self, name: str, code: int | None, last_lines: Iterable[str], backoff_s: float) -> None:
-        """A child ended by itself; it is started again after `backoff_s`."""
+        """Show that a child has died, and is started again after `backoff_s`."""
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         self.line(name, f"died ({how}); starting it again in {backoff_s:g} s. Its last lines:")
         for text in last_lines:
@@ -96,7 +96,7 @@ class Console:
         self._show(name, total=None, completed=0, state="restarting")
 
     def announce(self, seconds: float, hint: str) -> None:
-        """Everything serves."""
+        """Show that all children serve."""
         self._put(self._progress.stop)
         self._put(lambda: self._console.print(f"ready in {seconds:.1f} s. Ctrl-C ends it.", markup=False))
         if hint:

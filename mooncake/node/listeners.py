@@ -1,6 +1,6 @@
 """The TCP ports at which the processes of a node listen, and whether they are free.
 
-Owns: which ports follow from a configuration. Does not know: who listens there, and with what.
+Owns: which ports follow from a configuration. Does not know: which process listens there, and with what.
 """
 
 import errno
@@ -15,8 +15,8 @@ from mooncake.messages.workers import Role
 _ANY_PORT = "*"
 
 
-class Place(NamedTuple):
-    """Where a process listens, and the key of the configuration that says so."""
+class ListenAddress(NamedTuple):
+    """An address at which a process listens, and its configuration key."""
 
     key: str
     host: str
@@ -24,15 +24,15 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What has a messenger and a worker: an instance, or one of its stages or ranks."""
+    """An instance, or one of its stages or ranks: each has a messenger and a worker."""
 
     stage: int
     leads: bool
-    """whether it speaks for its instance"""
+    """Whether it is the instance's first stage and rank."""
 
 
 def parts_of(config: Config) -> list[Part]:
-    """The parts that run on this node, in the order in which their ports are numbered."""
+    """Return the parts that run on this node, in the order in which their ports are numbered."""
     if config.role == "all":
         roles = [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
     else:
@@ -52,14 +52,14 @@ def _stages(role: Role, num_stages: int, only: int | None) -> range | list[int]:
     return range(num_stages if role is Role.PREFILL else 1)
 
 
-def places(config: Config) -> list[Place]:
-    """The ports that are known before anything runs: not those that are found free."""
+def listen_addresses(config: Config) -> list[ListenAddress]:
+    """Return the addresses that are known before anything runs: not ports that are found free."""
     wanted = [*_of_front(config), *_of_conductor(config), *_of_parts(config, parts_of(config))]
-    return [place for place in wanted if place.port]
+    return [address for address in wanted if address.port]
 
 
-def check_free(wanted: list[Place]) -> None:
-    """Raises ConfigError for the first port at which nobody can listen now, or two of these would."""
+def check_free(wanted: list[ListenAddress]) -> None:
+    """Raise ConfigError for the first port that cannot be listened at now, or that two of these share."""
     keys: dict[tuple[str, int], str] = {}
     for key, host, port in wanted:
         if (rival := keys.setdefault((host, port), key)) != key:
@@ -87,44 +87,46 @@ def _bind(host: str, port: int) -> None:
         probe.bind(address)
 
 
-def _of_front(config: Config) -> Iterator[Place]:
+def _of_front(config: Config) -> Iterator[ListenAddress]:
     if config.role in ("prefill", "decode"):
         return
-    yield Place("http.port", config.http.host, config.http.port)
+    yield ListenAddress("http.port", config.http.host, config.http.port)
     if config.http.admin_listen is not None:
-        yield Place("http.admin_listen", *host_and_port(config.http.admin_listen))
+        yield ListenAddress("http.admin_listen", *host_and_port(config.http.admin_listen))
 
 
-def _of_conductor(config: Config) -> Iterator[Place]:
+def _of_conductor(config: Config) -> Iterator[ListenAddress]:
     bound = {"conductor": ("endpoint", "reply_endpoint"), "front": ("reply_endpoint",)}
     for name in bound.get(config.role, ()):
         yield from _of_endpoint(f"conductor.{name}", getattr(config.conductor, name))
 
 
-def _of_parts(config: Config, parts: list[Part]) -> Iterator[Place]:
+def _of_parts(config: Config, parts: list[Part]) -> Iterator[ListenAddress]:
     kvcache, messenger = config.kvcache, config.messenger
     for index, part in enumerate(parts):
         if messenger.port:
-            yield from (Place("messenger.port", host, messenger.port + index) for host in messenger.hosts)
+            yield from (
+                ListenAddress("messenger.port", host, messenger.port + index) for host in messenger.hosts
+            )
         if kvcache.listen is not None:
-            yield _higher(Place("kvcache.listen", *host_and_port(kvcache.listen)), index)
+            yield _higher(ListenAddress("kvcache.listen", *host_and_port(kvcache.listen)), index)
         for name in ("vllm_events", "vllm_replay"):
             endpoint = getattr(kvcache, name)
             yield from (_higher(place, index) for place in _of_endpoint(f"kvcache.{name}", endpoint or ""))
         if config.worker.metrics_listen is not None and part.leads:
             listen = host_and_port(config.worker.metrics_listen)
-            yield _higher(Place("worker.metrics_listen", *listen), index)
+            yield _higher(ListenAddress("worker.metrics_listen", *listen), index)
         if part.stage < len(config.pipeline.endpoints):
             yield from _of_endpoint("pipeline.endpoints", config.pipeline.endpoints[part.stage])
 
 
-def _higher(place: Place, num_ports: int) -> Place:
+def _higher(place: ListenAddress, num_ports: int) -> ListenAddress:
     return place._replace(port=place.port + num_ports) if place.port else place
 
 
-def _of_endpoint(key: str, endpoint: str) -> Iterator[Place]:
-    """Of a ZeroMQ endpoint, if it is a port of TCP that is known; `*` is any address."""
+def _of_endpoint(key: str, endpoint: str) -> Iterator[ListenAddress]:
+    """Yield the address of a ZeroMQ endpoint, if it is a known TCP port; `*` is any address."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "tcp" and not rest.endswith(f":{_ANY_PORT}"):
         host, port = host_and_port(rest)
-        yield Place(key, "" if host == "*" else host, port)
+        yield ListenAddress(key, "" if host == "*" else host, port)

@@ -1,4 +1,4 @@
-"""The lives of a supervised process, one after the other: how one has ended, and what the next is told of it.
+"""The incarnations of a supervised process: how one has ended, and what the next one is told of it.
 
 Owns: which ends are a process's own fault. Does not know: what processes do.
 """
@@ -21,22 +21,22 @@ _FAULTS = frozenset(
         signal.SIGXFSZ,
     }
 )
-"""signals that a process gets for what it does itself"""
+"""Signals that a process gets for its own faults."""
 
 
 class ProcessEnd(StrEnum):
-    """Whose doing the end of a process was."""
+    """The cause of a process's end."""
 
     FAILED = "failed"
-    """its own: an error, a fault, a lack of memory, or it hung and was ended for that"""
+    """The process itself: an error, a fault, a lack of memory, or a hang for which it was ended."""
     KILLED = "killed"
-    """somebody else's: it was told to end, or killed"""
+    """Somebody else: the process was told to end, or killed."""
 
 
 class Life(NamedTuple):
-    """One life of a process, which is about to begin.
+    """One incarnation of a process, which is about to begin.
 
-    `incarnation` grows from life to life. `previous_end`: of the life before, None for the first one.
+    `previous_end` is the end of the previous incarnation, None for the first one.
     """
 
     incarnation: int
@@ -44,10 +44,10 @@ class Life(NamedTuple):
 
 
 def end_of(returncode: int, *, hung: bool, num_oom_kills: int) -> ProcessEnd:
-    """Whose doing it was that a process has ended with `returncode` (negative: by that signal).
+    """Return the cause of the end of a process with `returncode` (negative: by that signal).
 
-    `hung`: it was killed because it gave no sign of life. `num_oom_kills`: how many processes the kernel has
-    killed for lack of memory in its lifetime; one that got SIGKILL was among them, as far as can be told.
+    `hung`: it was killed because it gave no sign of life. `num_oom_kills` is how many processes the kernel
+    has killed for lack of memory in its lifetime; one that got SIGKILL is taken to be among them.
     """
     if returncode >= 0:
         failed = returncode != 0
@@ -59,7 +59,7 @@ def end_of(returncode: int, *, hung: bool, num_oom_kills: int) -> ProcessEnd:
 
 
 def num_oom_kills() -> int:
-    """How many processes of this machine the kernel has killed for lack of memory; 0 if it does not say."""
+    """Return how many processes the kernel has killed for lack of memory; 0 if it does not say."""
     try:
         fields = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

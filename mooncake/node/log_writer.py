@@ -3,7 +3,7 @@
 A supervisor that is stopped, or a pipe that nobody reads, must not stop the process: what does not fit into
 the queue is dropped.
 
-Owns: the way from a logger to stderr. Does not know: who logs what.
+Owns: the way from a logger to stderr. Does not know: loggers.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
 class LogWriter(QueueHandler):
-    """The root logger's handler. Takes a line in microseconds, with its values as they are then."""
+    """The root logger's handler, which takes a line in microseconds, with its values of that moment."""
 
     def __init__(self, file: TextIO) -> None:
         self._lines: queue.Queue[logging.LogRecord | None] = queue.Queue(QUEUE_LEN)
@@ -29,12 +29,12 @@ class LogWriter(QueueHandler):
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Does not wait."""
+        """Queue a record without waiting."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(record)
 
     def finish(self) -> None:
-        """Write what was logged so far, unless nobody reads it. Nothing may be logged behind it."""
+        """Write all queued lines, unless nobody reads them. Nothing may be logged afterwards."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
             self._thread.join(LAST_LINES_S)

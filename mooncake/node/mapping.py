@@ -1,4 +1,4 @@
-"""Shared mappings of files that lie on a huge page's boundary, so that huge pages can back them.
+"""Shared mappings of files, aligned so that huge pages can back them.
 
 Python's own `mmap` leaves the address to the kernel, which aligns it to 4 KiB. The mapping lasts as long as
 any view of it.
@@ -28,7 +28,7 @@ _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class MappedFile:
-    """`size_bytes` of the file behind `fd`. Raises OSError."""
+    """A mapping of `size_bytes` of the file behind `fd`. Raises OSError."""
 
     def __init__(self, fd: int, size_bytes: int, *, read_only: bool = False) -> None:
         self.size_bytes = size_bytes
@@ -40,24 +40,24 @@ class MappedFile:
 
     @property
     def view(self) -> memoryview:
-        """All of it, as bytes."""
+        """The mapping as bytes."""
         view = memoryview(self._bytes).cast("B")
         return view.toreadonly() if self._read_only else view
 
     def use_huge_pages(self, start: int, num_bytes: int) -> bool:
-        """Moves these bytes (whole huge pages) into such, while others go on using them. Whether it worked.
+        """Move these bytes into huge pages, while other processes use them; return whether it worked.
 
-        Fewer faults and TLB misses, and a disk gets few long pieces instead of many of 4 KiB. Blocking: it
-        takes 0.4 to 5 s a GiB.
+        The range must be whole huge pages. There are fewer faults and TLB misses, and a disk gets few long
+        pieces instead of many of 4 KiB. Blocking: it takes 0.4 to 5 s a GiB.
         """
         return self._advise(_MADV_COLLAPSE, start, num_bytes)
 
     def populate(self, start: int, num_bytes: int) -> bool:
-        """Maps these bytes (whole pages) now, so that none costs a fault every 4 KiB later."""
+        """Map these bytes (whole pages) now, instead of by a fault every 4 KiB later."""
         return self._advise(_MADV_POPULATE_WRITE, start, num_bytes)
 
     def lock(self) -> bool:
-        """Keeps it in memory, if the limits of this process allow that. Blocking."""
+        """Keep the mapping in memory, if the limits of this process allow that. Blocking."""
         return bool(_libc.mlock(self._address, self.size_bytes) == 0)
 
     def _advise(self, advice: int, start: int, num_bytes: int) -> bool:
@@ -65,7 +65,7 @@ class MappedFile:
 
 
 def allocate(fd: int, size_bytes: int) -> None:
-    """Gives an empty file behind `fd` all of its memory, in huge pages as far as the kernel lets us.
+    """Allocate all memory of an empty file behind `fd`, in huge pages as far as the kernel allows.
 
     Moving small pages into huge ones later takes 20 times as long. Raises OSError.
     """
@@ -82,7 +82,7 @@ def allocate(fd: int, size_bytes: int) -> None:
 
 
 def _map_aligned(fd: int, size_bytes: int, protection: int) -> int:
-    """Reserves more address space than needed, maps the file in it where that begins a huge page."""
+    """Map a file at the boundary of a huge page, inside a larger reserved address range."""
     page_bytes = mmap.PAGESIZE
     map_bytes = -(-size_bytes // page_bytes) * page_bytes
     reserved_bytes = map_bytes + HUGE_PAGE_BYTES

@@ -1,4 +1,4 @@
-"""What runs on this node: one `ChildSpec` a process, derived from the configuration.
+"""The plan of this node's processes: one `ChildSpec` each, derived from the configuration.
 
 --role all        conductor, and for each instance a messenger and a worker
 --role conductor  conductor
@@ -6,7 +6,7 @@
 --role decode     one messenger and one worker, for each rank of a group
 --role front      a front beside that of the conductor
 
-Owns: which processes those are, and the addresses that they share. Does not know: how they are started
+Owns: the choice of processes, and the addresses that they share. Does not know: how they are started
 (`mooncake.node.supervisor`), how memory is taken (`mooncake.node.segments`).
 """
 
@@ -36,19 +36,19 @@ from mooncake.security.keys import ClusterKey
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to supervise. `config` makes the JSON that a life of it is started with."""
+    """A process to supervise. `config` makes the JSON with which an incarnation is started."""
 
     name: str
     module: str
     config: Callable[[Life], str]
     pass_fds: tuple[int, ...] = ()
     drains: bool = False
-    """SIGTERM lets it finish what it runs; SIGINT does not"""
+    """Whether SIGTERM lets it finish its requests; SIGINT does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What has a messenger and a worker: an instance, or one of its stages or ranks."""
+    """An instance, or one of its stages or ranks: each has a messenger and a worker."""
 
     instance: str
     role: Role
@@ -57,7 +57,7 @@ class _Part:
 
     @property
     def leads(self) -> bool:
-        """Whether it speaks for its instance."""
+        """Whether it is the instance's first stage and rank."""
         return self.stage.number == 0 and self.rank.number == 0
 
     @property
@@ -66,10 +66,10 @@ class _Part:
 
 
 def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
-    """The processes of this node, in the order in which they are started.
+    """Return the processes of this node, in the order in which they are started.
 
-    Creates the pool segments: their memory is taken here, all at once, so that a node which does not
-    have it fails at start and not under load.
+    This creates the pool segments: their memory is taken here, all at once, so that a node without enough
+    fails at start and not under load.
     """
     if config.role == "all":
         local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
@@ -99,7 +99,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
 
 
 def _cluster_key(config: Config) -> ClusterKey:
-    """The key of the cluster. One that is all on this node needs none that others know."""
+    """Return the cluster key; a cluster that is all on this node makes one for the run."""
     if config.security.key_file is not None:
         return ClusterKey.load(config.security.key_file)
     if config.role == "all":
@@ -126,12 +126,12 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
 
 
 def _name_of_node(config: Config, run_dir: RunDirectory) -> str:
-    """Two nodes may have one hostname, but a name belongs to one instance or front."""
+    """Return a name for an instance or front that is unique even if two nodes have one hostname."""
     return f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
 
 
 def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
-    """The stages and ranks of instances that are to run here, and other instances as they are."""
+    """Return the instances of this node, or their stages and ranks."""
     parts = []
     for index, (name, role) in enumerate(_instances(config, run_dir)):
         pipeline = config.pipeline
@@ -149,7 +149,7 @@ def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
 
 
 def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
-    """Of the instance `index` of this node, which has no stages if they are several."""
+    """Return the ranks of instance `index` of this node, which has no stages if they are several."""
     endpoints = [f"ipc://{run_dir.socket(f'rank-{index}-{number}')}" for number in range(1, size)]
     meeting = str(run_dir.path / f"ranks-{index}")
     return [
@@ -158,7 +158,7 @@ def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
 
 
 def _check_directories(config: Config) -> None:
-    """Here, and not when the first worker has loaded its model."""
+    """Check directories before any process starts, not when the first worker has loaded its model."""
     for path in config.kvcache.ssd_dirs if config.runs_instances else ():
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
@@ -229,16 +229,15 @@ def _part(
 
 
 def _pass_record(name: str) -> int:
-    """Memory in which a worker says whose pass it computes, for its next life
-    (`workers.execution.pass_record`).
-    """
+    """Create the memory in which a worker names the requests of its pass
+    (`workers.execution.pass_record`)."""
     descriptor = os.memfd_create(f"mooncake-{name}-pass")
     os.ftruncate(descriptor, PASS_RECORD_BYTES)
     return descriptor
 
 
 def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
-    """Part `index` of a node listens that many ports higher than the first."""
+    """Return the section for part `index` of a node, which listens that many ports higher than the first."""
     addresses = {name: getattr(kvcache, name) for name in ("listen", "vllm_events", "vllm_replay")}
     return kvcache.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
@@ -246,13 +245,13 @@ def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
 
 
 def _worker_of_part(worker: WorkerConfig, index: int) -> WorkerConfig:
-    """As `_of_part`."""
+    """Return the section for part `index`, with ports as in `_of_part`."""
     address = worker.metrics_listen
     return worker.model_copy(update={"metrics_listen": address and _port_higher(address, index)})
 
 
 def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:
-    """As `_of_part`."""
+    """Return the section for part `index`, with ports as in `_of_part`."""
     return settings.model_copy(update={"port": settings.port + index if settings.port else 0})
 
 

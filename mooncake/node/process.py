@@ -1,4 +1,4 @@
-"""The child's side of supervision: configuration in, progress and errors out, an end that is certain.
+"""The child's side of supervision: configuration in, progress and errors out, a certain end.
 
 A child process gets its configuration as one JSON line on stdin. The pipe stays open as long as the
 supervisor lives: its end, like SIGTERM, stops the child. Progress and the reason of a fatal error go
@@ -33,14 +33,14 @@ LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
 FATAL_EXIT_CODE = 3
 STOP_DEADLINE_S = 3.0
 BEAT_S = 1.0
-"""between two signs of life"""
+"""Time between two signs of life."""
 
 Config = TypeVar("Config", bound=BaseModel)
 log = logging.getLogger(__name__)
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """`done` of `total` units of `phase` (loading weights: bytes)."""
+    """The child has done `done` of `total` units of `phase` (loading weights: bytes)."""
 
     phase: str
     done: int
@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """The child's event loop turns, as it does every `BEAT_S` unless it hangs or the process is stopped."""
+    """The child's event loop runs. Sent every `BEAT_S` unless it hangs or the process is stopped."""
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):
@@ -65,8 +65,9 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 
 
 class Measured(msgspec.Struct, tag=True, frozen=True):
-    """One duration for a profile (`mooncake.config.profile`): of a prefill of so many new and cached
-    tokens, or of a step of so many requests and KV tokens in all. `engine`: what computed.
+    """One measured duration for a profile (`mooncake.config.profile`).
+
+    `first` and `second` are new and cached tokens of a prefill, or requests and KV tokens of a step.
     """
 
     what: Literal["prefill", "decode"]
@@ -80,7 +81,7 @@ Status = Progress | Ready | Alive | Fatal | Measured
 
 
 def report(status: Status) -> None:
-    """Tell the supervisor. Without one the status is only logged."""
+    """Report a status to the supervisor; without one it is only logged."""
     fd = os.environ.get(STATUS_FD_VARIABLE)
     if fd is None:
         log.info("%s", status)
@@ -127,20 +128,20 @@ class _Reporting(logging.Handler):
 
 
 def _report_compiling() -> None:
-    """Whatever is logged: it is a reason to wait."""
+    """Report compilations as progress, as they are a reason to wait."""
     native.compiling.addHandler(_Reporting())
     native.compiling.setLevel(logging.INFO)
     native.compiling.propagate = False
 
 
 def _raise_descriptor_limit() -> None:
-    """Every client is a descriptor, and the usual soft limit of 1,024 is soon reached."""
+    """Raise the soft limit of descriptors, as every client takes one and 1,024 are soon reached."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _first_message(errors: BaseExceptionGroup[BaseException]) -> str:
-    """The message of the first error, out of all task groups around it."""
+    """Return the message of the first error, out of all task groups around it."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

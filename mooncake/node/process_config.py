@@ -1,4 +1,4 @@
-"""What the supervisor starts each process with: the configuration, and what only that process is.
+"""The arguments of each process: the configuration, and what is particular to the process.
 
 Owns: these models, which travel on stdin. Does not know: how processes are started
 (`mooncake.node.supervisor`).
@@ -20,7 +20,7 @@ def _as_key(value: object) -> ClusterKey:
 
 
 class _Process(Section):
-    """What a child is started with, on its stdin: arguments and environment can be read by others."""
+    """The arguments of a child, given on its stdin: a command line and environment can be read by others."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
@@ -30,15 +30,13 @@ class _Process(Section):
 
 
 class ConductorProcess(_Process):
-    """What the conductor process is started with."""
+    """The arguments of the conductor process."""
 
     config: Config
 
 
 class FrontProcess(_Process):
-    """What a front in a process of its own is started with. `name` is not that of any other front's node;
-    `incarnation` grows with every start.
-    """
+    """The arguments of a front in a process of its own, whose `name` is unique in the cluster."""
 
     config: Config
     name: str
@@ -46,7 +44,7 @@ class FrontProcess(_Process):
 
 
 class MessengerProcess(_Process):
-    """What a messenger process is started with.
+    """The arguments of a messenger process.
 
     `segment_fd` is inherited: allocated memory whose size is the pool's. The worker connects to
     `worker_socket`, messengers on the same host to `peer_socket`. KV events are published at the first of
@@ -65,22 +63,25 @@ class MessengerProcess(_Process):
 
 
 class StageProcess(Section):
-    """Which stage of an instance a worker is. `endpoints`: where each stage but the last one listens."""
+    """A worker's stage in its instance.
+
+    `endpoints` are those at which each stage but the last one listens.
+    """
 
     number: int = 0
     num_stages: int = 1
     endpoints: list[str] = Field(default_factory=list)
 
     def part_of(self, instance: str) -> str:
-        """The name of this part of an instance: what has a messenger of its own."""
+        """Return the name of this part of an instance, which has a messenger of its own."""
         return instance if self.num_stages == 1 else f"{instance}.{self.number}"
 
 
 class RankProcess(Section):
-    """Which rank of a tensor-parallel instance a worker is. All are on one node.
+    """A worker's rank in its tensor-parallel instance. All ranks are on one node.
 
-    `endpoints`: where the first rank listens for each of the others. `meeting`: the beginning of the paths of
-    files in which they meet to compute, one for each time that they do.
+    The first rank listens for each of the others at one of `endpoints`. `meeting` begins the path of the file
+    through which a process group meets.
     """
 
     number: int = 0
@@ -89,7 +90,7 @@ class RankProcess(Section):
     meeting: str = ""
 
     def part_of(self, instance: str) -> str:
-        """As `StageProcess.part_of`."""
+        """Return the name of this part of an instance, which has a messenger of its own."""
         return instance if self.size == 1 else f"{instance}.{self.number}"
 
 
@@ -97,11 +98,11 @@ PASS_RECORD_BYTES = 1 << 16
 
 
 class WorkerProcess(_Process):
-    """What a worker process is started with. `incarnation` grows with every start.
+    """The arguments of a worker process. `incarnation` grows with every start.
 
-    `instance` names all stages or ranks together, `messenger_socket` is this one's own. `previous_end`: how
-    the life before ended, None for the first one. `pass_record_fd` is inherited: `PASS_RECORD_BYTES` of
-    memory that stays from life to life.
+    `instance` names all stages or ranks together, `messenger_socket` is this one's own. `previous_end` is the
+    cause of the previous incarnation's end, None for the first one. `pass_record_fd` is inherited:
+    `PASS_RECORD_BYTES` of memory that outlives the process.
     """
 
     config: Config
@@ -117,5 +118,5 @@ class WorkerProcess(_Process):
 
     @property
     def part(self) -> str:
-        """The name of this part of the instance: what has a messenger of its own."""
+        """The name of this part of the instance, which has a messenger of its own."""
         return self.rank.part_of(self.stage.part_of(self.instance))

@@ -1,4 +1,4 @@
-"""The run directory: where a node's sockets live while it runs, and what the run is.
+"""The run directory, which holds a node's sockets and the description of the run.
 
 It is private to the user and locked by the supervisor. A directory whose lock is free belongs to a
 supervisor that was killed, and is removed by the next one. (One killed in its first instant leaves an empty
@@ -28,17 +28,17 @@ LONGEST_SOCKET_PATH_BYTES = 107  # of `sockaddr_un`, its final zero not counted
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One running `mooncake-serve`."""
+    """A running `mooncake-serve`."""
 
     role: str
     cluster: str
-    """the conductor's endpoint, which all runs of a cluster have in common and no other has on this host"""
+    """The Conductor's endpoint, which is common to all runs of a cluster and unique on this host."""
     http_port: int | None = None
-    """of the API, if the run has one and it was chosen by whoever started it"""
+    """Port of the API, if the run has one and the user chose it."""
 
 
 class RunDirectory:
-    """Context manager: creates the directory, removes it and everything in it at the end."""
+    """A context manager that creates the directory, and removes it with all its contents at the end."""
 
     def __init__(self) -> None:
         base = _base()
@@ -57,11 +57,14 @@ class RunDirectory:
 
     @property
     def unique_name(self) -> str:
-        """Told apart from that of every other run on this machine."""
+        """A name that is unique among the runs on this machine."""
         return self.path.name.removeprefix(PREFIX)
 
     def socket(self, name: str) -> str:
-        """Path of a socket in this directory. Raises ConfigError where Unix sockets allow no path so long."""
+        """Return the path of a socket in this directory.
+
+        Raises ConfigError if it is too long for a Unix socket.
+        """
         path = str(self.path / f"{name}.sock")
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
             raise ConfigError(
@@ -71,13 +74,13 @@ class RunDirectory:
         return path
 
     def describe(self, run: Run) -> None:
-        """Say what runs here, for `running`."""
+        """Describe the run, for `running`."""
         unfinished = self.path / f"{FACTS}.unfinished"
         unfinished.write_bytes(msgspec.json.encode(run))
         unfinished.rename(self.path / FACTS)
 
     def remove(self) -> None:
-        """It, and everything in it. What the context manager does at its end."""
+        """Remove the directory and all its contents, as the context manager does at its end."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def __enter__(self) -> "RunDirectory":
@@ -91,7 +94,7 @@ class RunDirectory:
 
 
 def running() -> Iterator[tuple[Path, Run]]:
-    """The run directories of this user whose supervisors live and have described their runs."""
+    """Yield the run directories of this user whose supervisors live and have described their runs."""
     for path in sorted(_base().glob(f"{PREFIX}*/{FACTS}")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # just ended, or of another release
             if path.stat().st_uid == os.getuid() and _is_locked(path.parent / LOCK):

@@ -1,6 +1,6 @@
-"""The memory of a node's pools: one segment each, which is taken at start, all at once.
+"""The memory of a node's pools: one segment each, allocated at start, all at once.
 
-Owns: how much there is, segments and the files that keep them. Does not know: which pools there are
+Owns: available memory, segments and the files that keep them. Does not know: which pools there are
 (`mooncake.node.plan`), what a segment holds.
 """
 
@@ -17,14 +17,14 @@ from mooncake.node.mapping import allocate
 
 GIB = 1 << 30
 SMALLEST_POOL_BYTES = 1 << 16
-LOCK_PATIENCE_S = 3.0
+LOCK_TIMEOUT_S = 3.0
 
 
 def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
-    """Taking more memory than there is would not fail: it would get some process killed. Less than a block
-    needs is most often a number that lacks its unit. Raises ConfigError.
+    """Check that the pools with these `names` fit into memory. Raises ConfigError.
 
-    `names` of the pools that are to be here.
+    Allocating more than there is would not fail, but get some process killed. A size that is too small for a
+    block is most often a number that lacks its unit.
     """
     if names and kvcache.pool_bytes < SMALLEST_POOL_BYTES:
         raise ConfigError(
@@ -43,7 +43,7 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that this process may still take: the machine's, or its control group's if that is less."""
+    """Return the memory that this process may still take: the machine's, or its control group's if less."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -62,10 +62,10 @@ def available_bytes() -> int | None:
 
 
 def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
-    """Shared memory of `size_bytes`, all of it allocated.
+    """Create shared memory of `size_bytes`, all of it allocated.
 
-    Without `directory` it is gone with its last user. Else it is the file `name`.segment there, what it holds
-    is kept, and no other live process may use it.
+    Without `directory` it is gone with its last user. Else it is the file `name`.segment there, whose
+    contents are kept, and no other live process may use it.
     """
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)
@@ -100,11 +100,11 @@ def _segment_file(path: Path, size_bytes: int) -> int:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Locks the file for whoever holds this descriptor: us, and the messenger that gets it.
+    """Lock the file for the holders of this descriptor: the supervisor, and the messenger that inherits it.
 
-    Those of a supervisor that was killed end a moment after it.
+    The processes of a killed supervisor end a moment after it, so a locked file is waited for.
     """
-    deadline_s = time.monotonic() + LOCK_PATIENCE_S
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +117,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _lock_owner(inode: int) -> str:
-    """The process that has locked a file, as the kernel tells it."""
+    """Return the process that has locked a file, as the kernel tells it."""
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
         if "FLOCK" in fields and fields[-3].endswith(f":{inode}"):

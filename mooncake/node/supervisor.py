@@ -1,4 +1,4 @@
-"""The supervisor: starts this node's processes, reports on them, restarts them, ends them all.
+"""The supervisor, which starts this node's processes, reports on them, restarts and ends them.
 
 It holds the descriptors of the pool segments, so sealed KVCache outlives the processes that map it.
 
@@ -45,7 +45,7 @@ _status_decoder = msgspec.json.Decoder(Status)
 
 
 async def supervise(config: Config) -> int:
-    """Run all processes of this node until SIGINT or SIGTERM; the exit code of the command."""
+    """Run all processes of this node until SIGINT or SIGTERM; return the exit code of the command."""
     started_at_s = time.monotonic()
     stopping = Stopping()  # before there is anything that a signal could leave behind
     with RunDirectory() as run_dir:
@@ -69,7 +69,8 @@ async def supervise(config: Config) -> int:
 
 
 async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") -> list[ChildSpec] | None:
-    """None if all is to end before the pools have their memory, which takes seconds where they are large."""
+    """Return the plan, or None if a signal comes before the pools have their memory, which may take
+    seconds."""
     planning = asyncio.create_task(asyncio.to_thread(plan_node, config, run_dir))
     ending = asyncio.create_task(stopping.is_wanted.wait())
     await asyncio.wait((planning, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -78,7 +79,7 @@ async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") 
 
 
 class Stopping:
-    """SIGINT and SIGTERM, from now on: the first ends everything, a second does not wait for what runs."""
+    """The signals SIGINT and SIGTERM: the first ends everything, a second waits for no requests."""
 
     def __init__(self) -> None:
         self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()
@@ -92,7 +93,7 @@ class Stopping:
 
 
 class Child:
-    """One supervised process, over all its lives."""
+    """One supervised process, over all its incarnations."""
 
     def __init__(self, spec: ChildSpec, log_level: str) -> None:
         self.spec = spec
@@ -100,18 +101,18 @@ class Child:
         self.is_ready = False
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.num_missed_beats: int | None = None
-        """since it last gave a sign of life; None before its first one"""
+        """Beats since the last sign of life; None before the first one."""
         self.end: ProcessEnd | None = None
-        """of the latest life that has ended"""
+        """Cause of the latest incarnation's end."""
         self.num_failed_starts = 0
-        """in a row: lives that ended by their own fault before they were ready"""
+        """Incarnations in a row that ended by their own fault before they were ready."""
         self._log_level = log_level
         self._incarnation = 0
         self._hung = False
         self._signal: signal.Signals | None = None
 
     async def start(self) -> AsyncIterator[Status | str]:
-        """Start one life; yields its status messages and its output lines until it has ended."""
+        """Start one incarnation; yield its status messages and output lines until it has ended."""
         self.is_ready, self.num_missed_beats, self._hung = False, None, False
         self.last_lines.clear()
         num_oom_kills_before = num_oom_kills()
@@ -164,16 +165,16 @@ class Child:
 
     @property
     def backoff_s(self) -> float:
-        """The pause before the next life: it grows with every start that fails, and with nothing else."""
+        """Pause before the next incarnation; only failed starts make it grow."""
         return min(FIRST_BACKOFF_S * 2.0 ** max(0, self.num_failed_starts - 1), LONGEST_BACKOFF_S)
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the current life, and to one that is just being started."""
+        """Send a signal to the current incarnation, or to one that is just being started."""
         self._signal = signum
         self._send(signum)
 
     def end_hung(self) -> str:
-        """End the current life, which hangs. Returns what the process does, in the kernel's words."""
+        """End the current incarnation, which hangs. Return the process's state in the kernel's words."""
         assert self.process is not None
         self._hung = True
         doing = _state(self.process.pid)
@@ -181,18 +182,17 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal past the process object, which would look for the exit code first, and take that from
-        the thread that waits for the process.
-        """
+        """Send a signal past the process object, which would first collect the exit code that a thread waits
+        for."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
 
 
 class Supervisor:
-    """Keeps a set of children running. Instances have `drain_s` to finish what they run, unless it is 0.
+    """Keeps a set of children running. Instances have `drain_s` to finish their requests, unless it is 0.
 
-    A child that gives no sign of life for `hang_timeout_s` is ended, and started again as any that dies.
+    A child that gives no sign of life for `hang_timeout_s` is ended, and restarted like any that dies.
     """
 
     def __init__(
@@ -214,11 +214,11 @@ class Supervisor:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nobody reads the output; once `run` has ended."""
+        """Whether nobody reads the output; valid once `run` has ended."""
         return self._console.is_stuck
 
     async def run(self) -> int:
-        """Start all, wait for the end, stop all. 0 after a signal, 1 after a fatal error."""
+        """Start all, wait for the end, stop all. Return 0 after a signal, 1 after a fatal error."""
         with self._console:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
@@ -232,7 +232,7 @@ class Supervisor:
         return 1 if self._fatal is not None else 0
 
     async def _drain(self, keepers: list[asyncio.Task[None]]) -> None:
-        """Instances end before what they need does."""
+        """Let instances finish their requests before any other process ends."""
         draining = [
             keeper for child, keeper in zip(self._children, keepers, strict=True) if child.spec.drains
         ]
@@ -264,11 +264,10 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.wait(), backoff_s)
 
     async def _watch(self) -> None:
-        """End children that hang or are stopped, once they serve: before that a large pool or model may well
-        keep one busy for long.
+        """End children that hang or are stopped, once they serve: loading a large model may block one.
 
-        Silence is counted in turns of our own: while this process itself is held up none passes, and what
-        children have said meanwhile is read before the next one.
+        Silence is counted in this process's own beats: while it is held up none passes, and messages of
+        children are read before the next one.
         """
         while self._hang_timeout_s is not None:
             await next_beat()
@@ -317,12 +316,12 @@ class Supervisor:
 
 
 async def next_beat() -> None:
-    """Return when a sign of life of every child is due."""
+    """Wait until a sign of life of every child is due."""
     await asyncio.sleep(BEAT_S)
 
 
 def _state(pid: int) -> str:
-    """Of a process: `T (stopped)`, `S (sleeping)`, `D (disk sleep)`, `R (running)`."""
+    """Return a process's state: `T (stopped)`, `S (sleeping)`, `D (disk sleep)`, `R (running)`."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next(line for line in lines if line.startswith("State:")).removeprefix("State:").strip()

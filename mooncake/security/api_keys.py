@@ -1,4 +1,4 @@
-"""API keys of clients: a file that has their hashes, and what each may do.
+"""API keys of clients: a file of their hashes and limits.
 
 A key is 256 random bits, so a plain SHA-256 does not give it away. Deleting its entry revokes it.
 
@@ -28,7 +28,7 @@ _HEAD = """\
 
 
 class ApiKey(BaseModel):
-    """One entry. Absent limits are no limits."""
+    """An entry of the file. An absent limit is no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,15 +37,15 @@ class ApiKey(BaseModel):
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """the lowest number that requests may ask for, and theirs if they ask for none"""
+    """Lowest priority number that requests may ask for; the default of requests that ask for none."""
     max_context_cache_tokens: Annotated[int, Field(ge=0)] | None = None
-    """in context caches; default: `http.context_cache_tokens`"""
+    """Most tokens in context caches; default: `http.context_cache_tokens`."""
     cache_group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """keys of one group share their KVCache; default: each has its own"""
+    """Group of keys that share their KVCache; default: each has its own."""
 
     @property
     def salt(self) -> str:
-        """Separates the KVCache of this key, or of its group, from that of all others."""
+        """Salt that separates the KVCache of this key, or of its group, from that of all others."""
         return f"key:{self.sha256}" if self.cache_group is None else f"group:{self.cache_group}"
 
 
@@ -54,23 +54,23 @@ LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
     "max_concurrent": (int, "at the same time (default: any number)"),
     "max_context_cache_tokens": (int, "in context caches (default: http.context_cache_tokens)"),
 }
-"""what a new key can be given, how it is read, and what it is"""
+"""Limits of a new key: how each is parsed, and its meaning."""
 
 _KEYS = TypeAdapter(list[ApiKey])
 
 
 def digest(key: str) -> str:
-    """What the file has of a key."""
+    """Return the digest by which the file knows a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def load_api_keys(path: Path) -> dict[str, ApiKey]:
-    """The keys in the file, by their digests. Raises ConfigError that names what is wrong."""
+    """Read the keys in the file, by their digests. Raises ConfigError that names the fault."""
     return _parsed(path, _read(path))
 
 
 def add_api_key(path: Path, name: str, limits: Mapping[str, float | None]) -> str:
-    """Make a key and add its entry to the file, which is made if it is not there. Raises ConfigError.
+    """Make a key and add its entry to the file, which is created if absent. Raises ConfigError.
 
     Of `LIMITS` those that are None, or not there, are left out.
     """

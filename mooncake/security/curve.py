@@ -29,15 +29,15 @@ from mooncake.security.keys import ClusterKey
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"mooncake"
 LARGEST_FRAME_BYTES = 32 << 10
-"""that a bound socket takes: libzmq makes room for a frame when it has its header, whoever sends it"""
+"""Largest frame that a bound socket takes: libzmq allocates it when its header comes, whoever sends it."""
 CURVE_OVERHEAD_BYTES = 33
-"""of an encrypted message: name, nonce, authenticator and flags (ZeroMQ RFC 26)"""
+"""Overhead of an encrypted message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
 FAILURES_BEFORE_WARNING = 3
-"""a server that is just being stopped may close a connection or two"""
+"""Failed handshakes before a warning: a server that is being stopped may close a connection or two."""
 CROWD_LEN = 64
-"""unauthenticated connections whose memory is worth a search for what can go back to the system"""
+"""Number of unauthenticated connections after which freed memory is released to the system."""
 QUIET_MS = 1000
-"""without news, after which a crowd has gone"""
+"""Silence after which a burst of connections is over."""
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
@@ -65,7 +65,7 @@ class Gate:
         self._handshakes: list[Handshakes] = []
         self._unauthenticated: list[Unauthenticated] = []
         self._num_ended = 0
-        """unauthenticated connections, when memory last went back to the system"""
+        """Number of unauthenticated connections when memory was last released."""
         self._zap = zmq.Context(shadow=self._context).socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(ZAP_ENDPOINT)
@@ -76,18 +76,18 @@ class Gate:
 
     @property
     def num_refused(self) -> int:
-        """Connections that showed another key, or none; the last ones may be missing."""
+        """Number of connections that showed another key, or none; the last ones may be missing."""
         with self._lock:
             now_s = time.monotonic()
             return sum(handshakes.num_refused(now_s) for handshakes in self._handshakes)
 
     @property
     def num_unfinished(self) -> int:
-        """Connections that ended in the middle of their handshake, with whatever key."""
+        """Number of connections that ended in the middle of their handshake, with whatever key."""
         return sum(handshakes.num_unfinished for handshakes in self._handshakes)
 
     def close(self) -> None:
-        """Closes all its sockets at once; their endpoints are free afterwards. Idempotent."""
+        """Close all sockets at once; their endpoints are free afterwards. Idempotent."""
         for socket in self.sockets:
             if not socket.closed:
                 socket.disable_monitor()  # first: libzmq's thread would wait for a receiver that is gone
@@ -121,7 +121,7 @@ class Gate:
         return socket
 
     def _run(self) -> None:
-        """The thread: hear, decide, and tidy up behind a crowd, until the context ends."""
+        """Run the thread: listen, decide, release memory after bursts, until the context ends."""
         poller = zmq.Poller()
         for receiver in self._handlers:
             poller.register(receiver, zmq.POLLIN)
@@ -150,7 +150,7 @@ class Gate:
             log.exception("the gate met a bug")
 
     def _decide(self, request: list[bytes]) -> None:
-        """Answers libzmq, which asks for each client that knows our public key."""
+        """Answer libzmq, which asks about each client that knows the public key."""
         version, request_id, *_, mechanism, credentials = request
         is_ours = mechanism == b"CURVE" and hmac.compare_digest(credentials, self._admitted)
         status = (b"200", b"OK") if is_ours else (b"400", b"this is not the cluster's key")
@@ -179,14 +179,15 @@ class Gate:
         return self._num_unauthenticated_ended() - self._num_ended >= CROWD_LEN
 
     def _give_memory_back(self) -> None:
-        """What a crowd has taken is free again, but still this process's."""
+        """Release the memory of a burst of connections, which is freed but still this process's."""
         self._num_ended = self._num_unauthenticated_ended()
-        freed_memory.give_back()
+        freed_memory.release_freed_memory()
 
 
 class ConnectionWatch:
-    """Counts a socket's connections. Warns when whoever it connects to closes one after the other during the
-    handshake: that is all that a socket with another key, or without one, gets to see.
+    """A counter of a socket's connections, which warns when handshakes fail one after the other.
+
+    A failed handshake is all that a socket with another key, or without one, gets to see.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: ClusterKey) -> None:
@@ -199,12 +200,12 @@ class ConnectionWatch:
 
     @property
     def num_connections(self) -> int:
-        """That came about, one after the other; that of the latest message is among them."""
+        """Number of connections so far, that of the latest message included."""
         self._monitor.drain()
         return self._num_connections
 
     def close(self) -> None:
-        """To be called before the socket is closed."""
+        """Stop counting, before the socket is closed."""
         self._monitor.close()
 
     def _on_event(self, event: int, _: int) -> None:
@@ -227,7 +228,8 @@ class ConnectionWatch:
 
 
 def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
-    """Before `connect`: `socket` can then talk to sockets of a `Gate` with the same key, and to no others."""
+    """Give `socket` a key, before `connect`; it can then talk to sockets of a `Gate` with the same key
+    only."""
     public, secret = key.curve_pair()
     socket.curve_serverkey = public
     socket.curve_publickey = public
@@ -250,7 +252,7 @@ class _Reader:
             self._socket.close(linger=0)
 
     def drain(self) -> None:
-        """All that have come by now."""
+        """Handle all messages that have arrived by now."""
         # The descriptor tells once that there is something, not as long as there is.
         while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
@@ -264,11 +266,11 @@ class Monitor:
         self._reader = _Reader(_monitor(socket), self._on_message)
 
     def drain(self) -> None:
-        """Calls it for all that has happened by now."""
+        """Handle all events that have happened by now."""
         self._reader.drain()
 
     def close(self) -> None:
-        """To be called before the socket is closed."""
+        """Stop watching, before the socket is closed."""
         if not self._socket.closed:
             self._socket.disable_monitor()  # first: libzmq's thread would wait for a receiver that is gone
         self._reader.close()
@@ -279,7 +281,7 @@ class Monitor:
 
 
 def _monitor(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
-    """A socket that receives what happens to the connections of `socket`."""
+    """Return a socket that receives the connection events of `socket`."""
     address = f"inproc://events-{next(_monitor_ids)}"
     socket.monitor(address, EVENTS)
     receiver = zmq.Context(shadow=socket.context).socket(zmq.PAIR)

@@ -1,4 +1,4 @@
-"""The handshakes of those who connect to one bound ZeroMQ socket, as libzmq's monitor tells of them.
+"""Handshakes of connections to one bound ZeroMQ socket, as libzmq's monitor reports them.
 
 Owns: the counts of connections that were refused or have not come through, the bound on connections whose
 peers have not shown the key, what the kernel knows of a connection. Does not know: the key, messages.
@@ -11,28 +11,29 @@ import sys
 
 import zmq
 
-from mooncake.security.crowd import Crowd
+from mooncake.security.waiting_peers import WaitingPeers
 
 HANDSHAKE_S = 5.0
-"""after which libzmq closes a connection that has not shown the key"""
+"""Time after which libzmq closes a connection that has not shown the key."""
 HANDSHAKE_MARGIN_S = 1.0
 MOST_UNAUTHENTICATED = 256
-"""connections to one socket whose peers have not shown the key. Each costs up to 55 KiB"""
+"""Most connections to one socket whose peers have not shown the key. Each costs up to 55 KiB."""
 GREETING_BYTES = 64
-"""that a socket sends to everybody; it says more only to a peer that knows its key (ZeroMQ RFC 26)"""
+"""Bytes that a socket sends to any peer; it sends more only to one that knows its key (ZeroMQ RFC 26)."""
 _TCP_INFO_BYTES = 136
 _BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
 
 
 class Handshakes:
-    """Counts the connections to one bound socket that have ended without showing the key.
+    """A counter of connections to one bound socket that have ended without showing the key.
 
-    libzmq tells which connection has come or gone, but not which one has been admitted. So one is undecided
-    until it has gone, or all that are undecided have been admitted, or it is older than any handshake can be.
-    Undecided ones are not counted: a burst of friends may hide an unauthenticated peer for that time.
+    libzmq reports which connection has come or gone, but not which one has been admitted. So a connection is
+    undecided until it has gone, or all undecided ones have been admitted, or it is older than any handshake
+    can be. Undecided ones are not counted: a burst of admitted peers may hide an unauthenticated one for that
+    time.
 
-    Of a connection that has ended in the middle of its handshake nobody knows which key its peer has. libzmq
-    says so for each. All others have shown that they do not have ours, or do not speak the protocol.
+    The key of a peer whose connection has ended in the middle of its handshake is not known, which libzmq
+    reports. All others have shown another key, or do not speak the protocol.
     """
 
     def __init__(self) -> None:
@@ -40,14 +41,14 @@ class Handshakes:
         self._num_admitted = 0
         self._num_refused = 0
         self.num_unfinished = 0
-        """ended in the middle: in the time that there is, by their peers, or to make room for others"""
+        """Number of handshakes that ended in the middle: late, closed by the peer, or dropped for others."""
         self._undecided: dict[int, float] = {}
-        """when each came, by its descriptor, oldest first"""
+        """Times of undecided connections by descriptor, oldest first."""
         self._num_admitted_undecided = 0
-        """at least as many of them have been admitted"""
+        """Least number of undecided connections that have been admitted."""
 
     def on_event(self, event: int, descriptor: int, now_s: float) -> None:
-        """`event` of `zmq.EVENT_*`; those of a handshake have no `descriptor`."""
+        """Take an event of `zmq.EVENT_*`; those of a handshake have no `descriptor`."""
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._num_accepted += 1
@@ -65,7 +66,7 @@ class Handshakes:
                 self._forget(descriptor)
 
     def num_refused(self, now_s: float) -> int:
-        """Connections that showed another key than ours, or none. Never too many, and it never falls."""
+        """Number of connections that showed another key, or none: never too high, and never falling."""
         while self._undecided:
             descriptor, since_s = next(iter(self._undecided.items()))
             if now_s - since_s < HANDSHAKE_S + HANDSHAKE_MARGIN_S:
@@ -81,41 +82,42 @@ class Handshakes:
 
 
 class Unauthenticated:
-    """Bounds the TCP connections to one bound socket whose peers have not shown the key.
+    """A limit on TCP connections to one bound socket whose peers have not shown the key.
 
     libzmq takes as many as there are descriptors. Each that it accepts gets a second descriptor here, which
     stays the connection's own when libzmq has closed it, so that nothing else is shut down in its place.
     """
 
     def __init__(self) -> None:
-        self._crowd = Crowd[int](MOST_UNAUTHENTICATED, self._put_out)
+        self._waiting = WaitingPeers[int](MOST_UNAUTHENTICATED, self._drop)
         self._connections: dict[int, socket.socket] = {}
-        """the latest, with those that have shown the key meanwhile, by libzmq's descriptor"""
+        """The latest connections, those that have shown the key meanwhile included, by libzmq's
+        descriptor."""
         self.num_ended = 0
-        """connections that have ended, or are being ended, without the key"""
+        """Number of connections that have ended, or are being ended, without the key."""
 
     def on_event(self, event: int, descriptor: int, endpoint: str) -> None:
-        """`event` of `zmq.EVENT_*` at the bound `endpoint`."""
+        """Take an event of `zmq.EVENT_*` at the bound `endpoint`."""
         if event == zmq.EVENT_ACCEPTED:
             self._leave(descriptor)
             if (connection := connection_of(descriptor, endpoint)) is not None:
                 self._connections[descriptor] = connection
-                self._crowd.enter(descriptor)
+                self._waiting.enter(descriptor)
         elif event == zmq.EVENT_DISCONNECTED:
             self._leave(descriptor)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close all connections' second descriptors. Idempotent."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
 
     def _leave(self, descriptor: int) -> None:
-        if self._crowd.leave(descriptor):
+        if self._waiting.leave(descriptor):
             with self._connections.pop(descriptor) as connection:
                 self.num_ended += not _has_shown_key(connection)
 
-    def _put_out(self, descriptor: int) -> None:
+    def _drop(self, descriptor: int) -> None:
         with self._connections.pop(descriptor) as connection:
             if not _has_shown_key(connection):
                 self.num_ended += 1
@@ -124,8 +126,10 @@ class Unauthenticated:
 
 
 def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
-    """The connection to the TCP `endpoint` that libzmq has as `descriptor`. None if that has gone by now, and
-    for local sockets, whose peers are the user's own."""
+    """Return the connection to the TCP `endpoint` that libzmq has as `descriptor`.
+
+    None if it has gone by now, and for local sockets, whose peers are the user's own.
+    """
     scheme, _, address = endpoint.partition("://")
     if scheme != "tcp":
         return None
@@ -146,12 +150,12 @@ def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
 
 
 def num_bytes_received(connection: socket.socket) -> int:
-    """What the peer of a TCP connection has sent by now."""
+    """Return how many bytes the peer of a TCP connection has sent by now."""
     return _tcp_info(connection, _BYTES_RECEIVED)
 
 
 def _has_shown_key(connection: socket.socket) -> bool:
-    """Whether its peer has taken more than everybody is told."""
+    """Return whether the peer has received more than the greeting, as only a holder of the key does."""
     return _tcp_info(connection, _BYTES_ACKED) > GREETING_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The certificate that the API speaks HTTPS with.
+"""The API's HTTPS certificate.
 
 Owns: how its files are read, and what is said of files that cannot be used. Does not know: who listens
 (`conductor.front.http.certificate`).
@@ -11,7 +11,7 @@ from mooncake.errors import ConfigError
 
 
 def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
-    """Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
+    """Load certificate and key into `context`. Raises ConfigError if they cannot be used."""
     try:
         # A password would be asked for on the terminal.
         context.load_cert_chain(cert, key, password=lambda: "")

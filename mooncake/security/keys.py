@@ -1,4 +1,4 @@
-"""The cluster's key: one secret that all nodes of a cluster share, and nobody else.
+"""The cluster key: one secret that all nodes of a cluster share, and nobody else.
 
 What is used is derived from it with HKDF-SHA256 (RFC 5869), under a label of its own for each purpose.
 
@@ -24,7 +24,7 @@ SALT = b"mooncake-serve cluster key"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterKey:
-    """`secret` has 32 bytes. Its repr names the key and does not show it."""
+    """A cluster key with a `secret` of 32 bytes. Its repr names the key and does not show it."""
 
     secret: bytes
 
@@ -37,12 +37,12 @@ class ClusterKey:
 
     @classmethod
     def generate(cls) -> "ClusterKey":
-        """A new key that nobody else has."""
+        """Make a new random key."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
     def from_text(cls, text: str) -> "ClusterKey":
-        """The key that `to_text` wrote. Raises ConfigError, which does not repeat the text."""
+        """Parse a key that `to_text` wrote. Raises ConfigError, which does not repeat the text."""
         encoded = text.strip()
         if not encoded.startswith(TEXT_PREFIX):
             raise ConfigError(f"expected a cluster key, one line that begins with {TEXT_PREFIX}")
@@ -52,12 +52,12 @@ class ClusterKey:
             raise ConfigError(f"what follows {TEXT_PREFIX} is damaged; copy the whole line") from None
 
     def to_text(self) -> str:
-        """One line, the secret in it."""
+        """Return the key as one line, which contains the secret."""
         return TEXT_PREFIX + base64.b64encode(self.secret).decode()
 
     @classmethod
     def load(cls, path: Path) -> "ClusterKey":
-        """The key in a file that only its owner can read. Raises ConfigError."""
+        """Read the key in a file that only its owner can read. Raises ConfigError."""
         try:
             # A pipe would block here until somebody writes to it.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -86,7 +86,7 @@ class ClusterKey:
             raise ConfigError(f"{path} holds no cluster key: {error}") from None
 
     def save(self, path: Path) -> None:
-        """Writes a new file that only its owner can read. Raises ConfigError, also if it is there already."""
+        """Write a new file that only its owner can read. Raises ConfigError, also if the file exists."""
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -111,7 +111,7 @@ class ClusterKey:
         return self._derived(b"name of the key")[:4].hex()
 
     def curve_pair(self) -> tuple[bytes, bytes]:
-        """Public and secret CURVE key of the cluster's control sockets, in Z85 (ZeroMQ RFC 32)."""
+        """Return public and secret CURVE key of the cluster's control sockets, in Z85 (ZeroMQ RFC 32)."""
         import zmq  # the rest of the key is of use without ZeroMQ
         from zmq.utils import z85
 
@@ -119,7 +119,7 @@ class ClusterKey:
         return zmq.curve_public(secret), secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over `label` and `parts` that only holders of the key can make, for the data plane.
+        """Return the HMAC-SHA256 of `label` and `parts`, which only holders of the key can make.
 
         32 bytes, to be compared with `hmac.compare_digest`. Each part goes in with its length, so other parts
         with the same bytes in a row have another proof.
@@ -135,6 +135,6 @@ class ClusterKey:
 
 
 def hkdf_sha256(secret: bytes, salt: bytes, label: bytes) -> bytes:
-    """The first 32 bytes that HKDF-SHA256 derives (RFC 5869, sections 2.2 and 2.3)."""
+    """Return the first 32 bytes of HKDF-SHA256 (RFC 5869, sections 2.2 and 2.3)."""
     pseudorandom_key = hmac.digest(salt, secret, "sha256")
     return hmac.digest(pseudorandom_key, label + b"\x01", "sha256")

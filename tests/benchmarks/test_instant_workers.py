@@ -16,7 +16,7 @@ from conductor.telemetry.history import History
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import Router
 from mooncake.messages.fronts import FromFront
-from mooncake.messages.line import Inbox, Line
+from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Request, SamplingParams
 from mooncake.messages.workers import Role
 from mooncake.security.keys import ClusterKey
@@ -44,9 +44,9 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
     conductor = Conductor(1, FINGERPRINT, Limits())
     router: Router[ToConductor] = Router(control, ToConductor, key)
     from_front, to_front = Inbox[FromFront](), Inbox[Any]()
-    link = Link(Line(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size)
+    link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size)
     follower = EventFollower(conductor.prefixes, key)
-    service = ConductorService(conductor, router, Line(to_front, from_front), follower, History())
+    service = ConductorService(conductor, router, InProcessLink(to_front, from_front), follower, History())
     instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in Role]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         runs = (service.run(), link.run(), *(one.run() for one in instances))

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mooncake.messages.aging import standing_s
+from mooncake.messages.aging import rank_s
 from mooncake.messages.blocks import BlockKey, extended_keys
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
@@ -80,7 +80,7 @@ class Sequence:
     @property
     def rank(self) -> tuple[float, int]:
         """Sort key of admission: the lowest is admitted first and preempted last. It never changes."""
-        return standing_s(self.request.priority, self.received_s), self.number
+        return rank_s(self.request.priority, self.received_s), self.number
 
     def keys(self, block_size: int) -> list[BlockKey]:
         """Return the keys of the full blocks whose KVCache exists."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kernels.cuda.kv_write import Slots
+from kernels.cuda.kv_write import TokenSlots
 from kernels.cuda.spans import SPAN_FIELDS, Spans, plan_spans
 from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
@@ -108,7 +108,7 @@ class _Graph:
         angles = cos_sin(kv.spec, positions)
         nobody = Spans(spans[:0], pages)
         inputs = LayerInputs(
-            Slots(*angles, page_of_token, offset_of_token),
+            TokenSlots(*angles, page_of_token, offset_of_token),
             Spans(spans, pages),
             nobody,
             self._layers.num_splits(size),

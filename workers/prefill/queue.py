@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from mooncake.messages.aging import due_s, standing_s
+from mooncake.messages.aging import due_s, rank_s
 from mooncake.messages.requests import Flow
 from workers.prefill.fair_order import FairOrder
 
@@ -86,7 +86,7 @@ class QueuedPrompt(PromptProgress):
     @property
     def rank(self) -> tuple[float, int]:
         """Sort key of the queue: the lowest goes first."""
-        return standing_s(self.priority, self.deadline_s), self.arrival
+        return rank_s(self.priority, self.deadline_s), self.arrival
 
 
 class PlannedShare(NamedTuple):

@@ -25,7 +25,7 @@ from prometheus_client import (
 from mooncake.config.settings import host_and_port
 from mooncake.errors import ConfigError
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
-from mooncake.security.crowd import Crowd
+from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_CONNECTIONS = 8
 _CLIENT_TIMEOUT_S = 5.0
@@ -73,7 +73,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._lock = threading.Lock()
-        self._crowd = Crowd[socket.socket](MOST_CONNECTIONS, _end)
+        self._crowd = WaitingPeers[socket.socket](MOST_CONNECTIONS, _end)
         super().__init__(*arguments, **options)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -18,7 +18,7 @@ from benchmarks.tools.load.measures import Slo, summarize
 from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
 from benchmarks.tools.load.report import Measured
 from benchmarks.tools.load.sources import Load, Run
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError
 
 MODELS_TIMEOUT_S = 10.0
@@ -116,7 +116,7 @@ class Bench:
     def _one(self, clients: Clients, title: str, run: Run) -> RunResult:
         if not self._console.is_terminal:
             self._console.print(title, markup=False)
-        with Steps(self._console) as steps:
+        with StepDisplay(self._console) as steps:
 
             def show(result: RunResult) -> None:
                 num_ended = len(result.outcomes)

@@ -30,7 +30,7 @@ from benchmarks.tools.traces.replay import jittered
 from benchmarks.tools.traces.request import BLOCK_TOKENS
 from benchmarks.tools.traces.synthetic import SyntheticLoad
 from mooncake.cli.command_line import Parser, exit_code
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError
 
 EXAMPLES = """examples:
@@ -80,7 +80,7 @@ def _search(
 ) -> Plan:
     """Shows the simulations; how many there will be nobody knows."""
     numbers = itertools.count(1)
-    with Steps() as steps:
+    with StepDisplay() as steps:
 
         def show(setup: Setup, rate_per_s: float) -> None:
             what = f"{label(setup)}, {rate_per_s:.3g} req/s"

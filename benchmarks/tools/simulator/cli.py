@@ -25,7 +25,7 @@ from benchmarks.tools.traces.replay import at_speed, jittered, until
 from benchmarks.tools.traces.request import TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 from mooncake.cli.command_line import Parser, exit_code
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 from mooncake.errors import ConfigError
 
@@ -55,7 +55,7 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     setup.shape()  # told before the trace is read
     loads, num_requests = _loads(options)
     drawn = []
-    with Steps() as steps:
+    with StepDisplay() as steps:
         for name, load in loads:
             show = partial(steps.show, f"{setup.name}, {name}", total=num_requests)
             series = LoadSeries(setup.slos) if setup.num_prefill else None

@@ -65,9 +65,7 @@ FromConductor = (
 
 
 class ConductorPeer(Protocol):
-    """The way to the Conductor: `mooncake.messages.bus.Dealer`, or a `mooncake.messages.line.Line` within
-    its process.
-    """
+    """The link to the Conductor: a `Dealer`, or an `InProcessLink` within its process."""
 
     async def send(self, message: FromFront, /) -> None:
         """Send without waiting. Raises PeerGoneError."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
-from mooncake.security.crowd import Crowd
+from mooncake.security.waiting_peers import WaitingPeers
 
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
 """Connections that wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
@@ -48,8 +48,8 @@ class ConnectionTable:
         """Set while no connection is open."""
         self.has_emptied.set()
         most = _max_waiting(MAX_WAITING_TLS if is_tls else MAX_WAITING)
-        self._waiting = Crowd[Evictable](most, lambda connection: connection.make_room())
-        self._closing = Crowd[Evictable](most, lambda connection: connection.abort())
+        self._waiting = WaitingPeers[Evictable](most, lambda connection: connection.make_room())
+        self._closing = WaitingPeers[Evictable](most, lambda connection: connection.abort())
         self._peak_waiting = 0
         """Most connections that waited since a crowd has gone."""
 

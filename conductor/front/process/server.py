@@ -107,7 +107,7 @@ async def _tidy_up_behind(servers: Sequence[HttpServer]) -> None:
         await asyncio.sleep(_TIDY_S)
         have_gone = [server.connections.crowd_has_gone() for server in servers]
         if any(have_gone):
-            await asyncio.to_thread(freed_memory.give_back)
+            await asyncio.to_thread(freed_memory.release_freed_memory)
 
 
 def _key_of(config: FrontConfig) -> Path:

@@ -26,7 +26,7 @@ from conductor.front.routes.openapi import described
 from conductor.front.routes.shared import Front, key_of
 from mooncake.errors import RequestError
 from mooncake.messages.fronts import DropContext, KeepContext
-from mooncake.messages.line import Inbox
+from mooncake.messages.in_process import Inbox
 
 PATH = "/v1/context_caches"
 _MAX_EXTEND_BYTES = 4096

@@ -16,7 +16,7 @@ from conductor.front.http.server import listen
 from conductor.front.openai.model import load_served_model
 from conductor.front.process import server
 from mooncake.errors import ConfigError
-from mooncake.messages.line import Inbox, Line
+from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Request
 from mooncake.model.checkpoint import open_checkpoint
 from tests.conductor.front.fakes import (
@@ -40,7 +40,9 @@ def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
             served_model_name=MODEL_NAME,
         )
         with pytest.raises(ConfigError) as caught:
-            asyncio.run(server.serve(config, byte_model(), Line(Inbox(), Inbox()), CollectorRegistry()))
+            asyncio.run(
+                server.serve(config, byte_model(), InProcessLink(Inbox(), Inbox()), CollectorRegistry())
+            )
     assert str(caught.value) == f"port {port} on 127.0.0.1 is in use; choose another with --port"
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cpu.attention import Heads, PagedAttention
 from kernels.cpu.elementwise import Elementwise, HeadNorms, Slots
-from kernels.cpu.layer import Layer, LayerWeights
+from kernels.cpu.layer import Layer, PackedLayerWeights
 from kernels.cpu.library import Isa, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
@@ -18,11 +18,11 @@ HIDDEN, INNER, NUM_TOKENS = 48, 80, 11
 KV_SHAPE = (3, 2, 2, 8, 64)
 
 
-def weights(library: Library, dtype: torch.dtype) -> LayerWeights:
+def weights(library: Library, dtype: torch.dtype) -> PackedLayerWeights:
     def linear(out_features: int, in_features: int, seed: int) -> PackedLinear:
         return PackedLinear(library, 0.2 * random((out_features, in_features), dtype, seed))
 
-    return LayerWeights(
+    return PackedLayerWeights(
         random((HIDDEN,), dtype, 1),
         linear(8 * 64, HIDDEN, 2),
         HeadNorms(random((64,), dtype, 3), random((64,), dtype, 4), 1e-6),

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.cuda import kv_quantise, page_copy
 from kernels.cuda.decode_attention import decode_attention
-from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write
+from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
@@ -103,8 +103,8 @@ def others(dtype: torch.dtype) -> None:
     kv_layer = torch.zeros(2, NUM_KV_HEADS, 2, 16, 128, dtype=dtype)
     pages, angles = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 64)
     qkv, weight = torch.zeros(1, 48, 128, dtype=dtype), torch.ones(128, dtype=dtype)
-    rotate_and_write(qkv, kv_layer, Slots(angles, angles, pages, pages))
-    rotate_and_write(qkv, kv_layer, Slots(angles, angles, pages, pages), HeadNorms(weight, weight, 1e-5))
+    rotate_and_write(qkv, kv_layer, TokenSlots(angles, angles, pages, pages))
+    rotate_and_write(qkv, kv_layer, TokenSlots(angles, angles, pages, pages), HeadNorms(weight, weight, 1e-5))
     hidden, wide = torch.zeros(1, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
     rms_norm(hidden, wide, 1e-5)
     add_rms_norm(hidden, hidden.clone(), wide, 1e-5)

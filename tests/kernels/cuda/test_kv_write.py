@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write, rotate_and_write_reference
+from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write, rotate_and_write_reference
 from tests.triton_device import DEVICE, TOLERANCE, runs_kernels
 
 pytestmark = runs_kernels
@@ -13,7 +13,7 @@ PAGE_SIZE = 8
 
 def inputs(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, Slots, HeadNorms]:
+) -> tuple[torch.Tensor, torch.Tensor, TokenSlots, HeadNorms]:
     """(qkv, pages full of 9, slots in any order with every fourth token nowhere, norms)."""
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
@@ -26,7 +26,7 @@ def inputs(
     return (
         qkv.to(DEVICE),
         kv_layer.to(DEVICE),
-        Slots(*(x.to(DEVICE) for x in (angles.cos(), angles.sin(), pages, slots % PAGE_SIZE))),
+        TokenSlots(*(x.to(DEVICE) for x in (angles.cos(), angles.sin(), pages, slots % PAGE_SIZE))),
         HeadNorms(norms[0].to(DEVICE), norms[1].to(DEVICE), 1e-5),
     )
 
@@ -58,7 +58,7 @@ def test_equals_the_reference(
 def test_a_token_without_a_page_is_rotated_and_written_nowhere() -> None:
     qkv, kv_layer, slots, _ = inputs(4, 4, 2, 64, torch.float32)
     expected = qkv.clone()
-    nowhere = Slots(slots.cos, slots.sin, torch.full_like(slots.pages, -1), slots.offsets)
+    nowhere = TokenSlots(slots.cos, slots.sin, torch.full_like(slots.pages, -1), slots.offsets)
     rotate_and_write(qkv, kv_layer, nowhere)
     assert bool((kv_layer == 9.0).all())
     assert not torch.equal(qkv[:, :4], expected[:, :4])
@@ -72,7 +72,7 @@ def test_refuses_shapes_and_dtypes_that_do_not_fit() -> None:
         rotate_and_write(qkv[:, :4].contiguous(), kv_layer, slots)
     with pytest.raises(ValueError, match="expected cos"):
         rotate_and_write(qkv[:3], kv_layer, slots)
-    narrow = Slots(slots.cos, slots.sin, slots.pages.int(), slots.offsets)
+    narrow = TokenSlots(slots.cos, slots.sin, slots.pages.int(), slots.offsets)
     with pytest.raises(ValueError, match="expected page numbers"):
         rotate_and_write(qkv, kv_layer, narrow)
     with pytest.raises(ValueError, match="expected key norm"):

@@ -5,7 +5,7 @@ import pytest
 import rich.console
 
 from mooncake.cli import steps
-from mooncake.cli.steps import Steps
+from mooncake.cli.steps import StepDisplay
 from tests.deadline import DEADLINE_S
 
 LONG_S = 1000.0
@@ -32,7 +32,7 @@ def console(file: io.StringIO, *, is_terminal: bool = False) -> rich.console.Con
 def test_without_a_terminal_lines_tell_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "PERIOD_S", 0.0)
     seen = Seen()
-    with Steps(console(seen)) as shown:
+    with StepDisplay(console(seen)) as shown:
         shown.show("loading")
         shown.show("measuring", 3, 40)
         shown.show("simulating", count="7 simulations")
@@ -43,7 +43,7 @@ def test_without_a_terminal_lines_tell_what_is_done(monkeypatch: pytest.MonkeyPa
 def test_one_long_step_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "PERIOD_S", LONG_S)
     seen = Seen()
-    shown = Steps(console(seen))
+    shown = StepDisplay(console(seen))
     shown.show("compiling")
     assert not seen.has_line.is_set()
     monkeypatch.setattr(steps, "PERIOD_S", 0.0)
@@ -55,7 +55,7 @@ def test_one_long_step_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_takes_no_time_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "PERIOD_S", LONG_S)
     seen = Seen()
-    with Steps(console(seen)) as shown:
+    with StepDisplay(console(seen)) as shown:
         for number in range(1000):
             shown.show("counting", number)
     assert seen.getvalue() == ""
@@ -63,7 +63,7 @@ def test_what_takes_no_time_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_terminal_has_a_bar_that_goes_away() -> None:
     seen = Seen()
-    with Steps(console(seen, is_terminal=True)) as shown:
+    with StepDisplay(console(seen, is_terminal=True)) as shown:
         shown.show("measuring", 3, 40)
     assert "3 of 40" in seen.getvalue()
     assert "\x1b[2K" in seen.getvalue()

@@ -7,7 +7,7 @@ import pytest
 
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError
-from mooncake.node.listeners import Place, check_free, parts_of, places
+from mooncake.node.listeners import ListenAddress, check_free, listen_addresses, parts_of
 from mooncake.node.plan import plan_node
 from mooncake.node.rundir import RunDirectory
 from mooncake.security.keys import ClusterKey
@@ -18,12 +18,12 @@ def config(**flags: str) -> Config:
 
 
 def ports(**flags: str) -> set[tuple[str, int]]:
-    return {(place.key, place.port) for place in places(config(**flags))}
+    return {(place.key, place.port) for place in listen_addresses(config(**flags))}
 
 
 def test_a_node_of_all_roles_takes_a_port_for_clients_alone() -> None:
-    assert places(config()) == [Place("http.port", "127.0.0.1", 8000)]
-    assert places(config(http__port="0")) == []
+    assert listen_addresses(config()) == [ListenAddress("http.port", "127.0.0.1", 8000)]
+    assert listen_addresses(config(http__port="0")) == []
 
 
 def test_ports_of_each_role() -> None:
@@ -102,15 +102,15 @@ def test_what_nobody_can_listen_at_is_named_with_its_key() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            check_free([Place("http.port", "127.0.0.1", port)])
+            check_free([ListenAddress("http.port", "127.0.0.1", port)])
         option = "choose another with --http-port or MOONCAKE_HTTP_PORT"
         assert str(caught.value) == f"port {port} on 127.0.0.1 is in use; {option}"
         with pytest.raises(ConfigError, match=f"port {port} on 0.0.0.0 is in use"):
-            check_free([Place("kvcache.listen", "0.0.0.0", port)])
-    check_free([Place("http.port", "127.0.0.1", port)])
+            check_free([ListenAddress("kvcache.listen", "0.0.0.0", port)])
+    check_free([ListenAddress("http.port", "127.0.0.1", port)])
     with pytest.raises(ConfigError, match=r"messenger\.port: cannot listen on port 7000 of 192\.0\.2\.1"):
-        check_free([Place("messenger.port", "192.0.2.1", 7000)])
+        check_free([ListenAddress("messenger.port", "192.0.2.1", 7000)])
     with pytest.raises(ConfigError, match=r"http\.port: cannot listen on no\.such\.host\.invalid"):
-        check_free([Place("http.port", "no.such.host.invalid", 8000)])
+        check_free([ListenAddress("http.port", "no.such.host.invalid", 8000)])
     with pytest.raises(ConfigError, match=r"b: port 7000 on 127\.0\.0\.1 is a's too"):
-        check_free([Place("a", "127.0.0.1", 7000), Place("b", "127.0.0.1", 7000)])
+        check_free([ListenAddress("a", "127.0.0.1", 7000), ListenAddress("b", "127.0.0.1", 7000)])

@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 
 from kernels.cpu.attention import HEAD_DIMS, Heads, PagedAttention
 from kernels.cpu.elementwise import MULTIPLE, Elementwise, HeadNorms
-from kernels.cpu.layer import Layer, LayerWeights, run_layers
+from kernels.cpu.layer import Layer, PackedLayerWeights, run_layers
 from kernels.cpu.library import DTYPES, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from kernels.cpu.memory import HugeMemory
@@ -56,7 +56,7 @@ class CpuLayers:
         norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, self._spec.rms_norm_eps)
-        packed = LayerWeights(
+        packed = PackedLayerWeights(
             weights.input_norm,
             self._linear(weights.qkv, weights.qkv_bias),
             norms,

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from kernels.cuda.decode_attention import decode_attention, pick_num_splits
-from kernels.cuda.kv_write import HeadNorms, Slots, rotate_and_write
+from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
@@ -30,7 +30,7 @@ from workers.engine.weights import Weights
 class LayerInputs:
     """Inputs of all layers of a pass, on the device: tokens, single-token queries, tiles of longer chunks."""
 
-    slots: Slots
+    slots: TokenSlots
     decode: Spans
     prefill: Spans
     num_splits: int
@@ -108,7 +108,7 @@ class TritonLayers:
         )
         decode, prefill, pages = upload((plan.decode, plan.prefill, plan.pages), batch.device)
         return LayerInputs(
-            Slots(*batch.cos_sin, batch.page_of_token, batch.offset_of_token),
+            TokenSlots(*batch.cos_sin, batch.page_of_token, batch.offset_of_token),
             Spans(decode, pages),
             Spans(prefill, pages),
             self.num_splits(len(plan.decode)),

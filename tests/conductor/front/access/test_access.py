@@ -27,7 +27,7 @@ from conductor.front.process import server
 from conductor.front.requests.validation import Endpoint, Job, read_job
 from conductor.front.routes import app
 from mooncake.errors import ConfigError, RequestError
-from mooncake.messages.line import Inbox, Line
+from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import Request
 from mooncake.security.api_keys import ApiKey, add_api_key, digest
 from tests.conductor.front.fakes import (
@@ -343,7 +343,9 @@ def test_the_address_of_the_admin_listener_may_be_taken(tmp_path: Path) -> None:
             served_model_name=MODEL_NAME,
         )
         with pytest.raises(ConfigError, match="in use; choose another with --http-admin-listen"):
-            asyncio.run(server.serve(config, byte_model(), Line(Inbox(), Inbox()), CollectorRegistry()))
+            asyncio.run(
+                server.serve(config, byte_model(), InProcessLink(Inbox(), Inbox()), CollectorRegistry())
+            )
 
 
 def test_what_keys_may_and_do_is_measured_and_no_key_is_told(

@@ -15,7 +15,7 @@ from conductor.front.generation.reception import Event, Lost, Received, Receptio
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.fronts import ClusterState, Ended, Interrupted, TokenOutput, Unknown
-from mooncake.messages.line import Inbox, Line
+from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 
@@ -290,7 +290,7 @@ async def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
 
 async def test_unusable_endpoint_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
-        Link(Line(Inbox(), Inbox()), "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE)
+        Link(InProcessLink(Inbox(), Inbox()), "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE)
 
 
 async def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have_come(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from mooncake.messages.line import Inbox, Line
+from mooncake.messages.in_process import Inbox, InProcessLink
 
 
 async def test_each_end_gets_what_the_other_sends_as_it_is() -> None:
     to_left, to_right = Inbox[list[int]](), Inbox[str]()
-    left, right = Line(to_right, to_left), Line(to_left, to_right)
+    left, right = InProcessLink(to_right, to_left), InProcessLink(to_left, to_right)
     message = [1]
     await left.send("a")
     await left.send("b")

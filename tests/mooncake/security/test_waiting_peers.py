@@ -1,9 +1,9 @@
-from mooncake.security.crowd import Crowd
+from mooncake.security.waiting_peers import WaitingPeers
 
 
 def test_the_oldest_makes_room_and_whoever_has_left_does_not_count() -> None:
     put_out: list[str] = []
-    crowd = Crowd[str](2, put_out.append)
+    crowd = WaitingPeers[str](2, put_out.append)
     for peer in "abc":
         crowd.enter(peer)
     assert put_out == ["a"]

@@ -1,4 +1,4 @@
-"""Messages between two parts of one process, in one event loop: as they are, neither encoded nor copied.
+"""Messages between two parts of one process in one event loop, neither encoded nor copied.
 
 Owns: the queue of each direction. Does not know: what the messages mean. Between processes:
 `mooncake.messages.bus`.
@@ -13,7 +13,7 @@ Outgoing = TypeVar("Outgoing")
 
 
 class Inbox(Generic[Incoming]):
-    """Messages for one reader. An `asyncio.Queue` does the same for three times the processor time."""
+    """A queue of messages for one reader, at a third of the processor time of `asyncio.Queue`."""
 
     __slots__ = ("_arrival", "_messages")
 
@@ -22,38 +22,38 @@ class Inbox(Generic[Incoming]):
         self._arrival: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Messages that were not read."""
+        """Number of messages that were not read."""
         return len(self._messages)
 
     def put_nowait(self, message: Incoming) -> None:
-        """Give the reader one more."""
+        """Add a message."""
         self._messages.append(message)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     async def get(self) -> Incoming:
-        """The oldest one that was not read; waits for it."""
+        """Wait for the oldest unread message and return it."""
         while not self._messages:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         return self._messages.popleft()
 
 
-class Line(Generic[Outgoing, Incoming]):
-    """One end. What is sent is the other end's from then on, and must not be changed."""
+class InProcessLink(Generic[Outgoing, Incoming]):
+    """One end of a link. A message that was sent belongs to the other end, and must not be changed."""
 
     def __init__(self, outgoing: Inbox[Outgoing], incoming: Inbox[Incoming]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
 
     async def send(self, message: Outgoing) -> None:
-        """Never waits."""
+        """Send a message; never waits."""
         self._outgoing.put_nowait(message)
 
     @property
     def num_unread(self) -> int:
-        """Messages that have come and were not received."""
+        """Number of messages that have arrived and were not received."""
         return len(self._incoming)
 
     async def recv(self) -> Incoming:
-        """The next message."""
+        """Return the next message."""
         return await self._incoming.get()

@@ -1,0 +1,47 @@
+"""A limit on the peers of a listener that wait, to be authenticated or to send a request.
+
+Owns: which peer is dropped when there are too many. Does not know: sockets, authentication.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Peer = TypeVar("Peer", bound=Hashable)
+
+
+class WaitingPeers(Generic[Peer]):
+    """A set of at most `limit` waiting peers; one more drops the one that has waited longest.
+
+    Legitimate peers wait for a short time, so idle ones are dropped for them, and not the other way round.
+    """
+
+    def __init__(self, limit: int, drop: Callable[[Peer], None]) -> None:
+        """Make an empty set. `drop` is called with each peer that is dropped."""
+        self._limit, self._drop = limit, drop
+        self._peers: dict[Peer, None] = {}
+        """Waiting peers, oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def enter(self, peer: Peer) -> None:
+        """Add a peer, which is not there yet."""
+        self._peers[peer] = None
+        if len(self._peers) > self._limit:
+            self.make_room()
+
+    def make_room(self) -> bool:
+        """Drop the oldest peer; return whether there was one."""
+        if not self._peers:
+            return False
+        oldest = next(iter(self._peers))
+        del self._peers[oldest]
+        self._drop(oldest)
+        return True
+
+    def leave(self, peer: Peer) -> bool:
+        """Remove a peer that waits no more; return whether it was still there."""
+        if peer not in self._peers:
+            return False
+        del self._peers[peer]
+        return True
