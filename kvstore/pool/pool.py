@@ -141,7 +141,7 @@ class Pool:
     def reserve(
         self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: PageWriter | None = None
     ) -> PageReservation:
-        """PageLease what is sealed and reserve a page for everything else; all or nothing.
+        """Lease what is sealed and reserve a page for everything else; all or nothing.
 
         `writer` will write the pages through a mapping of its own. Raises PoolFullError if not enough
         pages are free or can be evicted now, PoolError if the pool has not enough pages at all.

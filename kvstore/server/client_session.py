@@ -227,6 +227,8 @@ class ClientSession:
 
         Raises PoolFullError as of the moment in which this request holds nothing any more.
         """
+        if not self.store.is_on_ssd_only(keys):
+            return self._reserve(keys, num_private)
         # A request that could not be served anyway must not move blocks: that would look like room to others
         # that wait, and they would do the same to it.
         self._pool.check_room(_checked(keys), num_private)
@@ -238,7 +240,9 @@ class ClientSession:
         return self._reserve(keys, num_private)
 
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
-        """PageLease as `Pool.lease` does, after blocks that only SSD has were brought to DRAM."""
+        """Lease as `Pool.lease` does, after blocks that only SSD has were brought to DRAM."""
+        if not self.store.is_on_ssd_only(keys):
+            return self._lease(keys, ttl_s)
         async with self.store.mover.promoted(_checked(keys), patiently=True):
             return self._lease(keys, ttl_s)
 

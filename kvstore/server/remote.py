@@ -59,6 +59,8 @@ _GROUP_BYTES = 16 << 20
 """Bytes of blocks that pages are reserved for at once."""
 _MOST_UNANSWERED = 256
 """Most calls of one client that wait for their answers."""
+_MOST_CALLS_AT_ONCE = 16
+"""Calls of one client that are handled before others have their turn."""
 _IDLE_S = 120.0
 """Time that pages stay reserved for a client that says nothing."""
 _WATCH_S = 5.0
@@ -109,7 +111,7 @@ class _Client:
         self._loop = asyncio.get_running_loop()
         self._store: Store
         self._session: ClientSession
-        self._outbox: list[bytes] = []
+        self._outbox: list[bytes | memoryview] = []
         self._sending = asyncio.Lock()
         self._is_handling = False
         self._has_late_answer = asyncio.Event()
@@ -158,16 +160,13 @@ class _Client:
     async def serve(self) -> None:
         """Handle messages until the connection ends. Raises PoolError for what no correct client sends."""
         while True:
-            message, self._payload_left = await self._next(_DECODER)
-            self._last_message_s = self._loop.time()
-            if isinstance(message, PutBlocks):
-                await self._put(message)
-            elif self._payload_left:
-                raise PoolError(f"{type(message).__name__} came with a payload")
-            elif isinstance(message, GetBlocks):
-                await self._get(message)
-            else:
-                self._handle(message)
+            match await self._stream.receive_with(self._take_calls):
+                case PutBlocks() as put:
+                    await self._put(put)
+                case GetBlocks() as get:
+                    await self._get(get)
+                case None:
+                    await asyncio.sleep(0)  # others have their turn
             if self._outbox:
                 await self.send([])
 
@@ -180,10 +179,35 @@ class _Client:
 
     # -- messages ---------------------------------------------------------------------------------
 
+    def _take_calls(self) -> PutBlocks | GetBlocks | None:
+        """Receive calls, and answer at once those that move no blocks, without waking the task that waits.
+
+        Returns a call that moves blocks; None when it is others' turn, or answers must wait. Raises
+        BlockingIOError when no call is there.
+        """
+        for _ in range(_MOST_CALLS_AT_ONCE):
+            while (room := self._frames.room_for_message()) is not None:
+                self._frames.received(self._stream.receive_now([room]))
+            message, self._payload_left = self._decode(_DECODER)
+            self._last_message_s = self._loop.time()
+            if isinstance(message, PutBlocks):
+                return message
+            if self._payload_left:
+                raise PoolError(f"{type(message).__name__} came with a payload")
+            if isinstance(message, GetBlocks):
+                return message
+            self._handle(message)
+            if self._outbox and not self._send_now():
+                return None
+        return None
+
     async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
         """Receive the next message, and the length of its payload. Raises PoolError for what is none."""
         while (room := self._frames.room_for_message()) is not None:
             self._frames.received(await self._stream.receive_some([room]))
+        return self._decode(decoder)
+
+    def _decode(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
         encoded, payload_bytes = self._frames.take_message()
         try:
             return decoder.decode(encoded), payload_bytes
@@ -216,6 +240,13 @@ class _Client:
                 self._has_late_answer.clear()
                 await self.send([])
 
+    def _send_now(self) -> bool:
+        """Send the answers that wait. False if some of them must wait longer."""
+        if self._sending.locked():
+            return False
+        self._outbox = list(self._stream.send_now([memoryview(answer) for answer in self._outbox]))
+        return not self._outbox
+
     async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Send the answers that wait and then `buffers`, as a whole."""
         async with self._sending:
@@ -226,11 +257,15 @@ class _Client:
             for buffer in buffers:
                 turn.append(buffer)
                 if self._is_others_turn(len(buffer)):
-                    await self._stream.send(turn)
+                    await self._send_all(turn)
                     turn.clear()
                     await asyncio.sleep(0)
-            await self._stream.send(turn)
+            await self._send_all(turn)
             self._send_due_s = None
+
+    async def _send_all(self, buffers: Sequence[bytes | memoryview]) -> None:
+        if rest := self._stream.send_now([memoryview(buffer) for buffer in buffers]):
+            await self._stream.send(rest)
 
     # -- blocks -----------------------------------------------------------------------------------
 
