@@ -11,6 +11,7 @@ from messenger.transport.tls import Tls
 from mooncake.config.settings import Config
 
 _SOON_S = 14 * 86400.0
+"""Seconds before the end of a certificate from which it is told: two weeks."""
 
 
 def tls(config: Config, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:

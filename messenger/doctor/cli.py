@@ -34,7 +34,9 @@ from mooncake.errors import ConfigError
 from mooncake.security.keys import ClusterKey
 
 _COMPILING_S = 120.0
+"""Seconds for a check that compiles all C++."""
 _MEASURING_S = 60.0
+"""Seconds for a check that measures bandwidth over all paths."""
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 

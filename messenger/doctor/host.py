@@ -20,7 +20,9 @@ MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
 """Descriptors that a process has open beside those of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
+"""Bytes of a pool from which huge pages are worth advice."""
 _LONGEST_REASON = 300
+"""Most characters of a compiler's message that are shown."""
 _SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")
 
 

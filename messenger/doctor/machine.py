@@ -16,6 +16,7 @@ from typing import NamedTuple
 from messenger.rdma.topology import read_line
 
 COMMAND_TIMEOUT_S = 2.0
+"""Seconds for a command, of which a check may run two."""
 _CAP_NET_BIND_SERVICE = 10
 _CAP_IPC_LOCK = 14
 

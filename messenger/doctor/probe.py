@@ -24,7 +24,9 @@ from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
 
 _TIMEOUT_S = 5.0
+"""Seconds for a connection, and for an acknowledgement."""
 _PIECE_BYTES = 2 << 20
+"""Bytes of one probe: half of a frame, so that two are in flight."""
 
 
 class Probe:

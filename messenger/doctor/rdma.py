@@ -23,6 +23,7 @@ _ROCE_HEADER_BYTES = 96
 """Largest headers that drivers leave room for between the MTU of the interface and that of RoCE."""
 _ROCE_MTUS = (4096, 2048, 1024, 512, 256)
 _WANTED_INTERFACE_MTU = 4200
+"""Bytes that leave room for 4,096 of payload and RoCE's headers."""
 
 
 @dataclass(frozen=True, slots=True)

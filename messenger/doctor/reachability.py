@@ -16,12 +16,19 @@ from messenger.doctor.machine import Machine
 from mooncake.errors import ConfigError, MooncakeError
 
 NUM_CONNECTS = 5
+"""Connections whose median time is told."""
 CONNECT_TIMEOUT_S = 1.5
+"""Seconds for one connection: a lost first packet is sent again after one."""
 HANDSHAKE_TIMEOUT_S = 5.0
+"""Seconds for a handshake, as `messenger.connect_timeout_s` by default."""
 BANDWIDTH_TIMEOUT_S = 10.0
+"""Seconds for one measurement, which takes half a second on a path that carries anything."""
 FIRST_BYTES = 8 << 20
+"""Bytes of the first measurement, by which the size of the second is chosen."""
 MOST_BYTES = 1 << 30
+"""Most bytes of a measurement."""
 _MEASURED_S = 0.5
+"""Seconds that the second measurement should take."""
 _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
 """Largest MTU whose segments tell about the other side: segments for larger ones are limited by windows."""

@@ -6,14 +6,20 @@ load meanwhile.
 Owns: these rules. Does not know: connections, clocks.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from messenger.rdma.errors import Remedy
 
 MOST_USELESS_LANES: Final = 3
+"""Lanes in a row without an answer after which a path backs off: one or two may be chance."""
 FIRST_PAUSE_S: Final = 2.0
+"""Seconds of the first backoff: a switch or driver that restarts takes longer than the loss of a lane."""
 LONGEST_PAUSE_S: Final = 60.0
+"""Seconds of the longest backoff: how late a repaired path is noticed."""
+_MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
+"""Doublings of the first pause until the longest is reached."""
 
 
 @dataclass(slots=True)
@@ -56,4 +62,4 @@ class PathHealth:
 
     def _back_off(self, now_s: float) -> None:
         self.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.num_backoffs)
-        self.num_backoffs = min(self.num_backoffs + 1, 16)
+        self.num_backoffs = min(self.num_backoffs + 1, _MOST_BACKOFFS)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from messenger.transport.transports import PeerTraffic, Traffic, Transport
 
 _SAMPLE_S = 0.05
+"""Seconds of traffic in one sample, so that one late wake-up is no slow path."""
 _LEAST_SAMPLE_BYTES = 1 << 20
+"""Least bytes of a sample: small messages measure latency."""
 _WEIGHT = 0.3
 """Weight of the latest sample."""
 

@@ -31,14 +31,19 @@ from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 log = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
+"""Bytes that the device has at once: a small transfer does not wait behind more."""
 _QUEUE_DEPTH: Final = 128
+"""Work requests that the device holds at once."""
 _MAX_READS: Final = 16
 """Reads that the card serves at once in one direction of a queue pair."""
 _NUM_RETRIES: Final = 6
 """Retries without an answer; Soft-RoCE takes 7 for endless ones."""
 _DEAD_PEER_S: Final = 1.0
-_RNR_DELAY_CODE: Final = 12  # 0.64 ms
+"""Seconds without an answer after which a peer is taken for dead, as far as the device counts so."""
+_RNR_DELAY_CODE: Final = 12
+"""Code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
 _HOP_LIMIT: Final = 64
+"""Routers that a packet may pass, as the kernel's default for IP."""
 _MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # enum ibv_mtu
 _RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
 

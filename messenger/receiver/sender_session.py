@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 MOST_TRANSFERS = 4096
 """Most open transfers of one session."""
 _MOST_GIVEN_UP = 1024
+"""Most given up transfers that are remembered: a write is overtaken by few of them."""
 
 
 class SessionLane(Protocol):

@@ -13,6 +13,7 @@ from messenger.transport.deadline import Deadline
 from messenger.wire.messages import Close
 
 _MOST_CLOSES = 1024
+"""Most `Close` messages that are remembered until a later request has been answered."""
 
 
 class Outstanding:

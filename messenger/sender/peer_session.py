@@ -47,6 +47,7 @@ then."""
 _MOST_LANES_LOST = 4
 """Lanes lost in a row under one request, after which the request is taken to be the cause."""
 SESSION_BYTES = 16
+"""Random bytes that name a session: no two of them are the same."""
 
 
 class PeerSession:

@@ -41,7 +41,9 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
+"""Seconds after which a lost connection is first made again."""
 _LONGEST_PAUSE_S = 5.0
+"""Longest pause between two attempts, in seconds: how late a peer that comes back is noticed."""
 
 
 @dataclass(slots=True, eq=False)

@@ -29,11 +29,15 @@ from mooncake.native import load_or_do_without
 log = logging.getLogger(__name__)
 
 COPY_TABLE_BYTES = 2048
+"""Size of the table in the segment: 16 bytes a slot, 8 an open grant (static_assert in copy_table.cpp)."""
 NUM_COPY_SLOTS = 64
+"""Slots of a table: one bit each in the masks of copy_table.cpp."""
 _PID_BITS, _SERIAL_BITS = 32, 31
 _PID_MASK = (1 << _PID_BITS) - 1
 _FIRST_LOOK_S = 0.001
+"""Seconds until it is first looked whether a copy has ended: about what one of 4 MiB takes."""
 _LONGEST_PAUSE_S = 0.05
+"""Longest pause between two looks, in seconds: a stopped process may copy for hours."""
 
 
 @functools.cache

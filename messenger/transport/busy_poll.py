@@ -13,6 +13,8 @@ _MOST_SKIPPED = 64
 """Sleeps in a row without a busy poll, after many that were of no use."""
 _CROWDED_S = 1e-3
 """Lateness of a busy poll's end that shows that other processes have had the processor, in seconds."""
+_CROWDED_GROWTH = 4
+"""Factor by which more sleeps go without a busy poll where other processes want the processor."""
 
 
 class Backoff:
@@ -38,7 +40,7 @@ class Backoff:
         """Record how a busy poll ended: `late_s` after its deadline, negative before it."""
         self._is_crowded = late_s > _CROWDED_S
         if self._is_crowded:
-            self._num_to_skip = min(4 * self._num_to_skip + 4, _MOST_SKIPPED)
+            self._num_to_skip = min(_CROWDED_GROWTH * (self._num_to_skip + 1), _MOST_SKIPPED)
         elif was_useful:
             self._num_to_skip = 0
         else:

@@ -27,15 +27,14 @@ _TURN_BYTES = 512 * 1024
 """Bytes that are moved before other tasks have their turn."""
 _LEAST_BYTES = 16 * 1024
 """Bytes that a small piece counts for: it takes processor time too."""
-_UNACKNOWLEDGED_MS = 3000
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
+"""Seconds of silence, seconds between probes, and probes, after which a host that vanished is given up."""
+_UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
 """Milliseconds without the peer's kernel taking anything after which the connection is lost."""
-AHEAD_BYTES = 72 * 1024
-"""Size of the receive buffer: room for a small frame with its payload."""
-
 _GLANCE_BYTES = 8 * 1024
-"""Most bytes that are received before a frame's head has been read: more of a payload would be copied once
-more."""
-
+"""Most bytes that are received before a frame's head is read: more of a payload would be copied twice."""
+AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
+"""Size of the receive buffer: a frame of many small blocks is taken from there."""
 _LARGE_BYTES = 64 * 1024
 """A payload of this size takes about as long to be copied into the kernel as its head to be read."""
 
@@ -56,11 +55,10 @@ class Stream:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # A host that vanished sends no reset: ask an idle one after 2 s, give up after 3 s more.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_KEEPALIVES)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
             pacing.choose_by_peer(sock)
         self._sock = sock

@@ -32,6 +32,7 @@ from mooncake.messages.pools import MessengerAddress
 from mooncake.node.mapping import MappedFile
 
 _DISCARD_BYTES = 1 << 18
+"""Bytes of an unwanted payload that are received at a time."""
 _COPYING_SPEED = 2
 """Speed of copying between segments, as a multiple of moving the same bytes through a socket."""
 _PIECE_BYTES = 1 << 18

@@ -36,9 +36,11 @@ from mooncake.errors import MismatchError, TransferError
 
 PROTOCOL_VERSION = 5
 MAX_META_BYTES = 1 << 20
+"""Most bytes of a message: about what a write of `MAX_FRAME_ENTRIES` entries needs, several times."""
 MAX_GREETING_BYTES = 4096
 """Most bytes of a message from an unauthenticated peer."""
 MAX_FRAME_ENTRIES = 1024
+"""Most blocks of one frame."""
 MAX_FRAME_BYTES = 4 << 20
 """Most payload bytes of one frame, unless a single layer is larger: bounds how long others wait behind it."""
 
@@ -49,6 +51,8 @@ SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by o
 """Advice where only one side speaks TLS."""
 
 _HEADER = struct.Struct("<II")
+_MOST_REASON_CHARS = 200
+"""Characters of a decoder's error that are told: it may quote the frame."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
 """First bytes of a TLS alert and of a handshake; as a greeting either would be too long."""
 
@@ -140,7 +144,7 @@ class FrameReader:
         try:
             message: Message = _decoder.decode(data[_HEADER.size : end])
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise TransferError(f"a frame cannot be read: {str(error)[:200]}") from error
+            raise TransferError(f"a frame cannot be read: {str(error)[:_MOST_REASON_CHARS]}") from error
         kind = type(message)
         if kind not in self._expected:
             names = " or ".join(kind.__name__ for kind in self._expected)
