@@ -53,9 +53,13 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 log = logging.getLogger(__name__)
 
 
-class _ShortWay:
-    """ASGI: POST requests for these paths are answered here. They are routes of the application as well, so
-    that it describes them; on its way to a route each request pays for what other routes need."""
+class _DirectRoutes:
+    """ASGI: answers POST requests for some paths before FastAPI looks for a route.
+
+    FastAPI's way to a route takes about 6% of the processor time of a request that is answered by 64 events,
+    for which the bar of 1.25 times a bare application leaves no room. The application has these paths as
+    routes as well, so that it describes them.
+    """
 
     def __init__(self, app: ASGIApp, answers: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
         self._app, self._answers = app, answers
@@ -118,7 +122,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
         ("/v1/completions", completions, CompletionRequest),
     )
-    app.add_middleware(_ShortWay, answers={path: answer for path, answer, _ in generating})
+    app.add_middleware(_DirectRoutes, answers={path: answer for path, answer, _ in generating})
     if (keys_file := front.config.api_keys_file) is not None:
         ring, limits = KeyRing(keys_file), KeyLimits()
         app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
