@@ -16,19 +16,10 @@ from safetensors.numpy import save_file
 from mooncake.errors import ModelError
 from mooncake.model.checkpoint import open_checkpoint
 from mooncake.model.tokenizer import load_tokenizer
+from tests.tiny_config import CONFIG
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "vocab_size": 512,
-    "torch_dtype": "bfloat16",
-}
 SHARD = "part-1.safetensors"
 MOST_BYTES = 1 << 40
 DEPTH = 100_000

@@ -14,18 +14,9 @@ from mooncake.cli import commands
 from mooncake.cli.preflight import check_node
 from mooncake.config.settings import load_config
 from mooncake.errors import ConfigError, ModelError
+from tests.tiny_config import CONFIG
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_tokenizer import write_tiny_tokenizer
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "vocab_size": 512,
-}
 
 
 @pytest.fixture

@@ -15,24 +15,15 @@ from safetensors.numpy import save_file
 from mooncake.errors import ModelError
 from mooncake.model.checkpoint import CheckpointKind, kv_layout, open_checkpoint
 from tests.deadline import DEADLINE_S
+from tests.tiny_config import CONFIG
 from tests.tiny_gguf import FFN, HIDDEN, tiny_tensors, write_tiny_gguf
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "vocab_size": 512,
-    "eos_token_id": 7,
-    "torch_dtype": "bfloat16",
-}
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
     directory.mkdir(exist_ok=True)
-    config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
+    config = {
+        key: value for key, value in {**CONFIG, "eos_token_id": 7, **changes}.items() if value is not None
+    }
     (directory / "config.json").write_text(json.dumps(config))
     save_file(
         {"a": np.ones((4, 8), np.float32), "b": np.ones(3, np.float16)}, directory / "model.safetensors"

@@ -15,17 +15,9 @@ from mooncake.errors import ModelError, RequestError
 from mooncake.model.byte_level import ByteLevelDetokenizer
 from mooncake.model.checkpoint import open_checkpoint
 from mooncake.model.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from tests.tiny_config import CONFIG
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_tokenizer import IM_END_ID, IM_START_ID, VOCAB_SIZE, tiny_backend, write_tiny_tokenizer
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-}
 
 
 def load_directory(directory: Path, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
