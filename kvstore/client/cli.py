@@ -281,8 +281,12 @@ def _verify_pool(pool: KVCachePool, instance: str, stats: PoolStats) -> tuple[in
 
 def _drop(options: argparse.Namespace, pools: _Pools) -> int:
     what = "every block of these pools" if options.all else _blocks(len(options.keys))
-    if not options.yes and sys.stdin.isatty() and not _confirms(f"Drop {what}?"):
-        return FAILED
+    if not options.yes:
+        if sys.stdin.isatty():
+            if not _confirms(f"Drop {what}?"):
+                return FAILED
+        elif options.all:
+            raise ConfigError("drop --all asks first, and stdin is no terminal to answer on: add --yes")
     num_dropped = 0
     with _Rows(("instance", "dropped"), as_json=options.json) as rows:
         for pool in pools:

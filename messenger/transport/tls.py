@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mooncake.config.sections import SecurityConfig
 from mooncake.errors import ConfigError
+from mooncake.security.certificates import node_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,10 @@ class Tls:
         be used."""
         if security.tls_cert is None:
             return None
-        return cls(_context(ssl.PROTOCOL_TLS_CLIENT, security), _context(ssl.PROTOCOL_TLS_SERVER, security))
+        files = security.tls_cert, security.tls_key, security.tls_ca
+        return cls(
+            node_context(ssl.PROTOCOL_TLS_CLIENT, *files), node_context(ssl.PROTOCOL_TLS_SERVER, *files)
+        )
 
     def good_until_s(self) -> float:
         """Return when this node's certificate ends, in seconds of `time.time`.
@@ -99,29 +103,3 @@ def _blocking() -> Iterator[None]:
         yield
     except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
         raise BlockingIOError from None
-
-
-def _no_passphrase() -> str:
-    """Refuse to ask for a passphrase: OpenSSL would wait for it at the terminal."""
-    raise ConfigError("security.tls_key has a passphrase, and nobody is there to type it: name a key without")
-
-
-def _context(protocol: "ssl._SSLMethod", security: SecurityConfig) -> ssl.SSLContext:
-    assert security.tls_cert is not None
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = (
-        False  # nodes are known by address; the authority signs only those of the cluster
-    )
-    context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(security.tls_cert, security.tls_key, _no_passphrase)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"security.tls_cert {security.tls_cert} with tls_key {security.tls_key} cannot be used: {error}"
-        ) from None
-    try:
-        context.load_verify_locations(security.tls_ca)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"security.tls_ca {security.tls_ca} cannot be used: {error}") from None
-    return context

@@ -4,20 +4,21 @@ Owns: the checks of models, ports, devices, memory, keys and certificates. Does 
 do with them.
 """
 
+import ctypes
 import ssl
 from pathlib import Path
 
 from mooncake.cli.model_trial import try_programs
-from mooncake.config.sections import HttpConfig
+from mooncake.config.sections import HttpConfig, SecurityConfig
 from mooncake.config.settings import Config
-from mooncake.errors import ModelError
-from mooncake.model.checkpoint import Checkpoint, open_checkpoint
+from mooncake.errors import ConfigError, ModelError
+from mooncake.model.checkpoint import Checkpoint, kv_layout, open_checkpoint
 from mooncake.model.files import opened, read_json
 from mooncake.model.gguf_file import read_gguf_header
 from mooncake.model.gguf_tokenizer import pre_tokenizer_of
 from mooncake.node.listeners import check_free, listen_addresses
 from mooncake.security.api_keys import load_api_keys
-from mooncake.security.https import load_certificate
+from mooncake.security.certificates import load_certificate, node_context
 
 MAX_TEMPLATE_BYTES = 1 << 20
 _TOKENIZER_FILES = (
@@ -38,9 +39,44 @@ def check_node(config: Config) -> None:
     """
     check_free(listen_addresses(config))
     checkpoint = open_checkpoint(config.model, config.load_format)
+    if config.runs_instances:
+        _check_device(config.worker.device)
+        _check_certificates(config.security)
+        _check_pool(config, checkpoint)
     if config.role not in ("prefill", "decode"):
         _check_tokenizer(checkpoint)
         _check_api(config.http)
+
+
+def _check_device(name: str) -> None:
+    """Check that a GPU that is asked for can have a driver; torch, which takes seconds to load, counts them
+    later."""
+    if name.startswith("cuda"):
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise ConfigError(
+                f"worker.device: {name} was asked for, but this machine has no CUDA driver (libcuda.so.1);"
+                " install it, or use cpu"
+            ) from None
+
+
+def _check_certificates(security: SecurityConfig) -> None:
+    if security.tls_cert is not None:
+        node_context(ssl.PROTOCOL_TLS_SERVER, security.tls_cert, security.tls_key, security.tls_ca)
+
+
+def _check_pool(config: Config, checkpoint: Checkpoint) -> None:
+    """Check that the pool of the smallest part of an instance can hold a block."""
+    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
+    num_parts = config.worker.tensor_parallel * config.pipeline.stages
+    least_bytes, pool_bytes = layout.block_bytes // num_parts, int(config.kvcache.pool_bytes)
+    if pool_bytes < least_bytes:
+        raise ConfigError(
+            f"kvcache.pool_bytes: {pool_bytes} bytes cannot hold a block of {least_bytes} bytes;"
+            " a size takes a unit, such as 4GiB"
+        )
 
 
 def _check_api(http: HttpConfig) -> None:

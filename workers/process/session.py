@@ -144,7 +144,6 @@ class LeaderSession:
                 if self._next is not None:
                     group.create_task(self._next.run(self._prefill.hear))
                     group.create_task(self._next.beat())
-                report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
                 await self._obey()
         finally:
             leaving.cancel()
@@ -261,6 +260,8 @@ class LeaderSession:
         while True:
             await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
             await asyncio.sleep(self._heartbeat_s)
+            if not self.is_registered:
+                report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
             if self.is_registered and self._conductor.has_reconnected:
                 raise SessionLostError(
                     "the connection to the conductor broke, which may have swallowed orders"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conductor.front.http.watching import WatchedFiles
 from mooncake.errors import ConfigError
-from mooncake.security.https import load_certificate
+from mooncake.security.certificates import load_certificate
 
 _LOOK_S = 1.0
 

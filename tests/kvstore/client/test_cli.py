@@ -148,7 +148,7 @@ def test_one_of_several_clusters_has_to_be_named(
     pool: Pool, keys: list[BlockKey], second_cluster: RunDirectory
 ) -> None:
     run_dir = str(Path(pool.socket_path).parent)
-    for command in (["stats"], ["ls"], ["verify"], ["drop", "--all"], ["drop", keys[0].hex()]):
+    for command in (["stats"], ["ls"], ["verify"], ["drop", "--all", "--yes"], ["drop", keys[0].hex()]):
         refused = run(*command)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert refused.stderr.startswith("error: 2 clusters of this user run here; say which with --cluster:")
@@ -168,7 +168,9 @@ def test_all_blocks_of_two_clusters_are_never_dropped(
         assert refused.returncode == 2
         assert "not known to be of one cluster" in refused.stderr
     assert len(json_lines(run("ls", "--cluster", "8000", "--json"))) == len(keys)
-    assert json_lines(run("drop", "--all", "--cluster", "8000", "--json"))[0]["num_dropped"] == len(keys)
+    assert json_lines(run("drop", "--all", "--yes", "--cluster", "8000", "--json"))[0]["num_dropped"] == len(
+        keys
+    )
 
 
 def test_dead_pool_is_named_and_the_others_are_shown(
@@ -271,7 +273,10 @@ def test_drop_forgets_blocks(pool: Pool, keys: list[BlockKey]) -> None:
     assert dropped == [{"instance": "worker-0", "num_dropped": 1}]
     again = run("drop", keys[0].hex(), "--pool", pool.unix)
     assert (again.returncode, again.stderr) == (1, "error: this block is in no pool\n")
-    assert json_lines(run("drop", "--all", "--pool", pool.unix, "--json"))[0]["num_dropped"] == 2
+    unasked = run("drop", "--all", "--pool", pool.unix)
+    assert unasked.returncode == 2
+    assert "stdin is no terminal to answer on: add --yes" in unasked.stderr
+    assert json_lines(run("drop", "--all", "--yes", "--pool", pool.unix, "--json"))[0]["num_dropped"] == 2
 
 
 def test_drop_asks_on_a_terminal(pool: Pool, keys: list[BlockKey]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mooncake.cli import commands
+from mooncake.cli import commands, preflight
 from mooncake.cli.preflight import check_node
 from mooncake.config.settings import load_config
 from mooncake.errors import ConfigError, ModelError
@@ -39,6 +39,36 @@ def taken() -> Iterator[int]:
 
 def check(model: Path, role: str = "all") -> None:
     check_node(load_config(None, {}, {("model",): str(model), ("role",): role, ("http", "port"): "0"}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        (("worker", "device"), "cuda:1", r"worker\.device: cuda:1 was asked for, .* no CUDA driver"),
+        (
+            ("kvcache", "pool_bytes"),
+            "4096",
+            r"kvcache\.pool_bytes: 4096 bytes cannot hold a block of 32768 bytes",
+        ),
+    ],
+)
+def test_what_no_worker_or_messenger_could_use_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[str, str], value: str, reason: str
+) -> None:
+    def no_driver(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(preflight.ctypes, "CDLL", no_driver)
+    flags = {("model",): str(model), ("http", "port"): "0", key: value}
+    with pytest.raises(ConfigError, match=reason):
+        check_node(load_config(None, {}, flags))
+    check_node(load_config(None, {}, {**flags, ("role",): "conductor"}))
+
+
+def test_certificates_of_messengers_that_cannot_be_read_are_told(model: Path) -> None:
+    files = {("security", name): str(model / name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    with pytest.raises(ConfigError, match=r"security\.tls_cert .* with tls_key .* cannot be used"):
+        check_node(load_config(None, {}, {("model",): str(model), ("http", "port"): "0", **files}))
 
 
 def test_a_model_that_is_whole_passes(model: Path) -> None:
