@@ -1,8 +1,8 @@
-// The catalogue of a shared segment: in which page a sealed block is, for those of this host who read it.
+// The catalogue of a shared segment: in which page a sealed block is, for readers on the same host.
 //
-// A reader holds nothing, and nobody waits for it. It notes the generation of the page, copies, compares the bytes
+// A reader holds nothing, and eviction does not wait for it. It notes the generation of the page, copies, compares the bytes
 // with their checksums, and then looks whether the block is there still, in that generation: the owner takes the
-// seal away before anybody else may write to the page. What was copied of another block is worth nothing.
+// seal away before the page may be written again. Bytes copied from another block are worth nothing.
 #include <atomic>
 
 #include "layers.h"
@@ -47,7 +47,7 @@ inline size_t find_page(const Catalogue& catalogue, const uint8_t* key) {
 
 constexpr size_t kStreamedBytes = 512 * 1024;
 
-// Whether nobody would miss it: it does not lead to a sealed block, or not from that block's key.
+// Returns whether the hint is of no use: it does not lead to a sealed block, or not from that block's key.
 bool is_stale(const Catalogue& catalogue, const uint32_t& hint) {
     const size_t page = size_t{hint} - 1;
     if (page >= catalogue.num_pages || catalogue.states[page] != kSealed) return true;
@@ -56,7 +56,7 @@ bool is_stale(const Catalogue& catalogue, const uint32_t& hint) {
     return true;
 }
 
-// Whether all of these layers of the block were there, intact, until the last of them had been copied.
+// Returns whether these layers of the block were there, intact, until the last of them had been copied.
 bool copy_block(const Catalogue& catalogue, const uint8_t* key, const uint8_t* pages, size_t page_stride,
                 size_t first_layer, size_t num_layers, size_t layer_bytes, uint8_t* target, uint64_t* checksums) {
     const size_t page = find_page(catalogue, key);
@@ -78,7 +78,7 @@ bool copy_block(const Catalogue& catalogue, const uint8_t* key, const uint8_t* p
 
 }  // namespace
 
-// The blocks in these pages, which have been sealed, can be found. Of very many with like keys some cannot.
+// Makes the sealed blocks in these pages findable. Of very many blocks with like keys some stay hidden.
 extern "C" void note_pages(const Catalogue* catalogue, const int64_t* pages, size_t num_pages) {
     for (size_t n = 0; n < num_pages; n++) {
         const uint8_t* key = catalogue->keys + pages[n] * kKeyBytes;
@@ -91,15 +91,15 @@ extern "C" void note_pages(const Catalogue* catalogue, const int64_t* pages, siz
     }
 }
 
-// How many of the blocks can be found.
+// Returns how many of the blocks can be found.
 extern "C" size_t count_blocks(const Catalogue* catalogue, const uint8_t* keys, size_t num_blocks) {
     size_t num_found = 0;
     for (size_t n = 0; n < num_blocks; n++) num_found += find_page(*catalogue, keys + n * kKeyBytes) != kNowhere;
     return num_found;
 }
 
-// Copies layers of each block to its target, with their xxh3-64 behind each other in `checksums`. Whether all of
-// them are there now, intact. `layer_bytes` is more than 240.
+// Copies layers of each block to its target, with their xxh3-64 behind each other in `checksums`. Returns whether
+// all of them are there now, intact. `layer_bytes` is more than 240.
 extern "C" int read_blocks(const Catalogue* catalogue, const uint8_t* keys, size_t num_blocks, const uint8_t* pages,
                            size_t page_stride, size_t first_layer, size_t num_layers, size_t layer_bytes,
                            uint8_t* const* targets, uint64_t* checksums) {

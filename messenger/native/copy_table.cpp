@@ -1,8 +1,8 @@
-// The copy_table of a shared segment: which grants its pages are open for, and who is copying to them right now.
+// The copy table of a shared segment: which grants its pages are open for, and which peers copy to them now.
 //
 // One word for each side of the handshake that keeps pages from being reused under a copy: a copier writes the
-// grant into its slot and then looks whether the grant is still open; who closes the grant does that first and
-// then looks at the slots. Each sees the other, or both do: the order is that of sequential consistency.
+// grant into its slot and then looks whether the grant is still open; the owner closes the grant first and then
+// looks at the slots. At least one of both sees the other: the order is that of sequential consistency.
 #include "layers.h"
 
 #include <sys/socket.h>
@@ -15,10 +15,10 @@ constexpr size_t kSlots = 64, kGrants = 128;
 constexpr size_t kStreamedBytes = 512 * 1024;
 constexpr uint64_t kOccupied = uint64_t{1} << 63;
 
-// All zeros: nobody is there, nothing is open. Grants are kept as their id plus one.
+// All zeros: no slot is taken, no grant is open. Grants are kept as their id plus one.
 struct CopyTable {
     struct {
-        std::atomic<uint64_t> copied;  // the grant that whoever sits here is copying to
+        std::atomic<uint64_t> copied;  // the grant that the slot's process is copying to
         std::atomic<uint64_t> owner;   // the token that the slot is given for, with kOccupied once it is taken; 0: free
     } slots[kSlots];
     std::atomic<uint64_t> grants[kGrants];
@@ -39,7 +39,7 @@ uint64_t copiers(const CopyTable* copy_table, uint64_t word) {
 
 // -- the owner of the segment --
 
-// Whether it is open now: its place may be taken by another.
+// Returns whether the grant is open now: its entry may be taken by another.
 extern "C" int open_grant(CopyTable* copy_table, uint64_t grant) {
     uint64_t closed = 0;
     return copy_table->grants[grant % kGrants].compare_exchange_strong(closed, grant + 1);
@@ -52,18 +52,18 @@ extern "C" uint64_t close_grant(CopyTable* copy_table, uint64_t grant) {
     return copiers(copy_table, grant + 1);
 }
 
-// The same of all grants.
+// Closes all grants.
 extern "C" uint64_t close_all(CopyTable* copy_table) {
     for (auto& grant : copy_table->grants) grant = 0;
     return ~copiers(copy_table, 0);
 }
 
-// Whether whoever sits there is copying to the grant.
+// Returns whether the slot's process is copying to the grant.
 extern "C" int is_copying(const CopyTable* copy_table, size_t slot, uint64_t grant) {
     return copy_table->slots[slot].copied == grant + 1;
 }
 
-// One more than that grant; 0: to none.
+// Returns one more than the grant that the slot's process is copying to; 0: none.
 extern "C" uint64_t copied_to(const CopyTable* copy_table, size_t slot) { return copy_table->slots[slot].copied; }
 
 extern "C" uint64_t owner_of(const CopyTable* copy_table, size_t slot) { return copy_table->slots[slot].owner; }
@@ -73,15 +73,15 @@ extern "C" void give_slot(CopyTable* copy_table, size_t slot, uint64_t token) {
     copy_table->slots[slot].owner = token;
 }
 
-// Whether nobody sits there: nor will anybody with the token of then.
+// Returns whether no process has the slot; nor will one with the token of then.
 extern "C" int is_vacant(CopyTable* copy_table, size_t slot) {
     uint64_t owner = copy_table->slots[slot].owner;
     return owner == 0 || (!(owner & kOccupied) && copy_table->slots[slot].owner.compare_exchange_strong(owner, 0));
 }
 
-// -- whoever sits at the copy_table --
+// -- peers that copy --
 
-// Whether the slot is still given for this token.
+// Occupies the slot. Returns whether it is still given for this token.
 extern "C" int occupy_slot(CopyTable* copy_table, size_t slot, uint64_t token) {
     return copy_table->slots[slot].owner.compare_exchange_strong(token, token | kOccupied);
 }
@@ -97,7 +97,7 @@ extern "C" ssize_t place(CopyTable* copy_table, size_t slot, uint64_t grant, uin
     const auto& open = copy_table->grants[grant % kGrants];
     auto& copied = copy_table->slots[slot].copied;
     copied = grant + 1;
-    bool is_wanted = grant + 1 != 0 && open == grant + 1;  // a place that is closed has 0
+    bool is_wanted = grant + 1 != 0 && open == grant + 1;  // the entry of a closed grant is 0
     for (size_t i = 0; i < num_slices && is_wanted; i++) {
         const Slice& slice = slices[i];
         Copier copier(target + slice.target, slice.num_layers * layer_bytes >= kStreamedBytes);
@@ -108,6 +108,6 @@ extern "C" ssize_t place(CopyTable* copy_table, size_t slot, uint64_t grant, uin
     }
     copied.store(0, std::memory_order_release);
     if (!is_wanted) return -1;
-    // What does not leave now, for whatever reason, is sent like everything else.
+    // Bytes that do not leave now, for any reason, are sent by the caller.
     return word_bytes == 0 ? 0 : std::max<ssize_t>(0, send(fd, word, word_bytes, MSG_DONTWAIT | MSG_NOSIGNAL));
 }
