@@ -74,7 +74,9 @@ class TraceFile:
                     latest_s = max(latest_s, request.arrival_s)
                     yield request._replace(arrival_s=latest_s - first_s)
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise TraceError(f"{self.path} cannot be read: {error}") from None
+            raise TraceError(
+                f"{self.path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         if first_s is None:
             raise TraceError(f"{self.path} has no request with an input and an output")
 
