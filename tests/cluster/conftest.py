@@ -1,4 +1,4 @@
-"""Where clusters run, and one with the default model in float32 for the tests that do not break it."""
+"""Where clusters run, a tiny model for them, and a cluster of the default model that no test breaks."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +8,8 @@ import pytest
 
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
 
 
 @pytest.fixture
@@ -15,6 +17,15 @@ def run_dir() -> Iterator[Path]:
     """Where supervisors put their sockets; pytest's own directories are too long for Unix sockets."""
     with tempfile.TemporaryDirectory(prefix="mc-") as directory:
         yield Path(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model, which is served by the name `tiny`. Nobody changes it."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model("smollm2", directory)
+    write_tiny_tokenizer(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

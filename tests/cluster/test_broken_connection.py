@@ -10,35 +10,28 @@ import pytest
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import eventually
+from tests.cluster.tiny_cluster import body, post, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.relay import relay_to
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = pytest.mark.cluster
-SMALL = ["--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB", "--kvcache-block-size=16"]
 
 
 @pytest.mark.parametrize(("behind_the_relay", "state"), [("prefill", "prefilling"), ("decode", "reserving")])
 def test_a_request_whose_order_was_lost_is_answered(
-    run_dir: Path, tmp_path: Path, behind_the_relay: str, state: str
+    tiny: Path, run_dir: Path, tmp_path: Path, behind_the_relay: str, state: str
 ) -> None:
-    (tmp_path / "tiny").mkdir()
-    tiny_model("smollm2", tmp_path / "tiny")
-    write_tiny_tokenizer(tmp_path / "tiny")
     ClusterKey.generate().save(tmp_path / "cluster.key")
     port = free_port()
     common = [
-        f"--model={tmp_path / 'tiny'}",
-        *SMALL,
         f"--security-key-file={tmp_path / 'cluster.key'}",
         f"--conductor-reply-endpoint=tcp://127.0.0.1:{free_port()}",
     ]
 
     def server(role: str, conductor_port: int, until: str) -> ForkedServer:
         endpoint = f"--conductor-endpoint=tcp://127.0.0.1:{conductor_port}"
-        return ForkedServer(f"--role={role}", *common, endpoint, run_dir=run_dir, until=until)
+        return tiny_server(tiny, run_dir, f"--role={role}", *common, endpoint, until=until)
 
     with contextlib.ExitStack() as stack:
         relay = stack.enter_context(relay_to(port))
@@ -47,10 +40,9 @@ def test_a_request_whose_order_was_lost_is_answered(
             stack.enter_context(server(role, relay.port if role == behind_the_relay else port, "^ready in"))
         client = stack.enter_context(httpx.Client(base_url=conductor.url, timeout=DEADLINE_S))
         eventually(lambda: client.get("/ready").status_code == 200, "the cluster is ready")
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
         pool = stack.enter_context(ThreadPoolExecutor())
         relay.swallows = True
-        answer = pool.submit(client.post, "/v1/completions", json=body)
+        answer = pool.submit(post, conductor, body([5, 6, 7], num_tokens=3))
         eventually(lambda: f'state="{state}"}} 1.0' in client.get("/metrics").text, "it has been ordered")
         relay.break_connections()
         relay.swallows = False

@@ -11,6 +11,7 @@ import pytest
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
+from tests.cluster.tiny_cluster import SMALL
 from tests.crowds import (
     MIB,
     Opening,
@@ -24,8 +25,6 @@ from tests.crowds import (
 )
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 NUM_EACH = 1000
@@ -53,19 +52,16 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, run_dir: Path) -> Iterator[Cluster]:
+def cluster(tiny: Path, tmp_path: Path, run_dir: Path) -> Iterator[Cluster]:
     """A process each for Conductor, prefill and decode; what can listen for TCP does."""
-    model, key = tmp_path / "model", tmp_path / "cluster.key"
-    tiny_model("smollm2", model)
-    write_tiny_tokenizer(model)
+    key = tmp_path / "cluster.key"
     ClusterKey.generate().save(key)
 
     def address() -> str:
         return f"127.0.0.1:{free_port()}"
 
     common = [
-        *(f"--model={model}", "--served-model-name=tiny", f"--security-key-file={key}"),
-        *("--kvcache-block-size=8", "--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"),
+        *(f"--model={tiny}", *SMALL, f"--security-key-file={key}"),
         *("--messenger-transport=tcp", f"--conductor-endpoint=tcp://{address()}"),
     ]
 

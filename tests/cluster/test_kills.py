@@ -11,12 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
-from tests.cluster.test_faults import PROMPT, body, complete, is_ready, text_of
+from tests.cluster.tiny_cluster import PROMPT, body, complete, is_ready, post, text_of, tiny_server
 from tests.deadline import DEADLINE_S
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 NUM_CLIENTS = 6
@@ -26,15 +23,10 @@ ANSWER_DEADLINE_S = 300.0
 
 
 @pytest.fixture
-def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
+def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
     """Two instances of each role. However long they take to start, requests wait for them."""
-    directory = tmp_path / "tiny"
-    tiny_model("smollm2", directory)
-    write_tiny_tokenizer(directory)
-    arguments = ["--model", str(directory), "--kvcache-block-size=8", "--num-prefill=2", "--num-decode=2"]
-    sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
     patience = f"--conductor-placement-timeout-s={ANSWER_DEADLINE_S:g}"
-    with ForkedServer(*arguments, *sizes, patience, run_dir=run_dir) as running:
+    with tiny_server(tiny, run_dir, "--num-prefill=2", "--num-decode=2", patience) as running:
         yield running
 
 
@@ -42,7 +34,7 @@ def answer_to(server: Server, prompt: list[int], over: threading.Event) -> str:
     """The text, asked for again as long as nobody is there to take the request. No other error is right."""
     asked = body(prompt=prompt, num_tokens=NUM_TOKENS)
     while True:
-        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=ANSWER_DEADLINE_S)
+        answer = post(server, asked, timeout=ANSWER_DEADLINE_S)
         if answer.status_code != 503:
             assert answer.status_code == 200, answer.text
             return text_of(answer.json())
@@ -56,12 +48,11 @@ def num_ended(server: Server) -> dict[str, float]:
     return ended
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_kills", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_requests_end_once_and_as_ever_while_workers_are_killed_every_few_seconds(
-    server: Server, seed: int
+    server: Server, num_kills: int
 ) -> None:
-    rng = random.Random(seed)
-    num_kills = 15 if seed == 1 else 60
+    rng = random.Random(num_kills)
     prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, NUM_CLIENTS + 1)]
     expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
     before = num_ended(server)["finished"]

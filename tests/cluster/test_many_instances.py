@@ -1,7 +1,6 @@
 """Two prefill and two decode instances: none of them is missed for long, hot prefixes spread over them."""
 
 import itertools
-import json
 import os
 import signal
 import threading
@@ -12,12 +11,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
-from tests.cluster.test_faults import body, complete, is_ready, metric, text_of
+from tests.cluster.tiny_cluster import (
+    body,
+    complete,
+    is_ready,
+    metric,
+    post,
+    streaming,
+    text_in,
+    text_of,
+    tiny_server,
+)
 from tests.deadline import DEADLINE_S
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = pytest.mark.cluster
 NUM_CLIENTS = 6
@@ -26,31 +32,19 @@ HOT_PREFIX = list(range(3, 163))
 
 
 @pytest.fixture
-def server(tmp_path: Path, run_dir: Path) -> Iterator[Server]:
-    """2P2D of a tiny model in float32."""
-    directory = tmp_path / "tiny"
-    tiny_model("smollm2", directory)
-    write_tiny_tokenizer(directory)
-    arguments = ["--model", str(directory), "--kvcache-block-size=8", "--num-prefill=2", "--num-decode=2"]
-    sizes = ["--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB"]
+def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
+    """Two prefill and two decode instances."""
     hopeless = '--conductor-slo-classes={"hopeless": {"ttft_slo_s": 1e-9}}'
-    with ForkedServer(*arguments, *sizes, hopeless, run_dir=run_dir) as running:
+    with tiny_server(tiny, run_dir, "--num-prefill=2", "--num-decode=2", hopeless) as running:
         yield running
 
 
 def streamed(server: Server, prompt: list[int]) -> str:
     """The text of one streamed answer, which must be whole."""
-    pieces, ended = [], False
-    content = body(prompt, NUM_TOKENS, stream=True)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=content, timeout=DEADLINE_S) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            data = line.removeprefix("data: ")
-            ended |= data == "[DONE]"
-            if line and data != "[DONE]":
-                pieces.append(json.loads(data)["choices"][0]["text"])
-    assert ended
-    return "".join(pieces)
+    with streaming(server, prompt=prompt, num_tokens=NUM_TOKENS) as events:
+        *pieces, end = events
+    assert end == "[DONE]"
+    return "".join(map(text_in, pieces))
 
 
 @pytest.mark.parametrize(
@@ -110,16 +104,19 @@ def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
     eventually(lambda: drain()["num_requests"] == 0, "decode-0 has nothing left")
     eventually(lambda: num_starts() > started, "prefill-1 has ended and is back")
     assert drain("serve")["state"] == "serving"
-    assert metric(server, 'mooncake_ended_requests_total{outcome="failed"}') == 0
+    assert metric(server, "mooncake_ended_requests_total", outcome="failed") == 0
+
+
+def num_tokens(server: Server, instance: str, source: str) -> float:
+    """Prompt tokens that an instance has got from `source`."""
+    return metric(server, "mooncake_prefill_tokens_total", instance=instance, source=source)
 
 
 def test_a_hot_prefix_spreads_without_a_command(server: Server) -> None:
     """What one instance has computed, the other fetches when the first is busy, and keeps (section 6.2)."""
 
     def reused(name: str) -> float:
-        sources = ("dram", "remote")
-        samples = [f'mooncake_prefill_tokens_total{{instance="{name}",source="{of}"}}' for of in sources]
-        return sum(metric(server, sample) or 0.0 for sample in samples)
+        return sum(num_tokens(server, name, source) for source in ("dram", "remote"))
 
     complete(server, prompt=HOT_PREFIX, num_tokens=1)
     suffixes = itertools.count(200)
@@ -139,41 +136,35 @@ def test_hot_prefixes_are_replicated_without_a_command(server: Server) -> None:
     def tell(name: str, action: str) -> None:
         httpx.post(f"{server.url}/admin/instances/{name}/{action}", timeout=DEADLINE_S).raise_for_status()
 
-    def num_tokens(source: str) -> float | None:
-        return metric(server, f'mooncake_prefill_tokens_total{{instance="prefill-1",source="{source}"}}')
-
     tell("prefill-1", "drain")
-    for suffix in range(200, 225):
-        complete(server, prompt=[*HOT_PREFIX, suffix], num_tokens=1)
+    with ThreadPoolExecutor(8) as threads:  # soon enough, on a busy machine too: counts of uses fade
+        prompts = [[*HOT_PREFIX, suffix] for suffix in range(200, 240)]
+        list(threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=1), prompts))
     tell("prefill-1", "serve")
     eventually(lambda: metric(server, "mooncake_replication_copies") == 1, "it has a copy")
-    assert not num_tokens("remote")
+    assert not num_tokens(server, "prefill-1", "remote")
     tell("prefill-0", "drain")
     complete(server, prompt=[*HOT_PREFIX, 90], num_tokens=1)
-    eventually(lambda: num_tokens("dram") == len(HOT_PREFIX), "its copy is used")
-    assert not num_tokens("remote")
+    eventually(lambda: num_tokens(server, "prefill-1", "dram") == len(HOT_PREFIX), "its copy is used")
+    assert not num_tokens(server, "prefill-1", "remote")
 
 
 def test_excess_is_refused_with_a_time_to_come_back_and_nothing_is_left_of_it(server: Server) -> None:
     """As many again as are served come in a class whose SLO cannot be met."""
     instances = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)]
 
-    def leftovers() -> list[float | None]:
+    def leftovers() -> list[float]:
         states = ("waiting", "interrupted", "reserving", "prefilling", "decoding")
         kinds = ("reservations", "leases")
-        return [metric(server, f'mooncake_requests_by_state{{state="{state}"}}') for state in states] + [
-            metric(server, f'mooncake_pool_users{{instance="{name}",kind="{kind}"}}')
+        return [metric(server, "mooncake_requests_by_state", state=state) for state in states] + [
+            metric(server, "mooncake_pool_users", instance=name, kind=kind)
             for name in instances
             for kind in kinds
         ]
 
     def refused(number: int) -> bool:
-        answer = httpx.post(
-            f"{server.url}/v1/completions",
-            json=body([3 + number, *range(3, 60)], NUM_TOKENS),
-            headers={"X-Mooncake-SLO-Class": "hopeless"},
-            timeout=DEADLINE_S,
-        )
+        asked = body([3 + number, *range(3, 60)], NUM_TOKENS)
+        answer = post(server, asked, headers={"X-Mooncake-SLO-Class": "hopeless"})
         if answer.status_code == 200:  # an instance about which nothing is known takes anything
             return False
         assert answer.status_code == 429, answer.text
@@ -188,5 +179,5 @@ def test_excess_is_refused_with_a_time_to_come_back_and_nothing_is_left_of_it(se
         excess = list(threads.map(refused, range(2 * NUM_CLIENTS)))
         assert [answer.result() for answer in served] == expected
     assert any(excess)
-    assert metric(server, 'mooncake_rejections_total{reason="ttft_slo_s"}') == sum(excess)
+    assert metric(server, "mooncake_rejections_total", reason="ttft_slo_s") == sum(excess)
     eventually(lambda: not any(leftovers()), "nothing is left of any request")

@@ -17,11 +17,10 @@ import yaml
 
 from tests.browser import Browser
 from tests.cluster.harness import ROOT, Server, eventually
+from tests.cluster.tiny_cluster import tiny_server
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.ports import free_port
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = pytest.mark.cluster
 DASHBOARDS = sorted((ROOT / "docker/grafana/dashboards").glob("*.json"))
@@ -80,19 +79,15 @@ class Monitored:
 
 
 @pytest.fixture(scope="module")
-def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
-    directory = tmp_path_factory.mktemp("model")
-    tiny_model("smollm2", directory)
-    write_tiny_tokenizer(directory)
+def monitored(tiny: Path) -> Iterator[Monitored]:
     port = free_port()
     with (
         tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
-        Server(
-            *("--model", str(directory), "--served-model-name", "tiny", "--kvcache-block-size=8"),
-            *("--kvcache-pool-bytes=16MiB", "--kvcache-device-bytes=16MiB"),
+        tiny_server(
+            tiny,
+            Path(run_dir),
             *("--conductor-ttft-slo-s=5", "--conductor-tbt-slo-s=1", "--conductor-max-running-requests=2"),
             *("--worker-metrics-listen", f"127.0.0.1:{port}"),
-            run_dir=Path(run_dir),
         ) as server,
         Monitored(server, port) as monitored,
     ):

@@ -2,67 +2,47 @@
 
 import contextlib
 import os
-import random
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mooncake.security.keys import ClusterKey
-from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
-from tests.cluster.test_faults import (
+from tests.cluster.tiny_cluster import (
     PROMPT,
-    body,
     cached_tokens,
     complete,
     is_ready,
+    kill_at_random,
     metric,
     text_of,
+    tiny_server,
     wait_until_idle,
 )
-from tests.deadline import DEADLINE_S
 from tests.ports import free_port
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = pytest.mark.cluster
 LONG = [3 + number % 400 for number in range(300)]
 NUM_STAGES = 2
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A tiny model in float32, small pools."""
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("smollm2", directory)
-    write_tiny_tokenizer(directory)
-    return [
-        f"--model={directory}",
-        "--kvcache-block-size=8",
-        "--kvcache-pool-bytes=8MiB",
-        "--kvcache-device-bytes=8MiB",
-        "--worker-prefill-chunk=32",
-    ]
+CHUNK = "--worker-prefill-chunk=32"
 
 
 @pytest.fixture
-def server(arguments: list[str], run_dir: Path) -> Iterator[Server]:
+def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
     """A stage that a test stops is not missed before the test goes on."""
     patient = ["--conductor-peer-timeout-s=30", "--hang-timeout-s=never"]
-    with ForkedServer(*arguments, *patient, f"--pipeline-stages={NUM_STAGES}", run_dir=run_dir) as running:
+    with tiny_server(tiny, run_dir, CHUNK, *patient, f"--pipeline-stages={NUM_STAGES}") as running:
         yield running
 
 
-def test_text_is_that_of_an_unsplit_instance(arguments: list[str], server: Server, run_dir: Path) -> None:
+def test_text_is_that_of_an_unsplit_instance(tiny: Path, server: Server, run_dir: Path) -> None:
     prompts = [LONG, PROMPT, LONG[:200] + PROMPT, PROMPT[:3]]
     folder = run_dir / "unsplit"
     folder.mkdir()
-    with ForkedServer(*arguments, run_dir=folder) as unsplit:
+    with tiny_server(tiny, folder, CHUNK) as unsplit:
         expected = [text_of(complete(unsplit, prompt=prompt, num_tokens=20)) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         for _ in range(2):
@@ -109,57 +89,25 @@ def test_process_that_is_killed_in_mid_prefill_fails_no_request(server: Server, 
 
 
 def are_prefilling(server: Server, num_requests: int) -> bool:
-    return metric(server, 'mooncake_requests_by_state{state="prefilling"}') == num_requests
+    return metric(server, "mooncake_requests_by_state", state="prefilling") == num_requests
 
 
 @pytest.mark.parametrize(
     "num_kills", [2, pytest.param(40, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
 )
 def test_random_kills_and_hang_ups_never_change_a_text(server: Server, num_kills: int) -> None:
-    rng = random.Random(num_kills)
     prompts = [LONG[40 * index :] for index in range(5)]
-    expected = [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts]
-    over = threading.Event()
-
-    def keep_asking(index: int) -> None:
-        num_answers, patience = 0, random.Random(index)
-        while not (over.is_set() and num_answers):
-            if patience.random() < 0.3:
-                with contextlib.suppress(httpx.TimeoutException):
-                    httpx.post(f"{server.url}/v1/completions", json=body(prompts[index], 100), timeout=0.05)
-                continue
-            answer = httpx.post(
-                f"{server.url}/v1/completions", json=body(prompts[index], num_tokens=20), timeout=DEADLINE_S
-            )
-            if answer.status_code == 200:
-                assert text_of(answer.json()) == expected[index]
-                num_answers += 1
-            else:
-                assert answer.status_code in (500, 503), answer.text
-
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        answers = [threads.submit(keep_asking, index) for index in range(len(prompts))]
-        for _ in range(num_kills):
-            over.wait(rng.uniform(0.2, 3.0))
-            victims = [pid for name, pid in server.children().items() if name != "conductor"]
-            if victims:
-                os.kill(rng.choice(victims), signal.SIGKILL)
-        over.set()
-        for answer in answers:
-            answer.result()
-    eventually(lambda: is_ready(server), "all instances are back")
-    assert [text_of(complete(server, prompt=prompt, num_tokens=20)) for prompt in prompts] == expected
-    wait_until_idle(server, num_stages=NUM_STAGES)
+    kill_at_random(server, prompts, num_tokens=20, num_kills=num_kills, num_stages=NUM_STAGES, hang_ups=0.3)
 
 
 def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_for_good(
-    arguments: list[str], run_dir: Path, tmp_path: Path
+    tiny: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     """One supervisor a stage, as on two nodes."""
     ClusterKey.generate().save(tmp_path / "key")
     conductor, reply, link = free_port(), free_port(), free_port()
     common = [
-        *arguments,
+        CHUNK,
         f"--security-key-file={tmp_path / 'key'}",
         f"--conductor-endpoint=tcp://127.0.0.1:{conductor}",
         f"--conductor-reply-endpoint=tcp://127.0.0.1:{reply}",
@@ -174,20 +122,15 @@ def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_f
         ]
         for number in range(2)
     ]
+    waiting = "waiting for stage 0"
     folders = [run_dir / name for name in ("a", "b", "c")]
     for folder in folders:
         folder.mkdir()
     with (
-        ForkedServer("--role=conductor", *common, run_dir=run_dir) as front,
-        ForkedServer("--role=decode", *common, run_dir=folders[0]),
-        ForkedServer(
-            *stages[1],
-            *common,
-            "--hang-timeout-s=8",
-            run_dir=folders[1],
-            until="waiting for stage 0",
-        ) as last,
-        ForkedServer(*stages[0], *common, run_dir=folders[2]),
+        tiny_server(tiny, run_dir, "--role=conductor", *common) as front,
+        tiny_server(tiny, folders[0], "--role=decode", *common),
+        tiny_server(tiny, folders[1], *stages[1], *common, "--hang-timeout-s=8", until=waiting) as last,
+        tiny_server(tiny, folders[2], *stages[0], *common),
     ):
         answer = complete(front, prompt=LONG, num_tokens=5)
         assert cached_tokens(answer) == 0

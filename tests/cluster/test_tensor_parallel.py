@@ -14,7 +14,7 @@ from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference
-from tests.cluster.test_faults import body, is_ready, samples
+from tests.cluster.tiny_cluster import body, is_ready, samples
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model

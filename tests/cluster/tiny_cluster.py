@@ -1,0 +1,175 @@
+"""Clusters of a tiny model: how they are started, what clients ask of them, what is seen from outside."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.forked import ForkedServer
+from tests.cluster.harness import Server, eventually
+from tests.deadline import DEADLINE_S
+
+SMALL = ("--kvcache-block-size=8", "--kvcache-pool-bytes=8MiB", "--kvcache-device-bytes=8MiB")
+NUM_PAGES = (8 << 20) // (8 * 4 * 1 * 2 * 16 * 4)
+"""Device pages of an instance: 8 MiB of blocks of 8 tokens x 4 layers x 1 head x (K, V) x 16 x 4 bytes."""
+PROMPT = list(range(3, 80))
+NUM_TOKENS = 300
+
+
+def tiny_server(model: Path, run_dir: Path, *arguments: str, until: str = "^ready in") -> ForkedServer:
+    """A server of `model` in float32 with small pools, unless `arguments` say otherwise."""
+    return ForkedServer(f"--model={model}", *SMALL, *arguments, run_dir=run_dir, until=until)
+
+
+# -- requests ---------------------------------------------------------------------------------------
+
+
+def body(prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, **fields: object) -> dict[str, object]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def post(server: Server, content: dict[str, object], **options: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=content, **{"timeout": DEADLINE_S, **options})
+
+
+def complete(server: Server, **fields: object) -> dict[str, Any]:
+    """The answer, which is no error, to a `body` of these fields."""
+    answer = post(server, body(**fields))  # type: ignore[arg-type]
+    assert answer.status_code == 200, answer.text
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    [choice] = answer["choices"]
+    return str(choice["text"])
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@contextlib.contextmanager
+def streaming(server: Server, **fields: object) -> Iterator[Iterator[str]]:
+    """The data of a streamed answer's events, while it is being given."""
+    content = body(stream=True, **fields)  # type: ignore[arg-type]
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=content, timeout=DEADLINE_S) as response:
+        assert response.status_code == 200, response.read()
+        yield (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+
+
+def text_in(event: str) -> str:
+    """The text in one event of a stream; none in its end."""
+    choices = [] if event == "[DONE]" else httpx.Response(200, text=event).json()["choices"]
+    return "".join(choice["text"] for choice in choices)
+
+
+# -- what is seen from outside ----------------------------------------------------------------------
+
+
+def is_ready(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    """A counter or gauge; 0 before it was reported."""
+    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return next((of.value for of in found if of.name == name and of.labels == labels), 0.0)
+
+
+def samples(server: Server, *names: str) -> list[dict[str, float]]:
+    """Samples of each metric, by labels, all of one moment."""
+    text = httpx.get(f"{server.url}/metrics", timeout=DEADLINE_S).text
+    found = [re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE) for name in names]
+    return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
+
+
+def wait_until_idle(server: Server, num_stages: int = 1, num_pages: int = NUM_PAGES) -> None:
+    """No request is known anywhere, all device pages are free again, and no page of a pool is in use. A stage
+    has more, smaller pages."""
+    expected = {'instance="prefill-0"': num_stages * num_pages, 'instance="decode-0"': num_pages}
+    num_pools = num_stages + 1
+
+    def is_idle() -> bool:
+        states, free, users, pages, orphaned = samples(
+            server,
+            "mooncake_requests_by_state",
+            "mooncake_instance_free_device_pages",
+            "mooncake_pool_users",
+            "mooncake_pool_pages",
+            "mooncake_pool_orphaned_pages",
+        )
+        in_use = [number for labels, number in pages.items() if re.search("reserved|quarantined", labels)]
+        are_all_there = (len(users), len(in_use), len(orphaned)) == (3 * num_pools, 2 * num_pools, num_pools)
+        held = [*states.values(), *users.values(), *in_use, *orphaned.values()]
+        return free == expected and are_all_there and not any(held)
+
+    eventually(is_idle, "every page and request is given back")
+
+
+# -- kills ------------------------------------------------------------------------------------------
+
+
+def kill_at_random(
+    server: Server,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    num_kills: int,
+    num_stages: int = 1,
+    hang_ups: float = 0.0,
+) -> None:
+    """Kill workers and messengers at random moments, while clients ask for all prompts again and again.
+
+    What is answered is right, and nothing stays held. Clients hang up at once in this part of all requests.
+    """
+    rng, over = random.Random(num_kills), threading.Event()
+    expected = [text_of(complete(server, prompt=prompt, num_tokens=num_tokens)) for prompt in prompts]
+
+    def keep_asking(index: int) -> None:
+        num_answers, draw = 0, random.Random(index)
+        while not (over.is_set() and num_answers):
+            if draw.random() < hang_ups:
+                with contextlib.suppress(httpx.TimeoutException):
+                    post(server, body(prompts[index], num_tokens=100), timeout=0.05)
+                continue
+            answer = post(server, body(prompts[index], num_tokens))
+            if answer.status_code == 200:
+                assert text_of(answer.json()) == expected[index]
+                num_answers += 1
+            else:
+                assert answer.status_code in (500, 503), answer.text
+                assert "error" in answer.json()
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+        for _ in range(num_kills):
+            over.wait(rng.uniform(0.2, 3.0))
+            victims = [pid for name, pid in server.children().items() if name != "conductor"]
+            if victims:
+                os.kill(rng.choice(victims), signal.SIGKILL)
+        over.set()
+        for client in clients:
+            client.result()
+    eventually(lambda: is_ready(server), "all instances are back")
+    assert [text_of(complete(server, prompt=prompt, num_tokens=num_tokens)) for prompt in prompts] == expected
+    wait_until_idle(server, num_stages)
