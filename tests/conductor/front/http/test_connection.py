@@ -236,6 +236,16 @@ def test_a_connection_that_only_waits_for_its_client_to_read_can_make_room(clien
     assert client.transport.is_aborted
 
 
+def test_a_pipelined_request_that_still_arrives_can_make_room(client: Client) -> None:
+    whole = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"
+    client.ask(whole + b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    assert not client.table.make_room(), "the first one is answered"
+    client.answered()
+    client.loop.run()
+    assert client.table.make_room()
+    assert b" 503 " in client.transport.written
+
+
 def test_trailers_are_no_headers(client: Client) -> None:
     chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     client.ask(chunked + b"1\r\nx\r\n0\r\nAuthorization: Bearer x\r\n\r\n")
