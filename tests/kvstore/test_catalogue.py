@@ -148,7 +148,7 @@ def test_a_block_that_goes_while_it_is_copied_counts_as_not_there(field: str) ->
         (key,) = new_keys(1)
         pool_node.store([key])
         segment, size = pool_node.segment, len(pool_node.segment.buffer)
-        allocators, name = segment._shelves(), f"{field}_offset"
+        allocators, name = segment._page_table(), f"{field}_offset"
         start = getattr(allocators, name)
         buffer = memoryview(bytearray(segment.buffer) + segment.buffer[start:])
         catalogue = Catalogue.at(buffer, structs.replace(allocators, **{name: size}), LAYOUT)
