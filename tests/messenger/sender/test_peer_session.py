@@ -542,20 +542,20 @@ async def test_of_bulk_that_was_placed_the_receiver_hears_with_what_somebody_wai
         node.assert_written(range(9))
 
 
-@pytest.mark.parametrize("num_seats", [2, 1])
+@pytest.mark.parametrize("num_slots", [2, 1])
 async def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(
-    tmp_path: Path, num_seats: int
+    tmp_path: Path, num_slots: int
 ) -> None:
     """Also on one that found no slot."""
     async with fabric(tmp_path, LARGE, 4, transport="shm", streams=2) as node:
         slots = node.receiver_memory.copy_table
         take_slot = slots.take_slot
-        slots.take_slot = lambda pid: take_slot(pid) if len(node.slots_taken) < num_seats else None  # type: ignore[method-assign]
+        slots.take_slot = lambda pid: take_slot(pid) if len(node.slots_taken) < num_slots else None  # type: ignore[method-assign]
         grant = node.pages.grant(1, [0, 1])
         peer = await node.peer(2)
-        with_seat = sorted(peer.lanes, key=lambda lane: lane._copies.pages is None)
-        assert [lane._copies.pages is not None for lane in with_seat] == [True, num_seats == 2]
-        peer._queues.set_lanes(with_seat)  # the first one takes it
+        with_slot = sorted(peer.lanes, key=lambda lane: lane._copies.pages is None)
+        assert [lane._copies.pages is not None for lane in with_slot] == [True, num_slots == 2]
+        peer._queues.set_lanes(with_slot)  # the first one takes it
         outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "told twice", lambda: None) as transfer:
             for lane in peer.lanes:  # what they say is lost with them

@@ -160,7 +160,7 @@ def test_what_fits_no_page_is_left_to_the_receiver(entry: WriteEntry) -> None:
         CopySlot(0, 1, 0, COPY_TABLE_BYTES, PAGE_BYTES - 1, 1),
     ],
 )
-def test_a_seat_outside_the_segment_is_not_taken(slot: CopySlot) -> None:
+def test_a_slot_outside_the_segment_is_not_taken(slot: CopySlot) -> None:
     segment = Segment()
     with pytest.raises(TransferError, match="cannot be taken"):
         SharedPages(segment.buffer, slot, LARGE, segment.source)
@@ -199,7 +199,7 @@ async def test_a_grant_is_quiet_when_its_copier_is_dead(other: subprocess.Popen[
     await until(lambda: copy_table.take_slot(os.getpid()) == slot)
 
 
-async def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
+async def test_a_slot_is_given_again_when_its_lane_has_ended_at_both_sides(
     other: subprocess.Popen[bytes],
 ) -> None:
     segment = Segment()
@@ -215,7 +215,7 @@ async def test_a_seat_is_given_again_when_its_lane_has_ended_at_both_sides(
     await until(lambda: copy_table.take_slot(other.pid) == 5)
 
 
-async def test_a_seat_that_nobody_took_is_given_again_and_its_ticket_is_worth_nothing(
+async def test_a_slot_that_nobody_took_is_given_again_and_its_token_is_worth_nothing(
     other: subprocess.Popen[bytes],
 ) -> None:
     """Whoever it was for gave up before he heard of it."""
@@ -253,7 +253,7 @@ async def test_those_who_were_copying_when_the_owner_died_are_found(other: subpr
     await until(lambda: copy_table.take_slot(os.getpid()) in slots)
 
 
-def test_a_copy_of_an_earlier_life_is_over_when_its_seat_says_so() -> None:
+def test_a_copy_of_an_earlier_life_is_over_when_its_slot_says_so() -> None:
     """However long its process lives, and whether that can be watched or not."""
 
     async def test(pid: int) -> None:
@@ -295,7 +295,7 @@ async def test_a_copier_that_has_left_meanwhile_is_not_awaited(other: subprocess
     await until(quiet.is_set)
 
 
-def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
+def test_a_former_process_that_cannot_be_watched_costs_its_slot_alone() -> None:
     """Its number may be a thread's by now."""
 
     async def test(thread_id: int) -> None:
@@ -319,7 +319,7 @@ def test_a_former_process_that_cannot_be_watched_costs_its_seat_alone() -> None:
         thread.join()
 
 
-def test_a_process_that_cannot_be_watched_has_no_seat_and_one_warning(
+def test_a_process_that_cannot_be_watched_has_no_slot_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     has_ended = threading.Event()
