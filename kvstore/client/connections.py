@@ -182,7 +182,7 @@ class PoolConnection(ABC):
                 raise full from None
 
     def _wait_for_space(self, space_epoch: int, timeout_s: float) -> None:
-        # Whoever gives up again and again in a pool that stays full leaves one such call behind, not many.
+        # A client that gives up again and again in a full pool leaves one such call behind, not many.
         if self._await_space is None:
             self._await_space = AwaitSpace(self.next_id(), space_epoch)
             self.notify(self._await_space)

@@ -1,6 +1,6 @@
 """Leases on blocks of pools on this host, which are read where they are.
 
-Owns: what a lease holds and gives back. Does not know: how blocks are found.
+Owns: what a lease holds. Does not know: how blocks are found.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Lease:
         leases, self._leases = self._leases, []
         for view in self.blocks:
             if view is not None:
-                with contextlib.suppress(BufferError):  # somebody holds an array over it
+                with contextlib.suppress(BufferError):  # the caller holds an array over it
                     view.release()
         for connection, lease_id in leases:
             with contextlib.suppress(OSError):  # its end ended the lease

@@ -127,7 +127,7 @@ def _receive(target: PoolConnection, key: BlockKey, source: Backend) -> None:
     reservation = target.reserve([key], _ROOM_TIMEOUT_S)
     try:
         if reservation.blocks[0].sealed:
-            return  # somebody else has just stored it there
+            return  # another client has just stored it there
         grant = target.call(OpenGrant(target.next_id(), reservation.reservation_id), Granted).grant
         try:
             source.run(lambda connection: _send(connection, key, grant))

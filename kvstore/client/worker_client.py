@@ -144,7 +144,7 @@ class WorkerClient:
         """Say which tokens the keys of a reservation stand for, for the events of blocks that are still to be
         sealed.
 
-        Not for prompts with a `cache_salt`: who hears the events could not tell them from others.
+        Not for prompts with a `cache_salt`: followers of the events could not tell them from others.
         """
         block_size = self.segment.layout.block_size
         num_blocks = len(token_ids) // block_size

@@ -63,7 +63,7 @@ class EventLog:
         self._keys: list[BlockKey]
         """Keys of the last event, which goes on while kind and tier stay the same."""
         self._start_batch()
-        # Numbers begin anew with each life: who followed an earlier one must forget what it said.
+        # Numbers begin anew with each life: followers of an earlier one must forget what it said.
         self.cleared()
 
     def on_event(self, listener: Callable[[], None]) -> None:

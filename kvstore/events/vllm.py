@@ -63,7 +63,7 @@ class _EventBatch(msgspec.Struct, array_like=True):
 class VllmPublisher(Publisher):
     """A publisher of the same events as vLLM sends them: `[topic, 8-byte number, payload]`, and replays.
 
-    - Open to everybody who reaches the sockets: the routers that follow this format know no keys. How many
+    - Open to every peer that reaches the sockets: the routers that follow this format know no keys. How many
       they are, and what they say, is bounded (`OpenPeers`).
     - `topic` is the first frame; some routers want `kv@<address of the instance>@<model>`.
     - `clock` gives the wall-clock time of a batch, in seconds.

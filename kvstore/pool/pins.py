@@ -45,7 +45,7 @@ class Pins:
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
         """Pin those of `keys` that are in DRAM, anew if they are pinned. Returns their number.
 
-        A soft pin leaves a hard one as it is: whoever set that relies on it.
+        A soft pin leaves a hard one as it is: its owner relies on it.
         Raises PoolError if hard pins would take more than half of the pool.
         """
         index, num_pages = self._allocator.index, self._allocator.table.num_pages

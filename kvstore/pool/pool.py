@@ -3,7 +3,7 @@
 A block is found only while it is sealed. A *reservation* is one request's claim on pages: leases on the
 blocks that are there, fresh pages for those that are not. A *lease* only reads, and ends by itself at its
 deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be read or written
-until nobody can do so any more. A *pin* keeps a block without anybody using it. (Mooncake, section 3:
+until nobody can do so any more. A *pin* keeps a block that is not in use. (Mooncake, section 3:
 paged blocks, deduplicated by key, eviction by policy.)
 
 Invariants, checked by `check_integrity`:
@@ -334,7 +334,7 @@ class Pool:
             self._free(page)
         if self._num_holds:
             for page in pages:
-                # Given up by all but transfers: their bytes must not reach whoever would get this page next.
+                # Given up by all but transfers: their bytes must not reach the page's next owner.
                 if (
                     self.table.state_of[page] == RESERVED
                     and self._num_holds[page] == self.allocator.num_users_of[page]

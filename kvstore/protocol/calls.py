@@ -49,8 +49,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
     """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
 
     `fingerprint` and `layout` are what the client's blocks are; None accepts whatever the pool holds.
-    A pool that is still without a layout takes the client's if it `may_format`: only who was told what the
-    pool is to hold may, not who has learned it from a pool that was here before.
+    A pool that is still without a layout takes the client's if it `may_format`: only a client that was told
+    what the pool is to hold may, not one that has learned it from a pool that was here before.
     """
 
     call_id: int

@@ -191,7 +191,7 @@ def receive_soon(sock: socket.socket, buffer: memoryview, num_tries: int) -> int
         try:
             return receive(buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            os.sched_yield()  # whoever is to send it may have been woken on this very core
+            os.sched_yield()  # the sender may have been woken on this very core
     return receive(buffer, 0, socket.MSG_DONTWAIT)
 
 

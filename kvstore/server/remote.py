@@ -297,7 +297,7 @@ class _Client:
             self._session.end_lease(lease.lease_id)
 
     async def _put(self, call: PutBlocks) -> None:
-        """Raises PoolError for a message that does not fit its payload."""
+        """Store blocks. Raises PoolError for a message that does not fit its payload."""
         table, layout = self._store.pool.table, self._store.segment.layout
         _check_number(call.keys, table.num_layers)
         if self._payload_left != len(call.keys) * layout.block_bytes:
@@ -337,7 +337,7 @@ class _Client:
                 self._session.release(reservation.reservation_id, "the client's blocks have come")
 
     async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> PageReservation:
-        """Waits up to `timeout_s` for room."""
+        """Reserve pages, waiting up to `timeout_s` for them."""
         deadline_s = self._loop.time() + timeout_s
         while True:
             try:
@@ -352,7 +352,7 @@ class _Client:
                 raise full from None
 
     async def _receive_block(self, reservation: PageReservation, block: Block, expected: bytes) -> None:
-        """Places, verifies and seals the next block of the payload."""
+        """Place, verify and seal the next block of the payload."""
         segment = self._store.segment
         if block.found:
             await self._skip(segment.layout.block_bytes)
@@ -375,12 +375,12 @@ class _Client:
             num_bytes -= await self._receive_into(scratch[:num_bytes])
 
     async def _gather(self, num_bytes: int) -> None:
-        """Receives small blocks together."""
+        """Receive small blocks together."""
         while (room := self._frames.room_for(num_bytes, SMALL_BYTES)) is not None:
             self._frames.received(await self._stream.receive_some([room]))
 
     async def _receive_into(self, target: memoryview) -> int:
-        """Some bytes of the payload."""
+        """Receive some bytes of the payload."""
         num_bytes = self._frames.take_into(target) or await self._stream.receive_some([target])
         self._payload_left -= num_bytes
         if self._is_others_turn(num_bytes):
@@ -397,7 +397,7 @@ class _Client:
     # -- deadlines --------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
-        """Ends the connection of a client that stalls: a transfer only notes when it is due."""
+        """End the connection of a client that stalls: a transfer only notes when it is due."""
         now_s = self._loop.time()
         stalls = any(due_s is not None and due_s < now_s for due_s in (self._receive_due_s, self._send_due_s))
         if self._last_message_s + _IDLE_S < now_s:
@@ -415,5 +415,5 @@ def _check_number(keys: Sequence[BlockKey], num_layers: int) -> None:
 
 
 def _longest_s(num_bytes: int) -> float:
-    """How long a transfer may take."""
+    """Return how long a transfer may take."""
     return _GRACE_S + num_bytes / _LEAST_BYTES_PER_S

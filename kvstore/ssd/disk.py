@@ -48,7 +48,7 @@ class Disk:
         on_health: Callable[[], None],
     ) -> None:
         self.slab = slab
-        # The slab's own table lies in a file: a disk that hangs may hold up whoever writes there.
+        # The slab's own table lies in a file: a disk that hangs may hold up those that write there.
         self.allocator = PageAllocator(slab.table.copy(), policy, on_removed)
         self._last_use = int(slab.table.last_uses.max(initial=0)) % _USES
         self.is_healthy = True
@@ -103,7 +103,7 @@ class Disk:
     def _give_back_thread(self) -> None:
         while self._queue:
             turn = self._queue.popleft()
-            if not turn.done():  # else whoever waited was cancelled
+            if not turn.done():  # else the task that waited was cancelled
                 turn.set_result(None)
                 return
         self._num_idle_threads += 1
@@ -117,7 +117,7 @@ class Disk:
             log.error("SSD tier: %s is suspended: %s; the pool goes on without it", self.slab.path, reason)
         asyncio.get_running_loop().call_later(self._pause_s, self._resume)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        while self._queue:  # whoever waits there has pages that others need
+        while self._queue:  # what waits there has pages that others need
             turn = self._queue.popleft()
             if not turn.done():
                 turn.set_exception(Suspended())

@@ -204,7 +204,7 @@ class BlockFetch:
     async def _take(self, peers: Sequence[PeerSession], under_way: _UnderWay) -> None:
         """Count what has come for the oldest request, and say so.
 
-        If a block is given up, then only when nothing is under way to its page any more.
+        If a block is given up, then only when nothing is in flight to its page any more.
         """
         num_wanted = self._num_wanted
         await self._take_first(peers, under_way)

@@ -2,7 +2,7 @@
 
 The receiving half of a transfer. Every remote write names grant, page and generation, and is refused
 before a byte is placed unless all of them are current and its layers have not arrived yet: a sealed
-page is never written. Who writes over shared memory looks only whether the grant is open, and is trusted
+page is never written. A writer over shared memory looks only whether the grant is open, and is trusted
 with the rest: so with leaving alone a page that was sealed while the grant is open for others. What it says
 afterwards is checked in the same way. A grant may have several writers (each with other layers, heads or
 blocks); the loss of any of them before the grant is complete fails it.

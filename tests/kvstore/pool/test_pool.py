@@ -193,3 +193,18 @@ def test_soft_pins_come_and_go_and_a_hard_one_stays() -> None:
     assert (len(pool.pins), pool.num_used_pages) == (1, 1)
     assert pool.pins.remove(KEYS[:2]) == 1
     assert (len(pool.pins), pool.num_used_pages, pool.check_integrity()) == (0, 0, None)
+
+
+def test_removed_or_damaged_block_loses_its_pin() -> None:
+    pool = new_pool()
+    store(pool, *KEYS[:2])
+    damaged = pool.find(KEYS[1])
+    assert damaged is not None
+    pool.pins.add(KEYS[:2], hard=True, deadline_s=9.0)
+    assert pool.remove(KEYS[0])
+    pool.drop(damaged)
+    assert (len(pool.pins), pool.num_used_pages) == (0, 0)
+    assert pool.table.count()[PageState.FREE] == NUM_PAGES
+    store(pool, *KEYS[:2])
+    pool.expire(9.0)  # of the pins that were
+    assert pool.check_integrity() is None
