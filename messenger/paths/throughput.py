@@ -1,4 +1,4 @@
-"""How many bytes are in flight to or from one messenger, how fast they went lately, and how many there were.
+"""Bytes in flight to or from one messenger, their latest speed, and their sums.
 
 The Conductor estimates transfer times from it (Algorithm 1 of the Mooncake paper).
 
@@ -23,7 +23,7 @@ class Throughput:
 
     in_flight_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
-    """None before the first sample."""
+    """Average of the samples, later ones counting more; None before the first sample."""
     total_busy_s: float = 0.0
     """Seconds with bytes in flight, up to the last end."""
     _since_s: float = 0.0

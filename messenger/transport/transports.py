@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Transport(StrEnum):
-    """How a connection moves payload."""
+    """Kind of a connection, by which its payload moves."""
 
     SHM = "shm"
     RDMA = "rdma"

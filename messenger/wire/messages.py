@@ -1,4 +1,4 @@
-"""What two messengers say to each other.
+"""Messages between two messengers.
 
 The *sender* asks, the *receiver* answers. A sender may have several connections (*lanes*) to one receiver:
 they are one *session*, and a transfer may use all of them.
