@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 
@@ -44,11 +44,17 @@ def _split(value: object) -> object:
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
-def _check_port(key: str, address: str | None) -> None:
+def _with_port(address: str) -> str:
     """Check the port of `host:port` or a ZeroMQ endpoint. Raises ValueError if there is no such port."""
-    port = (address or "").rpartition(":")[2]
-    if not (address or "").startswith("ipc://") and port.isdigit() and int(port) > LARGEST_PORT:
-        raise ValueError(f"{key}: {address} has no port up to {LARGEST_PORT}")
+    port = address.rpartition(":")[2]
+    if not address.startswith("ipc://") and port.isdigit() and int(port) > LARGEST_PORT:
+        raise ValueError(f"expected a port up to {LARGEST_PORT}")
+    return address
+
+
+Listen = Annotated[str, Field(pattern=LISTEN), AfterValidator(_with_port)]
+HostAndPort = Annotated[str, Field(pattern=HOST_AND_PORT), AfterValidator(_with_port)]
+Endpoint = Annotated[str, Field(pattern=ENDPOINT), AfterValidator(_with_port)]
 
 
 class HttpConfig(Section):
@@ -63,9 +69,8 @@ class HttpConfig(Section):
     api_keys_file: Path | None = Field(
         None, description="clients need a key of this file (mooncake-serve apikey FILE NAME); default: none"
     )
-    admin_listen: str | None = Field(
+    admin_listen: Listen | None = Field(
         None,
-        pattern=LISTEN,
         description="host:port or [IPv6]:port of /metrics, /dashboard and /admin; default: beside the API",
     )
     admin_keys_file: Path | None = Field(
@@ -86,7 +91,6 @@ class HttpConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> "HttpConfig":
-        _check_port("http.admin_listen", self.admin_listen)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("http.tls_cert and tls_key go together: name both or none")
         return self
@@ -118,19 +122,16 @@ class KVCacheConfig(Section):
         le=4,
         description="a disk that takes longer is left alone for a while, what was asked of it recomputed",
     )
-    listen: str | None = Field(
+    listen: HostAndPort | None = Field(
         None,
-        pattern=HOST_AND_PORT,
         description="host:port for clients of the pool on other hosts (instance i: port + i); off",
     )
-    vllm_events: str | None = Field(
+    vllm_events: Endpoint | None = Field(
         None,
-        pattern=ENDPOINT,
         description="publish KV events in vLLM's format at this ZeroMQ endpoint (instance i: port + i)",
     )
-    vllm_replay: str | None = Field(
+    vllm_replay: Endpoint | None = Field(
         None,
-        pattern=ENDPOINT,
         description="answer replays of those events at this endpoint (instance i: port + i)",
     )
 
@@ -138,9 +139,6 @@ class KVCacheConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> "KVCacheConfig":
-        _check_port("kvcache.listen", self.listen)
-        _check_port("kvcache.vllm_events", self.vllm_events)
-        _check_port("kvcache.vllm_replay", self.vllm_replay)
         if len({path.resolve() for path in self.ssd_dirs}) < len(self.ssd_dirs):
             raise ValueError("kvcache.ssd_dirs: a directory is named twice")
         if self.low_watermark > self.high_watermark:
@@ -175,14 +173,12 @@ SLOClassName = Annotated[str, Field(pattern=NAME)]
 class ConductorConfig(Section):
     """The conductor's listeners and limits."""
 
-    endpoint: str = Field(
+    endpoint: Endpoint = Field(
         "tcp://127.0.0.1:7800",
-        pattern=ENDPOINT,
         description="where workers and other fronts find it (ZeroMQ)",
     )
-    reply_endpoint: str = Field(
+    reply_endpoint: Endpoint = Field(
         "tcp://127.0.0.1:7801",
-        pattern=ENDPOINT,
         description="where workers send tokens to (ZeroMQ); each front has its own",
     )
     max_running_requests: int = Field(
@@ -248,12 +244,6 @@ class ConductorConfig(Section):
         60.0, description="how long a request waits for a lost instance to come back"
     )
 
-    @model_validator(mode="after")
-    def _check_endpoints(self) -> "ConductorConfig":
-        _check_port("conductor.endpoint", self.endpoint)
-        _check_port("conductor.reply_endpoint", self.reply_endpoint)
-        return self
-
 
 class WorkerConfig(Section):
     """How an instance computes."""
@@ -280,9 +270,8 @@ class WorkerConfig(Section):
         " fit, whose passes load again what stands before them",
     )
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
-    metrics_listen: str | None = Field(
+    metrics_listen: HostAndPort | None = Field(
         None,
-        pattern=HOST_AND_PORT,
         description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
     )
     drain_timeout_s: PositiveSeconds = Field(
@@ -293,11 +282,6 @@ class WorkerConfig(Section):
         ge=0,
         description="decode instances compute a prompt themselves if no more of its tokens lack KVCache",
     )
-
-    @model_validator(mode="after")
-    def _check_metrics_listen(self) -> "WorkerConfig":
-        _check_port("worker.metrics_listen", self.metrics_listen)
-        return self
 
 
 class PipelineConfig(Section):

@@ -48,7 +48,7 @@ def check(model: Path, role: str = "all") -> None:
         (
             ("kvcache", "pool_bytes"),
             "4096",
-            r"kvcache\.pool_bytes: 4096 bytes cannot hold a block of 32768 bytes",
+            r"kvcache\.pool_bytes: 4096 bytes cannot hold a block of 16384 bytes",
         ),
     ],
 )

@@ -180,19 +180,34 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
         ),
         ({("kvcache", "vllm_replay"): "tcp://*:1"}, "kvcache.vllm_replay has no effect without vllm_events"),
         ({("kvcache", "ssd_dirs"): "/tmp,/usr,/tmp/"}, "kvcache.ssd_dirs: a directory is named twice"),
-        ({("kvcache", "listen"): "0.0.0.0:70000"}, "kvcache.listen: 0.0.0.0:70000 has no port up to 65535"),
-        ({("kvcache", "vllm_events"): "tcp://h:65536"}, "kvcache.vllm_events: tcp://h:65536 has no port"),
+        (
+            {("kvcache", "listen"): "0.0.0.0:70000"},
+            "kvcache.listen: expected a port up to 65535, found '0.0.0.0:70000'",
+        ),
+        (
+            {("kvcache", "vllm_events"): "tcp://h:65536"},
+            "kvcache.vllm_events: expected a port up to 65535, found 'tcp://h:65536'",
+        ),
         ({("kvcache", "vllm_events"): "*:5557"}, "kvcache.vllm_events: .*'\\*:5557'"),
         ({("kvcache", "eviction"): "fifo"}, "kvcache.eviction: .*'lru', 'lfu' or 'length_aware'.*'fifo'"),
         ({("kvcache", "listen"): "7100"}, "kvcache.listen: .*'7100'"),
         ({("worker", "metrics_listen"): ":9100"}, "worker.metrics_listen: .*':9100'"),
         (
             {("worker", "metrics_listen"): "h:65536"},
-            "worker.metrics_listen: h:65536 has no port up to 65535",
+            "worker.metrics_listen: expected a port up to 65535, found 'h:65536'",
         ),
-        ({("http", "admin_listen"): "h:65536"}, "http.admin_listen: h:65536 has no port up to 65535"),
-        ({("conductor", "endpoint"): "tcp://h:65536"}, "conductor.endpoint: tcp://h:65536 has no port"),
-        ({("conductor", "reply_endpoint"): "tcp://h:70000"}, "conductor.reply_endpoint: tcp://h:70000"),
+        (
+            {("http", "admin_listen"): "h:65536"},
+            "http.admin_listen: expected a port up to 65535, found 'h:65536'",
+        ),
+        (
+            {("conductor", "endpoint"): "tcp://h:65536"},
+            "conductor.endpoint: expected a port up to 65535, found 'tcp://h:65536'",
+        ),
+        (
+            {("conductor", "reply_endpoint"): "tcp://h:70000"},
+            "conductor.reply_endpoint: expected a port up to 65535, found 'tcp://h:70000'",
+        ),
         ({("role",): "front", ("instance",): "f"}, "instance names one prefill or decode instance"),
         (
             {("role",): "decode", ("kvcache", "ssd_dirs"): "/ssd"},
