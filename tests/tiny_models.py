@@ -64,6 +64,23 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
+def random_model(class_name: str, config: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A float32 model of transformers' config class of this name, always with the same weights."""
+    sizes = {key: value for key, value in config.items() if (key, value) != ("head_dim", None)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, class_name)(**sizes), dtype=torch.float32
+        ).eval()
+        for name, parameter in model.named_parameters():
+            # transformers initialises these to constants, which would hide a mistake in them.
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
+            elif name.endswith("norm.weight"):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
 def tiny_model(
     family: str, directory: Path | None = None, **changes: float | None
 ) -> transformers.PreTrainedModel:
@@ -72,18 +89,7 @@ def tiny_model(
     Writes it, with safetensors, as a Hugging Face directory where one is given (no tokenizer).
     """
     class_name, differences = _FAMILIES[family]
-    config_items = {**_SIZES, **differences, **changes}.items()
-    sizes = {key: value for key, value in config_items if (key, value) != ("head_dim", None)}
-    config = getattr(transformers, class_name)(**sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for name, parameter in model.named_parameters():
-            # transformers initialises these to constants, which would hide a mistake in them.
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.2)
-            elif name.endswith("norm.weight"):
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model = random_model(class_name, {**_SIZES, **differences, **changes})
     if directory is not None:
         model.save_pretrained(directory, safe_serialization=True)
     return model

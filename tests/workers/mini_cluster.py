@@ -104,6 +104,13 @@ class Answer:
         return self.reception.token_ids
 
 
+async def tokens_of(answer: Answer) -> list[int]:
+    """Wait for the end of the answer, which must be no error."""
+    await answer.ended.wait()
+    assert answer.error is None
+    return answer.tokens
+
+
 class InstanceUnderTest:
     """A worker without its connections, and the other ranks if it has some: one pool for each."""
 
@@ -358,3 +365,7 @@ async def mini_cluster(
         for instance in cluster.instances:
             if instance.ranks is not None:
                 instance.ranks.close()
+
+
+StartCluster = Callable[..., contextlib.AbstractAsyncContextManager[MiniCluster]]
+"""`mini_cluster` of some model in some folder."""

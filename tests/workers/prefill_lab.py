@@ -495,6 +495,10 @@ async def prefill_lab(
             await client.close()
 
 
+StartLab = Callable[..., contextlib.AbstractAsyncContextManager[Lab]]
+"""`prefill_lab` of some model in some folder."""
+
+
 def until(condition: Callable[[], bool], what: str) -> None:
     """For what another process does and does not announce."""
     end_s = time.monotonic() + DEADLINE_S

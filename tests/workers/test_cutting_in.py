@@ -3,27 +3,20 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.kvstore.nodes import DEADLINE_S
-from tests.tiny_models import tiny_model
-from tests.workers.prefill_lab import Lab, Receiving, Setting, prefill_lab
-from tests.workers.test_prefill_equality import BLOCK_SIZE, assert_equal, prompt_of
+from tests.workers.prefill_lab import Lab, Receiving, Setting, StartLab
+from tests.workers.references import prompt_of
+from tests.workers.test_prefill_equality import BLOCK_SIZE, assert_equal
 from workers.execution.executor import Executor
 
 NUM_PAGES_OF_SHORT = -(-20 // BLOCK_SIZE)
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
 
 
 class Held:
@@ -80,10 +73,8 @@ async def long_and_short(lab: Lab, held: Held) -> tuple[Receiving, Receiving]:
     return long, short
 
 
-async def test_a_short_prompt_ends_before_the_pass_of_a_long_one(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    async with prefill_lab(model, tmp_path) as lab:
+async def test_a_short_prompt_ends_before_the_pass_of_a_long_one(start_lab: StartLab) -> None:
+    async with start_lab() as lab:
         plain = [lab.plain(prompt_of(1, 90)), lab.plain(prompt_of(2, 20))]
         held = Held(lab.executor)
         async with lab.running(Setting(prefill_chunk=60)):
@@ -96,10 +87,8 @@ async def test_a_short_prompt_ends_before_the_pass_of_a_long_one(
             assert held.computed[: len(layers) + 2] == [(0, 60), (1, 60), *cut_in]
 
 
-async def test_a_short_prompt_does_not_wait_behind_one_that_waits_for_memory(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    async with prefill_lab(model, tmp_path) as lab:
+async def test_a_short_prompt_does_not_wait_behind_one_that_waits_for_memory(start_lab: StartLab) -> None:
+    async with start_lab() as lab:
         plain = [lab.plain(prompt_of(index, num)) for index, num in ((1, 90), (3, 90), (2, 20))]
         held, kv = Held(lab.executor), lab.executor.kv
         async with lab.running(Setting(prefill_chunk=60)):
@@ -119,10 +108,8 @@ async def test_a_short_prompt_does_not_wait_behind_one_that_waits_for_memory(
 
 
 @pytest.mark.parametrize("aborted", ["short", "long"])
-async def test_either_can_be_aborted_while_it_cuts_in(
-    model: transformers.PreTrainedModel, tmp_path: Path, aborted: str
-) -> None:
-    async with prefill_lab(model, tmp_path) as lab:
+async def test_either_can_be_aborted_while_it_cuts_in(start_lab: StartLab, aborted: str) -> None:
+    async with start_lab() as lab:
         plain = {"long": lab.plain(prompt_of(1, 90)), "short": lab.plain(prompt_of(2, 20))}
         held = Held(lab.executor)
         async with lab.running(Setting(prefill_chunk=60)):

@@ -1,17 +1,14 @@
 """Answers that follow a grammar, in every place and batch; and the same ones everywhere."""
 
 import json
-from pathlib import Path
 
 import pytest
-import transformers
 
 from mooncake.messages.requests import SamplingParams
-from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.execution.test_draws import EVERYWHERE
-from tests.workers.mini_cluster import Sizes, mini_cluster
-from tests.workers.test_runners import prompt_of, reference, tokens_of
+from tests.workers.mini_cluster import Sizes, StartCluster, tokens_of
+from tests.workers.references import Reference, prompt_of
 
 SCHEMA = {
     "type": "object",
@@ -29,16 +26,11 @@ PROMPTS = [prompt_of(seed, 20 + seed) for seed in range(3)]
 BACKEND = tiny_backend()
 
 
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
-
-
 @EVERYWHERE
 async def test_answers_follow_their_grammar_and_depend_on_the_seed_alone(
-    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
+    start_cluster: StartCluster, reference: Reference, sizes: Sizes
 ) -> None:
-    async with mini_cluster(model, tmp_path, sizes) as cluster:
+    async with start_cluster(sizes) as cluster:
         alone = [
             await tokens_of(cluster.submit(f"alone-{index}", prompt, WISHES))
             for index, prompt in enumerate(PROMPTS)
@@ -53,14 +45,12 @@ async def test_answers_follow_their_grammar_and_depend_on_the_seed_alone(
         ]
         free = cluster.submit("free", PROMPTS[0], SamplingParams(20, temperature=0))
         assert [await tokens_of(answer) for answer in together] == alone
-        assert await tokens_of(free) == reference(model, PROMPTS[0], 20)
+        assert await tokens_of(free) == reference(PROMPTS[0], 20)
         await cluster.assert_nothing_is_held()
 
 
-async def test_a_grammar_that_cannot_be_compiled_ends_the_request(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    async with mini_cluster(model, tmp_path) as cluster:
+async def test_a_grammar_that_cannot_be_compiled_ends_the_request(start_cluster: StartCluster) -> None:
+    async with start_cluster() as cluster:
         answer = cluster.submit("bad", PROMPTS[0], SamplingParams(5, grammar="nonsense"))
         await answer.ended.wait()
         assert answer.error is not None
@@ -69,9 +59,9 @@ async def test_a_grammar_that_cannot_be_compiled_ends_the_request(
 
 
 async def test_a_grammar_that_meets_a_limit_ends_its_request_alone(
-    model: transformers.PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_cluster: StartCluster, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with mini_cluster(model, tmp_path) as cluster:
+    async with start_cluster() as cluster:
         grammar = await cluster.grammars.get(GRAMMAR)
         begin = type(grammar).begin
 
@@ -95,5 +85,5 @@ async def test_a_grammar_that_meets_a_limit_ends_its_request_alone(
         await answer.ended.wait()
         assert "a limit" in (answer.error or "")
         assert len(answer.tokens) <= 5
-        assert await tokens_of(free) == reference(model, PROMPTS[1], 20)
+        assert await tokens_of(free) == reference(PROMPTS[1], 20)
         await cluster.assert_nothing_is_held()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from mooncake.config.settings import load_config
 from mooncake.errors import ConfigError
@@ -19,8 +18,9 @@ from tests.kvstore.holder import Answer
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
-from tests.workers.prefill_lab import BLOCK_SIZE, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, cell, fail, prompt_of
+from tests.workers.prefill_lab import BLOCK_SIZE, Setting, StartLab, prefill_lab
+from tests.workers.references import prompt_of
+from tests.workers.test_prefill_equality import assert_equal, cell, fail
 from tests.workers.test_prefill_faults import gone
 from workers.engine.batch import Chunk
 from workers.execution.loading import layer_window
@@ -30,11 +30,6 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart, PromptBlock
 NUM_LAYERS, WINDOW = 4, 2
 CELLS = list(itertools.product((BLOCK_SIZE, 20, 1000), (0, 2, 5)))
 """tokens of a pass, and blocks that are cached"""
-
-
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
 
 
 @pytest.mark.cluster
@@ -70,10 +65,8 @@ async def test_tokens_and_pages_are_those_of_a_device_with_all_layers(
 
 
 @pytest.mark.cluster
-async def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    async with prefill_lab(model, tmp_path, "tcp", layer_window=WINDOW) as lab:
+async def test_reuse_that_fails_half_way_goes_on_from_the_last_good_block(start_lab: StartLab) -> None:
+    async with start_lab("tcp", layer_window=WINDOW) as lab:
         for answer in (Answer.EVICTED, Answer.DAMAGED, Answer.DIE, Answer.HANG):
             with cell(answer):
                 await fail(lab, answer, 2, 1, Setting(16))
@@ -87,12 +80,10 @@ async def reaches(gate: Gate, num_marks: int) -> None:
 
 
 @pytest.mark.cluster
-async def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(start_lab: StartLab) -> None:
     prompt, gate = prompt_of(1, 50), Gate(store=1)
     num_marks = WINDOW + 3  # of waits for stores, and of stores of the layers 0 to 2
-    async with prefill_lab(model, tmp_path, layer_window=WINDOW) as lab:
+    async with start_lab(layer_window=WINDOW) as lab:
         plain = lab.plain(prompt)
         async with lab.running(Setting(make_copies=gate.make)):
             receiving = await lab.order(prompt)
@@ -106,12 +97,10 @@ async def test_layer_is_computed_when_the_one_whose_memory_it_takes_is_stored(
 
 
 @pytest.mark.cluster
-async def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_prompt_that_is_aborted_while_a_layer_waits_leaves_nothing(start_lab: StartLab) -> None:
     gate = Gate(store=1)
     async with (
-        prefill_lab(model, tmp_path, layer_window=WINDOW) as lab,
+        start_lab(layer_window=WINDOW) as lab,
         lab.running(Setting(16, make_copies=gate.make)),
     ):
         receiving = await lab.order(prompt_of(1, 50))

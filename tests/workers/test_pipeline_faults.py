@@ -6,34 +6,25 @@ import time
 from pathlib import Path
 
 import pytest
-import transformers
 
-from mooncake.errors import TransferError
-from mooncake.messages.workers import Prefilled, WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
-from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, prompt_of
-from tests.workers.test_prefill_faults import answers_of, gone
+from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Setting, StartLab, prefill_lab
+from tests.workers.references import prompt_of
+from tests.workers.test_prefill_equality import assert_equal
+from tests.workers.test_prefill_faults import gone
 
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_aborted_prompt_leaves_every_stage_at_once(
-    model: transformers.PreTrainedModel, tmp_path: Path, stage: int
-) -> None:
+async def test_aborted_prompt_leaves_every_stage_at_once(start_lab: StartLab, stage: int) -> None:
     layer = (0, 1, 3)[stage]
     gate = Gate(store=layer)
     chunk, num_passes_under_way = 16, 3
     async with (
-        prefill_lab(model, tmp_path, num_stages=3) as lab,
+        start_lab(num_stages=3) as lab,
         lab.running(Setting(chunk, overlap=False, make_copies=gate.make, stage=stage)),
     ):
         computed, prompt = lab.computed_layers(), prompt_of(1, 300)
@@ -96,81 +87,12 @@ async def test_aborted_prompt_of_8k_tokens_is_gone_within_100_ms_of_the_next_lay
             times_s.append(await abort(lab, prompt))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-async def test_damaged_block_in_one_stage_fails_the_attempt_and_is_dropped_there(
-    model: transformers.PreTrainedModel, tmp_path: Path, stage: int
-) -> None:
-    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
-    async with prefill_lab(model, tmp_path, num_stages=3) as lab:
-        plain = lab.plain(prompt)
-        keys = lab.keys_of(prompt)
-        lab.put_local(keys, plain.blocks[:5])
-        client = lab.parts[stage].client
-        reservation = await client.reserve(keys, 0)
-        client.segment.layer_view(reservation.blocks[2].page, 0)[5] ^= 1
-        await client.release(reservation.reservation_id)
-        async with lab.running(Setting()):
-            receiving = await lab.order(prompt)
-            (failure,) = await answers_of(lab, receiving)
-            assert isinstance(failure, WorkFailed)
-            assert failure.retryable
-            assert "damaged" in failure.reason
-            await receiving.release()
-        with lab.client(lab.parts[stage].node) as pool:
-            assert pool.prefix_len(keys) == 2
-        (again,) = await lab.results(Setting(), [prompt])
-        assert again.num_cached_tokens == 2 * BLOCK_SIZE  # what the worst stage has
-        assert_equal(again, plain, 2, same_arithmetic=False)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-async def test_kvcache_that_does_not_leave_one_stage_fails_the_attempt_when_the_others_have_sent_theirs(
-    model: transformers.PreTrainedModel, tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with prefill_lab(model, tmp_path, num_stages=3) as lab, lab.running(Setting()):
-        first, late = lab.parts[0].client, lab.parts[stage].client
-        first_has_sent, wait_sent = asyncio.Event(), first.wait_sent
-
-        async def sends(reservation_id: int) -> None:
-            await wait_sent(reservation_id)
-            first_has_sent.set()
-
-        async def does_not_send(reservation_id: int) -> None:
-            await first_has_sent.wait()
-            raise TransferError("the way is cut")
-
-        monkeypatch.setattr(first, "wait_sent", sends)
-        monkeypatch.setattr(late, "wait_sent", does_not_send)
-        receiving = await lab.order(prompt_of(1, 3 * BLOCK_SIZE))
-        prefilled, failure = await answers_of(lab, receiving)
-        assert isinstance(prefilled, Prefilled)
-        assert failure == WorkFailed(receiving.ref, "the way is cut", retryable=True)
-        await receiving.release()
-
-
-async def test_stages_that_hold_different_prefixes_reuse_what_all_have(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    prompt = prompt_of(5, 6 * BLOCK_SIZE)
-    async with prefill_lab(model, tmp_path, num_stages=3) as lab:
-        plain = lab.plain(prompt)
-        keys = lab.keys_of(prompt)
-        for counts in ((6, 3, 5), (0, 6, 6), (2, 6, 1), (6, 6, 6)):
-            lab.clear(*lab.prefill_nodes)
-            for part, count in zip(lab.parts, counts, strict=True):
-                if count:
-                    lab.put(part.node, keys[:count], plain.blocks[:count])
-            (result,) = await lab.results(Setting(16), [prompt])
-            assert result.num_cached_tokens == min(min(counts) * BLOCK_SIZE, len(prompt) - 1)
-            assert_equal(result, plain, min(counts), same_arithmetic=False)
-
-
 async def test_many_prompts_in_little_memory_wait_for_one_another_and_do_not_lock_up(
-    model: transformers.PreTrainedModel, tmp_path: Path
+    start_lab: StartLab,
 ) -> None:
     rng = random.Random(7)
     prompts = [prompt_of(seed, rng.randrange(1, 70)) for seed in range(24)]
-    async with prefill_lab(model, tmp_path, num_pages=14, num_stages=3) as lab:
+    async with start_lab(num_pages=14, num_stages=3) as lab:
         plain = [lab.plain(prompt) for prompt in prompts]
         for part in lab.parts:  # so little memory on the devices too
             part.executor.kv.allocate(part.executor.kv.num_free_pages - 14)

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +24,12 @@ from tests.workers.prefill_lab import (
     PrefillPart,
     Result,
     Setting,
+    StartLab,
     endless_patience,
     prefill_lab,
     until,
 )
+from tests.workers.references import prompt_of
 
 pytestmark = pytest.mark.cluster
 
@@ -38,19 +39,9 @@ PLACES = [(1, 1), (2, 1), (3, 1), (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
-
-
-@pytest.fixture(scope="module")
 def models(model: transformers.PreTrainedModel) -> dict[int, transformers.PreTrainedModel]:
     """By the number of ranks: two cannot share three KV heads out evenly."""
     return {1: model, 2: tiny_model("smollm2", num_key_value_heads=3, num_hidden_layers=2)}
-
-
-def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 512) for _ in range(num_tokens)]
 
 
 def assert_equal(result: Result, plain: Result, num_reused_blocks: int, *, same_arithmetic: bool) -> None:
@@ -155,10 +146,10 @@ def push_out(lab: Lab, part: PrefillPart, keys: list[BlockKey]) -> None:
 
 @pytest.mark.parametrize(("num_stages", "overlap"), [(1, True), (1, False), (2, True), (3, True)])
 async def test_prompts_in_one_pass_are_computed_as_if_alone(
-    model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int, overlap: bool
+    start_lab: StartLab, num_stages: int, overlap: bool
 ) -> None:
     prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 7, 8, 30, 3, 41))]
-    async with prefill_lab(model, tmp_path, num_stages=num_stages) as lab:
+    async with start_lab(num_stages=num_stages) as lab:
         plain = [lab.plain(prompt) for prompt in prompts]
         for chunk in (4, 16, 200):
             lab.clear(*lab.prefill_nodes)
@@ -168,9 +159,9 @@ async def test_prompts_in_one_pass_are_computed_as_if_alone(
                 assert_equal(result, alone, 0, same_arithmetic=False)
 
 
-async def test_overlap_changes_no_bit(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_overlap_changes_no_bit(start_lab: StartLab) -> None:
     prompt = prompt_of(3, 61)
-    async with prefill_lab(model, tmp_path) as lab:
+    async with start_lab() as lab:
         for chunk in (7, 1000):
             lab.clear(lab.prefill_node)
             (without,) = await lab.results(Setting(chunk, overlap=False), [prompt])

@@ -3,11 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import pytest
-import transformers
 
 from kvstore.pool.segment import Segment
 from mooncake.errors import PoolError
@@ -16,21 +14,23 @@ from tests.kvstore.holder import NUM_PIECES, Answer
 from tests.kvstore.nodes import DEADLINE_S
 from tests.kvstore.nodes import until as pool_until
 from tests.messenger.proxy import proxied
-from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
-from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Receiving, Setting, endless_patience, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, holding, prompt_of
+from tests.workers.prefill_lab import (
+    BLOCK_SIZE,
+    Lab,
+    Receiving,
+    Setting,
+    StartLab,
+    endless_patience,
+)
+from tests.workers.references import prompt_of
+from tests.workers.test_prefill_equality import assert_equal, holding
 from workers.engine.kvcache import DeviceKVCache
 from workers.kvcache import prefix_fetch
 from workers.kvcache.copies import BlockCopy, LayerCopies, Mark, copies_for
 from workers.kvcache.prefix_fetch import SILENCE_S, PrefixFetch
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
 
 
 async def gone(lab: Lab, receiving: Receiving) -> None:
@@ -40,11 +40,9 @@ async def gone(lab: Lab, receiving: Receiving) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_aborted_prefill_stops_between_two_layers(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_aborted_prefill_stops_between_two_layers(start_lab: StartLab) -> None:
     prompt, gate = prompt_of(1, 300), Gate(load=1)
-    async with prefill_lab(model, tmp_path) as lab:
+    async with start_lab() as lab:
         plain = lab.plain(prompt)
         lab.put(lab.prefill_node, lab.keys_of(prompt)[:10], plain.blocks[:10])
         async with lab.running(Setting(make_copies=gate.make)):
@@ -62,28 +60,10 @@ async def test_aborted_prefill_stops_between_two_layers(
             await receiving.release()
 
 
-async def test_others_of_the_pass_go_on_when_one_is_aborted(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    prompts, gate = [prompt_of(seed, 20) for seed in range(3)], Gate(store=1)
-    async with prefill_lab(model, tmp_path) as lab:
-        plain = [lab.plain(prompt) for prompt in prompts]
-        async with lab.running(Setting(make_copies=gate.make)):
-            first, aborted, last = [await lab.order(prompt) for prompt in prompts]
-            await gate.reached()
-            lab.jobs.cancel(aborted.ref)
-            gate.open()
-            await gone(lab, aborted)
-            for receiving, alone in ((first, plain[0]), (last, plain[2])):
-                assert_equal(await receiving.result(), alone, 0, same_arithmetic=False)
-            assert not aborted.answered.done()
-            await aborted.release()
-
-
-async def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_waiting_prompts_can_be_aborted(start_lab: StartLab) -> None:
     gate = Gate(store=0)
     setting = Setting(16, overlap=False, make_copies=gate.make)  # nothing is computed while that is closed
-    async with prefill_lab(model, tmp_path) as lab, lab.running(setting):
+    async with start_lab() as lab, lab.running(setting):
         orders = [await lab.order(prompt_of(seed, 50)) for seed in range(4)]
         await gate.reached()
         for receiving in orders[1:]:
@@ -97,11 +77,11 @@ async def test_waiting_prompts_can_be_aborted(model: transformers.PreTrainedMode
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 async def test_decode_side_that_dies_in_mid_prefill_fails_the_attempt(
-    model: transformers.PreTrainedModel, tmp_path: Path, num_stages: int
+    start_lab: StartLab, num_stages: int
 ) -> None:
     gate = Gate(store=2)
     async with (
-        prefill_lab(model, tmp_path, num_stages=num_stages) as lab,
+        start_lab(num_stages=num_stages) as lab,
         lab.running(Setting(make_copies=gate.make, stage=num_stages - 1)),
     ):
         receiving = await lab.order(prompt_of(2, 60))
@@ -119,12 +99,10 @@ async def answers_of(lab: Lab, receiving: Receiving) -> list[object]:
 
 
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "emptied"])
-async def test_real_holder_that_goes_away_costs_nothing_but_time(
-    model: transformers.PreTrainedModel, tmp_path: Path, kill: bool
-) -> None:
+async def test_real_holder_that_goes_away_costs_nothing_but_time(start_lab: StartLab, kill: bool) -> None:
     """The first layers have come by then, the last ones cannot before it has gone."""
     prompt = prompt_of(3, 5 * BLOCK_SIZE + 3)
-    async with prefill_lab(model, tmp_path, "tcp") as lab:
+    async with start_lab("tcp") as lab:
         plain = lab.plain(prompt)
         node, client = await lab.holder("tcp")
         lab.put(node, lab.keys_of(prompt), plain.blocks[:5])
@@ -182,11 +160,7 @@ class PiecesClock:
     ],  # the first layer tells how far the last is
 )
 async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
-    model: transformers.PreTrainedModel,
-    tmp_path: Path,
-    layer: int,
-    piece_s: float,
-    monkeypatch: pytest.MonkeyPatch,
+    start_lab: StartLab, layer: int, piece_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, clock = prompt_of(3, 5 * BLOCK_SIZE + 3), PiecesClock(piece_s)
     assert NUM_PIECES * piece_s > SILENCE_S
@@ -198,7 +172,7 @@ async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
         clock.heard(fetch._heard_s)
 
     monkeypatch.setattr(PrefixFetch, "_on_layers", hear)
-    async with prefill_lab(model, tmp_path, "tcp") as lab:
+    async with start_lab("tcp") as lab:
         plain = lab.plain(prompt)
         keys = lab.keys_of(prompt)
         with holding(lab, keys, plain, Answer.IN_PIECES, layer, clock.pause) as holder:
@@ -209,10 +183,10 @@ async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
 
 @pytest.mark.parametrize("layer", [0, 2], ids=["before the pass", "in the pass"])
 async def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
-    model: transformers.PreTrainedModel, tmp_path: Path, layer: int
+    start_lab: StartLab, layer: int
 ) -> None:
     prompt, gate = prompt_of(3, 5 * BLOCK_SIZE + 3), Gate(load=layer - 1)
-    async with prefill_lab(model, tmp_path, "tcp") as lab:
+    async with start_lab("tcp") as lab:
         plain = lab.plain(prompt)
         keys = lab.keys_of(prompt)
         asked = threading.Event()
@@ -230,12 +204,10 @@ async def test_prompt_that_is_aborted_while_it_is_fetched_ends_at_once(
                 holder.close()
 
 
-async def test_store_that_fails_fails_its_prompt_and_no_other(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_store_that_fails_fails_its_prompt_and_no_other(start_lab: StartLab) -> None:
     prompts = [prompt_of(seed, 3 * BLOCK_SIZE + 3) for seed in range(2)]
     failing = FailingStore(layer=2)
-    async with prefill_lab(model, tmp_path) as lab:
+    async with start_lab() as lab:
         plain = [lab.plain(prompt) for prompt in prompts]
         async with lab.running(Setting(make_copies=failing.make)):
             failed, other = [await lab.order(prompt) for prompt in prompts]
@@ -274,34 +246,9 @@ class FailingStore:
         return copies
 
 
-async def test_damaged_block_of_the_own_pool_is_dropped_and_the_attempt_fails(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
-    prompt = prompt_of(4, 5 * BLOCK_SIZE + 3)
-    async with prefill_lab(model, tmp_path) as lab:
-        plain = lab.plain(prompt)
-        keys = lab.keys_of(prompt)
-        lab.put(lab.prefill_node, keys, plain.blocks[:5])
-        reservation = await lab.prefill.reserve(keys, 0)
-        lab.prefill.segment.layer_view(reservation.blocks[2].page, 1)[5] ^= 1
-        await lab.prefill.release(reservation.reservation_id)
-        async with lab.running(Setting()):
-            receiving = await lab.order(prompt)
-            (failure,) = await answers_of(lab, receiving)
-            assert isinstance(failure, WorkFailed)
-            assert failure.retryable
-            await receiving.release()
-        with lab.client(lab.prefill_node) as pool:
-            assert pool.prefix_len(keys) == 2
-        (again,) = await lab.results(Setting(), [prompt])
-        assert_equal(again, plain, 2, same_arithmetic=False)
-
-
-async def test_reused_tokens_are_counted_by_source(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_reused_tokens_are_counted_by_source(start_lab: StartLab) -> None:
     prompt = prompt_of(5, 6 * BLOCK_SIZE + 3)
-    async with prefill_lab(model, tmp_path) as lab:
+    async with start_lab() as lab:
         plain = lab.plain(prompt)
         keys = lab.keys_of(prompt)
         node, client = await lab.holder("auto")

@@ -2,45 +2,14 @@
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from mooncake.messages.requests import SamplingParams
-from tests.tiny_models import tiny_model
-from tests.workers.mini_cluster import Answer, MiniCluster, Sizes, mini_cluster
+from tests.workers.mini_cluster import MiniCluster, Sizes, StartCluster, tokens_of
+from tests.workers.references import Reference, prompt_of
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
-
-
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
-
-
-def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(1, 512) for _ in range(num_tokens)]
-
-
-def reference(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-        )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
-async def tokens_of(answer: Answer) -> list[int]:
-    await answer.ended.wait()
-    assert answer.error is None
-    return answer.tokens
 
 
 @pytest.mark.parametrize(
@@ -69,12 +38,12 @@ async def tokens_of(answer: Answer) -> list[int]:
     ],
 )
 async def test_tokens_do_not_depend_on_sizes_and_orders(
-    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes, order: str
+    start_cluster: StartCluster, reference: Reference, sizes: Sizes, order: str
 ) -> None:
     lengths = (48, 47, 33, 16, 9, 8, 7, 1) if order == "longest first" else (1, 7, 8, 9, 16, 33, 47, 48)
     prompts = [prompt_of(length, length) for length in lengths]
-    expected = [reference(model, prompt, GREEDY.max_tokens) for prompt in prompts]
-    async with mini_cluster(model, tmp_path, sizes) as cluster:
+    expected = [reference(prompt, GREEDY.max_tokens) for prompt in prompts]
+    async with start_cluster(sizes) as cluster:
         for attempt in ("fresh", "cached"):
             answers = []
             for index, prompt in enumerate(prompts):
@@ -86,16 +55,16 @@ async def test_tokens_do_not_depend_on_sizes_and_orders(
 
 
 async def test_cached_tokens_are_those_of_the_longest_sealed_prefix(
-    model: transformers.PreTrainedModel, tmp_path: Path
+    start_cluster: StartCluster, reference: Reference
 ) -> None:
     prompt = prompt_of(1, 40)
 
     async def cached(cluster: MiniCluster, request_id: str, tokens: list[int]) -> int | None:
         answer = cluster.submit(request_id, tokens, GREEDY)
-        assert await tokens_of(answer) == reference(model, tokens, GREEDY.max_tokens)
+        assert await tokens_of(answer) == reference(tokens, GREEDY.max_tokens)
         return answer.num_cached_tokens
 
-    async with mini_cluster(model, tmp_path) as cluster:
+    async with start_cluster() as cluster:
         assert await cached(cluster, "a", prompt) == 0
         assert await cached(cluster, "b", prompt) == 39  # one token is always computed
         assert await cached(cluster, "c", prompt[:20]) == 16
@@ -104,11 +73,9 @@ async def test_cached_tokens_are_those_of_the_longest_sealed_prefix(
         await cluster.assert_nothing_is_held()
 
 
-async def test_only_blocks_that_decode_lacks_travel(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_only_blocks_that_decode_lacks_travel(start_cluster: StartCluster) -> None:
     prompt = prompt_of(4, 44)
-    async with mini_cluster(model, tmp_path) as cluster:
+    async with start_cluster() as cluster:
         [_, decode] = cluster.instances
         received = []
         for request_id, tokens in (("a", prompt), ("b", prompt), ("c", [*prompt, *prompt_of(5, 4)])):
@@ -120,14 +87,12 @@ async def test_only_blocks_that_decode_lacks_travel(
         assert received == [6, 7, 8]
 
 
-async def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(start_cluster: StartCluster) -> None:
     def sampling(seed: int) -> SamplingParams:
         return SamplingParams(max_tokens=10, temperature=1.0, top_p=0.95, top_k=50, seed=seed)
 
     prompts = [prompt_of(seed, 20 + seed) for seed in range(6)]
-    async with mini_cluster(model, tmp_path) as cluster:
+    async with start_cluster() as cluster:
         alone = [
             await tokens_of(cluster.submit(f"alone-{seed}", prompt, sampling(seed)))
             for seed, prompt in enumerate(prompts)
@@ -155,11 +120,11 @@ async def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(
     ("seed", "num_requests"), [(0, 200), pytest.param(1, 2000, marks=pytest.mark.soak)], ids=["200", "2000"]
 )
 async def test_random_aborts_leave_nothing_behind(
-    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes, seed: int, num_requests: int
+    start_cluster: StartCluster, reference: Reference, sizes: Sizes, seed: int, num_requests: int
 ) -> None:
     rng = random.Random(seed)
     prompts = [prompt_of(index, rng.randrange(1, 60)) for index in range(8)]
-    expected = [reference(model, prompt, 40) for prompt in prompts]
+    expected = [reference(prompt, 40) for prompt in prompts]
     cancelled_after = []  # tokens
 
     async def one(cluster: MiniCluster, number: int) -> None:
@@ -182,7 +147,7 @@ async def test_random_aborts_leave_nothing_behind(
         for number in numbers:
             await one(cluster, number)
 
-    async with mini_cluster(model, tmp_path, sizes, timeout_s=500) as cluster:
+    async with start_cluster(sizes, timeout_s=500) as cluster:
         async with asyncio.TaskGroup() as clients:
             for first in range(16):
                 clients.create_task(client(cluster, range(first, num_requests, 16)))

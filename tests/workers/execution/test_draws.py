@@ -1,17 +1,13 @@
 """Sampling through prefill and decode: what transformers would draw and report, in every place and batch."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
 import transformers
 
 from mooncake.messages.requests import SamplingParams
-from tests.tiny_models import tiny_model
-from tests.workers.mini_cluster import Sizes, mini_cluster
-from tests.workers.test_runners import prompt_of, reference, tokens_of
+from tests.workers.mini_cluster import Sizes, StartCluster, tokens_of
+from tests.workers.references import Reference, greedy_tokens, prompt_of
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(NUM_TOKENS, temperature=0)
@@ -28,40 +24,22 @@ EVERYWHERE = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
-
-
-def generated(model: transformers.PreTrainedModel, prompt: Sequence[int], **wishes: object) -> list[int]:
-    """By transformers, greedily."""
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            **wishes,
-        )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
 @EVERYWHERE
 async def test_greedy_tokens_under_rules_are_those_of_transformers(
-    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
+    start_cluster: StartCluster, reference: Reference, model: transformers.PreTrainedModel, sizes: Sizes
 ) -> None:
-    plain = [reference(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    plain = [reference(prompt, NUM_TOKENS) for prompt in PROMPTS]
     stop = plain[2][3]
     bias = {plain[3][0]: -3.0, 77: 1.5}
     biased = transformers.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
     expected = [
-        generated(model, PROMPTS[0], repetition_penalty=1.3),
-        generated(model, PROMPTS[1], bad_words_ids=[[plain[1][0]], plain[1][4:6]]),
-        generated(model, PROMPTS[2], eos_token_id=stop, min_new_tokens=9, pad_token_id=0),
-        generated(
+        greedy_tokens(model, PROMPTS[0], NUM_TOKENS, repetition_penalty=1.3),
+        greedy_tokens(model, PROMPTS[1], NUM_TOKENS, bad_words_ids=[[plain[1][0]], plain[1][4:6]]),
+        greedy_tokens(model, PROMPTS[2], NUM_TOKENS, eos_token_id=stop, min_new_tokens=9, pad_token_id=0),
+        greedy_tokens(
             model,
             PROMPTS[3],
+            NUM_TOKENS,
             repetition_penalty=1.1,
             logits_processor=transformers.LogitsProcessorList([biased]),
         ),
@@ -73,7 +51,7 @@ async def test_greedy_tokens_under_rules_are_those_of_transformers(
         {"stop_token_ids": (stop,), "min_tokens": 9},
         {"repetition_penalty": 1.1, "logit_bias": bias},
     ]
-    async with mini_cluster(model, tmp_path, sizes) as cluster:
+    async with start_cluster(sizes) as cluster:
         answers = [
             cluster.submit(str(index), prompt, msgspec.structs.replace(GREEDY, **fields))
             for index, (prompt, fields) in enumerate(zip(PROMPTS, wishes, strict=True))
@@ -85,9 +63,7 @@ async def test_greedy_tokens_under_rules_are_those_of_transformers(
 
 
 @EVERYWHERE
-async def test_draws_under_rules_depend_on_the_seed_alone(
-    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
-) -> None:
+async def test_draws_under_rules_depend_on_the_seed_alone(start_cluster: StartCluster, sizes: Sizes) -> None:
     wishes = SamplingParams(
         NUM_TOKENS,
         temperature=1.2,
@@ -99,7 +75,7 @@ async def test_draws_under_rules_depend_on_the_seed_alone(
         bad_words=((1, 2), (30,)),
         num_logprobs=2,
     )
-    async with mini_cluster(model, tmp_path, sizes) as cluster:
+    async with start_cluster(sizes) as cluster:
         alone = [
             await tokens_of(cluster.submit(f"alone-{index}", prompt, wishes))
             for index, prompt in enumerate(PROMPTS)
@@ -119,7 +95,7 @@ async def test_draws_under_rules_depend_on_the_seed_alone(
 
 @EVERYWHERE
 async def test_logprobs_are_those_of_the_models_own_logits(
-    model: transformers.PreTrainedModel, tmp_path: Path, sizes: Sizes
+    start_cluster: StartCluster, model: transformers.PreTrainedModel, sizes: Sizes
 ) -> None:
     wishes = [
         msgspec.structs.replace(GREEDY, num_logprobs=3),
@@ -127,7 +103,7 @@ async def test_logprobs_are_those_of_the_models_own_logits(
         SamplingParams(NUM_TOKENS, temperature=1.3, presence_penalty=1.5, seed=3, num_logprobs=20),
         GREEDY,
     ]
-    async with mini_cluster(model, tmp_path, sizes) as cluster:
+    async with start_cluster(sizes) as cluster:
         answers = [
             cluster.submit(str(index), prompt, sampling)
             for index, (prompt, sampling) in enumerate(zip(PROMPTS, wishes, strict=True))

@@ -1,29 +1,22 @@
 """Loads and stores run beside the computation, and each layer waits for its own load only."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
-import transformers
 
-from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
-from tests.workers.prefill_lab import Setting, prefill_lab
-from tests.workers.test_prefill_equality import assert_equal, prompt_of
+from tests.workers.prefill_lab import Setting, StartLab
+from tests.workers.references import prompt_of
+from tests.workers.test_prefill_equality import assert_equal
 
 pytestmark = pytest.mark.cluster
 
 NUM_LAYERS = 4
 
 
-@pytest.fixture(scope="module")
-def model() -> transformers.PreTrainedModel:
-    return tiny_model("smollm2")
-
-
-async def test_computation_waits_for_no_store(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
+async def test_computation_waits_for_no_store(start_lab: StartLab) -> None:
     prompt, gate = prompt_of(1, 50), Gate(store=0)
-    async with prefill_lab(model, tmp_path) as lab:
+    async with start_lab() as lab:
         plain = lab.plain(prompt)
         async with lab.running(Setting(25, make_copies=gate.make)):
             receiving = await lab.order(prompt)
@@ -38,11 +31,9 @@ async def test_computation_waits_for_no_store(model: transformers.PreTrainedMode
         assert_equal(result, plain, 0, same_arithmetic=False)
 
 
-async def test_layer_is_computed_while_the_next_one_is_loaded(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_layer_is_computed_while_the_next_one_is_loaded(start_lab: StartLab) -> None:
     prompt, gate = prompt_of(2, 50), Gate(load=2)
-    async with prefill_lab(model, tmp_path) as lab:
+    async with start_lab() as lab:
         plain = lab.plain(prompt)
         lab.put(lab.prefill_node, lab.keys_of(prompt)[:3], plain.blocks[:3])
         async with lab.running(Setting(make_copies=gate.make)):
@@ -55,12 +46,10 @@ async def test_layer_is_computed_while_the_next_one_is_loaded(
         assert gate.stored_layers == [0, 1, 2, 3]
 
 
-async def test_without_overlap_a_layer_is_stored_before_the_next_is_computed(
-    model: transformers.PreTrainedModel, tmp_path: Path
-) -> None:
+async def test_without_overlap_a_layer_is_stored_before_the_next_is_computed(start_lab: StartLab) -> None:
     gate = Gate(store=1)
     async with (
-        prefill_lab(model, tmp_path) as lab,
+        start_lab() as lab,
         lab.running(Setting(overlap=False, make_copies=gate.make)),
     ):
         receiving = await lab.order(prompt_of(3, 50))

@@ -10,6 +10,7 @@ import transformers
 
 from kernels.cpu.library import ENV, Isa
 from tests.kernels.cpu.isas import SUPPORTED, on_every_isa
+from tests.tiny_models import random_model
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -55,17 +56,7 @@ def reference(family: str) -> transformers.PreTrainedModel:
         "eos_token_id": None,
         "pad_token_id": 0,
     }
-    config = getattr(transformers, class_name)(**{**sizes, **differences})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for name, parameter in model.named_parameters():
-            # transformers initialises these to constants, which would hide a mistake in them.
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter, std=0.2)
-            elif name.endswith("norm.weight"):
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
+    return random_model(class_name, {**sizes, **differences})
 
 
 def load(family: str, dtype: torch.dtype = torch.float32, **options: bool) -> DecoderModel:

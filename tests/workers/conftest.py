@@ -1,0 +1,35 @@
+"""A tiny model, and what is started with it: clusters without sockets for clients, or prefill alone."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.tiny_models import tiny_model
+from tests.workers.mini_cluster import StartCluster, mini_cluster
+from tests.workers.prefill_lab import StartLab, prefill_lab
+from tests.workers.references import Reference, greedy_tokens
+
+
+@pytest.fixture(scope="session")
+def model() -> transformers.PreTrainedModel:
+    return tiny_model("smollm2")
+
+
+@pytest.fixture
+def start_cluster(model: transformers.PreTrainedModel, tmp_path: Path) -> StartCluster:
+    """Start a `mini_cluster` of the model."""
+    return functools.partial(mini_cluster, model, tmp_path)
+
+
+@pytest.fixture
+def start_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartLab:
+    """Start a `prefill_lab` of the model."""
+    return functools.partial(prefill_lab, model, tmp_path)
+
+
+@pytest.fixture
+def reference(model: transformers.PreTrainedModel) -> Reference:
+    """Greedy tokens of the model behind a prompt, as transformers computes them."""
+    return functools.partial(greedy_tokens, model)

@@ -1,0 +1,30 @@
+"""Random prompts, and what transformers answers to them."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+import transformers
+
+Reference = Callable[[Sequence[int], int], list[int]]
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 512) for _ in range(num_tokens)]
+
+
+def greedy_tokens(
+    model: transformers.PreTrainedModel, prompt: Sequence[int], num_tokens: int, **wishes: object
+) -> list[int]:
+    """The tokens behind the prompt; `wishes` are those of `generate`."""
+    with torch.inference_mode():
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            **wishes,
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
