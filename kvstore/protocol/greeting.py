@@ -44,7 +44,7 @@ class Visitor:
     """The client's end of one connection."""
 
     def __init__(self, key: ClusterKey) -> None:
-        self._visitor = proofs.Visitor(key, _LABELS)
+        self._visitor = proofs.ConnectingSide(key, _LABELS)
         self.greeting = Greeting(self._visitor.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
@@ -59,7 +59,7 @@ class Doorkeeper:
     """The pool's end of one connection."""
 
     def __init__(self, key: ClusterKey, greeting: Greeting) -> None:
-        self._doorkeeper = proofs.Doorkeeper(key, _LABELS, greeting.nonce)
+        self._doorkeeper = proofs.AcceptingSide(key, _LABELS, greeting.nonce)
         self.challenge = Challenge(self._doorkeeper.nonce, self._doorkeeper.proof)
 
     def admits(self, proof: Proof) -> bool:

@@ -22,7 +22,7 @@ from messenger.wire.protocol import PROTOCOL_VERSION, SAME_TLS, check_identity, 
 from messenger.wire.rdma_info import EndpointInfo, Scratch
 from mooncake.errors import MismatchError, TransferError
 from mooncake.security.keys import ClusterKey
-from mooncake.security.proofs import NONCE_BYTES, Doorkeeper, Labels, Visitor
+from mooncake.security.proofs import NONCE_BYTES, AcceptingSide, ConnectingSide, Labels
 
 _LABELS = Labels(visitor=b"messenger sender", host=b"messenger receiver")
 
@@ -63,7 +63,7 @@ async def introduce(
     Raises TransferError if the receiver refuses, AuthenticationError if it has another key.
     """
     stream = frames.stream
-    visitor = Visitor(key, _LABELS)
+    visitor = ConnectingSide(key, _LABELS)
     await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
     try:
         challenge = _accepted(await read_message(frames))
@@ -102,7 +102,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
         check_version(hello.protocol_version)
         if len(hello.nonce) != NONCE_BYTES:
             raise AuthenticationError(f"a nonce of {len(hello.nonce)} bytes")
-        doorkeeper = Doorkeeper(key, _LABELS, hello.nonce)
+        doorkeeper = AcceptingSide(key, _LABELS, hello.nonce)
         await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof))])
         introduction = await read_message(frames)
         assert isinstance(introduction, Introduction)

@@ -27,7 +27,7 @@ class Labels(NamedTuple):
     host: bytes
 
 
-class Visitor:
+class ConnectingSide:
     """The side of one connection that has connected."""
 
     def __init__(self, key: ClusterKey, labels: Labels) -> None:
@@ -43,7 +43,7 @@ class Visitor:
         return self._key.proof(self._labels.visitor, nonce, self.nonce)
 
 
-class Doorkeeper:
+class AcceptingSide:
     """The side of one connection that was connected to."""
 
     def __init__(self, key: ClusterKey, labels: Labels, visitor_nonce: bytes) -> None:

@@ -16,7 +16,7 @@ from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import TensorShard, vocab_of
 
 
-class PartialLayers(Protocol):
+class RankLayers(Protocol):
     """An implementation of layers over one rank's weights; `attention` and `mlp` leave out the residual."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class PartialLayers(Protocol):
 class ShardedLayers:
     """The `workers.engine.model.Layers` of one rank."""
 
-    def __init__(self, parts: PartialLayers, spec: ModelSpec, shard: TensorShard) -> None:
+    def __init__(self, parts: RankLayers, spec: ModelSpec, shard: TensorShard) -> None:
         self._parts, self._shard = parts, shard
         self._vocabs = [vocab_of(spec, rank, shard.size) for rank in range(shard.size)]
 
