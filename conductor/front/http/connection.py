@@ -27,7 +27,7 @@ from conductor.front.http.request_parser import (
     InvalidRequestError,
     RequestHead,
     RequestParser,
-    UpgradeRequestedError,
+    TunnelRequestedError,
 )
 from conductor.front.http.sharing import ConnectionTable, PipelineTurns, UploadBudget
 from mooncake.errors import RequestError
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
                 return
             try:
                 self._parser.parse_piece()
-            except UpgradeRequestedError:
+            except TunnelRequestedError:
                 self._end_behind_whole_requests()
             except InvalidRequestError as error:
                 self._refuse("400 Bad Request", str(error), "invalid_http")

@@ -8,6 +8,7 @@ know: responses, deadlines.
 """
 
 import re
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ import httptools
 
 MAX_HEAD_BYTES = 1 << 16
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
 """Bytes parsed at once of a body of unknown length: behind its end there may be requests of 18 bytes."""
 
@@ -23,8 +25,8 @@ class InvalidRequestError(Exception):
     """The bytes that came are no request."""
 
 
-class UpgradeRequestedError(Exception):
-    """A request has arrived whole; what follows is of another protocol."""
+class TunnelRequestedError(Exception):
+    """A CONNECT has arrived whole; what follows is of another protocol."""
 
 
 class Arrival(Enum):
@@ -77,6 +79,9 @@ class RequestParser:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
+        self._is_cut_off = False
+        """The head asks for another protocol, which is not offered, and so httptools skips the body. To have
+        it parsed, httptools gets another head, which nobody is told of."""
 
     @property
     def num_unread_bytes(self) -> int:
@@ -99,7 +104,7 @@ class RequestParser:
     def parse_piece(self) -> None:
         """Parse what has come, at most to the end of one request.
 
-        Raises InvalidRequestError, and UpgradeRequestedError behind a request that wants another protocol.
+        Raises InvalidRequestError, and TunnelRequestedError behind a CONNECT.
         """
         end = self._end_of_piece()
         piece = memoryview(self._unread)[self._unread_from : end]
@@ -108,13 +113,21 @@ class RequestParser:
             self.clear()
         self._num_unparsed_bytes += len(piece)
         try:
-            self._parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:
-            raise UpgradeRequestedError from None
+            self._feed(piece)
         except httptools.HttpParserError:
             raise InvalidRequestError("the request is not valid HTTP/1.1") from None
         if self._num_unparsed_bytes > MAX_HEAD_BYTES:
             raise InvalidRequestError(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def _feed(self, piece: bytes | memoryview) -> None:
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as stop:
+            if not self._is_cut_off:
+                raise TunnelRequestedError from None
+            [num_parsed_bytes] = stop.args
+            self._parser.feed_data(_head_before_body(self._headers))
+            self._feed(piece[num_parsed_bytes:])
 
     def _end_of_piece(self) -> int:
         most = len(self._unread)
@@ -126,6 +139,8 @@ class RequestParser:
     # -- what httptools calls ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._is_cut_off:
+            return
         self.arrival, self._url, self._headers = Arrival.HEAD, b"", []
         self._num_body_bytes_left, self._expects_continue = 0, False
         self._listener.request_began()
@@ -144,11 +159,16 @@ class RequestParser:
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        if self._is_cut_off:
+            self._is_cut_off = False
+            return
+        method = self._parser.get_method()
+        self._is_cut_off = self._parser.should_upgrade() and method != b"CONNECT"
         self.arrival, self._num_unparsed_bytes = Arrival.BODY, 0
         url, version = httptools.parse_url(self._url), self._parser.get_http_version()
         self._listener.head_arrived(
             RequestHead(
-                self._parser.get_method().decode("ascii"),
+                method.decode("ascii"),
                 version,
                 url.path,
                 url.query or b"",
@@ -165,5 +185,13 @@ class RequestParser:
         self._listener.body_arrived(part)
 
     def on_message_complete(self) -> None:
+        if self._is_cut_off:
+            return
         self.arrival, self._num_unparsed_bytes = Arrival.NOTHING, 0
         self._listener.request_arrived()
+
+
+def _head_before_body(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a head whose body is framed as that of a request with `headers`."""
+    framing = [b"%b: %b\r\n" % header for header in headers if header[0] in _FRAMING]
+    return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing)

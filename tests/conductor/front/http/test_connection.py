@@ -114,7 +114,7 @@ class Client:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As far as the test says, by what it sends."""
         self.scopes.append(scope)
-        self.send = send
+        self.receive, self.send = receive, send
         await asyncio.Future()
 
     def ask(self, request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") -> None:
@@ -289,3 +289,35 @@ def test_a_body_that_nobody_receives_makes_the_client_wait(client: Client) -> No
     assert not client.transport.is_reading
     client.answered()
     assert client.transport.is_reading, "the rest is read, and left"
+
+
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        (b"", b""),
+        (b"Content-Length: 4\r\n", b"body"),
+        (b"Transfer-Encoding: chunked\r\n", b"4\r\nbody\r\n0\r\n\r\n"),
+    ],
+    ids=["no body", "of known length", "chunked"],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(
+    client: Client, framing: bytes, body: bytes, at_once: bool
+) -> None:
+    """Java's client asks for HTTP/2 with each POST."""
+    head = b"POST / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n" + framing + b"\r\n"
+    for part in [head + body] if at_once else [head, body[:3], body[3:]]:
+        client.ask(part)
+    message = await client.receive()
+    assert (message["body"], message["more_body"]) == (b"body" if body else b"", False)
+    client.answered()
+    client.ask()
+    assert len(client.scopes) == 2
+    assert not client.transport.is_closed
+
+
+def test_behind_a_connect_nothing_is_read(client: Client) -> None:
+    client.ask(b"CONNECT /x HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n\r\n")
+    client.answered()
+    assert client.transport.is_closed
+    assert [scope["method"] for scope in client.scopes] == ["CONNECT"]
