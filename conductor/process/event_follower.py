@@ -99,7 +99,7 @@ class EventFollower:
             await self._tick()
 
     def close(self) -> None:
-        """Close at once."""
+        """Close both sockets, without sending what waits."""
         self._live.close(linger=0)
         self._answers.close(linger=0)
 

@@ -18,7 +18,7 @@ FromWork = Reserved | Prefilled | Finished | Refused | WorkFailed
 
 
 class Dispatcher:
-    """Moves the requests of the registry from step to step."""
+    """Moves placed requests from state to state as workers report."""
 
     def __init__(self, requests: Requests, placer: Placer, admission: Admission) -> None:
         self._requests, self._placer, self._admission = requests, placer, admission

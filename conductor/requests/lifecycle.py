@@ -1,10 +1,12 @@
 """A request's life as the Conductor sees it: its states, the ways between them, and all that is known of it.
 
     WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
-     ^ ^  │     ^   │ └───────────┼ (inlined) ──^ │
-     │ │  └> QUEUED │             │               │       ABORTED, FAILED from any state that is not an end
-     │ └────────────┴─ (retry) ───┴───────────────┤
-     └─ INTERRUPTED <── (retry, its output may have begun)
+       │         ^     └─────── (inlined) ──────^
+       └> QUEUED ┘
+
+    RESERVING, PREFILLING, DECODING ──> WAITING (retry)
+                                    ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
+    every state that is not an end  ──> ABORTED, FAILED
 
 Invariant: every accepted request reaches exactly one of the three ends, once.
 """

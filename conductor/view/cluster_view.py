@@ -116,7 +116,7 @@ class ClusterView:
         return occupant is not None and occupant.instance is instance
 
     def slot_of(self, name: str) -> int | None:
-        """The slot of a registered instance."""
+        """The slot of a registered instance; None if no instance has this name."""
         return self._slots.get(name)
 
     # -- instances ----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Loads:
     queued_s: Floats
     """Predicted seconds of all prefills that were assigned and have not ended."""
     behind_head_s: Floats
-    """`queued_s` without the prompt that is computed."""
+    """Predicted seconds of the assigned prefills behind the one that is being computed."""
     ends_s: Floats
     """The time at which all prefills will have ended; minus infinity if none is computed."""
     batch_size: Floats

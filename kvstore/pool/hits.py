@@ -41,7 +41,7 @@ class Ghosts:
 
 
 class Hits:
-    """Totals since the pool was opened, in blocks. `ghosts` know what was evicted."""
+    """Hits and misses since the pool was opened, in blocks; `ghosts` remembers evicted keys."""
 
     def __init__(self, ghosts: Ghosts) -> None:
         self.num_hits: Counter[Tier] = Counter()

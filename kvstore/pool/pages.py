@@ -1,8 +1,10 @@
 """The page table: state, generation, key, use and checksums of every page, beside the data.
 
-    FREE -> RESERVED -> SEALED -> FREE
-               |          |
-               +-> QUARANTINED -> FREE
+    FREE --> RESERVED --> SEALED --> FREE
+                |            |
+                +------------+--> QUARANTINED --> FREE
+                |
+                +--> FREE     (a private page, or one whose write was given up)
 
 Invariant: a page is SEALED only while all of its layers, their checksums and its key are in place, so a
 SEALED page of a dead process can be adopted. Therefore a page's state is always written last when it
@@ -12,9 +14,9 @@ A QUARANTINED page has been given up, but a transfer from or into it may still b
 somebody still reads it: it is freed by the last of them. The generation of a page is bumped before it is
 freed, so a late write that names the old one is refused, even if the owner died in between.
 
-The same table describes the slots of a slab file (see slab). There the machine may lose power between a
-record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half
-written, or does not belong to its data, is recognised when the data is read.
+The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
+between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was
+half written, or does not belong to its data, is recognised when the data is read.
 
 One array a field, so that a scan over all pages reads only what it looks at.
 

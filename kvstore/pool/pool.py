@@ -80,9 +80,9 @@ class Pool:
         self._all_layers = (1 << table.num_layers) - 1
         self._last_id = 0
         self.reservations: dict[int, PageReservation] = {}
-        """Open reservations by id; others read only."""
+        """Open reservations by id. Other modules only read this."""
         self.leases: dict[int, PageLease] = {}
-        """Leases by id; others read only."""
+        """Leases by id. Other modules only read this."""
         self._lease_deadlines = Deadlines[int]()
         self._num_holds: Counter[int] = Counter()
         """Transfers in flight that touch a page, by page; no zeros."""

@@ -2,12 +2,12 @@
 
     0              magic, format version, length of the header, header (msgpack)
     2048           copy_table: who may write granted pages (see messenger.shm.copy_table)
-    table_offset   page table (see pages)
+    table_offset   page table (`kvstore.pool.pages`)
     pages_offset   pages, one block each, aligned to 4096 bytes; one layer of a block is contiguous
 
 It is a mapping of a descriptor that the supervisor created and allocated, so it outlives both the
 messenger and the worker. The magic is written last: a half-formatted segment counts as unformatted.
-A slab file has the same format (see slab).
+A slab file has the same format (`kvstore.ssd.slab`).
 
 Owns: the format. Does not know: sockets, who uses which page.
 """

@@ -4,7 +4,7 @@ A block that comes goes straight into its page and is sealed when it has been ve
 sent straight from its page, leased meanwhile. Lengths are checked before anything is done. A client that
 stalls in the middle of a transfer, or says nothing while pages are reserved for it, loses its connection.
 
-An unauthenticated peer costs a closed connection and a counter (see greeting).
+An unauthenticated peer costs a closed connection and a counter (`kvstore.protocol.greeting`).
 
 Owns: the connections of remote clients. Does not know: how pages are found.
 """
@@ -56,7 +56,7 @@ _LEAST_BYTES_PER_S = 4 << 20
 _TURN_BYTES = 4 << 20
 """Bytes that are moved before others get their turn."""
 _GROUP_BYTES = 16 << 20
-"""Bytes of blocks that pages are reserved for at once."""
+"""Most bytes of blocks for which pages are reserved in one step."""
 _MOST_UNANSWERED = 256
 """Most calls of one client that wait for their answers."""
 _MOST_CALLS_AT_ONCE = 16

@@ -7,8 +7,8 @@ with the rest: so with leaving alone a page that was sealed while the grant is o
 afterwards is checked in the same way. A grant may have several writers (each with other layers, heads or
 blocks); the loss of any of them before the grant is complete fails it.
 
-A layer that comes in parts (ranges of heads, see parts) counts as arrived when all of it is there. Each part
-is verified by its own checksum; the layer's is computed over memory then.
+A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of it is
+there. Each part is verified by its own checksum; the layer's is computed over memory then.
 
 Owns: open grants. Does not know: sockets.
 """
@@ -33,7 +33,7 @@ from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
 _NUM_COMPLETED = 1024
 """Completed grants that are remembered."""
 _NUM_TRIES = 8
-"""Attempts to find a free place on the copy_table."""
+"""Attempts to find a free entry of the copy table."""
 
 
 @dataclass(slots=True, eq=False)
@@ -249,7 +249,7 @@ class Grants:
 
     def _new_id(self) -> int:
         """Choose a random id, so that one of an earlier life of this messenger means nothing, and open it to
-        writers of this host, if there is a place for it on the copy_table."""
+        writers of this host, if the copy table has a free entry."""
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
             if self._copy_table is None or self._copy_table.open(grant_id):

@@ -48,7 +48,7 @@ class Reads:
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
     def was_read(self, keys: Sequence[BlockKey]) -> int:
-        """Count reads as `ReadSource.was_read` says."""
+        """Count blocks that a peer has read in place; return how many of them are still there."""
         _check(keys)
         there = [key for key in keys if self._pool.find(key) is not None]
         lease = self._pool.lease(NOBODY, there, self._now_s())

@@ -57,7 +57,7 @@ class Sends:
         self._pool, self._segment, self._peers = pool, segment, peers
         self._tasks = tasks
         self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
-        """Sends by reservation."""
+        """Each reservation's sends with their tasks, by reservation id."""
 
     def start(self, reservation: PageReservation, grant: Grant, ref_text: str) -> None:
         """Start to send to `grant` and its `others`. Raises PoolError if the reservation is being sent

@@ -28,7 +28,7 @@ FIRST_BYTES = 8 << 20
 MOST_BYTES = 1 << 30
 """Most bytes of a measurement."""
 _MEASURED_S = 0.5
-"""Seconds that the second measurement should take."""
+"""Target duration of a path's second measurement, in seconds."""
 _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
 """Largest MTU whose segments tell about the other side: segments for larger ones are limited by windows."""

@@ -127,11 +127,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):
-    """The request's decode instance is lost.
+    """A request whose output may have begun needs another pair, as its own has failed or is lost.
 
-    Answered by `Continue`, or by `Cancel` if nothing more is wanted.
-
-    Sent again until it is answered.
+    The front answers with `Continue`, or with `Cancel` if nothing more is wanted. The Conductor repeats the
+    message until it is answered.
     """
 
     request_id: str

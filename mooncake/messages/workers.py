@@ -18,6 +18,7 @@ from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
 PROTOCOL_VERSION = 14
+"""Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
 class Role(StrEnum):

@@ -36,7 +36,7 @@ class LogitRules:
     frequency_penalty: float
     """Penalty that is subtracted as often as the token is in the output."""
     prompt_tokens: np.ndarray
-    """Tokens of the prompt, int64, each once; empty if nothing depends on them."""
+    """Tokens of the prompt, int64, each once; empty without a repetition penalty."""
     bias_tokens: np.ndarray
     """Tokens with a bias, int64."""
     biases: np.ndarray

@@ -53,7 +53,7 @@ class StageBeat(msgspec.Struct, tag=True, frozen=True):
 
 
 class Usable(msgspec.Struct, tag=True, frozen=True):
-    """The first `num_blocks` of the prompt need not be computed in this round."""
+    """The prompt's first `num_blocks` blocks can be reused here, so that this round need not compute them."""
 
     job_id: int
     round: int

@@ -43,7 +43,7 @@ class PrefixFetch:
         self.num_layers = [0] * len(indices)
         """Number of layers that have arrived, by block."""
         self.pages: list[int] | None = None
-        """The blocks' pool pages when the fetch has ended."""
+        """The blocks' pool pages; None until the fetch has ended."""
         self.has_ended = False
         """Whether no further layer will arrive."""
         self.error: MooncakeError | None = None

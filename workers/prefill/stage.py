@@ -262,8 +262,7 @@ class Stage:
         self._pages_freed.set()
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
-        """Wait until followers do not use the prompt's device pages, however often the caller is
-        cancelled."""
+        """Wait, even if cancelled, until followers have left the prompt's device pages or are lost."""
         ends = [asyncio.ensure_future(event.wait()) for event in (job.left_behind, followers.lost)]
         while not any(end.done() for end in ends):
             with contextlib.suppress(asyncio.CancelledError):

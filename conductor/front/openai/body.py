@@ -76,7 +76,7 @@ def parse(
 ) -> Schema:
     """Parse the object in `body`. Raises RequestError that names the first wrong field.
 
-    `check` sees the bare values first: turning many of them into objects holds up all threads.
+    `check` gets the plain JSON values before objects are built, to refuse too many of them cheaply.
     """
     if not body:
         raise RequestError("the request body is empty; expected a JSON object", code="invalid_json")

@@ -58,7 +58,7 @@ class CallObject:
         return self.name is not None and (self._has_arguments or self._at is _At.END)
 
     def take(self) -> str:
-        """Return the arguments that have come since the last call."""
+        """Return the text of the arguments that has come since the last `take`."""
         taken, self._arguments = self._arguments, ""
         return taken
 

@@ -231,7 +231,7 @@ class ToolCallParser:
         return self._max_calls is None or self.num_calls <= self._max_calls
 
     def _give_up(self) -> None:
-        """Give what may have been a call as text."""
+        """Emit as text what looked like a tool call."""
         self._say(self._raw)
         self._raw, self._in = "", _In.TEXT
 

@@ -50,7 +50,7 @@ GenerationRequest = ChatCompletionRequest | CompletionRequest
 
 
 class CacheWantedError(Exception):
-    """A request names a context cache, which is to be given with it."""
+    """A request names a context cache that the caller has not looked up."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -1,1 +1,1 @@
-"""The routes of the HTTP API, of the dashboard, and of those who look after the cluster."""
+"""Routes of the HTTP API, of the dashboard, and for operators."""
