@@ -87,8 +87,8 @@ class Exchange:
         "_channel",
         "_disconnected",
         "_expects_continue",
+        "_has_body",
         "_has_chunks",
-        "_is_head",
         "_num_bytes_left",
         "_takes_chunks",
         "has_arrived",
@@ -109,7 +109,7 @@ class Exchange:
         it is told to go on.
         """
         self._channel = channel
-        self._is_head, self._takes_chunks = is_head, takes_chunks
+        self._has_body, self._takes_chunks = not is_head, takes_chunks
         self._expects_continue = expects_continue
         self.keep_alive = keep_alive
         self.has_arrived = False
@@ -184,6 +184,8 @@ class Exchange:
         if message["type"] == "http.response.start":
             self._start(message["status"], message.get("headers", ()))
             return
+        if self.state is not ResponseState.STARTED:
+            raise RuntimeError("the response has not started, or has ended")
         self.write(message.get("body", b""))
         if message.get("more_body", False):
             return
@@ -203,7 +205,7 @@ class Exchange:
 
     def write(self, part: bytes) -> None:
         """Send a part of the body. Raises RuntimeError if it is longer than the head says."""
-        if not part or self._is_head:
+        if not part or not self._has_body:
             return
         if self._has_chunks:
             part = b"%x\r\n%b\r\n" % (len(part), part)
@@ -230,7 +232,9 @@ class Exchange:
             if name == b"content-length":
                 length = int(value)
             lines.append(b"%b: %b\r\n" % (name, value))
-        if not self._is_head and status not in _WITHOUT_BODY:
+        if status in _WITHOUT_BODY:
+            self._has_body = False
+        if self._has_body:
             self._num_bytes_left = length
             self._has_chunks = length is None and self._takes_chunks
             if self._has_chunks:

@@ -121,11 +121,13 @@ class Client:
         self.connection.data_received(request)
         self.loop.run()
 
-    def answered(self, body: bytes = b"", *, more_body: bool = False, headers: Any = ()) -> bytes:
+    def answered(
+        self, body: bytes = b"", *, status: int = 200, more_body: bool = False, headers: Any = ()
+    ) -> bytes:
         """What is written when the application sends its response."""
         num_before = len(self.transport.written)
         for message in (
-            {"type": "http.response.start", "status": 200, "headers": headers},
+            {"type": "http.response.start", "status": status, "headers": headers},
             {"type": "http.response.body", "body": body, "more_body": more_body},
         ):
             with contextlib.suppress(StopIteration):
@@ -275,6 +277,23 @@ def test_a_body_that_is_not_as_long_as_its_head_says_is_a_bug(client: Client, bo
     client.ask()
     with pytest.raises(RuntimeError):
         client.answered(body, headers=[(b"content-length", b"4")])
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_a_status_without_a_body_has_none_whatever_the_application_sends(client: Client, status: int) -> None:
+    client.ask()
+    assert client.answered(b"body", status=status).endswith(b"GMT\r\n\r\n")
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["before the head", "behind the end"])
+def test_a_body_before_the_head_or_behind_the_end_is_a_bug(client: Client, has_ended: bool) -> None:
+    client.ask()
+    if has_ended:
+        client.answered()
+    num_before = len(client.transport.written)
+    with pytest.raises(RuntimeError):
+        client.send({"type": "http.response.body", "body": b"body"}).send(None)  # type: ignore[attr-defined]
+    assert len(client.transport.written) == num_before
 
 
 def test_a_header_cannot_end_early(client: Client) -> None:
