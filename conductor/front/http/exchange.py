@@ -143,11 +143,12 @@ class Exchange:
         """Add a part of the request's body."""
         if self.state in (ResponseState.PENDING, ResponseState.STARTED):
             self._body += part
+            self._expects_continue = False
             self._changed.set()
 
     def arrived(self) -> None:
         """Note that the request is whole."""
-        self.has_arrived = True
+        self.has_arrived, self._expects_continue = True, False
         self._changed.set()
 
     def disconnect(self) -> None:
@@ -241,6 +242,8 @@ class Exchange:
                 lines.append(b"transfer-encoding: chunked\r\n")
             elif length is None:  # the end of the connection is the end of the body
                 self.keep_alive = False
+        if self._expects_continue:  # whether the client still sends the body, nobody knows
+            self.keep_alive = False
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

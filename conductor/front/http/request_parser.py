@@ -170,11 +170,11 @@ class RequestParser:
             RequestHead(
                 method.decode("ascii"),
                 version,
-                url.path,
+                url.path or b"/",
                 url.query or b"",
                 self._headers,
                 version != "1.0" and self._parser.should_keep_alive(),
-                self._expects_continue,
+                version != "1.0" and self._expects_continue,
             )
         )
 

@@ -340,3 +340,37 @@ def test_behind_a_connect_nothing_is_read(client: Client) -> None:
     client.answered()
     assert client.transport.is_closed
     assert [scope["method"] for scope in client.scopes] == ["CONNECT"]
+
+
+EXPECTING = b"POST / HTTP/%b\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [
+        (EXPECTING % b"1.1", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (EXPECTING % b"1.1" + b"b", b""),
+        (EXPECTING % b"1.0", b""),
+    ],
+    ids=["it waits", "it did not wait", "HTTP/1.0 knows no such answer"],
+)
+async def test_a_client_that_waits_with_its_body_is_told_to_go_on(
+    client: Client, said: bytes, written: bytes
+) -> None:
+    client.ask(said)
+    receiving = asyncio.ensure_future(client.receive())
+    await asyncio.sleep(0)
+    assert client.transport.written == written
+    receiving.cancel()
+
+
+@pytest.mark.parametrize("has_come", [b"", b"b"], ids=["it waits", "it did not wait"])
+def test_behind_a_body_that_may_never_come_there_is_no_request(client: Client, has_come: bytes) -> None:
+    client.ask(EXPECTING % b"1.1" + has_come)
+    head = client.answered()
+    assert (b"connection: close\r\n" in head) == client.transport.is_closed == (not has_come)
+
+
+def test_a_target_without_a_path_is_the_root(client: Client) -> None:
+    client.ask(b"GET http://host?x=1 HTTP/1.1\r\nHost: host\r\n\r\n")
+    assert (client.scopes[0]["path"], client.scopes[0]["query_string"]) == ("/", b"x=1")
