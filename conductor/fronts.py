@@ -71,7 +71,7 @@ class Fronts:
 
 
 def why_unfit(peer: str, protocol_version: int, fingerprint: str, own_fingerprint: str) -> str | None:
-    """Why a peer does not fit the cluster; None if it does."""
+    """The reason why a peer does not fit the cluster; None if it does."""
     if protocol_version != PROTOCOL_VERSION:
         return (
             f"protocol version differs: the conductor speaks {PROTOCOL_VERSION}, "

@@ -32,7 +32,7 @@ class Rules:
     seed: int = 0
     """The seed of random choices."""
     replication: ReplicationRules | None = None
-    """None: requests alone spread prefixes."""
+    """Rules of replication; None if requests alone spread prefixes."""
 
     @property
     def fetches_prefixes(self) -> bool:

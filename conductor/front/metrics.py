@@ -54,7 +54,7 @@ class RequestOutcome(StrEnum):
 
 
 class Denial(StrEnum):
-    """Why a request was refused before the cluster heard of it."""
+    """Reason for which a request was refused before the cluster heard of it."""
 
     NO_KEY = "no_key"
     LIMIT = "limit"

@@ -70,7 +70,7 @@ class TrackedRequest:
     refused_by: set[str] = field(default_factory=set)
     """The decode instances that have refused the request since it last failed."""
     is_promised: bool = False
-    """Whether it has lost its instances, so that no prediction may reject it any more."""
+    """Whether the request has lost its instances, so that no prediction may reject it any more."""
     may_have_begun: bool = False
     """Whether tokens of its output may have left, so that no instance may refuse it any more."""
     last_failure: str = ""
@@ -100,7 +100,7 @@ class TrackedRequest:
 
     @property
     def must_meet_slos(self) -> bool:
-        """Whether it may be rejected or preempted: not after an instance has refused or lost it."""
+        """Whether the request may be rejected or preempted: not after an instance has refused or lost it."""
         return not (self.is_promised or self.may_have_begun or self.refused_by)
 
     @property

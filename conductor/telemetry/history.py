@@ -46,7 +46,7 @@ class Moment(NamedTuple):
     instance: str | None = None
     """The instance that does the step."""
     note: str = ""
-    """Why, if the step is not the one that normally follows."""
+    """Reason, if the step is not the one that normally follows."""
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ class Placement(NamedTuple):
 
 
 class Reason(StrEnum):
-    """Why a request is rejected. SLOs are named by their keys in the configuration."""
+    """Reason for which a request is rejected. SLOs are named by their keys in the configuration."""
 
     UNREADY = "unready"
     DUPLICATE = "duplicate"
@@ -115,7 +115,7 @@ def num_tokens_held(request: Request, role: Role) -> int:
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """Why no instance, there or expected, can hold the request; None if both roles have one that can."""
+    """The reason why no instance, there or expected, can hold the request; None if one of each role can."""
     for role in (Role.PREFILL, Role.DECODE):
         largest = instances.largest(role)
         if largest is not None and not largest.can_hold(num_tokens_held(request, role)):

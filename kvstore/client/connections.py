@@ -49,7 +49,7 @@ _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
 
 
 class Place(NamedTuple):
-    """Where a pool listens: a Unix socket, or a host and port."""
+    """Address at which a pool listens: a Unix socket, or a host and port."""
 
     text: str
     unix_path: str | None

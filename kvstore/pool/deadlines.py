@@ -1,4 +1,4 @@
-"""When leases and pins end, soonest first.
+"""Deadlines of leases and pins, soonest first.
 
 Owns: deadlines. Does not know: what ends, the clock.
 """

@@ -20,7 +20,7 @@ _ID_BYTES = 8
 
 
 class Ghosts:
-    """What was evicted lately, so that a miss can say whether more memory would have made it a hit.
+    """Keys evicted lately, so that a miss can say whether more memory would have made it a hit.
 
     A direct-mapped table of about `num_blocks` key prefixes: a new ghost may replace an old one.
     """

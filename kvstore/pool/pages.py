@@ -50,7 +50,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class PageState(IntEnum):
-    """What a page is used for. FREE is 0: a zeroed table is an empty pool."""
+    """Use of a page. FREE is 0: a zeroed table is an empty pool."""
 
     FREE = 0
     RESERVED = 1

@@ -1,1 +1,1 @@
-"""What a pool and its users say to each other, over a Unix socket and over TCP."""
+"""Messages between a pool and its users, over a Unix socket and over TCP."""

@@ -86,7 +86,7 @@ class BlockFetch:
         self._num_layers = 0
         """Number of layers that all of these have."""
         self._said = self._num_wanted, self._num_layers
-        """What the caller was told at last."""
+        """Progress that the caller was told last."""
         self._streaming: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Which NICs a memory location should use: a matrix of preferred and secondary ones, read from sysfs.
+"""NICs that a memory location should use: a matrix of preferred and secondary ones, read from sysfs.
 
     {"cpu:0": [["mlx5_0"], ["mlx5_1"]], "cuda:0": [["mlx5_1"], ["mlx5_0"]]}
 

@@ -24,7 +24,7 @@ _MOST_GIVEN_UP = 1024
 
 
 class SessionLane(Protocol):
-    """One of the connections of a session."""
+    """Connection of a session."""
 
     ended: asyncio.Event
     """Set when no more bytes that came over this lane will be placed."""

@@ -173,7 +173,7 @@ def _is_open(path: str) -> bool:
 
 
 class AccessMetrics(Collector):
-    """What each API key may do and does, for Prometheus; read at each scrape. Registers itself."""
+    """Limits and use of each API key, for Prometheus; read at each scrape. Registers itself."""
 
     def __init__(self, ring: KeyRing, limits: KeyLimits, registry: CollectorRegistry) -> None:
         self._ring, self._limits = ring, limits

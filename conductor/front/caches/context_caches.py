@@ -100,7 +100,7 @@ class ContextCache:
     keys: list[BlockKey]
     created_s: float
     expires_s: float | None = None
-    """None while the cache is being made."""
+    """Time at which the cache ends; None while the cache is being made."""
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
 
@@ -239,7 +239,7 @@ class ContextCaches:
 
 
 class ContextMetrics(Collector):
-    """What context caches hold and have saved, by API key, for Prometheus; read at each scrape.
+    """Contents and savings of context caches, by API key, for Prometheus; read at each scrape.
 
     Registers itself. `now` is the clock of the caches.
     """

@@ -60,7 +60,7 @@ class GenerationResponse(Response):
         self._generation, self._answers, self._metrics = generation, answers, metrics
         self._is_streamed = stream
         self._pending: deque[Event | _Ending | Exception] = deque()
-        """What the task is to send, or to raise. The first one stays until it has been sent."""
+        """Parts to send, or an error to raise, by the task. The first one stays until it has been sent."""
         self._news = asyncio.Event()
         """Set when something is pending or the client has gone."""
         self._has_started = self._is_disconnected = False

@@ -18,7 +18,7 @@ class NotACallError(Exception):
 
 
 class _At(Enum):
-    """Where the next character of a call's object stands."""
+    """Place at which the next character of a call's object stands."""
 
     BEGIN = auto()
     KEY_OR_END = auto()

@@ -15,7 +15,7 @@ from mooncake.model.tokenizer import load_tokenizer
 
 
 class Tokenizer(Protocol):
-    """What the front needs of a tokenizer; `mooncake.model.tokenizer.Tokenizer` has it. Called from
+    """Interface of a tokenizer that the front needs; `mooncake.model.tokenizer.Tokenizer` has it. Called from
     threads.
     """
 

@@ -168,7 +168,7 @@ class GenerationFields(BaseModel):
 
 
 class TextPart(BaseModel):
-    """One of several texts that a message consists of."""
+    """Part of a message that is text."""
 
     type: Literal["text"]
     text: str

@@ -73,7 +73,7 @@ class CallStart(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """More of a call's arguments, which together are JSON if the model has written JSON."""
+    """Further part of a call's arguments, which together are JSON if the model has written JSON."""
 
     number: int
     piece: str

@@ -43,7 +43,7 @@ class FunctionFields(KnownFields):
 
 
 class ToolFields(KnownFields):
-    """One of `tools`."""
+    """Tool of a request's `tools`."""
 
     type: Literal["function"]
     function: FunctionFields
@@ -75,7 +75,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCallFields(BaseModel):
-    """One of `tool_calls` of an assistant's message."""
+    """Call of an assistant message's `tool_calls`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 

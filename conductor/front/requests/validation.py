@@ -70,7 +70,7 @@ class Endpoint(Enum):
 
 
 class UsageShown(Enum):
-    """Where a stream shows token counts."""
+    """Events of a stream that show token counts."""
 
     NOWHERE = "nowhere"
     AT_END = "at the end"
