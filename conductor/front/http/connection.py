@@ -141,7 +141,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._parser.add(data)
-        self._serving.uploads.add(self, len(data))
+        if self._arriving is None or self._answering is not None:  # else its response has ended
+            self._serving.uploads.add(self, len(data))
         self._read_on()
 
     def _read_on(self) -> None:
@@ -238,6 +239,8 @@ class Connection(asyncio.Protocol):
     def response_ended(self) -> None:
         """Go on with the next request, or close."""
         assert self._answering is not None
+        if self._answering is self._arriving:
+            self._serving.uploads.release(self)  # of its body, nothing is kept
         keep_alive, self._answering = self._answering.keep_alive, None
         if not keep_alive:
             self.close()

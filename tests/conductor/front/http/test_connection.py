@@ -99,11 +99,11 @@ class Transport:
 class Client:
     """And the connection to it. `scopes` are those of the requests that have come."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_pending_bytes: int = 1 << 30) -> None:
         self.loop, self.transport = Loop(), Transport()
         self.table = ConnectionTable(is_tls=False)
         self.scopes: list[Scope] = []
-        uploads = UploadBudget[Connection](1 << 30, Connection.make_room)
+        uploads = UploadBudget[Connection](max_pending_bytes, Connection.make_room)
         timeouts = Timeouts(request_s=LONG_S, send_s=SEND_TIMEOUT_S, idle_s=LONG_S)
         loop: Any = self.loop
         self.connection = Connection(
@@ -374,3 +374,16 @@ def test_behind_a_body_that_may_never_come_there_is_no_request(client: Client, h
 def test_a_target_without_a_path_is_the_root(client: Client) -> None:
     client.ask(b"GET http://host?x=1 HTTP/1.1\r\nHost: host\r\n\r\n")
     assert (client.scopes[0]["path"], client.scopes[0]["query_string"]) == ("/", b"x=1")
+
+
+async def test_a_body_whose_response_has_ended_takes_no_room_from_others() -> None:
+    client = Client(max_pending_bytes=1000)
+    client.ask(b"POST / HTTP/1.1\r\nContent-Length: 2900\r\n\r\n" + bytes(900))
+    client.answered()
+    for _ in range(2):
+        client.ask(bytes(990))
+    assert not client.transport.is_closing()
+    client.ask(bytes(20) + b"POST / HTTP/1.1\r\nContent-Length: 2900\r\n\r\n" + bytes(900))
+    assert len(client.scopes) == 2
+    client.ask(bytes(100))
+    assert b" 503 " in client.transport.written, "this one is kept"
