@@ -349,12 +349,18 @@ class Connection(asyncio.Protocol):
             self.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
     def make_room(self) -> None:
-        """Close, with an error for the request that arrives: others need the place."""
+        """Close, with an error for the request that arrives: others need the place.
+
+        Requests before it are answered first.
+        """
         if self._accepted is not None:
             self.abort()
             return
+        if self._has_whole_request():
+            self._end_behind_whole_requests()
+            return
         self._parser.clear()
-        if self._parser.arrival is not Arrival.NOTHING and not self._has_whole_request():
+        if self._parser.arrival is not Arrival.NOTHING:
             message = "too many requests arrive at once, and this one took longer than others; try again"
             self._write_error("503 Service Unavailable", message, "server_busy")
         if self._transport.get_write_buffer_size():

@@ -387,3 +387,12 @@ async def test_a_body_whose_response_has_ended_takes_no_room_from_others() -> No
     assert len(client.scopes) == 2
     client.ask(bytes(100))
     assert b" 503 " in client.transport.written, "this one is kept"
+
+
+async def test_a_request_that_makes_room_does_not_end_the_answer_before_it() -> None:
+    client = Client(max_pending_bytes=1000)
+    client.ask()
+    client.ask(b"POST / HTTP/1.1\r\nContent-Length: 2000\r\n\r\n" + bytes(1000))
+    assert not client.transport.is_closing()
+    assert b"connection: close\r\n" in client.answered(b"body")
+    assert client.transport.is_closed
