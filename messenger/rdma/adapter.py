@@ -37,7 +37,7 @@ class Adapter:
         self.can_bind = bool(attributes.device_cap_flags & _WINDOW_TYPE_2)
         """Whether the device has memory windows of type 2."""
         self.has_windows = self.can_bind and attributes.vendor_id != _SOFT_ROCE_VENDOR
-        """Whether the device enforces windows whole: Soft-RoCE checks a window's peer and rights, not its range."""
+        """Whether the device enforces windows: Soft-RoCE checks a window's peer and rights, not its range."""
         self.max_work_requests: int = min(attributes.max_qp_wr, attributes.max_cqe - 1)
         self.max_reads_out: int = attributes.max_qp_init_rd_atom
         self.max_reads_in: int = attributes.max_qp_rd_atom
