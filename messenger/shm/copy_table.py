@@ -106,7 +106,7 @@ class CopyTable:
         self._copy_table = copy_table  # keeps it mapped
         self._address = address_of(copy_table)
         self._processes: dict[int, int | None] = {}
-        """By taken slot, a descriptor of its process; None if that has ended."""
+        """Descriptors of the processes in taken slots, by slot; None if the process has ended."""
         weakref.finalize(self, _close_all, self._processes)
         self._unwatched: set[int] = set()
         """Slots of an earlier life whose processes cannot be watched."""
@@ -119,7 +119,7 @@ class CopyTable:
         busy = library.close_all(self._address)
         owners = [self.token(slot) & _PID_MASK for slot in range(NUM_COPY_SLOTS)]
         self._former: dict[int, list[Copy]] = {}
-        """By process, copies to pages of an earlier life that were in progress when this one began."""
+        """Copies to pages of an earlier life that were in progress when this life began, by process."""
         for slot in _slots_of(busy):
             grant_id = library.copied_to(self._address, slot) - 1
             if owners[slot] and grant_id >= 0:
