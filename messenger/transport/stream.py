@@ -23,8 +23,8 @@ from messenger.transport.tls import TlsSocket
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
-_TURN_BYTES = 512 * 1024
-"""Bytes that are moved before other tasks have their turn."""
+TURN_BYTES = 2 << 20
+"""Bytes that are moved before other tasks have their turn: half a millisecond over loopback."""
 _LEAST_BYTES = 16 * 1024
 """Bytes that a small piece counts for: it takes processor time too."""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
@@ -126,11 +126,11 @@ class Stream:
     @property
     def is_turn_over(self) -> bool:
         """Whether other tasks are due a turn."""
-        return self._num_moved >= _TURN_BYTES
+        return self._num_moved >= TURN_BYTES
 
     async def take_turns(self) -> None:
         """Let other tasks have their turn, if they are due one."""
-        if self._num_moved >= _TURN_BYTES:
+        if self._num_moved >= TURN_BYTES:
             await asyncio.sleep(0)
             self._had_turns()
 
@@ -306,8 +306,8 @@ def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
 
     Frames before a large payload leave by themselves: the other end reads them while the payload is copied.
     """
-    if len(buffers[0]) > _TURN_BYTES:
-        return [buffers[0][:_TURN_BYTES]]
+    if len(buffers[0]) > TURN_BYTES:
+        return [buffers[0][:TURN_BYTES]]
     few = buffers[:_MAX_BUFFERS]
     large = next((i for i, buffer in enumerate(few) if len(buffer) >= _LARGE_BYTES), 0)
     return few[:large] if large else few

@@ -21,7 +21,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from messenger.transport.pacing import begin_unpaced
-from messenger.transport.stream import Stream
+from messenger.transport.stream import TURN_BYTES, Stream
 from messenger.transport.tls import Tls
 from messenger.wire.checksums import LayerChecksums, copy_layers, layer_checksums
 from messenger.wire.protocol import SAME_TLS
@@ -39,8 +39,6 @@ _PIECE_BYTES = 1 << 18
 """Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
 """Views of fewer bytes on average are received by one system call, larger ones each by a call of its own."""
-_TURN_BYTES = 1 << 20
-"""Bytes received by one call before other tasks may have their turn."""
 
 
 Number = TypeVar("Number", int, float)
@@ -287,7 +285,7 @@ class TcpInlet:
         """Receive some of a view and hash it. Raises BlockingIOError if nothing is there yet."""
         stream, begin = self._stream, arrival.num_there
         if arrival.can_receive and stream.is_plain and not stream.num_ahead:
-            stream.received(arrival.receive(stream.fileno, begin + _TURN_BYTES))
+            stream.received(arrival.receive(stream.fileno, begin + TURN_BYTES))
         else:
             arrival.advance(begin + stream.receive_now([arrival.block[begin : begin + _PIECE_BYTES]]))
 
