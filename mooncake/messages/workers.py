@@ -17,7 +17,7 @@ from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
@@ -237,6 +237,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     `tbt_slo_s` limits the time between tokens; with `may_refuse` the instance may refuse a request that would
     miss it when prefill has ended (not if its answer has begun). `shares_cores`: the prompt is prefilled on
     cores that this instance uses too. `alone`: the request is a suspect, and shares its first pass with none.
+    `inline`: the decode instance computes the prompt itself, and needs no prefill.
     """
 
     ref: Ref
@@ -245,6 +246,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     may_refuse: bool = True
     shares_cores: bool = False
     alone: bool = False
+    inline: bool = False
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
