@@ -2,7 +2,7 @@
 # make check     format, lint, types, unit tests: before every commit
 # make test      everything that CI runs
 # make test-rdma the RDMA transport against real verbs, in an emulated machine (Debian 12 as root; docs/rdma.md)
-# make soak      full counts; no other target, and no plain `pytest`, runs them
+# make soak      full counts, and other draws each time; no other target, and no plain `pytest`, runs them
 # make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
 # make reproduce TRACE=FILE  published results beside simulated ones (docs/reproduction.md)
 # make install   only the virtual environment and the default model
@@ -65,7 +65,7 @@ test-rdma: install
 	$(BIN)/python -m tests.rdma.vm test
 
 soak: install
-	$(BIN)/pytest -m 'soak'
+	$(BIN)/pytest -m 'soak or hypothesis' --hypothesis-profile soak
 
 gpu: install
 	$(BIN)/python -m benchmarks.gpu

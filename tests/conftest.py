@@ -8,6 +8,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import random
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import examples
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -24,9 +27,16 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# An example takes as long as a busy machine lets it.
-hypothesis.settings.register_profile("tests", deadline=None)
+# An example takes as long as a busy machine lets it. `make soak` names the second profile.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=examples.REDUCED)
+hypothesis.settings.register_profile("soak", deadline=None, print_blob=True, max_examples=examples.FULL)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed what a test and its fixtures draw by themselves: the same each time, by its own name."""
+    random.seed(item.nodeid)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Real messengers for the tests of those who use pools from outside: clients, the TCP door, the CLI."""
 
 import contextlib
-import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -144,7 +144,7 @@ def nothing_reserved(stats: PoolStats) -> bool:
 
 def keys_of(num_keys: int) -> list[BlockKey]:
     """Keys that no other test uses."""
-    return [os.urandom(16) for _ in range(num_keys)]
+    return [random.randbytes(16) for _ in range(num_keys)]
 
 
 def block_of(key: BlockKey, layout: KVLayout = LAYOUT) -> bytes:

@@ -6,6 +6,7 @@ has changed but those that were granted, into which nothing has come but what wa
 
 import contextlib
 import os
+import random
 import re
 import statistics
 import time
@@ -82,7 +83,7 @@ class Watched:
 
     def grant(self, num_pages: int) -> tuple[int, Grant] | None:
         """Pages that may be written from now on; and their reservation. None if there are none left."""
-        keys = [os.urandom(16) for _ in range(num_pages - 1)]
+        keys = [random.randbytes(16) for _ in range(num_pages - 1)]
         reservation = self.caller.call(calls.ReservePages(self.caller.next_id(), keys, 1))
         if isinstance(reservation, answers.CallFailed):
             return None

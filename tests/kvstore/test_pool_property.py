@@ -285,7 +285,6 @@ def check(node: Node, num_examples: int) -> None:
         settings=settings(
             max_examples=num_examples,
             stateful_step_count=60,
-            derandomize=True,
             database=None,
             phases=[Phase.generate],  # what depends on the time that a disk takes cannot be shrunk
             suppress_health_check=list(HealthCheck),

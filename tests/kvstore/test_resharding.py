@@ -15,6 +15,7 @@ from messenger.transport.transports import Transport
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import PoolShard
+from tests.examples import num_examples
 from tests.kvstore.members import WHOLE, Member, members, split
 from tests.kvstore.nodes import prompt_keys
 from tests.leaks import unseen_exceptions as unseen_exceptions
@@ -108,7 +109,7 @@ async def check_fetched(folder: Path, splits: Splits, transport: Transport, whol
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(splits=groups(WHOLE))
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 async def test_any_group_fills_the_grants_of_any_other(transport: Transport, splits: Splits) -> None:
     with tempfile.TemporaryDirectory() as folder:
         await check_sent(Path(folder), splits, transport)
@@ -116,7 +117,7 @@ async def test_any_group_fills_the_grants_of_any_other(transport: Transport, spl
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @given(splits=groups(WHOLE))
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 async def test_any_group_fetches_from_any_other(transport: Transport, splits: Splits) -> None:
     with tempfile.TemporaryDirectory() as folder:
         await check_fetched(Path(folder), splits, transport)

@@ -78,7 +78,6 @@ def ask_what_is_drawn(api: schemathesis.BaseSchema, mode: GenerationMode, num_ea
 
             @settings(
                 max_examples=num_each,
-                derandomize=True,
                 database=None,
                 phases=[Phase.generate, Phase.shrink],
                 suppress_health_check=list(HealthCheck),

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from conductor.index.prefix_index import PrefixIndex
 from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
+from tests.examples import num_examples
 
 DRAM, SSD = Tier.DRAM, Tier.SSD
 KEYS = [bytes(15) + bytes([number]) for number in range(12)]
@@ -105,7 +106,7 @@ class Pools(RuleBasedStateMachine):
         return num_blocks, num_dram_blocks
 
 
-Pools.TestCase.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
+Pools.TestCase.settings = settings(max_examples=num_examples(60), stateful_step_count=40)
 TestPools = Pools.TestCase
 
 

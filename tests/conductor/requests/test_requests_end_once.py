@@ -43,6 +43,7 @@ from tests.conductor.small_cluster import (
     registration,
     request,
 )
+from tests.examples import num_examples
 
 
 class RequestsEndOnce(RuleBasedStateMachine):
@@ -193,6 +194,6 @@ class RequestsEndOnceWithTheBaseline(RequestsEndOnce):
 
 
 TestRequestsEndOnce = RequestsEndOnce.TestCase
-TestRequestsEndOnce.settings = settings(max_examples=60, stateful_step_count=40)
+TestRequestsEndOnce.settings = settings(max_examples=num_examples(60), stateful_step_count=40)
 TestRequestsEndOnceWithTheBaseline = RequestsEndOnceWithTheBaseline.TestCase
-TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=20, stateful_step_count=40)
+TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=num_examples(20), stateful_step_count=40)

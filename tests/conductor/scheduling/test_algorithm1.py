@@ -18,6 +18,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard
 from mooncake.messages.workers import PROTOCOL_VERSION, Register, Role
 from tests.conductor.transcript import replay
+from tests.examples import num_examples
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -64,7 +65,7 @@ def any_match(draw: np.random.Generator, num_slots: int) -> PrefixMatch:
     return PrefixMatch(num_slots, [depth for depth, _ in held], [mask for _, mask in held], on_ssd)
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(st.integers(0, 2**32))
 def test_compiled_loops_and_plain_ones_have_the_same_results_to_the_last_bit(seed: int) -> None:
     draw = np.random.default_rng(seed)

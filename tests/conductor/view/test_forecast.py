@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from conductor.view.forecast import BUCKET_S, Forecast, OutputLengths, RequestForecast, Steps, SystemForecast
 from conductor.view.timeline import Timeline, Work
 from mooncake.messages.requests import Request, SamplingParams
+from tests.examples import num_examples
 
 times = st.integers(0, 4000).map(lambda tenths: 0.1 * tenths + 0.05)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     st.lists(st.tuples(times, st.integers(1, 1000), st.booleans()), max_size=40),
     times,
@@ -39,7 +40,7 @@ def test_sums_are_those_of_a_list(entries: list[tuple[float, int, bool]], time_s
     assert timeline.until(-math.inf) == Work(0, 0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     st.lists(st.tuples(times, st.integers(1, 1000)), max_size=40),
     st.lists(st.floats(0, 1), min_size=1, max_size=300),
@@ -183,7 +184,7 @@ def test_lengths_are_those_of_the_kind_once_it_is_known() -> None:
 
 
 @pytest.mark.parametrize("new_forecast", [SystemForecast, RequestForecast])
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(st.lists(st.tuples(times, st.integers(1, 1000), st.booleans()), max_size=30), times, times)
 def test_at_no_time_is_there_more_than_everything(
     new_forecast: type[Forecast], entries: list[tuple[float, int, bool]], now_s: float, later_s: float

@@ -23,6 +23,7 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Tier
 from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
+from tests.examples import num_examples
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT, ROOT
 from tests.kvstore.pools import (
     Pool,
@@ -197,7 +198,7 @@ def test_large_blocks_travel_in_pieces(pools: Pools, door: str) -> None:
         assert client.get(keys[:2], buffers(2, layout.block_bytes)) == [False, True]
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

@@ -11,6 +11,7 @@ from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import PageState, PageTable, PageWriter
 from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
+from tests.examples import num_examples
 
 LRU, LFU, LENGTH_AWARE = EvictionPolicy.LRU, EvictionPolicy.LFU, EvictionPolicy.LENGTH_AWARE
 BATCH = 4
@@ -177,7 +178,7 @@ class Churn:
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=15)
+@settings(max_examples=num_examples(15))
 def test_under_churn_the_order_is_kept_to_within_one_batch_and_an_idle_page_is_always_found(
     policy: EvictionPolicy, seed: int
 ) -> None:

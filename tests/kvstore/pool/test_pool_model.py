@@ -18,6 +18,7 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
+from tests.examples import num_examples
 from tests.kvstore.pool.in_memory import ALL_LAYERS, CHECKSUMS, KEYS, NUM_LAYERS, NUM_PAGES, FakeTier
 
 ALICE, BOB = 1, 2
@@ -353,4 +354,4 @@ class PoolModel(RuleBasedStateMachine):
 
 
 TestPoolAgainstModel = PoolModel.TestCase
-TestPoolAgainstModel.settings = settings(max_examples=120, stateful_step_count=50)
+TestPoolAgainstModel.settings = settings(max_examples=num_examples(120), stateful_step_count=50)

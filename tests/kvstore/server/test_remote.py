@@ -54,6 +54,7 @@ from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import PoolStats, Tier
 from mooncake.node.process_config import MessengerProcess
+from tests.examples import num_examples
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, FINGERPRINT, LAYOUT
 from tests.kvstore.pools import (
     Pool,
@@ -190,7 +191,7 @@ def test_garbage_ends_only_its_connection(door: tuple[str, int], garbage: bytes,
         assert peer.receive() is None
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=1, max_size=400), st.booleans())
 def test_any_bytes_end_only_their_connection(door: tuple[str, int], garbage: bytes, framed: bool) -> None:
     with Peer(door) as peer:

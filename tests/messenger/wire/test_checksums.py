@@ -1,6 +1,5 @@
 """The compiled code and the library must agree on every byte: checksums are kept, and written by either."""
 
-import os
 import random
 import socket
 from ctypes import c_size_t, c_void_p
@@ -26,7 +25,9 @@ def expected(block: bytes, layer_bytes: int) -> bytes:
 def blocks(layer_bytes: int) -> list[bytes]:
     """Small and large enough for the compiled code, with and without streaming stores."""
     counts = {1, 3, 80_000 // layer_bytes + 1, 600_000 // layer_bytes + 1}
-    return [os.urandom(layer_bytes * count) for count in sorted(counts) if layer_bytes > 200 or count < 4]
+    return [
+        random.randbytes(layer_bytes * count) for count in sorted(counts) if layer_bytes > 200 or count < 4
+    ]
 
 
 @pytest.fixture(params=["compiled", "library"])
@@ -71,7 +72,7 @@ def test_a_streaming_copy_writes_all_lines_but_its_ends_around_the_caches(
     counting.plain_bytes.restype = c_size_t
     counting.plain_bytes.argtypes = (c_void_p, c_void_p, c_size_t, c_size_t)
     num_layers = 16
-    block = np.frombuffer(os.urandom(num_layers * layer_bytes), np.uint8)
+    block = np.frombuffer(random.randbytes(num_layers * layer_bytes), np.uint8)
     memory = np.zeros(len(block) + 128, np.uint8)
     start = -memory.ctypes.data % 64 + offset
     place = memory[start : start + len(block)]
@@ -83,7 +84,7 @@ def test_a_streaming_copy_writes_all_lines_but_its_ends_around_the_caches(
 @pytest.mark.parametrize("layer_bytes", [1, 240, 241, 1025, 24 * 1024])
 def test_layers_are_copied_from_anywhere_to_anywhere(implementation: str, layer_bytes: int) -> None:
     stride, from_, to = layer_bytes + 7, [3, 0, 2], [1, 4, 0]
-    source, target = memoryview(bytearray(os.urandom(4 * stride))), memoryview(bytearray(5 * stride))
+    source, target = memoryview(bytearray(random.randbytes(4 * stride))), memoryview(bytearray(5 * stride))
     addresses = [
         address_of(memory) + np.array(places, np.int64) * stride
         for memory, places in ((source, from_), (target, to))
@@ -105,7 +106,7 @@ def test_pieces_of_any_size_give_the_same_checksums(
     if not is_compiled:
         monkeypatch.setattr(checksums, "_native", lambda: None)
     chance = random.Random(1)
-    block = os.urandom(4 * layer_bytes)
+    block = random.randbytes(4 * layer_bytes)
     for _ in range(20):
         ends = sorted({chance.randrange(1, len(block)) for _ in range(8)} | {len(block)})
         pieces = LayerChecksums(memoryview(block), layer_bytes)
@@ -118,7 +119,7 @@ def test_pieces_of_any_size_give_the_same_checksums(
 def test_a_block_is_received_and_hashed_in_one_go(layer_bytes: int) -> None:
     near, far = socket.socketpair()
     with near, far:
-        data = os.urandom(4 * layer_bytes)
+        data = random.randbytes(4 * layer_bytes)
         block = memoryview(bytearray(len(data)))
         arriving = LayerChecksums(block, layer_bytes)
         assert arriving.can_receive
@@ -178,7 +179,7 @@ def test_without_a_compiler_blocks_are_copied_by_the_library(
         load(tmp_path / "any.cpp")
     load.cache_clear()
     checksums._native.cache_clear()
-    block = os.urandom(4 * 40_000)
+    block = random.randbytes(4 * 40_000)
     assert layer_checksums(memoryview(block), 40_000) == expected(block, 40_000)
     assert "more slowly: no C++ compiler" in caplog.text
     checksums._native.cache_clear()

@@ -12,6 +12,7 @@ from mooncake.errors import RequestError
 from mooncake.model.checkpoint import open_checkpoint
 from mooncake.model.encoder import Encoder
 from mooncake.model.tokenizer import load_tokenizer
+from tests.examples import num_examples
 from tests.tiny_tokenizer import tiny_backend
 
 # The pre-tokenizers of published models.
@@ -121,7 +122,7 @@ class TestSameIds:
             encoder, backend, texts(400, "<|im_start|>", "<|im_end|>", "<|im_", "user\n", "The", " the")
         )
 
-    @settings(max_examples=200)
+    @settings(max_examples=num_examples(200))
     @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
     def test_of_any_text(self, default: tuple[Encoder, Tokenizer], text: str) -> None:
         encoder, backend = default

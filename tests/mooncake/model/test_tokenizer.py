@@ -15,6 +15,7 @@ from mooncake.errors import ModelError, RequestError
 from mooncake.model.byte_level import ByteLevelDetokenizer
 from mooncake.model.checkpoint import open_checkpoint
 from mooncake.model.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from tests.examples import num_examples
 from tests.tiny_config import CONFIG
 from tests.tiny_gguf import write_tiny_gguf
 from tests.tiny_tokenizer import IM_END_ID, IM_START_ID, VOCAB_SIZE, tiny_backend, write_tiny_tokenizer
@@ -244,7 +245,7 @@ TOKEN_IDS = st.lists(st.one_of(st.integers(0, VOCAB_SIZE + 5), st.integers(3, 25
 
 class TestIncrementalDetokenizer:
     @given(ids=TOKEN_IDS, sizes=st.lists(st.integers(1, 5)), skip=st.booleans())
-    @settings(max_examples=300)
+    @settings(max_examples=num_examples(300))
     def test_pieces_add_up_to_the_whole(
         self, tiny: Tokenizer, ids: list[int], sizes: list[int], skip: bool
     ) -> None:
@@ -257,7 +258,7 @@ class TestIncrementalDetokenizer:
             assert "".join(pieces) + detokenizer.flush() == tiny.decode(ids, skip_special_tokens=skip)
 
     @given(text=st.text(st.sampled_from("ab 1é日🎉👩‍👧\n"), max_size=60))
-    @settings(max_examples=100)
+    @settings(max_examples=num_examples(100))
     def test_characters_in_flight_are_held_back(self, tiny: Tokenizer, text: str) -> None:
         ids = tiny.encode(text)
         for detokenizer in (IncrementalDetokenizer(tiny), tiny.detokenizer()):

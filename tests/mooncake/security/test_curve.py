@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import socket
 import threading
@@ -73,7 +72,7 @@ def shows_anothers_public_key(sock: zmq.asyncio.Socket) -> None:
     """What is not secret of the cluster's pair, with a secret key that does not belong to it."""
     public, _ = KEY.curve_pair()
     sock.curve_serverkey = sock.curve_publickey = public
-    sock.curve_secretkey = z85.encode(os.urandom(32))
+    sock.curve_secretkey = z85.encode(random.randbytes(32))
 
 
 STRANGERS: list[Callable[[zmq.asyncio.Socket], None]] = [

@@ -1,6 +1,7 @@
 """The cluster's key: its file, its text, what is derived from it, and the command that makes it."""
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_key_is_never_overwritten(tmp_path: Path) -> None:
     [
         b"",
         b"\n",
-        os.urandom(100_000),
+        random.Random(1).randbytes(100_000),
         b"-----BEGIN PRIVATE KEY-----\n",
         TEXT_PREFIX.encode(),
         KEY.to_text().encode()[:-5],

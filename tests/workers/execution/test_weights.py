@@ -41,7 +41,8 @@ WRITTEN_ENCODINGS = {
 def write_sharded(directory: Path) -> dict[str, torch.Tensor]:
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3)]
     names += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    tensors = {name: torch.randn(4, 8).to(torch.bfloat16) for name in names}
+    draw = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(4, 8, generator=draw).to(torch.bfloat16) for name in names}
     files = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
     for file in set(files.values()):
         save_file({name: tensors[name] for name in names if files[name] == file}, directory / file)
