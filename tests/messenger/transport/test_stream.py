@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from messenger.transport.outbox import Outbox
-from messenger.transport.stream import Stream
+from messenger.transport.stream import TURN_BYTES, Stream
 from mooncake.errors import TransferError
 from tests.messenger.fabric import until
 from tests.messenger.proxy import listen
@@ -255,7 +255,7 @@ async def test_a_turn_is_given_when_it_is_time() -> None:
         asyncio.get_running_loop().call_soon(order.append, "other")
         await near.take_turns()
         assert order == [], "it is not time"
-        near.moved(MIB)
+        near.moved(TURN_BYTES)
         await near.take_turns()
         assert order == ["other"]
         assert not near.is_turn_over
