@@ -7,7 +7,7 @@ from conductor.effects import Effect
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instances
 from mooncake.messages.fronts import ClusterState, FrontHello
-from mooncake.messages.workers import PROTOCOL_VERSION, RegisterRefused, Role
+from mooncake.messages.workers import PROTOCOL_VERSION, STAGES, RegisterRefused, Role
 
 
 class Fronts:
@@ -58,7 +58,7 @@ class Fronts:
     def _cluster_state(self, *, known: bool = True) -> ClusterState:
         instances = self._instances
         self._max_sequence_blocks = instances.max_sequence_blocks() or self._max_sequence_blocks
-        num_serving = {role: len(instances.serving(role)) for role in Role}
+        num_serving = {stage: len(instances.serving(stage)) for stage in STAGES}
         return ClusterState(
             self._epoch,
             num_serving[Role.PREFILL],
@@ -66,7 +66,7 @@ class Fronts:
             self._max_sequence_blocks,
             self._view.mean_prefill_costs(),
             known,
-            {role: len(instances.of_role(role)) - num_serving[role] for role in Role},
+            {stage: len(instances.able(stage)) - num_serving[stage] for stage in STAGES},
         )
 
 

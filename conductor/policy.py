@@ -38,6 +38,7 @@ from mooncake.messages.fronts import (
     Unknown,
 )
 from mooncake.messages.workers import (
+    STAGES,
     FromWorker,
     Heartbeat,
     HeartbeatAck,
@@ -46,7 +47,6 @@ from mooncake.messages.workers import (
     Register,
     Retire,
     Returning,
-    Role,
 )
 
 
@@ -71,7 +71,7 @@ class Conductor:
     ) -> None:
         rules = rules or Rules()
         self.limits = limits
-        self.instances = Instances()
+        self.instances = Instances(rules)
         self.view = ClusterView(rules, profiled)
         self.prefixes = self.view.prefixes
         self._requests = Requests(epoch, self.instances, self.view, limits, rules)
@@ -204,9 +204,9 @@ class Conductor:
             return Reason.UNREADY, "this front has not said hello"
         if tracked.request_id in self.requests:
             return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running"
-        for role in (Role.PREFILL, Role.DECODE):
-            if self.instances.largest(role) is None:
-                return Reason.UNREADY, self.instances.why_none(role)
+        for stage in STAGES:
+            if self.instances.largest(stage) is None:
+                return Reason.UNREADY, self.instances.why_none(stage)
         if (too_large := why_too_large(tracked.request, self.instances)) is not None:
             return Reason.TOO_LARGE, too_large
         most = self.limits.max_running_requests

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from mooncake.config.policies import Overload, Scheduling
 from mooncake.messages.requests import Request
+from mooncake.messages.workers import Role
 
 DEFAULT_BALANCING_THRESHOLD = 1.25
 
@@ -33,6 +34,20 @@ class Rules:
     """The seed of random choices."""
     replication: ReplicationRules | None = None
     """Rules of replication; None if requests alone spread prefixes."""
+    has_inlining: bool = False
+    """Whether decode instances compute prompts where that adds the least waiting."""
+    mixed_chunk_tokens: int = 256
+    """Most prompt tokens that an instance computes in an iteration of other requests."""
+
+    def can(self, role: Role, stage: Role) -> bool:
+        """Whether an instance of this role can do its part of a request in `stage`, one of `STAGES`."""
+        if stage is Role.DECODE:
+            return role is not Role.PREFILL
+        return role is not Role.DECODE or self.has_inlining
+
+    def inlines(self, role: Role) -> bool:
+        """Whether an instance of this role computes prompts that it decodes."""
+        return self.can(role, Role.PREFILL) and self.can(role, Role.DECODE)
 
     @property
     def fetches_prefixes(self) -> bool:

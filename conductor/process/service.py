@@ -144,6 +144,7 @@ async def serve(process: ConductorProcess) -> None:
             None if isinstance(threshold, str) else threshold,
             config.conductor.overload,
             replication=_replication_rules(config.conductor),
+            has_inlining=config.conductor.inlining,
         )
         profiled = _profiled_costs(config.conductor.profile, model.name, model.dtype)
         conductor = Conductor(time.time_ns(), model.served.fingerprint, limits, rules, profiled)

@@ -95,9 +95,7 @@ class Dispatcher:
             return [] if isinstance(message, Finished) else [Effect(sender.identity, Abort(message.ref))]
         match message:
             case Reserved() if tracked.state is RequestState.RESERVING:
-                if not message.inlined:
-                    return [self._requests.begin_prefill(tracked, message.grant, now_s)]
-                self._requests.begin_inlined(tracked, now_s)
+                return self._requests.begin_prefill(tracked, message.grant, now_s)
             case Prefilled() if tracked.state is RequestState.PREFILLING:
                 return self._on_prefilled(tracked, message, now_s)
             case Finished() if tracked.state is RequestState.DECODING:
@@ -121,7 +119,7 @@ class Dispatcher:
             rejection = self._admission.check_decode(decode, num_tokens, slos)
             if rejection is not None:
                 return self._placer.reject_by_slo(tracked, rejection, now_s)
-        return [self._requests.begin_decode(tracked, prefilled, now_s)]
+        return self._requests.begin_decode(tracked, prefilled, now_s)
 
     def _on_refused(
         self, tracked: TrackedRequest, instance: Instance, refused: Refused, now_s: float

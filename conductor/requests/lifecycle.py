@@ -1,7 +1,7 @@
 """A request's life as the Conductor sees it: its states, the ways between them, and all that is known of it.
 
     WAITING ──> RESERVING ──> PREFILLING ──> DECODING ──> FINISHED
-       │         ^     └─────── (inlined) ──────^
+       │         ^
        └> QUEUED ┘
 
     RESERVING, PREFILLING, DECODING ──> WAITING (retry)
@@ -44,7 +44,7 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.QUEUED, RequestState.RESERVING}),
     RequestState.QUEUED: frozenset({RequestState.RESERVING}),
     RequestState.INTERRUPTED: frozenset({RequestState.WAITING}),
-    RequestState.RESERVING: _RETRIES | {RequestState.PREFILLING, RequestState.DECODING},
+    RequestState.RESERVING: _RETRIES | {RequestState.PREFILLING},
     RequestState.PREFILLING: _RETRIES | {RequestState.DECODING},
     RequestState.DECODING: _RETRIES | {RequestState.FINISHED},
 }

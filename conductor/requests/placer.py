@@ -14,7 +14,7 @@ from conductor.scheduling.algorithm1 import Scheduler
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Reason, Rejection, why_too_large
 from mooncake.messages.fronts import Failed, Rejected
-from mooncake.messages.workers import Role
+from mooncake.messages.workers import STAGES
 
 
 class Placer:
@@ -100,7 +100,8 @@ class Placer:
     def _schedule(self, tracked: TrackedRequest, now_s: float) -> Placement | None:
         if self._requests.suspicion.must_wait(tracked.request_id):
             return None
-        return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by)
+        tbt_slo_s = self._requests.slos_in_batch(tracked).tbt_s
+        return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by, tbt_slo_s)
 
     def _check(
         self, tracked: TrackedRequest, placement: Placement, now_s: float, freed: Freed = NOTHING
@@ -123,7 +124,7 @@ class Placer:
         """Let a request wait for which no pair has room; end it if none can be expected to."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
-        missing = next((role for role in Role if self._instances.largest(role) is None), None)
+        missing = next((stage for stage in STAGES if self._instances.largest(stage) is None), None)
         if missing is not None and not tracked.may_have_begun:
             message = f"{self._instances.why_none(missing)}{tracked.why_it_waits}"
             return self._reject(tracked, Reason.UNREADY, message, now_s)

@@ -65,7 +65,7 @@ class Requests:
     def has_not_begun(self, tracked: TrackedRequest) -> bool:
         """Whether the request has a pair, and nothing of its prompt has been computed there."""
         if tracked.state is RequestState.PREFILLING:
-            return not self._assignments.has_begun(tracked.placed)
+            return not (tracked.may_have_begun or self._assignments.has_begun(tracked.placed))
         return tracked.state is RequestState.RESERVING
 
     def is_within_equal_part(self, tenant: str) -> bool:
@@ -112,11 +112,15 @@ class Requests:
             may_refuse=self._has_double_check and not tracked.may_have_begun,
             shares_cores=decode.shares_cores(prefill),
             alone=self.suspicion.is_suspect(tracked.request_id),
+            inline=placement.is_inlined,
         )
         return Effect(decode.identity, reserve)
 
-    def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> Effect:
-        """Order the prompt from the prefill instance, now that the decode instance has granted pages."""
+    def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> list[Effect]:
+        """Order the prompt from the prefill instance, now that the decode instance has granted pages.
+
+        An instance that inlines the prompt needs no order.
+        """
         tracked.move_to(RequestState.PREFILLING)
         placement, time_left_s = tracked.placed.placement, tracked.time_left_s(now_s)
         num_held_blocks = _num_held_blocks(tracked.request, grant)
@@ -124,13 +128,22 @@ class Requests:
         num_blocks = placement.num_local_blocks
         if source is not None:
             num_blocks = max(num_blocks, source.num_blocks)
+        if placement.is_inlined:
+            tracked.may_have_begun = True  # the first token leaves before the Conductor hears of it
+            return []
         alone = self.suspicion.is_suspect(tracked.request_id)
         order = Prefill(tracked.ref, tracked.request, grant, time_left_s, source, num_blocks, alone)
-        return Effect(placement.prefill.identity, order)
+        return [Effect(placement.prefill.identity, order)]
 
-    def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> Effect:
-        """Order the decode instance to go on, now that prefill has ended."""
-        self._end_prefill(tracked, now_s, prefilled.num_cached_tokens)
+    def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
+        """Order the decode instance to go on, now that prefill has ended, unless it goes on by itself."""
+        tracked.move_to(RequestState.DECODING)
+        tracked.may_have_begun = True
+        self._assignments.end_prefill(tracked.placed, now_s, prefilled.num_cached_tokens)
+        placement = tracked.placed.placement
+        if placement.is_inlined:
+            return []
+        placement.prefill.requests.pop(tracked.request_id, None)
         order = Decode(
             tracked.ref,
             prefilled.first_token,
@@ -138,17 +151,7 @@ class Requests:
             prefilled.first_logprobs,
             tracked.time_left_s(now_s),
         )
-        return Effect(tracked.placed.placement.decode.identity, order)
-
-    def begin_inlined(self, tracked: TrackedRequest, now_s: float) -> None:
-        """Record that the decode instance computes the prompt itself."""
-        self._end_prefill(tracked, now_s, None)
-
-    def _end_prefill(self, tracked: TrackedRequest, now_s: float, num_cached_tokens: int | None) -> None:
-        tracked.move_to(RequestState.DECODING)
-        tracked.may_have_begun = True
-        tracked.placed.placement.prefill.requests.pop(tracked.request_id, None)
-        self._assignments.end_prefill(tracked.placed, now_s, num_cached_tokens)
+        return [Effect(placement.decode.identity, order)]
 
     def release(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
         """Take the request off its pair for another attempt. `state` is WAITING or INTERRUPTED."""

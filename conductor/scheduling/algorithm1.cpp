@@ -2,7 +2,9 @@
 //
 // `algorithm1.py` is the reference, with the same results to the last bit: compile with -ffp-contract=off.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 
 namespace {
@@ -18,8 +20,11 @@ struct Columns {
     const double *ends_s, *behind_head_s;
     const double *constant_s, *token_s, *pair_s;
     const int64_t* prefill_room_blocks;
-    const double *next_step_s, *kv_token_s;
+    const double *next_step_s;
+    const double *step_s, *request_s, *kv_token_s;
     const int64_t* decode_room_blocks;
+    const uint8_t* inlines;
+    const double *num_prompts, *num_decoding, *num_decoding_tokens;
     const double *in_flight_bytes, *ordered_bytes;
 };
 
@@ -31,6 +36,13 @@ struct Prompt {
         double whole_s, block_s, worth_below_blocks;
     } fetch;
     double now_s;
+
+    int64_t prefix_len(int64_t prefix_blocks) const { return std::min(prefix_blocks * block_size, len - 1); }
+};
+
+struct Inlining {
+    int64_t num_blocks, mixed_chunk_tokens;
+    double budget_s;
 };
 
 bool is_in(const uint8_t* row, int64_t slot) { return row[slot / 8] >> slot % 8 & 1; }
@@ -67,9 +79,13 @@ double estimate_prefill_queue_time(const Columns& at, int64_t p, const double* b
 
 // `mooncake.messages.costs`; at least one token is computed, from which the first one comes.
 double estimate_prefill_execution_time(const Columns& at, int64_t p, const Prompt& prompt, int64_t prefix_blocks) {
-    int64_t prefix_len = std::min(prefix_blocks * prompt.block_size, prompt.len - 1);
+    int64_t prefix_len = prompt.prefix_len(prefix_blocks);
     double num_new = prompt.len - prefix_len, num_pairs = num_new * (prefix_len + num_new / 2);
     return at.constant_s[p] + num_new * at.token_s[p] + num_pairs * at.pair_s[p];
+}
+
+bool has_room_to_decode(const Columns& at, int64_t d, int64_t num_blocks, const uint8_t* refused) {
+    return at.decode_room_blocks[d] >= num_blocks && !(refused && is_in(refused, d));
 }
 
 }  // namespace
@@ -132,12 +148,44 @@ int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blo
     *tbt_s = kNever;
     for (int64_t slot = 0; slot < at->num_slots; slot++) {
         double step_s = at->next_step_s[slot] + len * at->kv_token_s[slot];
-        bool is_possible = at->decode_room_blocks[slot] >= num_blocks && !(refused && is_in(refused, slot));
-        if (is_possible && step_s < *tbt_s) {
+        if (has_room_to_decode(*at, slot, num_blocks, refused) && step_s < *tbt_s) {
             *tbt_s = step_s;
             d = slot;
         }
     }
     return d;
+}
+
+// Section 5: where the prompt adds the least waiting if its decode instance computes it; -1 if none can. `times_s` are
+// those of `Inlined`: queue, load, prefill, iterations beside, waiting.
+int64_t select_inlining_instance(const Columns* at, int64_t num_depths, int64_t num_on_ssd, const int32_t* numbers,
+                                 const uint8_t* rows, const Prompt* prompt, const double* behind_s,
+                                 const Inlining* inlining, const uint8_t* refused, double* times_s) {
+    Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
+    int64_t best = -1;
+    for (int64_t slot = 0; slot < at->num_slots; slot++) {
+        if (!at->inlines[slot] || !has_room_to_decode(*at, slot, inlining->num_blocks, refused)) continue;
+        int64_t prefix_blocks = match.num_prefix_blocks(slot);
+        double prefill_s = estimate_prefill_execution_time(*at, slot, *prompt, prefix_blocks), beside_s = 0;
+        double num_new = prompt->len - prompt->prefix_len(prefix_blocks), num_decoding = at->num_decoding[slot];
+        if (num_decoding) {
+            double step_s = at->step_s[slot] + num_decoding * at->request_s[slot] +
+                            at->num_decoding_tokens[slot] * at->kv_token_s[slot];
+            double token_s = prefill_s / num_new, left_s = inlining->budget_s - step_s;
+            if (prompt->block_size * token_s > left_s) continue;
+            double chunk = inlining->mixed_chunk_tokens;
+            if (chunk * token_s > left_s) chunk = left_s / token_s;
+            beside_s = std::ceil(num_new / chunk) * step_s;
+        }
+        double queue_s = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);
+        double load_s = match.num_ssd_blocks(slot) * prompt->load_block_s;
+        double delayed_s = (num_decoding + at->num_prompts[slot]) * prefill_s;
+        double waiting_s = queue_s + load_s + prefill_s + beside_s + delayed_s;
+        if (best >= 0 && waiting_s >= times_s[4]) continue;
+        best = slot;
+        const double found_s[] = {queue_s, load_s, prefill_s, beside_s, waiting_s};
+        std::copy(std::begin(found_s), std::end(found_s), times_s);
+    }
+    return best;
 }
 }

@@ -8,6 +8,11 @@ the same results to the last bit; these serve where nothing can be compiled. Whe
     line 9   includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
     line 14  a fetch must also be quicker than computing what it brings (section 6.2)
 
+The listing's pair competes with each decode instance that inlines prompts (section 5; Sarathi-Serve, OSDI
+2024): no KVCache moves there, but chunks of the prompt share iterations with the requests that are decoded.
+The choice adds the least waiting: the request's own for its first token, and that of the requests that it
+delays.
+
 Lines 25 to 27 are `conductor.admission.overload`, lines 28 to 30 the source in the order to prefill.
 
 Owns: the choice. Does not know: what is done with it, how the view's numbers came to be.
@@ -28,7 +33,7 @@ from conductor.view.estimators import Floats
 from conductor.view.placement import Placement, Prediction, num_tokens_held
 from conductor.view.transfers import SSD_BYTES_PER_S
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.costs import prefill_quantities
+from mooncake.messages.costs import TBT_SLO_SHARE, prefill_quantities
 from mooncake.messages.requests import Request
 from mooncake.messages.workers import Role
 
@@ -65,15 +70,47 @@ class Fetch(NamedTuple):
 NO_FETCH = Fetch(None, 0, 0.0, 0.0, 0.0)
 
 
+class Decoding(NamedTuple):
+    """What the request needs of its decode instance."""
+
+    num_tokens: int
+    """Tokens of the prompt."""
+    num_blocks: int
+    """Blocks that the request has when its output is complete."""
+    refused: Sequence[int]
+    """Slots that may not be chosen."""
+
+
+class Inlined(NamedTuple):
+    """The prompt on the decode instance where it adds the least waiting if that computes it."""
+
+    instance: int
+    queue_s: float
+    load_s: float
+    """Seconds to bring the prefix from SSD."""
+    prefill_s: float
+    beside_s: float
+    """Seconds of the iterations that its chunks share with other requests."""
+    waiting_s: float
+    """Seconds until its first token, and by which it delays others."""
+
+
 class Scheduler:
     """Chooses the pair of instances for a request by what `view` knows."""
 
     def __init__(self, view: ClusterView, rules: Rules) -> None:
         self._view = view
         self._fetches = rules.fetches_prefixes
+        self._mixed_chunk_tokens = rules.mixed_chunk_tokens
         self._choose = choice_of(rules)
 
-    def schedule(self, request: Request, now_s: float, refused_by: Collection[str] = ()) -> Placement | None:
+    def schedule(
+        self,
+        request: Request,
+        now_s: float,
+        refused_by: Collection[str] = (),
+        tbt_slo_s: float | None = None,
+    ) -> Placement | None:
         """Choose the pair of instances for a request.
 
         Args:
@@ -81,12 +118,13 @@ class Scheduler:
             now_s: The time.
             refused_by: Names of decode instances that have refused the request. One of them is chosen only if
                 no other one has room.
+            tbt_slo_s: The strictest TBT SLO of those that may share its batch; None without any.
 
         Returns:
             The pair with its predicted times; None if no pair has room.
         """
         view, layout = self._view, self._view.layout
-        if layout is None or not view.loads.prefill_mask:
+        if layout is None:
             return None
         num_tokens = len(request.token_ids)
         load_block_s = view.block_bytes / SSD_BYTES_PER_S
@@ -96,12 +134,15 @@ class Scheduler:
         fetch = self._best_fetch(match) if self._fetches else NO_FETCH
         candidates = self.estimate_ttft(prompt, match, fetch, now_s)
         p = self._choose(candidates, view.loads)
-        if candidates.ttft_s.item(p) == math.inf:
+        can_prefill = candidates.ttft_s.item(p) < math.inf
+        decoding = self._decoding(request, refused_by, layout)
+        inlined = self._inlined(prompt, match, decoding, tbt_slo_s, now_s)
+        if inlined is not None and not (can_prefill and self._waiting_s(candidates, p) < inlined.waiting_s):
+            return self._inlined_placement(inlined, decoding.num_tokens, match)
+        chosen = self._decoding_instance(decoding) if can_prefill else None
+        if chosen is None:
             return None
-        decoding = self._decoding_instance(request, refused_by, layout)
-        if decoding is None:
-            return None
-        d, tbt_s = decoding
+        d, tbt_s = chosen
         num_local_blocks = match.num_blocks_at(p)
         if fetch.best_matched_instance is not None and candidates.is_remote.item(p):
             source, num_source_blocks = view.instance_at(fetch.best_matched_instance), fetch.num_blocks
@@ -117,10 +158,33 @@ class Scheduler:
     def has_room(self, request: Request, refused_by: Collection[str] = ()) -> bool:
         """Whether a pair has room for a request, its decode instance none of those that have refused it."""
         layout, loads = self._view.layout, self._view.loads
-        if layout is None or loads.prefill_room_blocks.max() < layout.num_blocks(len(request.token_ids)):
+        if layout is None:
             return False
-        decoding = self._decoding_instance(request, refused_by, layout)
-        return decoding is not None and self._view.instance_at(decoding[0]).name not in refused_by
+        chosen = self._decoding_instance(self._decoding(request, refused_by, layout))
+        if chosen is None or self._view.instance_at(chosen[0]).name in refused_by:
+            return False
+        num_blocks = layout.num_blocks(len(request.token_ids))
+        return loads.inlines.item(chosen[0]) or loads.prefill_room_blocks.max() >= num_blocks
+
+    def _waiting_s(self, candidates: Candidates, p: int) -> float:
+        """The waiting that a prompt adds on a prefill instance: as many come behind as are there now."""
+        behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
+        return candidates.ttft_s.item(p) + behind_s
+
+    def _inlined(
+        self, prompt: Prompt, match: PrefixMatch, decoding: Decoding, tbt_slo_s: float | None, now_s: float
+    ) -> Inlined | None:
+        if not self._view.loads.inlines.any():
+            return None
+        budget_s = math.inf if tbt_slo_s is None else TBT_SLO_SHARE * tbt_slo_s
+        return self.select_inlining_instance(prompt, match, decoding, budget_s, now_s)
+
+    def _inlined_placement(self, inlined: Inlined, num_tokens: int, match: PrefixMatch) -> Placement:
+        view, slot = self._view, inlined.instance
+        tbt_s = view.next_step_s.item(slot) + num_tokens * view.decode_costs.second_s.item(slot)
+        prediction = Prediction(inlined.queue_s, inlined.load_s, inlined.prefill_s, tbt_s, inlined.beside_s)
+        instance = view.instance_at(slot)
+        return Placement(instance, instance, match.num_blocks_at(slot), None, 0, prediction)
 
     def _best_fetch(self, match: PrefixMatch) -> Fetch:
         """Line 4, and line 16 for all instances at once."""
@@ -135,15 +199,15 @@ class Scheduler:
         worth_below_blocks = num_blocks / view.balancing.threshold
         return Fetch(slot, num_blocks, first_s + num_blocks * block_s, block_s, worth_below_blocks)
 
-    def _decoding_instance(
-        self, request: Request, refused_by: Collection[str], layout: KVLayout
-    ) -> tuple[int, float] | None:
-        num_tokens = len(request.token_ids)
+    def _decoding(self, request: Request, refused_by: Collection[str], layout: KVLayout) -> Decoding:
         num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
         refused = [slot for name in refused_by if (slot := self._view.slot_of(name)) is not None]
-        found = self.select_decoding_instance(num_tokens, num_blocks, refused)
-        if found is None and refused:
-            found = self.select_decoding_instance(num_tokens, num_blocks, ())
+        return Decoding(len(request.token_ids), num_blocks, refused)
+
+    def _decoding_instance(self, decoding: Decoding) -> tuple[int, float] | None:
+        found = self.select_decoding_instance(decoding)
+        if found is None and decoding.refused:
+            found = self.select_decoding_instance(decoding._replace(refused=()))
         return found
 
     # -- the listing's loops over all instances, which `conductor.scheduling.native` replaces ---------------
@@ -197,27 +261,66 @@ class Scheduler:
         num_new, num_pairs = prefill_quantities(prompt.num_tokens - prefix_len, prefix_len)
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
-    def select_decoding_instance(
-        self, num_tokens: int, num_blocks: int, refused: Sequence[int]
-    ) -> tuple[int, float] | None:
+    def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
         """Line 24: the decode instance on which an iteration with the request takes least.
 
-        Args:
-            num_tokens: Tokens of the prompt.
-            num_blocks: Blocks that the request has when its output is complete.
-            refused: Slots that may not be chosen.
-
-        Returns:
-            The slot, and the predicted TBT in seconds; None if no instance has room.
+        Returns its slot, and the predicted TBT in seconds; None if no instance has room.
         """
         view = self._view
         tbt_s, d = math.inf, None
         for instance in range(view.loads.num_slots):
-            step_s = view.next_step_s.item(instance) + num_tokens * view.decode_costs.second_s.item(instance)
-            has_room = view.loads.decode_room_blocks.item(instance) >= num_blocks
-            if has_room and instance not in refused and step_s < tbt_s:
+            kv_token_s = view.decode_costs.second_s.item(instance)
+            step_s = view.next_step_s.item(instance) + request.num_tokens * kv_token_s
+            if self._has_room_to_decode(instance, request) and step_s < tbt_s:
                 tbt_s, d = step_s, instance
         return None if d is None else (d, tbt_s)
+
+    def _has_room_to_decode(self, instance: int, request: Decoding) -> bool:
+        room_blocks = self._view.loads.decode_room_blocks.item(instance)
+        return room_blocks >= request.num_blocks and instance not in request.refused
+
+    def select_inlining_instance(
+        self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
+    ) -> Inlined | None:
+        """Select the instance on which the prompt adds the least waiting if it computes and decodes it.
+
+        Args:
+            prompt: The prompt.
+            match: The instances that hold a prefix of it.
+            request: What decoding needs.
+            budget_s: The most seconds of an iteration of other requests with a chunk of the prompt.
+            now_s: The time.
+
+        Returns:
+            The instance with the predicted times; None if none inlines, has room and keeps the budget.
+        """
+        loads, costs = self._view.loads, self._view.decode_costs
+        behind_s = loads.behind_s(prompt.priority)
+        best: Inlined | None = None
+        for instance in range(loads.num_slots):
+            if not (loads.inlines.item(instance) and self._has_room_to_decode(instance, request)):
+                continue
+            prefix_blocks = match.num_blocks_at(instance)
+            prefill_s = self._estimate_prefill_execution_time(prompt, instance, prefix_blocks)
+            num_new = prompt.num_tokens - min(prefix_blocks * prompt.block_size, prompt.num_tokens - 1)
+            num_decoding, beside_s = loads.num_decoding.item(instance), 0.0
+            if num_decoding:
+                num_kv_tokens = loads.num_decoding_tokens.item(instance)
+                step_s = costs.predict_s(instance, num_decoding, num_kv_tokens)
+                token_s, left_s = prefill_s / num_new, budget_s - step_s
+                if prompt.block_size * token_s > left_s:
+                    continue
+                chunk = float(self._mixed_chunk_tokens)
+                if chunk * token_s > left_s:
+                    chunk = left_s / token_s
+                beside_s = math.ceil(num_new / chunk) * step_s
+            queue_s = self._estimate_prefill_queue_time(instance, behind_s, now_s)
+            load_s = match.num_ssd_blocks_at(instance) * prompt.load_block_s
+            delayed_s = (num_decoding + loads.num_prompts.item(instance)) * prefill_s
+            waiting_s = queue_s + load_s + prefill_s + beside_s + delayed_s
+            if best is None or waiting_s < best.waiting_s:
+                best = Inlined(instance, queue_s, load_s, prefill_s, beside_s, waiting_s)
+        return best
 
 
 def no_candidates(

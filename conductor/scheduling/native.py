@@ -9,7 +9,6 @@ Owns: the compiled code, the addresses it reads. Does not know: how the numbers 
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,23 @@ from numpy.typing import NDArray
 
 from conductor.index.prefix_index import PrefixMatch, packed
 from conductor.rules import Rules
-from conductor.scheduling.algorithm1 import Fetch, Prompt, Scheduler, no_candidates
+from conductor.scheduling.algorithm1 import (
+    NO_FETCH,
+    Decoding,
+    Fetch,
+    Inlined,
+    Prompt,
+    Scheduler,
+    no_candidates,
+)
 from conductor.scheduling.choices import Candidates
 from conductor.view.cluster_view import ClusterView
 from mooncake.native import THIS_PROCESSOR, load_or_do_without
 
 _PROMPT = struct.Struct("3qdq4d")
 """The layout of `Prompt` in `algorithm1.cpp`: a prompt without priority, a fetch without holder, the time."""
+_INLINING = struct.Struct("2qd")
+"""The layout of `Inlining`: blocks of the whole request, most tokens of a chunk, the budget."""
 
 
 def new_scheduler(view: ClusterView, rules: Rules) -> Scheduler:
@@ -48,6 +57,7 @@ class NativeScheduler(Scheduler):
         """The arrays behind the addresses, which keeps them alive."""
         self._addresses = b""
         self._tbt_s = array("d", [0.0])
+        self._inlined_s = array("d", [0.0] * 5)
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
         """Line 4."""
@@ -62,16 +72,36 @@ class NativeScheduler(Scheduler):
         )
         return Candidates(*self._found, p)
 
-    def select_decoding_instance(
-        self, num_tokens: int, num_blocks: int, refused: Sequence[int]
-    ) -> tuple[int, float] | None:
+    def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
         """Line 24."""
-        row = packed([sum(1 << slot for slot in refused)], self._view.loads.num_slots) if refused else None
-        tbt_s = self._tbt_s
+        tbt_s, row = self._tbt_s, self._refused(request)
         d = self._code.select_decoding_instance(
-            self._at(), num_tokens, num_blocks, row, tbt_s.buffer_info()[0]
+            self._at(), request.num_tokens, request.num_blocks, row, tbt_s.buffer_info()[0]
         )
         return None if d < 0 else (d, tbt_s[0])
+
+    def select_inlining_instance(
+        self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
+    ) -> Inlined | None:
+        """Section 5."""
+        behind_s = self._view.loads.behind_s(prompt.priority)
+        times_s = self._inlined_s
+        instance = self._code.select_inlining_instance(
+            self._at(),
+            *_packed(match),
+            _PROMPT.pack(*prompt[:4], *NO_FETCH[1:], now_s),
+            None if behind_s is None else behind_s.ctypes.data,
+            _INLINING.pack(request.num_blocks, self._mixed_chunk_tokens, budget_s),
+            self._refused(request),
+            times_s.buffer_info()[0],
+        )
+        return None if instance < 0 else Inlined(instance, *times_s)
+
+    def _refused(self, request: Decoding) -> bytes | None:
+        """The row of bits of the slots that may not be chosen; None if all may."""
+        if not request.refused:
+            return None
+        return packed([sum(1 << slot for slot in request.refused)], self._view.loads.num_slots)
 
     def _at(self) -> bytes:
         """The addresses of the view's arrays, which change when an instance has come or gone."""
@@ -90,8 +120,14 @@ class NativeScheduler(Scheduler):
                 view.prefill_costs.second_s,
                 loads.prefill_room_blocks,
                 view.next_step_s,
+                view.decode_costs.constant_s,
+                view.decode_costs.first_s,
                 view.decode_costs.second_s,
                 loads.decode_room_blocks,
+                loads.inlines,
+                loads.num_prompts,
+                loads.num_decoding,
+                loads.num_decoding_tokens,
                 view.transfers.in_flight_bytes,
                 view.transfers.ordered_bytes,
             ]
@@ -117,6 +153,20 @@ def _with_types(library: ctypes.CDLL) -> ctypes.PyDLL:
     code.find_best_prefix_match.argtypes = (pointer, *match, ctypes.c_double)
     code.estimate_ttft.argtypes = (pointer, *match, pointer, ctypes.c_void_p)
     code.select_decoding_instance.argtypes = (pointer, size, size, pointer, ctypes.c_void_p)
-    for name in ("find_best_prefix_match", "estimate_ttft", "select_decoding_instance"):
-        getattr(code, name).restype = size
+    code.select_inlining_instance.argtypes = (
+        pointer,
+        *match,
+        pointer,
+        ctypes.c_void_p,
+        pointer,
+        pointer,
+        ctypes.c_void_p,
+    )
+    for function in (
+        code.find_best_prefix_match,
+        code.estimate_ttft,
+        code.select_decoding_instance,
+        code.select_inlining_instance,
+    ):
+        function.restype = size
     return code

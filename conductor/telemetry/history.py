@@ -21,6 +21,7 @@ from mooncake.messages.workers import (
     Heartbeat,
     Joining,
     Prefill,
+    Prefilled,
     Refused,
     Reserve,
     Reserved,
@@ -63,6 +64,11 @@ class Timeline:
     prefill: str | None = None
     decode: str | None = None
     is_over: bool = False
+
+    @property
+    def is_inlined(self) -> bool:
+        """Whether one instance computes the prompt and decodes."""
+        return self.prefill is not None and self.prefill == self.decode
 
     @property
     def last(self) -> Moment:
@@ -124,8 +130,13 @@ class History:
                 return
             case Refused(ref=ref, reason=reason) | WorkFailed(ref=ref, reason=reason):
                 self._again(ref, f"{_instance(sender)}: {reason}", now_s)
-            case Reserved(ref=ref, inlined=True):
-                self._enter(ref, Moment(now_s, INLINED, _instance(sender)))
+            case Reserved(ref=ref):
+                if (timeline := self._current(ref)) is not None and timeline.is_inlined:
+                    self._enter(ref, Moment(now_s, INLINED, timeline.decode))
+            case Prefilled(ref=ref, num_cached_tokens=num_cached_tokens):
+                if (timeline := self._current(ref)) is not None and timeline.is_inlined:
+                    timeline.num_cached_tokens = num_cached_tokens
+                    self._enter(ref, Moment(now_s, DECODING, timeline.decode))
             case Heartbeat(joining=joining):
                 for of_request in joining:
                     self._join(of_request)
@@ -141,10 +152,10 @@ class History:
             case Abort(ref=ref):
                 if (timeline := self._current(ref)) is not None and timeline.last.step != QUEUED:
                     self._append(timeline, Moment(now_s, QUEUED, note="taken off its instances"))
-            case Reserve(ref=ref):
+            case Reserve(ref=ref, inline=inline):
                 if (timeline := self.live.get(ref.request_id)) is not None:
-                    timeline.attempt, timeline.prefill = ref.attempt, None
                     timeline.decode = _instance(effect.peer)
+                    timeline.attempt, timeline.prefill = ref.attempt, timeline.decode if inline else None
                     self._enter(ref, Moment(now_s, RESERVING, timeline.decode))
             case Prefill(ref=ref):
                 if (timeline := self._current(ref)) is not None:

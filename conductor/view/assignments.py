@@ -83,7 +83,8 @@ class Assignments:
             source = view.slot_of(placement.source.name)
             fetched_bytes = placement.num_fetched_blocks * float(view.layout.block_bytes)
             view.transfers.ordered_bytes[source] += fetched_bytes
-        loads.assign_prefill(prefill, request.request_id, prediction.prefill_s, request.priority)
+        prefill_s = prediction.prefill_s + prediction.beside_s
+        loads.assign_prefill(prefill, request.request_id, prefill_s, request.priority)
         loads.assign_decode(decode, len(request.token_ids))
         view.decode_changed(decode)
         if slos.tbt_s is not None:
@@ -144,21 +145,20 @@ class Assignments:
             return None, 0
         return source, placement.num_source_blocks
 
-    def end_prefill(self, assignment: Assignment, now_s: float, num_cached_tokens: int | None) -> None:
-        """Record that decode begins. `num_cached_tokens` is None for an inlined prefill."""
+    def end_prefill(self, assignment: Assignment, now_s: float, num_cached_tokens: int) -> None:
+        """Record that the prompt has been computed, and decode begins."""
         view, placement = self._view, assignment.placement
-        was_computed = num_cached_tokens is not None
-        seconds = self._leave_prefill(assignment, now_s, was_computed=was_computed)
-        if num_cached_tokens is not None:
-            ttft_s = now_s - assignment.assigned_s
-            self._stats.first_token(placement, ttft_s)
-            view.ttft_correction.learn(
-                placement.prediction, assignment.delay_s, ttft_s, assignment.slos.ttft_s, now_s
+        seconds = self._leave_prefill(assignment, now_s, was_computed=True)
+        ttft_s = now_s - assignment.assigned_s
+        self._stats.first_token(placement, ttft_s)
+        view.ttft_correction.learn(
+            placement.prediction, assignment.delay_s, ttft_s, assignment.slos.ttft_s, now_s
+        )
+        if seconds is not None and placement.source is None:  # else it has waited for a fetch
+            seconds -= placement.prediction.beside_s
+            view.prefill_ended(
+                assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
             )
-            if seconds is not None and placement.source is None:  # else it has waited for a fetch
-                view.prefill_ended(
-                    assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
-                )
         assignment.decode_began_s = now_s
         assignment.stay.end()
         assignment.stay = view.forecast.begin(assignment.request, now_s)

@@ -82,7 +82,7 @@ class ClusterView:
     """
 
     def __init__(self, rules: Rules | None = None, profiled: tuple[Costs, Costs] | None = None) -> None:
-        rules = rules or Rules()
+        self._rules = rules = rules or Rules()
         prefill, decode = profiled or (GENERIC_PREFILL_COSTS, GENERIC_DECODE_COSTS)
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
@@ -131,7 +131,8 @@ class ClusterView:
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
         self.num_changes += 1
         self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
-        self.loads.reset(slot, registration.role, instance.max_sequence_blocks)
+        inlines = self._rules.inlines(registration.role)
+        self.loads.reset(slot, registration.role, instance.max_sequence_blocks, inlines=inlines)
         self._decode_pool = None
         for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
             estimator.reset(slot)
@@ -159,8 +160,9 @@ class ClusterView:
 
     def open(self, instance: Instance) -> None:
         """Give requests to a closed instance again."""
-        room_blocks = instance.max_sequence_blocks
-        self.loads.set_role(self._slots[instance.name], instance.registration.role, room_blocks)
+        slot, role = self._slots[instance.name], instance.registration.role
+        inlines = self._rules.inlines(role)
+        self.loads.set_role(slot, role, instance.max_sequence_blocks, inlines=inlines)
         self._decode_pool = None
 
     def learn(self, instance: Instance, heartbeat: Heartbeat) -> None:
@@ -195,9 +197,10 @@ class ClusterView:
         return pool.mean_costs.seconds(share * num_requests, share * num_tokens)
 
     def mean_prefill_costs(self) -> Costs | None:
-        """The mean costs of the prefill instances; None without any."""
-        is_prefill = self.loads.is_prefill
-        return self.prefill_costs.mean(is_prefill) if is_prefill.any() else None
+        """The mean costs of the prefill instances, or else of those that inline; None without any."""
+        loads = self.loads
+        slots = loads.is_prefill if loads.is_prefill.any() else loads.inlines
+        return self.prefill_costs.mean(slots) if slots.any() else None
 
     def decode_changed(self, slot: int) -> None:
         """Predict the next step anew: other requests are assigned there, or its costs have changed."""

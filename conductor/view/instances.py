@@ -7,7 +7,8 @@ claim.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mooncake.messages.workers import Heartbeat, InstanceState, Register, Role
+from conductor.rules import Rules
+from mooncake.messages.workers import STAGES, Heartbeat, InstanceState, Register, Role
 
 _NEXT = {
     InstanceState.SERVING: frozenset({InstanceState.DRAINING, InstanceState.RETIRING}),
@@ -58,9 +59,13 @@ class Instance:
 
 
 class Instances:
-    """All registered instances by name. At most one life of a name is registered."""
+    """All registered instances by name. At most one life of a name is registered.
 
-    def __init__(self) -> None:
+    A `stage` is one of `STAGES`; `rules` say which instances can do a request's part in one.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._by_name: dict[str, Instance] = {}
         self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
         self.num_changes = 0
@@ -103,15 +108,18 @@ class Instances:
             self._lost = kept
             self._largest.clear()
 
-    def largest(self, role: Role) -> Instance | None:
-        """The instance of a role that holds the longest sequence; lost ones that may return count."""
-        if role not in self._largest:
-            lost = [instance for instance, _ in self._lost.values() if instance.registration.role is role]
-            expected = self.serving(role) + lost
-            self._largest[role] = max(
+    def largest(self, stage: Role) -> Instance | None:
+        """The instance for a stage that holds the longest sequence; lost ones that may return count."""
+        if stage not in self._largest:
+            lost = [instance for instance, _ in self._lost.values() if self._can(instance, stage)]
+            expected = self.serving(stage) + lost
+            self._largest[stage] = max(
                 expected, key=lambda instance: instance.max_sequence_blocks, default=None
             )
-        return self._largest[role]
+        return self._largest[stage]
+
+    def _can(self, instance: Instance, stage: Role) -> bool:
+        return self._rules.can(instance.registration.role, stage)
 
     def get(self, name: str | None) -> Instance | None:
         """A registered instance by its name."""
@@ -122,20 +130,20 @@ class Instances:
         instance = self._by_name.get(identity.decode(errors="replace").rpartition("#")[0])
         return instance if instance is not None and instance.identity == identity else None
 
-    def of_role(self, role: Role) -> list[Instance]:
-        """The instances with this role."""
-        return [instance for instance in self._by_name.values() if instance.registration.role is role]
+    def able(self, stage: Role) -> list[Instance]:
+        """The instances for a stage."""
+        return [instance for instance in self._by_name.values() if self._can(instance, stage)]
 
-    def serving(self, role: Role) -> list[Instance]:
-        """The instances of this role that take requests."""
-        return [instance for instance in self.of_role(role) if instance.state is InstanceState.SERVING]
+    def serving(self, stage: Role) -> list[Instance]:
+        """The instances for a stage that take requests."""
+        return [instance for instance in self.able(stage) if instance.state is InstanceState.SERVING]
 
-    def why_none(self, role: Role) -> str:
-        """A message for clients if no instance of this role takes requests."""
+    def why_none(self, stage: Role) -> str:
+        """A message for clients if no instance for a stage takes requests."""
         return (
-            f"all {role.value} instances are draining"
-            if self.of_role(role)
-            else f"no {role.value} instance is ready"
+            f"all {stage.value} instances are draining"
+            if self.able(stage)
+            else f"no {stage.value} instance is ready"
         )
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
@@ -144,7 +152,7 @@ class Instances:
 
     def max_sequence_blocks(self) -> int:
         """The longest prompt and output that some expected pair can hold, in blocks; 0 without a pair."""
-        largest = [self.largest(role) for role in Role]
+        largest = [self.largest(stage) for stage in STAGES]
         return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)
 
     def __iter__(self) -> Iterator[Instance]:

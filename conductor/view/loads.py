@@ -58,6 +58,8 @@ class Loads:
 
     is_prefill: NDArray[np.bool_]
     is_decode: NDArray[np.bool_]
+    inlines: NDArray[np.bool_]
+    """Whether a decode instance computes prompts of its own requests."""
     prefill_room_blocks: NDArray[np.int64]
     """The longest sequence that fits a prefill instance when all its requests have ended; 0 for others."""
     decode_room_blocks: NDArray[np.int64]
@@ -84,20 +86,20 @@ class Loads:
     """The tokens of the prompts whose prefill has ended."""
     num_awaiting_turn: Floats
     """Decoding requests that a full batch keeps waiting: as of the last heartbeat, corrected since."""
+    num_prompts: Floats
+    """Prompts that were assigned and have not been computed."""
 
     def __init__(self) -> None:
-        self.prefill_mask = 0
-        """`is_prefill` as the bits of a number."""
         self._prefills: list[_Prefills] = []
         self._queued_s: dict[int, Floats] = {}
         """`queued_s` by priority, of the priorities that some prompt has."""
         self._num_queued: Counter[int] = Counter()
-        self._set_columns(np.zeros((2, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((9, 0)))
+        self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((10, 0)))
 
     def _set_columns(self, flags: NDArray[np.bool_], counts: NDArray[np.int64], sums: Floats) -> None:
         """Name the rows of three matrices, whose columns are the slots."""
         self._flags, self._counts, self._sums = flags, counts, sums
-        self.is_prefill, self.is_decode = flags
+        self.is_prefill, self.is_decode, self.inlines = flags
         self.prefill_room_blocks, self.decode_room_blocks, self.num_assigned, self.head_priority = counts
         (
             self.memory_usage,
@@ -109,6 +111,7 @@ class Loads:
             self.num_decoding,
             self.num_decoding_tokens,
             self.num_awaiting_turn,
+            self.num_prompts,
         ) = sums
 
     @property
@@ -121,7 +124,7 @@ class Loads:
         """Whether some queued prompts go before others."""
         return len(self._queued_s) > 1
 
-    def reset(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
+    def reset(self, slot: int, role: Role | None, room_blocks: int = 0, *, inlines: bool = False) -> None:
         """Begin anew in a slot, with an instance, or (no role) without one. Slots are added as needed."""
         while self.num_slots <= slot:
             self._prefills.append(_Prefills({}, {}))
@@ -133,17 +136,21 @@ class Loads:
         self._queued_s = {priority: self._grown(queued_s) for priority, queued_s in self._queued_s.items()}
         self._prefills[slot] = _Prefills({}, {})
         self._set_head(slot)
-        self.set_role(slot, role, room_blocks)
+        self.set_role(slot, role, room_blocks, inlines=inlines)
 
     def _grown(self, array: NDArray[Any]) -> NDArray[Any]:
         """A copy with a column for each slot."""
         missing = np.zeros((*array.shape[:-1], self.num_slots - array.shape[-1]), array.dtype)
         return np.append(array, missing, axis=-1)
 
-    def set_role(self, slot: int, role: Role | None, room_blocks: int = 0) -> None:
-        """Let an instance get requests of this role, or no more of any. Those that it has stay."""
-        self.is_prefill[slot], self.is_decode[slot] = role is Role.PREFILL, role is Role.DECODE
-        self.prefill_mask = self.prefill_mask & ~(1 << slot) | (role is Role.PREFILL) << slot
+    def set_role(self, slot: int, role: Role | None, room_blocks: int = 0, *, inlines: bool = False) -> None:
+        """Let an instance get requests of this role, or no more of any. Those that it has stay.
+
+        `inlines`: the instance computes prompts of requests that it decodes.
+        """
+        self.is_prefill[slot] = role is Role.PREFILL
+        self.is_decode[slot] = role in (Role.DECODE, Role.BOTH)
+        self.inlines[slot] = inlines
         self.set_room(slot, room_blocks)
 
     def set_room(self, slot: int, num_blocks: int) -> None:
@@ -176,6 +183,7 @@ class Loads:
         """Add a prompt that is about to be ordered."""
         self._prefills[slot].waiting[request_id] = AssignedPrefill(predicted_s, priority)
         self.num_assigned[slot] += 1
+        self.num_prompts[slot] += 1
         self.queued_s[slot] += predicted_s
         if priority not in self._queued_s:
             self._queued_s[priority] = np.zeros(self.num_slots)
@@ -216,6 +224,7 @@ class Loads:
             prefills.last_ended_s = now_s
         prefills.ordered.pop(request_id, None)
         self.num_assigned[slot] -= 1
+        self.num_prompts[slot] -= 1
         self.queued_s[slot] -= prefill.left_s
         self._leave_level(slot, prefill)
         self._set_head(slot)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.requests import Request
-from mooncake.messages.workers import Role
+from mooncake.messages.workers import STAGES, Role
 
 
 class Reuse(StrEnum):
@@ -23,15 +23,17 @@ class Prediction(NamedTuple):
     transfer_s: float
     prefill_s: float
     tbt_s: float
+    beside_s: float = 0.0
+    """Iterations of other requests between the chunks of an inlined prompt."""
 
     @property
     def ttft_s(self) -> float:
         """The time from the decision to the first token."""
-        return self.queue_s + self.transfer_s + self.prefill_s
+        return self.queue_s + self.transfer_s + self.prefill_s + self.beside_s
 
 
 class Placement(NamedTuple):
-    """The pair chosen for a request."""
+    """The pair chosen for a request: two instances, or one that inlines the prompt."""
 
     prefill: Instance
     decode: Instance
@@ -42,6 +44,11 @@ class Placement(NamedTuple):
     num_source_blocks: int
     """The prompt's leading blocks that `source` holds."""
     prediction: Prediction
+
+    @property
+    def is_inlined(self) -> bool:
+        """Whether the decode instance computes the prompt itself."""
+        return self.prefill is self.decode
 
     @property
     def identities(self) -> tuple[bytes, bytes]:
@@ -107,22 +114,22 @@ class Rejection(NamedTuple):
         )
 
 
-def num_tokens_held(request: Request, role: Role) -> int:
+def num_tokens_held(request: Request, stage: Role) -> int:
     """The tokens that an instance holds: prefill the prompt so far, decode also the whole output."""
-    if role is Role.PREFILL:
+    if stage is Role.PREFILL:
         return len(request.token_ids)
     return request.num_prompt_tokens + request.sampling.max_tokens
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
     """The reason why no instance, there or expected, can hold the request; None if one of each role can."""
-    for role in (Role.PREFILL, Role.DECODE):
-        largest = instances.largest(role)
-        if largest is not None and not largest.can_hold(num_tokens_held(request, role)):
+    for stage in STAGES:
+        largest = instances.largest(stage)
+        if largest is not None and not largest.can_hold(num_tokens_held(request, stage)):
             return (
                 f"the prompt has {request.num_prompt_tokens} tokens, "
                 f"max_tokens is {request.sampling.max_tokens}; "
-                f"the KVCache of a {role.value} instance holds at most "
+                f"the KVCache of a {stage.value} instance holds at most "
                 f"{largest.max_sequence_blocks} blocks of {largest.registration.layout.block_size} tokens"
             )
     return None

@@ -28,9 +28,7 @@ _SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")
 
 def num_instances(config: Config) -> int:
     """Return the number of pools on this node."""
-    if config.role == "all":
-        return config.num_prefill + config.num_decode
-    return 1 if config.runs_instances else 0
+    return sum(config.num_instances.values())
 
 
 def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:

@@ -43,7 +43,7 @@ def check_node(config: Config) -> None:
         _check_device(config.worker.device)
         _check_certificates(config.security)
         _check_pool(config, checkpoint)
-    if config.role not in ("prefill", "decode"):
+    if not config.runs_one_instance:
         _check_tokenizer(checkpoint)
         _check_api(config.http)
 

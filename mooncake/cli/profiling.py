@@ -55,7 +55,7 @@ def profile(config: Config, file: Path) -> None:
 
 
 def _child(config: Config) -> Child:
-    num_workers = config.num_prefill + config.num_decode if config.role == "all" else 1
+    num_workers = sum(config.num_instances.values()) or 1
     process = WorkerProcess(
         cluster_key=ClusterKey.generate(),
         config=config,

@@ -24,6 +24,7 @@ NEEDED_FIRST: frozenset[Key] = frozenset(
         ("served_model_name",),
         ("num_prefill",),
         ("num_decode",),
+        ("num_both",),
         ("log_level",),
         ("http", "host"),
         ("http", "port"),

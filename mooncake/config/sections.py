@@ -231,6 +231,11 @@ class ConductorConfig(Section):
     replication_bytes: ByteSize = Field(
         ByteSize(256 << 20), description="of copies that are under way, and that are ordered in one period"
     )
+    inlining: bool = Field(
+        False,
+        description="decode instances compute prompts themselves, in chunks beside what they decode, where"
+        " that adds less waiting than a prefill instance",
+    )
     overload: Overload = Field(
         Overload.PREDICTION,
         description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"

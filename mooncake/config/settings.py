@@ -28,6 +28,7 @@ from mooncake.config.sections import (
 )
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import ConfigError
+from mooncake.messages.workers import Role
 from mooncake.yaml_errors import what_is_wrong
 
 ENV_PREFIX = "MOONCAKE_"
@@ -40,7 +41,7 @@ RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 class Config(Section):
     """The whole configuration of `mooncake-serve`."""
 
-    role: Literal["all", "conductor", "prefill", "decode", "front"] = Field(
+    role: Literal["all", "conductor", "prefill", "decode", "both", "front"] = Field(
         "all", description="what to run here"
     )
     model: str | None = Field(
@@ -52,10 +53,13 @@ class Config(Section):
     )
     served_model_name: str | None = Field(None, min_length=1, description="the name that clients ask for")
     instance: str | None = Field(
-        None, pattern=NAME, description="name of this instance (--role prefill, decode)"
+        None, pattern=NAME, description="name of this instance (--role prefill, decode, both)"
     )
-    num_prefill: int = Field(1, ge=1, description="prefill instances (--role all)")
-    num_decode: int = Field(1, ge=1, description="decode instances (--role all)")
+    num_prefill: int = Field(1, ge=0, description="prefill instances (--role all)")
+    num_decode: int = Field(1, ge=0, description="decode instances (--role all)")
+    num_both: int = Field(
+        0, ge=0, description="instances that decode and compute their own prompts (--role all)"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="what is logged")
     hang_timeout_s: Annotated[float, Field(ge=5.0)] | Literal["never"] = Field(
         30.0,
@@ -75,14 +79,28 @@ class Config(Section):
         """Whether this node runs messengers and workers."""
         return self.role not in ("conductor", "front")
 
+    @property
+    def runs_one_instance(self) -> bool:
+        """Whether this node runs one instance, or a part of one."""
+        return self.role in ("prefill", "decode", "both")
+
+    @property
+    def num_instances(self) -> dict[Role, int]:
+        """The number of instances of each role that this node runs, or runs a part of."""
+        if self.role == "all":
+            return {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.BOTH: self.num_both}
+        return {Role(self.role): 1} if self.runs_one_instance else {}
+
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
         """Refuse keys that have no effect with this role."""
-        if self.role != "all" and (self.num_prefill, self.num_decode) != (1, 1):
-            raise ValueError(f"num_prefill and num_decode need role all, not {self.role}")
-        if self.role not in ("prefill", "decode") and self.instance is not None:
-            raise ValueError(f"instance names one prefill or decode instance, not role {self.role}")
-        if self.role in ("decode", "conductor", "front") and self.pipeline.stages > 1:
+        if self.role != "all" and (self.num_prefill, self.num_decode, self.num_both) != (1, 1, 0):
+            raise ValueError(f"num_prefill, num_decode and num_both need role all, not {self.role}")
+        if not self.num_both and not (self.num_prefill and self.num_decode):
+            raise ValueError("a cluster needs num_prefill and num_decode of at least 1 each, or num_both")
+        if not self.runs_one_instance and self.instance is not None:
+            raise ValueError(f"instance names one instance of a node of its own, not role {self.role}")
+        if self.role in ("decode", "both", "conductor", "front") and self.pipeline.stages > 1:
             raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
         if self.role == "all" and (self.pipeline.stage is not None or self.pipeline.endpoints):
             raise ValueError(
@@ -96,7 +114,7 @@ class Config(Section):
                 f" {self.worker.tensor_parallel} do not go together: a stage is one process; leave one at 1"
             )
         keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
-        if self.role in ("prefill", "decode") and keeps is not None and self.instance is None:
+        if self.runs_one_instance and keeps is not None and self.instance is None:
             raise ValueError(
                 f"kvcache.{keeps} keeps files by the name of the instance: give it one (--instance NAME)"
             )

@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+TBT_SLO_SHARE = 0.8
+"""The share of a TBT SLO that an iteration may take with what is added to it: predictions are not exact."""
+
 
 class Costs(NamedTuple):
     """The coefficients in seconds: constant, and for tokens and pairs, or requests and tokens."""

@@ -26,6 +26,12 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    BOTH = "both"
+    """The instance decodes, and computes the prompts of its own requests: coupled chunked prefill."""
+
+
+STAGES = (Role.PREFILL, Role.DECODE)
+"""The roles that a request needs, of two instances or of one that has both."""
 
 
 class InstanceState(StrEnum):

@@ -33,14 +33,11 @@ class Part(NamedTuple):
 
 def parts_of(config: Config) -> list[Part]:
     """Return the parts that run on this node, in the order in which their ports are numbered."""
-    if config.role == "all":
-        roles = [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
-    else:
-        roles = [Role(config.role)] if config.runs_instances else []
     pipeline = config.pipeline
     return [
         Part(stage, leads=stage == 0 and rank == 0)
-        for role in roles
+        for role, count in config.num_instances.items()
+        for _ in range(count)
         for stage in _stages(role, pipeline.stages, pipeline.stage)
         for rank in range(config.worker.tensor_parallel)
     ]
@@ -88,7 +85,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def _of_front(config: Config) -> Iterator[ListenAddress]:
-    if config.role in ("prefill", "decode"):
+    if config.runs_one_instance:
         return
     yield ListenAddress("http.port", config.http.host, config.http.port)
     if config.http.admin_listen is not None:

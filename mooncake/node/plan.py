@@ -4,6 +4,7 @@
 --role conductor  conductor
 --role prefill    one messenger and one worker, for each stage of a pipeline or rank of a group
 --role decode     one messenger and one worker, for each rank of a group
+--role both       the same
 --role front      a front beside that of the conductor
 
 Owns: the choice of processes, and the addresses that they share. Does not know: how they are started
@@ -117,12 +118,10 @@ def _cluster_key(config: Config) -> ClusterKey:
 
 
 def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
-    if config.role == "all":
-        counts = {Role.PREFILL: config.num_prefill, Role.DECODE: config.num_decode}
-        return [(f"{role.value}-{index}", role) for role, count in counts.items() for index in range(count)]
-    if not config.runs_instances:
-        return []
-    return [(config.instance or _name_of_node(config, run_dir), Role(config.role))]
+    if config.runs_one_instance:
+        return [(config.instance or _name_of_node(config, run_dir), Role(config.role))]
+    counts = config.num_instances.items()
+    return [(f"{role.value}-{index}", role) for role, count in counts for index in range(count)]
 
 
 def _name_of_node(config: Config, run_dir: RunDirectory) -> str:

@@ -18,7 +18,7 @@ from mooncake.messages.bus import Router
 from mooncake.messages.fronts import FromFront
 from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Request, SamplingParams
-from mooncake.messages.workers import Role
+from mooncake.messages.workers import STAGES
 from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
 
@@ -47,7 +47,7 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
     link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size)
     follower = EventFollower(conductor.prefixes, key)
     service = ConductorService(conductor, router, InProcessLink(to_front, from_front), follower, History())
-    instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in Role]
+    instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in STAGES]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         runs = (service.run(), link.run(), *(one.run() for one in instances))
         tasks = [group.create_task(run) for run in runs]

@@ -95,6 +95,17 @@ def new_conductor(limits: Limits | None = None) -> Conductor:
     return conductor
 
 
+B0 = peer_identity("b0", 1)
+
+
+def coupled_conductor(limits: Limits | None = None) -> Conductor:
+    """A Conductor with one instance that has both roles."""
+    conductor = Conductor(EPOCH, "model", limits or Limits())
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+    conductor.handle(B0, registration("b0", Role.BOTH), 0.0)
+    return conductor
+
+
 D1 = peer_identity("d1", 1)
 TBT_SLO_S = 0.1
 

@@ -3,9 +3,9 @@
 A file is a list of entries: commands, one a line, `----`, the lines that came of them, an empty line. What
 follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` share their blocks.
 
-    cluster prefill=2 decode=1 [ttft_slo=S] [tbt_slo=S] [scheduling=...] [overload=...] [threshold=X]
-            [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N] [max_running=N] [max_waiting=N]
-            [classes=NAME:TTFT:TBT,...] [replicate=USES]
+    cluster prefill=2 decode=1 [both=N] [inlining=yes] [ttft_slo=S] [tbt_slo=S] [scheduling=...]
+            [overload=...] [threshold=X] [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
+            [max_running=N] [max_waiting=N] [classes=NAME:TTFT:TBT,...] [replicate=USES]
     at T                       it is T now
     join INSTANCE [pages=N]    gone INSTANCE    tick
     drain INSTANCE [wanted=no]                 somebody asks for it, or for the opposite
@@ -14,7 +14,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
-    reserved R [held=N] [inlined=yes]    prefilled R [cached=N]    finished R tokens=N
+    reserved R [held=N]    prefilled R [cached=N]    finished R tokens=N
     refused R [batch=N]    failed R            continue R output=N
     returning INSTANCE [failed_in=R,R]         its next life; in whose pass the one before failed (?: unknown)
     displaced                  how many requests gave way so far
@@ -85,6 +85,8 @@ from mooncake.messages.workers import (
 
 FRONT = b"front#1"
 PAGES = 1000
+_ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
+"""Roles by the first letter of an instance's name."""
 SEPARATOR = "----"
 
 
@@ -117,6 +119,8 @@ class Transcript:
         self,
         prefill: str = "1",
         decode: str = "1",
+        both: str = "0",
+        inlining: str = "no",
         ttft_slo: str | None = None,
         tbt_slo: str | None = None,
         scheduling: str = "kvcache_centric",
@@ -143,13 +147,19 @@ class Transcript:
             },
         )
         replication = ReplicationRules(uses_per_copy=float(replicate)) if replicate else None
-        rules = Rules(Scheduling(scheduling), float(threshold), Overload(overload), replication=replication)
+        rules = Rules(
+            Scheduling(scheduling),
+            float(threshold),
+            Overload(overload),
+            replication=replication,
+            has_inlining=inlining == "yes",
+        )
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
         self._conductor = Conductor(7, "model", limits, rules, profiled)
         self._block_size, self._pages, self._now_s = int(block), int(pages), 0.0
         self._instances: dict[str, Register] = {}
         self._conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
-        for role, count in (("p", prefill), ("d", decode)):
+        for role, count in (("p", prefill), ("d", decode), ("b", both)):
             for index in range(int(count)):
                 self._do_join(f"{role}{index}")
         return []
@@ -163,7 +173,7 @@ class Transcript:
             PROTOCOL_VERSION,
             name,
             self._incarnation,
-            Role.PREFILL if name.startswith("p") else Role.DECODE,
+            _ROLES[name[0]],
             "model",
             layout,
             (PoolShard(address, layout),),
@@ -232,7 +242,7 @@ class Transcript:
         return [
             f"{name}: a prefill of 100 tokens takes {view.prefill_costs.predict_s(slot, 100, 5000):.4g} s"
             for name, slot in view.prefixes.slots.items()
-            if view.loads.is_prefill[slot]
+            if view.loads.is_prefill[slot] or view.loads.inlines[slot]
         ]
 
     def _do_displaced(self) -> list[str]:
@@ -268,13 +278,13 @@ class Transcript:
     def _do_cancel(self, request_id: str) -> list[str]:
         return self._shown(self._conductor.handle(FRONT, Cancel(request_id), self._now_s))
 
-    def _do_reserved(self, request_id: str, held: str = "0", inlined: str = "no") -> list[str]:
+    def _do_reserved(self, request_id: str, held: str = "0") -> list[str]:
         tracked = self._conductor.requests[request_id]
         assert tracked.decode is not None
         lacking = range(int(held), -(-len(tracked.request.token_ids) // self._block_size))
         pages = [GrantedPage(index, index, 1) for index in lacking]
         grant = Grant(1, self._instances[tracked.decode].shards[0].messenger, pages)
-        return self._tell(tracked.decode, Reserved(tracked.ref, grant, inlined == "yes"))
+        return self._tell(tracked.decode, Reserved(tracked.ref, grant))
 
     def _do_prefilled(self, request_id: str, cached: str = "0") -> list[str]:
         tracked = self._conductor.requests[request_id]
@@ -355,9 +365,11 @@ class Transcript:
         placement = self._conductor.requests[request_id].placed.placement
         source = "" if placement.source is None else f" source={_instance(placement.source, placement)}"
         times = placement.prediction
+        prefill = f"{times.prefill_s:.4g}"
+        prefill += f" beside={times.beside_s:.4g}" if placement.is_inlined else ""
         return (
             f"{placement.prefill.name} {placement.decode.name} local={placement.num_local_blocks}{source}"
-            f" queue={times.queue_s:.4g} transfer={times.transfer_s:.4g} prefill={times.prefill_s:.4g}"
+            f" queue={times.queue_s:.4g} transfer={times.transfer_s:.4g} prefill={prefill}"
             f" tbt={times.tbt_s:.4g}"
         )
 

@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from mooncake.messages.costs import TBT_SLO_SHARE
 from workers.decode.meter import DecodeMeter
 from workers.decode.sequence import Sequence as DecodedSequence
 
 MAX_PAUSE_S = 0.1
-TBT_SLO_SHARE = 0.8
-"""Share of the TBT SLO that a pause and the iteration after it may take: predictions are not exact."""
 
 
 def pause_s(

@@ -31,6 +31,7 @@ from mooncake.messages.workers import (
     WorkFailed,
 )
 from tests.conductor.small_cluster import (
+    B0,
     D0,
     D1,
     FRONT,
@@ -39,6 +40,7 @@ from tests.conductor.small_cluster import (
     P0,
     TBT_SLO_S,
     address,
+    coupled_conductor,
     new_conductor,
     ref,
     registration,
@@ -99,27 +101,29 @@ def test_decode_is_told_whether_prefill_shares_its_cores(
     assert effect.message == Reserve(ref(), request(), shares_cores=expected)
 
 
-def test_prefill_is_ordered_nothing_that_decode_computes_itself() -> None:
-    conductor = new_conductor()
-    conductor.handle(FRONT, Submit(request()), 1.0)
-    assert conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0) == []
-    prefill = conductor.instances.get("p0")
-    assert prefill is not None
-    assert prefill.num_assigned_tokens == 0
-    conductor.peer_gone(P0, 2.0)
-    finished = conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 3.0)
-    assert finished == [Effect(FRONT, Ended("r", 3))]
-
-
-def test_a_request_with_an_inlined_prefill_is_refused_by_no_instance_later() -> None:
-    conductor, order = two_decode_instances(), request()
-    conductor.handle(FRONT, Submit(order), 1.0)
-    conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
-    effects = conductor.handle(D0, WorkFailed(ref(), "damaged", True), 2.0)
-    assert effects[-1] == Effect(FRONT, Interrupted("r"))
-    assert conductor.handle(FRONT, Continue(order), 2.0) == [
-        Effect(D0, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False))
+def test_an_instance_that_inlines_a_prompt_gets_one_order() -> None:
+    conductor, order = coupled_conductor(), request()
+    assert conductor.handle(FRONT, Submit(order), 1.0) == [
+        Effect(B0, Reserve(ref(), order, None, shares_cores=False, inline=True))
     ]
+    assert conductor.handle(B0, Reserved(ref(), GRANT), 1.0) == []
+    assert conductor.handle(B0, Prefilled(ref(), 3, 0), 2.0) == []
+    instance = conductor.instances.get("b0")
+    assert instance is not None
+    assert instance.num_assigned_tokens == 9
+    finished = conductor.handle(B0, Finished(ref(), FinishReason.STOP, 3), 3.0)
+    assert finished == [Effect(FRONT, Ended("r", 3))]
+    assert instance.num_assigned_tokens == 0
+
+
+def test_the_front_is_asked_how_far_an_inlined_request_has_come_before_its_next_attempt() -> None:
+    conductor, order = coupled_conductor(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(B0, Reserved(ref(), GRANT), 1.0)
+    effects = conductor.handle(B0, WorkFailed(ref(), "damaged", True), 2.0)
+    assert effects == [Effect(B0, Abort(ref())), Effect(FRONT, Interrupted("r"))]
+    [again] = conductor.handle(FRONT, Continue(order), 2.0)
+    assert again == Effect(B0, Reserve(ref(2), order, None, may_refuse=False, inline=True))
 
 
 @pytest.mark.parametrize(("missing", "num_held"), [([2], 2), ([1, 2], 1), ([0, 2], 0), ([], 2)])
@@ -222,10 +226,10 @@ def test_an_answer_that_has_begun_goes_on_behind_what_the_front_has_of_it() -> N
 
 
 def test_an_interrupted_request_that_is_cancelled_ends() -> None:
-    conductor = two_decode_instances()
+    conductor = coupled_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    conductor.handle(D0, Reserved(ref(), GRANT, inlined=True), 1.0)
-    conductor.peer_gone(D0, 2.0)
+    conductor.handle(B0, Reserved(ref(), GRANT), 1.0)
+    conductor.peer_gone(B0, 2.0)
     assert conductor.handle(FRONT, Cancel("r"), 2.0) == []
     assert conductor.num_running == 0
 

@@ -1,5 +1,6 @@
 """Algorithm 1: the compiled loops against the plain ones. What both decide is in the golden transcripts."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from conductor.index.prefix_index import PrefixMatch
 from conductor.rules import Rules
 from conductor.scheduling import native
-from conductor.scheduling.algorithm1 import NO_FETCH, Fetch, Prompt, Scheduler
+from conductor.scheduling.algorithm1 import NO_FETCH, Decoding, Fetch, Prompt, Scheduler
 from conductor.scheduling.native import NativeScheduler, new_scheduler
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
@@ -34,11 +35,15 @@ def instance(number: int, role: Role) -> Instance:
 
 def any_view(draw: np.random.Generator) -> ClusterView:
     """Some columns have few different values, so that there are ties."""
-    view = ClusterView()
+    view = ClusterView(Rules(has_inlining=bool(draw.integers(2))))
     for number in range(draw.integers(1, 20)):
-        view.add(instance(number, list(Role)[draw.integers(2)]), 0.0)
+        view.add(instance(number, list(Role)[draw.integers(3)]), 0.0)
     loads, transfers = view.loads, view.transfers
-    for slot in np.flatnonzero(loads.is_prefill).tolist():
+    for slot in np.flatnonzero(loads.is_decode).tolist():
+        for num_tokens in draw.integers(1, 1100, draw.integers(4)).tolist():
+            loads.assign_decode(slot, num_tokens)
+            loads.begin_decode(slot, num_tokens)
+    for slot in np.flatnonzero(loads.is_prefill | loads.inlines).tolist():
         for request_id in "abc"[: draw.integers(4)]:
             loads.assign_prefill(slot, request_id, draw.uniform(0, 5), int(draw.integers(3)))
             if draw.integers(2):
@@ -84,8 +89,11 @@ def test_compiled_loops_and_plain_ones_have_the_same_results_to_the_last_bit(see
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
     refused = np.flatnonzero(draw.integers(4, size=view.loads.num_slots) == 0).tolist()
-    request = num_tokens, int(draw.integers(1, 1100)), refused
-    assert compiled.select_decoding_instance(*request) == plain.select_decoding_instance(*request)
+    request = Decoding(num_tokens, int(draw.integers(1, 1100)), refused)
+    assert compiled.select_decoding_instance(request) == plain.select_decoding_instance(request)
+    for budget_s in (math.inf, draw.uniform(0, 9)):
+        arguments = prompt, match, request, budget_s, 3.0
+        assert compiled.select_inlining_instance(*arguments) == plain.select_inlining_instance(*arguments)
 
 
 @pytest.mark.parametrize("name", ["algorithm_1", "classes", "rivals"])
@@ -99,18 +107,18 @@ def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_g
     view = ClusterView()
     compiled, first, second = new_scheduler(view, Rules()), instance(0, Role.DECODE), instance(1, Role.DECODE)
     view.add(first, 0.0)
-    assert compiled.select_decoding_instance(1, 1, []) == (
+    assert compiled.select_decoding_instance(Decoding(1, 1, [])) == (
         0,
         view.next_step_s[0] + view.decode_costs.second_s[0],
     )
     view.add(second, 0.0)
     view.loads.assign_decode(0, 100)
     view.decode_changed(0)
-    decoding = compiled.select_decoding_instance(1, 1, [])
+    decoding = compiled.select_decoding_instance(Decoding(1, 1, []))
     assert decoding is not None
     assert decoding[0] == 1
     view.remove(second)
-    decoding = compiled.select_decoding_instance(1, 1, [])
+    decoding = compiled.select_decoding_instance(Decoding(1, 1, []))
     assert decoding is not None
     assert decoding[0] == 0
-    assert compiled.select_decoding_instance(1, 1, [0]) is None
+    assert compiled.select_decoding_instance(Decoding(1, 1, [0])) is None

@@ -21,6 +21,7 @@ from mooncake.messages.workers import (
     WorkFailed,
 )
 from tests.conductor.small_cluster import (
+    B0,
     D0,
     FRONT,
     GRANT,
@@ -105,10 +106,16 @@ def test_what_is_said_of_an_earlier_attempt_is_not_taken_for_this_one(cluster: W
 
 
 def test_an_inlined_prompt_has_no_prefill_and_no_transfer(cluster: Watched) -> None:
+    cluster.hear(P0, Leave(), 0.5)
+    cluster.hear(D0, Leave(), 0.5)
+    cluster.hear(B0, registration("b0", Role.BOTH), 0.5)
     cluster.hear(FRONT, Submit(request()), 1.0)
-    cluster.hear(D0, Reserved(ref(), GRANT, inlined=True), 2.0)
-    cluster.hear(D0, Finished(ref(), FinishReason.LENGTH, 5), 3.0)
-    assert [step for _, step, _ in cluster.steps()] == ["queued", "reserving", "inlined", "finished"]
+    cluster.hear(B0, Reserved(ref(), GRANT), 2.0)
+    cluster.hear(B0, Prefilled(ref(), 3, 4), 2.5)
+    cluster.hear(B0, Finished(ref(), FinishReason.LENGTH, 5), 3.0)
+    assert cluster.timeline().num_cached_tokens == 4
+    steps = [step for _, step, _ in cluster.steps()]
+    assert steps == ["queued", "reserving", "inlined", "decoding", "finished"]
 
 
 def test_a_failed_attempt_says_why_and_the_next_one_follows(cluster: Watched) -> None:

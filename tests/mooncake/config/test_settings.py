@@ -60,8 +60,8 @@ def test_defaults_need_no_source() -> None:
         ("role: all\nrole: decode", ["role is given twice"]),
         ("http: {port: 1, port: 2}", ["port is given twice"]),
         ("dtype: int8", ["dtype:", "'auto', 'float32', 'bfloat16' or 'float16'"]),
-        ("{role: decode, num_decode: 3}", ["num_decode need role all, not decode"]),
-        ("instance: x", ["instance names one prefill or decode instance"]),
+        ("{role: decode, num_decode: 3}", ["num_both need role all, not decode"]),
+        ("instance: x", ["instance names one instance"]),
         ("kvcache: {pool_bytes: many}", ["kvcache.pool_bytes:", "many"]),
         ("worker: {num_threads: some}", ["worker.num_threads", "some"]),
         (
@@ -209,5 +209,5 @@ def test_a_measurement_takes_the_configuration_on_either_side_of_its_name(tmp_pa
 def test_help_names_choices_and_defaults() -> None:
     text = " ".join(run_command("--help-all").stdout.split())
     assert "--worker-max-batch N most requests decoded together (default: 32)" in text
-    assert "one of all, conductor, prefill, decode, front (default: all)" in text
+    assert "one of all, conductor, prefill, decode, both, front (default: all)" in text
     assert "(default: 1.0GiB)" in text

@@ -208,7 +208,7 @@ def test_memory_that_is_there_already_is_not_asked_for_again(
             {("conductor", "reply_endpoint"): "tcp://h:70000"},
             "conductor.reply_endpoint: expected a port up to 65535, found 'tcp://h:70000'",
         ),
-        ({("role",): "front", ("instance",): "f"}, "instance names one prefill or decode instance"),
+        ({("role",): "front", ("instance",): "f"}, "instance names one instance"),
         (
             {("role",): "decode", ("kvcache", "ssd_dirs"): "/ssd"},
             "kvcache.ssd_dirs keeps files by the name of the instance",

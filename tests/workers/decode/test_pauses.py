@@ -2,9 +2,10 @@
 
 import pytest
 
+from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from workers.decode.meter import DecodeMeter
-from workers.decode.pauses import MAX_PAUSE_S, TBT_SLO_SHARE, DecodePauses, pause_s
+from workers.decode.pauses import MAX_PAUSE_S, DecodePauses, pause_s
 from workers.decode.sequence import Sequence
 
 MAX_BATCH = 8

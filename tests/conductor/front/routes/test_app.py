@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from conductor.front.http.exchange import Exchange
 from mooncake.messages.fronts import ClusterState
 from mooncake.messages.requests import FinishReason, Request
-from mooncake.messages.workers import Role
+from mooncake.messages.workers import STAGES, Role
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, FakeCluster, Running, raw_request
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
@@ -332,11 +332,11 @@ def test_incomplete_cluster_is_not_ready(front: Running, num_prefill: int, num_d
     assert httpx.get(f"{front.url}/health", timeout=DEADLINE_S).status_code == 200
 
 
-@pytest.mark.parametrize("drained", list(Role))
+@pytest.mark.parametrize("drained", STAGES)
 def test_what_is_missing_says_whether_it_drains_or_has_never_been_there(
     front: Running, drained: Role
 ) -> None:
-    [absent] = set(Role) - {drained}
+    [absent] = set(STAGES) - {drained}
     front.publish(ClusterState(1, 0, 0, 10, num_draining={drained: 2, absent: 0}))
     response = httpx.get(f"{front.url}/ready", timeout=DEADLINE_S)
     assert response.status_code == 503
