@@ -55,8 +55,12 @@ class Config(Section):
     instance: str | None = Field(
         None, pattern=NAME, description="name of this instance (--role prefill, decode, both)"
     )
-    num_prefill: int = Field(1, ge=0, description="prefill instances (--role all)")
-    num_decode: int = Field(1, ge=0, description="decode instances (--role all)")
+    num_prefill: int | None = Field(
+        None, ge=0, description="prefill instances (--role all); default: 1, beside num_both none"
+    )
+    num_decode: int | None = Field(
+        None, ge=0, description="decode instances (--role all); default: 1, beside num_both none"
+    )
     num_both: int = Field(
         0, ge=0, description="instances that decode and compute their own prompts (--role all)"
     )
@@ -88,16 +92,21 @@ class Config(Section):
     def num_instances(self) -> dict[Role, int]:
         """The number of instances of each role that this node runs, or runs a part of."""
         if self.role == "all":
-            return {Role.PREFILL: self.num_prefill, Role.DECODE: self.num_decode, Role.BOTH: self.num_both}
+            least = 0 if self.num_both else 1
+            num_prefill = least if self.num_prefill is None else self.num_prefill
+            num_decode = least if self.num_decode is None else self.num_decode
+            return {Role.PREFILL: num_prefill, Role.DECODE: num_decode, Role.BOTH: self.num_both}
         return {Role(self.role): 1} if self.runs_one_instance else {}
 
     @model_validator(mode="after")
     def _check_role(self) -> "Config":
         """Refuse keys that have no effect with this role."""
-        if self.role != "all" and (self.num_prefill, self.num_decode, self.num_both) != (1, 1, 0):
+        if self.role != "all" and (self.num_prefill, self.num_decode, self.num_both) != (None, None, 0):
             raise ValueError(f"num_prefill, num_decode and num_both need role all, not {self.role}")
-        if not self.num_both and not (self.num_prefill and self.num_decode):
-            raise ValueError("a cluster needs num_prefill and num_decode of at least 1 each, or num_both")
+        if self.role == "all":
+            num = self.num_instances
+            if not num[Role.BOTH] and not (num[Role.PREFILL] and num[Role.DECODE]):
+                raise ValueError("a cluster needs num_prefill and num_decode of at least 1 each, or num_both")
         if not self.runs_one_instance and self.instance is not None:
             raise ValueError(f"instance names one instance of a node of its own, not role {self.role}")
         if self.role in ("decode", "both", "conductor", "front") and self.pipeline.stages > 1:

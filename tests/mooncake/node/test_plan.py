@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from mooncake.config.sections import KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
 from mooncake.config.settings import Config, load_config
@@ -51,6 +52,27 @@ def test_instances_of_a_node_listen_at_different_ports(run_directory: RunDirecto
     told_workers = [w["config"]["worker"]["metrics_listen"] for w in workers]
     assert told_workers == ["0.0.0.0:9100", "0.0.0.0:9101", "0.0.0.0:9102"]
     assert len({endpoint for m in messengers for endpoint in m["event_endpoints"]}) == 6
+
+
+def names_of(config: Config, run_directory: RunDirectory) -> list[str]:
+    """The workers of a node."""
+    specs = plan_node(config, run_directory)
+    return [spec.name for spec in specs if spec.module == "workers.process.service"]
+
+
+def test_instances_of_both_roles_stand_alone_or_beside_others(run_directory: RunDirectory) -> None:
+    kvcache = KVCacheConfig(pool_bytes=SIZE)
+    assert names_of(Config(kvcache=kvcache, num_both=2), run_directory) == ["both-0", "both-1"]
+    beside = Config(kvcache=kvcache, num_both=1, num_prefill=1)
+    assert names_of(beside, run_directory) == ["prefill-0", "both-0"]
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"num_prefill": 0}, {"num_decode": 0}, {"num_prefill": 0, "num_decode": 0}]
+)
+def test_a_cluster_without_one_of_the_roles_is_refused(numbers: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="at least 1 each, or num_both"):
+        Config(**numbers)
 
 
 def test_others_on_this_host_learn_which_cluster_a_run_belongs_to(
