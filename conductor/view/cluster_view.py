@@ -245,18 +245,24 @@ class ClusterView:
             batch_size: The number of requests in the batch; further ones wait for their turn.
             tbt_s: What the instance predicts.
         """
-        num_kv_tokens = batch_size * self._mean_kv_tokens(slot)
+        num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)
         self.decode_costs.learn(slot, batch_size, num_kv_tokens, tbt_s)
         self._decode_pool = None
         self.decode_changed(slot)
-        return self.step_s(slot, batch_size)
+        return self.decode_costs.predict_s(slot, batch_size, num_kv_tokens)
 
     def step_s(self, slot: int, batch_size: int) -> float:
         """The predicted step of a batch of requests as long as those that the instance has."""
-        return self.decode_costs.predict_s(slot, batch_size, batch_size * self._mean_kv_tokens(slot))
+        num_kv_tokens = batch_size * self._mean_assigned_tokens(slot)
+        return self.decode_costs.predict_s(slot, batch_size, num_kv_tokens)
 
-    def _mean_kv_tokens(self, slot: int) -> float:
+    def _mean_assigned_tokens(self, slot: int) -> float:
+        """The mean prompt of all requests that the instance has, decoded or not."""
         return self.loads.num_kv_tokens.item(slot) / max(1.0, self.loads.batch_size.item(slot))
+
+    def _mean_decoding_tokens(self, slot: int) -> float:
+        """The mean prompt of the requests whose prefill has ended; queued prompts may be much longer."""
+        return self.loads.num_decoding_tokens.item(slot) / max(1.0, self.loads.num_decoding.item(slot))
 
     def _learn_prefill(self, slot: int, computed: _Computed) -> None:
         if computed.seconds > 0:
@@ -268,9 +274,9 @@ class ClusterView:
         num_tokens = decode.num_tokens - occupant.decode.num_tokens
         seconds = decode.forward_s - occupant.decode.forward_s
         occupant.decode = decode
-        if min(num_steps, num_tokens, seconds) > 0 and loads.batch_size[slot] > 0:
+        if min(num_steps, num_tokens, seconds) > 0 and loads.num_decoding[slot] > 0:
             batch_size = num_tokens / num_steps
-            num_kv_tokens = batch_size * self._mean_kv_tokens(slot)
+            num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)
             self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
             self._decode_pool = None
             self.decode_changed(slot)

@@ -1,0 +1,58 @@
+"""What the view learns from the steps of decode instances."""
+
+import pytest
+
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance
+from mooncake.messages.costs import Costs
+from mooncake.messages.workers import DecodeStats, Heartbeat, Role
+from tests.conductor.small_cluster import registration
+
+PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
+DECODE_COSTS = Costs(2e-2, 1e-4, 2e-8)
+SHORT, LONG = 1_000, 50_000
+
+
+def new_view() -> tuple[ClusterView, Instance, int]:
+    """A view whose costs are right, and a decode instance that decodes four short prompts."""
+    view = ClusterView(profiled=(PREFILL_COSTS, DECODE_COSTS))
+    instance = Instance(registration("d0", Role.DECODE), b"d0#1", 0.0)
+    view.add(instance, 0.0)
+    slot = view.slot_of("d0")
+    assert slot is not None
+    for _ in range(4):
+        view.loads.assign_decode(slot, SHORT)
+        view.loads.begin_decode(slot, SHORT)
+    return view, instance, slot
+
+
+def learned(view: ClusterView, slot: int) -> Costs:
+    costs = view.decode_costs
+    return Costs(costs.constant_s.item(slot), costs.first_s.item(slot), costs.second_s.item(slot))
+
+
+def test_a_step_is_that_of_the_decoded_requests_not_of_queued_prompts() -> None:
+    view, instance, slot = new_view()
+    step_s = DECODE_COSTS.seconds(4, 4 * SHORT)
+    for num_beats in range(1, 30):
+        view.loads.assign_decode(slot, LONG)
+        stats = DecodeStats(10 * num_beats, 40 * num_beats, forward_s=10 * num_beats * step_s)
+        view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats))
+    assert learned(view, slot) == pytest.approx(DECODE_COSTS)
+
+
+def test_a_refusal_is_by_the_batch_of_the_decoded_requests() -> None:
+    view, _, slot = new_view()
+    view.loads.assign_decode(slot, LONG)
+    predicted_s = view.decode_refused(slot, 4, DECODE_COSTS.seconds(4, 4 * SHORT))
+    assert predicted_s == pytest.approx(DECODE_COSTS.seconds(4, 4 * SHORT))
+    assert learned(view, slot) == pytest.approx(DECODE_COSTS)
+
+
+def test_steps_of_requests_that_have_all_ended_teach_nothing() -> None:
+    view, instance, slot = new_view()
+    for _ in range(4):
+        view.loads.end_decode(slot, SHORT, has_begun=True)
+    view.loads.assign_decode(slot, LONG)
+    view.learn(instance, Heartbeat(0, 0, 50, {}, decode=DecodeStats(10, 40, forward_s=1.0)))
+    assert learned(view, slot) == DECODE_COSTS
