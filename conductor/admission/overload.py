@@ -2,7 +2,7 @@
 
     baseline         each stage by itself: prefill's load at arrival, decode's when prefill has ended (7.1)
     early_rejection  the greater load of both pools, at arrival (7.2)
-    prediction       as before, but decode's load when the prefill will have ended (7.4, system level)
+    prediction       as before, but decode's load when accepted prefills will have ended (7.4, system level)
     request_prediction      the same, of each request by its expected output length (7.4, request level)
 
 A load is a prediction in relation to the SLO. A request without an SLO is not rejected by it. Prompts of
@@ -111,7 +111,8 @@ class Admission:
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
                 tbt_s = self._tbt_with_s(self._forecast.everything.less(freed.work), num_tokens)
                 if tbt_s is not None and factor * tbt_s > slos.tbt_s:  # else there is never enough to miss it
-                    tbt_s = self._tbt_then_s(now_s + queue_s + prompt_s, freed.work, num_tokens, now_s)
+                    known_s = min(queue_s, self._shortest_queue_s(request.priority, now_s))
+                    tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
         return self._check_tbt(None if tbt_s is None else factor * tbt_s, slos.tbt_s)
 
     def rejected(self, request: Request, rejection: Rejection, now_s: float) -> None:
@@ -197,15 +198,25 @@ class Admission:
         assert pool is not None
         return float(self._view.next_step_s.dot(pool.members)) / pool.num_instances
 
-    def _tbt_then_s(self, prefilled_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
-        """The TBT when the request's prefill ends, or when the last accepted prefill does, if that is more.
+    def _shortest_queue_s(self, priority: int, now_s: float) -> float:
+        """Seconds until some instance has computed all its prompts that go before one of `priority`.
+
+        Requests that have yet to arrive are not decoded before, so the forecast lacks none until then. It is
+        the horizon of all prompts. At the end of a long prefill of its own a prompt would find decode empty
+        that others will have filled: long prompts would be let in, and then short ones refused beside them.
+        """
+        loads = self._view.loads
+        return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
+
+    def _tbt_then_s(self, known_until_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
+        """The TBT at the horizon, or when the last accepted prefill ends, if that is more.
 
         None if some instance decodes nothing then.
         """
         forecast, step_s = self._forecast, self._next_step_s()
-        times_s = [prefilled_s]
-        last_s = min(forecast.last_prefill_s, prefilled_s + forecast.decode_s)
-        if last_s > prefilled_s:
+        times_s = [known_until_s]
+        last_s = min(forecast.last_prefill_s, known_until_s + forecast.decode_s)
+        if last_s > known_until_s:
             times_s.append(last_s)
         everything, tbts_s = forecast.everything.less(freed), []
         for time_s in times_s:
