@@ -25,6 +25,7 @@ from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Reason, Rejection
 from conductor.view.timeline import Work
 from mooncake.config.policies import Overload
+from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.requests import Request
 
 PROBE_AFTER_S = 5.0
@@ -102,7 +103,6 @@ class Admission:
                 return Rejection(Reason.TTFT, first_token_s, slos.ttft_s, retry_s, prompt_s, kept_s)
         if slos.tbt_s is None:
             return None
-        factor = self._view.tbt_correction.factor(now_s)
         match self._policy:
             case Overload.BASELINE:
                 return None
@@ -110,10 +110,11 @@ class Admission:
                 tbt_s = self._tbt_now_s(num_tokens)
             case Overload.PREDICTION | Overload.REQUEST_PREDICTION:
                 tbt_s = self._tbt_with_s(self._forecast.everything.less(freed.work), num_tokens)
-                if tbt_s is not None and factor * tbt_s > slos.tbt_s:  # else there is never enough to miss it
-                    known_s = min(queue_s, self._shortest_queue_s(request.priority, now_s))
-                    tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
-        return self._check_tbt(None if tbt_s is None else factor * tbt_s, slos.tbt_s)
+                if self._check_mean_tbt(tbt_s, slos.tbt_s, now_s) is None:
+                    return None  # there is never more
+                known_s = min(queue_s, self._shortest_queue_s(request.priority, now_s))
+                tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
+        return self._check_mean_tbt(tbt_s, slos.tbt_s, now_s)
 
     def rejected(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """Learn that a request was rejected."""
@@ -125,7 +126,9 @@ class Admission:
         """Learn that a decode instance has refused a request after prefill, as a token would take `tbt_s`."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
-        self._view.tbt_correction.learn(self._view.decode_refused(slot, batch_size, tbt_s), tbt_s, now_s)
+        predicted_s = self._view.decode_refused(slot, batch_size, tbt_s)
+        constant_s = self._view.decode_costs.constant_s.item(slot)
+        self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
     def learn_step(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
@@ -139,12 +142,14 @@ class Admission:
             tbt_slo_s: The strictest SLO of all placed requests; None without any.
             now_s: The time.
         """
-        if tbt_slo_s is None or tbt_s < NEAR_TBT_SLO * tbt_slo_s:
-            return
         slot = self._view.slot_of(decode.name)
         assert slot is not None
+        constant_s = self._view.decode_costs.constant_s.item(slot)
+        if tbt_slo_s is None or tbt_s - constant_s < NEAR_TBT_SLO * (tbt_slo_s - constant_s):
+            return
         if self._view.loads.batch_size[slot]:  # else it has yet to receive that these requests were aborted
-            self._view.tbt_correction.learn(self._view.step_s(slot, batch_size), tbt_s, now_s)
+            predicted_s = self._view.step_s(slot, batch_size)
+            self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
         """Check a request whose prefill has ended and would be wasted (section 7.1), with `baseline` only."""
@@ -157,7 +162,8 @@ class Admission:
         if not num_others:
             return None
         num_kv_tokens = loads.num_decoding_tokens[slot] + num_tokens
-        return self._check_tbt(costs.predict_s(slot, num_others + 1, num_kv_tokens), slos.tbt_s)
+        tbt_s = costs.predict_s(slot, num_others + 1, num_kv_tokens)
+        return self._check_tbt(tbt_s, costs.constant_s.item(slot), slos.tbt_s)
 
     def _is_probe(self, placement: Placement, now_s: float) -> bool:
         if placement.prediction.queue_s > _IDLE_S:
@@ -166,12 +172,25 @@ class Admission:
         assert slot is not None
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
-    def _check_tbt(self, tbt_s: float | None, tbt_slo_s: float | None) -> Rejection | None:
-        """Compare a prediction with the SLO; None if some instance decodes nothing then."""
-        if tbt_slo_s is None or tbt_s is None or tbt_s <= tbt_slo_s:
+    def _check_mean_tbt(self, tbt_s: float | None, tbt_slo_s: float, now_s: float) -> Rejection | None:
+        """Compare a prediction for a mean decode instance, with its correction, with the SLO."""
+        if tbt_s is None:
             return None
-        retry_s = max(_SHORTEST_RETRY_S, self._decode_s() * (1 - tbt_slo_s / tbt_s))
-        return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s)
+        pool = self._view.decode_pool()
+        assert pool is not None
+        constant_s = pool.mean_costs.constant_s
+        return self._check_tbt(
+            self._view.tbt_correction.corrected_s(tbt_s, constant_s, now_s), constant_s, tbt_slo_s
+        )
+
+    def _check_tbt(self, tbt_s: float, constant_s: float, tbt_slo_s: float | None) -> Rejection | None:
+        """Compare a prediction, to which no request adds `constant_s`, and its margin with the SLO."""
+        margin_s = tbt_margin_s(tbt_s, constant_s)
+        if tbt_slo_s is None or tbt_s + margin_s <= tbt_slo_s:
+            return None
+        retry_s = max(_SHORTEST_RETRY_S, self._decode_s() * (1 - tbt_slo_s / (tbt_s + margin_s)))
+        kept_s = margin_s if tbt_s <= tbt_slo_s else 0.0
+        return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
         """The mean time in which the requests that are decoded now are replaced by others."""

@@ -1,11 +1,11 @@
-"""Factors for predictions near an SLO, by the errors of the latest ones.
+"""Corrections of predictions near an SLO, by the errors of the latest ones.
 
 Under overload every queue and every batch is as large as its SLO allows. A request that is let in then is
 just in time by the prediction, and would be late by the prediction's error. So times that are checked
 against an SLO count for more:
 
     TTFTCorrection  by how much later than predicted the latest first tokens came
-    TBTCorrection   by how much more than predicted decode instances say that an iteration takes
+    TBTCorrection   by how much more than predicted decode instances say that a batch adds to an iteration
 
 Owns: the latest errors. Does not know: which requests are let in.
 """
@@ -22,41 +22,50 @@ NEAR_TTFT_SLO = 0.7
 """The share of the TTFT SLO from which on a prediction is near it."""
 MOST_TTFT = 1.5
 """The largest factor."""
+
+TBT_QUANTILE = 0.9
+"""The share of the latest reports of decode instances that are no more than predicted with the correction."""
+NEAR_TBT_SLO = 0.3
+"""The share of what the TBT SLO leaves for a batch from which on the batch is near it. How wrong a smaller
+batch is predicted says little about one at the SLO. Batches grow by a good part between two heartbeats: from
+0.5 on fewer requests are in time."""
+MOST_TBT = 1.5
+"""The largest factor of what a batch adds to an iteration."""
+
 MEMORY_S = 60.0
-"""The age at which an error of a TTFT is forgotten."""
+"""The age at which an error is forgotten."""
 _NUM_RECENT = 64
 _NUM_SLOS = 100
-
-HALF_LIFE_S = 20.0
-"""The time in which an error of a TBT counts half: no instance says when it is over."""
-MOST_TBT = 1.2
-"""The largest factor."""
-NEAR_TBT_SLO = 0.3
-"""The share of the TBT SLO from which on a batch is near it. How wrong a smaller batch is predicted says
-little about one at the SLO. Batches grow by a good part between two heartbeats: from 0.5 on fewer requests
-are in time."""
 
 
 class _Error(NamedTuple):
     at_s: float
     ratio: float
-    """The actual time to the first token by the predicted one."""
+    """The actual time by the predicted one."""
 
 
-class _TTFTErrors:
-    """The latest errors of requests with one TTFT SLO."""
+class _LatestErrors:
+    """The latest errors of one kind.
 
-    __slots__ = ("_factor", "_latest")
+    Args:
+        quantile: The share of them that `factor` is not less than.
+        most: The largest factor.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_factor", "_latest", "_most", "_quantile")
+
+    def __init__(self, quantile: float, most: float) -> None:
+        self._quantile, self._most = quantile, most
         self._factor = 1.0
         self._latest: deque[_Error] = deque(maxlen=_NUM_RECENT)
 
     def learn(self, ratio: float, now_s: float) -> None:
+        """Learn that a time was `ratio` times the predicted one."""
         self._latest.append(_Error(now_s, ratio))
         self._update()
 
     def factor(self, now_s: float) -> float:
+        """The factor of a predicted time, at least 1."""
         if self._latest and self._latest[0].at_s < now_s - MEMORY_S:
             while self._latest and self._latest[0].at_s < now_s - MEMORY_S:
                 self._latest.popleft()
@@ -67,7 +76,8 @@ class _TTFTErrors:
         self._factor = 1.0
         if self._latest:
             ratios = sorted(error.ratio for error in self._latest)
-            self._factor = min(max(1.0, ratios[math.ceil(TTFT_QUANTILE * len(ratios)) - 1]), MOST_TTFT)
+            at_quantile = ratios[math.ceil(self._quantile * len(ratios)) - 1]
+            self._factor = min(max(1.0, at_quantile), self._most)
 
 
 class TTFTCorrection:
@@ -77,7 +87,7 @@ class TTFTCorrection:
     """
 
     def __init__(self) -> None:
-        self._by_slo: OrderedDict[float, _TTFTErrors] = OrderedDict()
+        self._by_slo: OrderedDict[float, _LatestErrors] = OrderedDict()
         """The errors by SLO, the one that learned last at the end."""
 
     def learn(
@@ -100,7 +110,9 @@ class TTFTCorrection:
             return
         if self.factor(ttft_slo_s, now_s) * predicted_s < NEAR_TTFT_SLO * ttft_slo_s:
             return
-        self._by_slo.setdefault(ttft_slo_s, _TTFTErrors()).learn(ttft_s / predicted_s, now_s)
+        self._by_slo.setdefault(ttft_slo_s, _LatestErrors(TTFT_QUANTILE, MOST_TTFT)).learn(
+            ttft_s / predicted_s, now_s
+        )
         self._by_slo.move_to_end(ttft_slo_s)
         if len(self._by_slo) > _NUM_SLOS:
             self._by_slo.popitem(last=False)
@@ -112,21 +124,28 @@ class TTFTCorrection:
 
 
 class TBTCorrection:
-    """One factor for all decode instances.
+    """One correction for all decode instances, of what a batch adds to an iteration without one.
 
     They check again when prefill has ended (section 3). If they predicted one hundredth more than the
-    Conductor, it would let in, one after the other, requests that all of them refuse after prefill.
+    Conductor, it would let in, one after the other, requests that all of them refuse after prefill. The time
+    of an iteration without a batch is most of it, and no error of the batch makes it longer.
     """
 
     def __init__(self) -> None:
-        self._excess = 0.0
-        self._at_s = -math.inf
+        self._errors = _LatestErrors(TBT_QUANTILE, MOST_TBT)
 
-    def learn(self, predicted_s: float, reported_s: float, now_s: float) -> None:
-        """Learn that an instance reports another TBT for a batch than is predicted here."""
-        self._excess = max(self.factor(now_s), min(reported_s / predicted_s, MOST_TBT)) - 1.0
-        self._at_s = now_s
+    def learn(self, predicted_s: float, reported_s: float, constant_s: float, now_s: float) -> None:
+        """Learn that an instance reports another TBT for a batch than is predicted here.
 
-    def factor(self, now_s: float) -> float:
-        """The factor of a predicted TBT, at least 1."""
-        return 1.0 + self._excess * math.exp2((self._at_s - now_s) / HALF_LIFE_S)
+        Args:
+            predicted_s: What is predicted here.
+            reported_s: What the instance predicts.
+            constant_s: The part of both that no request adds to.
+            now_s: The time.
+        """
+        if predicted_s > constant_s:
+            self._errors.learn((reported_s - constant_s) / (predicted_s - constant_s), now_s)
+
+    def corrected_s(self, predicted_s: float, constant_s: float, now_s: float) -> float:
+        """A predicted TBT, to which no request adds `constant_s`, with the correction."""
+        return constant_s + self._errors.factor(now_s) * (predicted_s - constant_s)

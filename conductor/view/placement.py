@@ -89,6 +89,7 @@ class Reason(StrEnum):
 
 _STATUS = {Reason.UNREADY: 503, Reason.NEVER_PLACED: 503, Reason.DUPLICATE: 409, Reason.TOO_LARGE: 400}
 _WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token would take"}
+_KEPT_FOR = {Reason.TTFT: "for longer prompts", Reason.TBT: "as a margin"}
 
 
 class Rejection(NamedTuple):
@@ -102,12 +103,12 @@ class Rejection(NamedTuple):
     prompt_s: float = 0.0
     """The predicted time of the prompt by itself, for a TTFT SLO."""
     kept_s: float = 0.0
-    """The part of a TTFT SLO that is headroom for longer prompts."""
+    """The part of the SLO that is kept free: headroom for longer prompts, or the margin of a TBT."""
 
     @property
     def message(self) -> str:
         """The text for the client."""
-        kept = f", {1000 * self.kept_s:.1f} ms of them for longer prompts" if self.kept_s else ""
+        kept = f", {1000 * self.kept_s:.1f} ms of them {_KEPT_FOR[self.reason]}" if self.kept_s else ""
         return (
             f"the cluster is overloaded: {_WOULD_TAKE[self.reason]} {1000 * self.predicted_s:.1f} ms, at most"
             f" {1000 * self.slo_s:g} ms are allowed (conductor.{self.reason}){kept}; come back later"

@@ -13,6 +13,18 @@ import numpy as np
 
 TBT_SLO_SHARE = 0.8
 """The share of a TBT SLO that an iteration may take with what is added to it: predictions are not exact."""
+TBT_MARGIN = 0.1
+"""The share of what a batch adds to an iteration by which predictions stay below a TBT SLO."""
+
+
+def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
+    """Return by how much a predicted iteration must stay below a TBT SLO.
+
+    An iteration is predicted as a mean. The TBT of a request is the mean of its longest gaps, and the one
+    before its second token has the transfer of its KVCache in it. How long an iteration without a batch takes
+    is known well, so no margin is kept for that part.
+    """
+    return TBT_MARGIN * max(0.0, step_s - empty_step_s)
 
 
 class Costs(NamedTuple):

@@ -3,7 +3,6 @@
 import pytest
 
 from conductor.view.corrections import (
-    HALF_LIFE_S,
     MEMORY_S,
     MOST_TBT,
     MOST_TTFT,
@@ -88,20 +87,40 @@ def test_only_so_many_slos_are_remembered() -> None:
     assert correction.factor(slos_s[1], NOW_S) == pytest.approx(1.2)
 
 
-def test_a_reported_tbt_fades() -> None:
+CONSTANT_S, BATCH_S = 0.09, 0.01
+
+
+def corrected(*excesses: float, now_s: float = NOW_S) -> float:
+    """What a batch of `BATCH_S` counts for, after reports that batches add so much more than predicted."""
     correction = TBTCorrection()
-    assert correction.factor(5.0) == 1.0
-    correction.learn(0.100, 0.104, 10.0)
-    assert correction.factor(10.0) == pytest.approx(1.04)
-    assert correction.factor(10.0 + HALF_LIFE_S) == pytest.approx(1.02)
-    correction.learn(0.100, 0.101, 10.0 + HALF_LIFE_S)  # another instance differs by less
-    assert correction.factor(10.0 + HALF_LIFE_S) == pytest.approx(1.02)
-    assert correction.factor(10.0 + 20 * HALF_LIFE_S) == pytest.approx(1.0, abs=1e-6)
+    for excess in excesses:
+        correction.learn(CONSTANT_S + BATCH_S, CONSTANT_S + (1 + excess) * BATCH_S, CONSTANT_S, NOW_S)
+    return correction.corrected_s(CONSTANT_S + BATCH_S, CONSTANT_S, now_s) - CONSTANT_S
+
+
+def test_a_reported_tbt_corrects_what_the_batch_adds_and_no_empty_iteration() -> None:
+    assert corrected(0.2) == pytest.approx(1.2 * BATCH_S)
+    assert corrected() == pytest.approx(BATCH_S)
+
+
+def test_one_report_among_many_does_not_decide() -> None:
+    assert corrected(*[0.05] * 19, 0.4) == pytest.approx(1.05 * BATCH_S)
+    assert corrected(*[0.05] * 16, *[0.4] * 4) == pytest.approx(1.4 * BATCH_S)
+
+
+def test_a_reported_tbt_is_forgotten() -> None:
+    assert corrected(0.2, now_s=NOW_S + MEMORY_S) == pytest.approx(1.2 * BATCH_S)
+    assert corrected(0.2, now_s=NOW_S + MEMORY_S + 0.1) == pytest.approx(BATCH_S)
 
 
 def test_a_reported_tbt_is_bounded_and_never_below_the_prediction() -> None:
+    assert corrected(-0.5) == pytest.approx(BATCH_S)
+    assert corrected(9.0) == pytest.approx(MOST_TBT * BATCH_S)
+
+
+def test_a_prediction_without_a_batch_is_not_corrected() -> None:
     correction = TBTCorrection()
-    correction.learn(0.2, 0.1, 0.0)
-    assert correction.factor(0.0) == 1.0
-    correction.learn(0.1, 0.9, 0.0)
-    assert correction.factor(0.0) == MOST_TBT
+    correction.learn(CONSTANT_S, 2 * CONSTANT_S, CONSTANT_S, NOW_S)
+    assert correction.corrected_s(CONSTANT_S + BATCH_S, CONSTANT_S, NOW_S) == pytest.approx(
+        CONSTANT_S + BATCH_S
+    )
