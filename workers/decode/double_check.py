@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
+from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.workers import DecodeLoad
 from workers.decode.inlining import is_inlined
 from workers.decode.meter import DecodeMeter
@@ -20,10 +21,11 @@ from workers.decode.sequence import Sequence
 class TooSlowError(Exception):
     """The batch would miss the TBT SLO with this request."""
 
-    def __init__(self, batch_size: int, predicted_tbt_s: float, tbt_slo_s: float) -> None:
+    def __init__(self, batch_size: int, predicted_tbt_s: float, margin_s: float, tbt_slo_s: float) -> None:
+        margin = f", {1000 * margin_s:.1f} ms of them as a margin" if predicted_tbt_s <= tbt_slo_s else ""
         super().__init__(
             f"a token would take {1000 * predicted_tbt_s:.1f} ms in this batch, at most"
-            f" {1000 * tbt_slo_s:g} ms are allowed (conductor.tbt_slo_s); come back later"
+            f" {1000 * tbt_slo_s:g} ms are allowed (conductor.tbt_slo_s){margin}; come back later"
         )
         self.batch_size, self.predicted_tbt_s = batch_size, predicted_tbt_s
 
@@ -87,10 +89,13 @@ class DoubleCheck:
         batch = _decoded(sequence, others)
         if sequence.tbt_slo_s is None or not batch:
             return None
-        predicted_s = self._predict_s(sequence, batch)
-        if predicted_s is None or predicted_s <= sequence.tbt_slo_s:
+        empty_s, predicted_s = self._meter.tbt.predict_s(0, 0), self._predict_s(sequence, batch)
+        if empty_s is None or predicted_s is None:
             return None
-        return TooSlowError(len(batch) + 1, predicted_s, sequence.tbt_slo_s)
+        margin_s = tbt_margin_s(predicted_s, empty_s)
+        if predicted_s + margin_s <= sequence.tbt_slo_s:
+            return None
+        return TooSlowError(len(batch) + 1, predicted_s, margin_s, sequence.tbt_slo_s)
 
     def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         """Return whether the rest of a prompt, behind `num_cached_tokens`, is computed here."""

@@ -17,6 +17,7 @@ from benchmarks.tools.simulator.cluster.cache import Reservation
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -152,8 +153,11 @@ class DecodeInstance:
         if slo_s is None or not num_others:
             return None
         num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
-        predicted_s = self._tbt.predict_s(num_others + 1, num_kv_tokens)
-        return None if predicted_s is None or predicted_s <= slo_s else predicted_s
+        empty_s, predicted_s = self._tbt.predict_s(0, 0), self._tbt.predict_s(num_others + 1, num_kv_tokens)
+        if empty_s is None or predicted_s is None:
+            return None
+        margin_s = tbt_margin_s(predicted_s, empty_s)
+        return None if predicted_s + margin_s <= slo_s else predicted_s
 
     def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
         self.num_refusals += 1
