@@ -282,10 +282,11 @@ class WorkerConfig(Section):
     drain_timeout_s: PositiveSeconds = Field(
         30.0, description="how long an instance that is told to end (SIGTERM) may finish what it runs"
     )
-    inline_prefill_tokens: int = Field(
-        0,
-        ge=0,
-        description="decode instances compute a prompt themselves if no more of its tokens lack KVCache",
+    mixed_chunk_tokens: int = Field(
+        256,
+        ge=1,
+        description="most prompt tokens that a decode instance computes in an iteration with sequences that"
+        " have no TBT SLO; with one the time that it leaves decides",
     )
 
 

@@ -82,6 +82,7 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
         "mooncake_decode_prompts",
         "Requests by whether their prompt was computed here, in an iteration, or by a prefill instance",
     )
+    inlined = _counter("mooncake_decode_inlined_tokens", "Prompt tokens computed in iterations")
     for instance, decode in decodes.items():
         name = labels(instance=instance)
         iterations.add(name, decode.num_iterations)
@@ -95,7 +96,8 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
         unsealed.add(name, decode.num_unsealed)
         prompts.add(f'{name},inlined="yes"', decode.num_inlined)
         prompts.add(f'{name},inlined="no"', decode.num_not_inlined)
-    return [iterations, tokens, seconds, preemptions, refusals, sealed, unsealed, prompts]
+        inlined.add(name, decode.num_inlined_tokens)
+    return [iterations, tokens, seconds, preemptions, refusals, sealed, unsealed, prompts, inlined]
 
 
 def _pools(pools: Mapping[str, PoolStats]) -> list[Family]:

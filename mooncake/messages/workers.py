@@ -17,7 +17,7 @@ from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
@@ -91,6 +91,8 @@ class DecodeStats(msgspec.Struct, frozen=True):
     num_inlined: Count = 0
     """Prompts that the instance computed itself."""
     num_not_inlined: Count = 0
+    num_inlined_tokens: Count = 0
+    """Prompt tokens that iterations have computed."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
@@ -102,6 +104,10 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     """Requests among these that are prefilled and wait because of the batch's predicted TBT."""
     tbt_s: Seconds | None = None
     """Predicted TBT of all of them in one batch; None while too little is known."""
+    num_prompt_tokens_left: Count = 0
+    """Tokens of inlined prompts that are still to be computed."""
+    prompt_token_s: Seconds = 0.0
+    """Seconds that a prompt token adds to an iteration, as learned; 0 while unknown."""
 
 
 class Joining(msgspec.Struct, frozen=True):
@@ -155,18 +161,18 @@ class Retire(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """The decode instance has pages; prefill may start and write to `grant`.
-
-    `inlined`: the decode instance computes the prompt itself, and needs no prefill.
-    """
+    """The decode instance has pages; prefill may start and write to `grant`."""
 
     ref: Ref
     grant: Grant
-    inlined: bool = False
 
 
 class Prefilled(msgspec.Struct, tag=True, frozen=True):
-    """The prefill instance has stored all layers and sends them; this is the first token."""
+    """Prefill has ended; this is the first token.
+
+    From a prefill instance: it has stored all layers and sends them. From a decode instance that computes the
+    prompt itself: the token has been drawn and goes to the front.
+    """
 
     ref: Ref
     first_token: TokenId

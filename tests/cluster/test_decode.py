@@ -18,18 +18,24 @@ def answer_to(server: Server, prompt: list[int], num_tokens: int) -> tuple[list[
     return answer["choices"][0]["token_ids"], cached_tokens(answer)
 
 
-@pytest.mark.parametrize("inlined", [False, True])
+COUPLED = ("--num-both=1",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instance", "num_expected"),
+    [((), "decode-0", 0), (COUPLED, "both-0", 3)],
+    ids=["pair", "both roles"],
+)
 def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(
-    tiny: Path, run_dir: Path, inlined: bool
+    tiny: Path, run_dir: Path, arguments: tuple[str, ...], instance: str, num_expected: int
 ) -> None:
-    inlining = ["--worker-inline-prefill-tokens=15"] if inlined else []
-    with tiny_server(tiny, run_dir, *inlining) as server:
+    with tiny_server(tiny, run_dir, *arguments) as server:
         answer, _ = answer_to(server, PROMPT, 30)
         assert len(answer) == 30
         num_blocks = (len(PROMPT) + 29) // BLOCK_SIZE
 
         def num_sealed() -> float:
-            return metric(server, "mooncake_decode_sealed_blocks_total", instance="decode-0")
+            return metric(server, "mooncake_decode_sealed_blocks_total", instance=instance)
 
         eventually(lambda: num_sealed() >= num_blocks - len(PROMPT) // BLOCK_SIZE, "the answer is sealed")
         turn = [*PROMPT, *answer, *range(30, 37)]
@@ -39,12 +45,9 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(
         assert again == second
 
         def num_inlined() -> float:
-            return metric(server, "mooncake_decode_prompts_total", inlined="yes", instance="decode-0")
+            return metric(server, "mooncake_decode_prompts_total", inlined="yes", instance=instance)
 
-        if inlined:
-            eventually(lambda: num_inlined() == 2, "both are counted")
-        else:
-            assert num_inlined() == 0
+        eventually(lambda: num_inlined() == num_expected, "the prompts are counted")
 
 
 def test_what_would_be_too_slow_is_refused_before_its_first_token(tiny: Path, run_dir: Path) -> None:

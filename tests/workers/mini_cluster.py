@@ -47,6 +47,7 @@ from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
 from workers.decode.block_transfers import BlockTransfers
+from workers.decode.inlining import ChunkLimits
 from workers.decode.runner import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -77,7 +78,9 @@ class Sizes:
     max_batch: int = 8
     block_size: int = BLOCK_SIZE
     num_decode: int = 1
-    inline_prefill_tokens: int = 0
+    inline: bool = False
+    """whether decode instances compute all prompts: no prefill instance registers"""
+    mixed_chunk_tokens: int = 16
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     lost_after: tuple[int, ...] = ()
@@ -140,7 +143,7 @@ class InstanceUnderTest:
             pool,
             BlockTransfers(cluster.decode_copies(kv, pool.segment), kv),
             sizes.max_batch,
-            sizes.inline_prefill_tokens,
+            ChunkLimits(sizes.block_size, sizes.mixed_chunk_tokens, sizes.prefill_chunk),
             DEADLINE_S,
             send,
             cluster.receive,
@@ -335,7 +338,8 @@ async def mini_cluster(
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             cluster = MiniCluster(model, sizes, folder, group, decode_copies)
             loops = []
-            decodes = [(f"d{number}", Role.DECODE) for number in range(sizes.num_decode)]
+            role = Role.BOTH if sizes.inline else Role.DECODE
+            decodes = [(f"d{number}", role) for number in range(sizes.num_decode)]
             for name, role in (("p0", Role.PREFILL), *decodes):
                 pools = []
                 for rank, layout in enumerate(cluster.layouts()):
@@ -349,7 +353,8 @@ async def mini_cluster(
                 if instance.ranks is not None:
                     await instance.ranks.start(group, instance.prefill.hear)
                 cluster.instances.append(instance)
-                cluster.conductor.handle(instance.identity, instance.registration, time.monotonic())
+                if role is not Role.PREFILL or not sizes.inline:
+                    cluster.conductor.handle(instance.identity, instance.registration, time.monotonic())
                 loops += [
                     group.create_task(instance.prefill.run()),
                     group.create_task(instance.decode.run()),

@@ -25,8 +25,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
         Sizes(block_size=1, num_device_pages=256, num_pool_pages=256),
         Sizes(block_size=5, num_device_pages=40),
         Sizes(block_size=32),
-        Sizes(inline_prefill_tokens=20),
-        Sizes(inline_prefill_tokens=1000, num_device_pages=12),
+        Sizes(inline=True),
+        Sizes(inline=True, num_device_pages=12),
     ],
     ids=lambda sizes: f"{sizes}",
 )
@@ -112,7 +112,7 @@ async def test_seeded_draws_depend_neither_on_the_batch_nor_on_the_cache(start_c
         Sizes(),
         Sizes(num_pool_pages=16, num_device_pages=14),
         Sizes(num_device_pages=20, max_batch=4, idle_cores=frozenset({0})),
-        Sizes(num_device_pages=20, inline_prefill_tokens=30),
+        Sizes(num_device_pages=20, inline=True),
     ],
     ids=["ample", "scarce", "preempting and giving way", "inlining"],
 )

@@ -32,7 +32,7 @@ def model() -> transformers.PreTrainedModel:
         Sizes(num_ranks=2),
         Sizes(num_ranks=3, num_device_pages=10),
         Sizes(num_ranks=2, num_device_pages=10, num_pool_pages=10),
-        Sizes(num_ranks=2, inline_prefill_tokens=20),
+        Sizes(num_ranks=2, inline=True),
     ],
     ids=["alike", "three ranks", "little room", "inlined"],
 )

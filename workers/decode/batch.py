@@ -39,11 +39,13 @@ class DecodeBatch:
         return len(self._running)
 
     def enter(self, sequence: Sequence) -> None:
-        """Queue a sequence for admission; its KVCache is complete, and not on the device."""
+        """Queue a sequence for admission; its KVCache is complete, or to be completed here, and not on the
+        device."""
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING
         sequence.admitted.clear()
         sequence.left.clear()
+        sequence.prefilled.clear()
         insort(self._waiting, sequence, key=_by_rank)
 
     def join(self, sequence: Sequence) -> None:
@@ -78,7 +80,7 @@ class DecodeBatch:
         """Tell sequences that have left the batch that no iteration computes with their pages."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
-                sequence.left.set()
+                sequence.note_left()
 
     def plan(self) -> list[Sequence]:
         """Preempt and admit, and return the next iteration: sequences with a page for their next token."""

@@ -1,7 +1,6 @@
 """The double check: a decode instance's own test of the TBT SLO (Mooncake, section 3, the local scheduler).
 
-With the TBT that it predicts, an instance may let a request wait or refuse it until the first token leaves,
-and it decides which prompts are inlined (section 5).
+With the TBT that it predicts, an instance may let a request wait or refuse it until the first token leaves.
 
 Owns: what a request would do to the batch, which requests wait for a smaller one. Does not know: who is
 told, how anything is measured.
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.workers import DecodeLoad
-from workers.decode.inlining import is_inlined
 from workers.decode.meter import DecodeMeter
 from workers.decode.sequence import Sequence
 
@@ -31,14 +29,10 @@ class TooSlowError(Exception):
 
 
 class DoubleCheck:
-    """The check of one instance; `meter` predicts.
+    """The check of one instance; `meter` predicts."""
 
-    `max_inline_tokens`: limit of one pass; 0: nothing is inlined.
-    """
-
-    def __init__(self, meter: DecodeMeter, max_inline_tokens: int) -> None:
+    def __init__(self, meter: DecodeMeter) -> None:
         self._meter = meter
-        self._max_inline_tokens = max_inline_tokens
         self._turn = asyncio.Lock()
         """Held by the request that is checked, while others queue behind it."""
         self._changed = asyncio.Event()
@@ -79,40 +73,28 @@ class DoubleCheck:
         batch = [sequence for sequence in sequences if sequence.finish_reason is None]
         num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
         tbt_s = self._meter.tbt.predict_s(len(batch), num_kv_tokens)
-        return DecodeLoad(len(batch), self._num_waiting, tbt_s)
+        return DecodeLoad(
+            len(batch),
+            self._num_waiting,
+            tbt_s,
+            sum(sequence.num_prompt_tokens_left for sequence in batch),
+            self._meter.prompt_cost.predict_s(1) or 0.0,
+        )
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """Return why the sequence cannot join now.
 
         An empty batch refuses none: its prediction may be outdated.
         """
-        batch = _decoded(sequence, others)
+        batch = [other for other in others if other is not sequence and other.finish_reason is None]
         if sequence.tbt_slo_s is None or not batch:
             return None
-        empty_s, predicted_s = self._meter.tbt.predict_s(0, 0), self._predict_s(sequence, batch)
+        num_kv_tokens = sum(len(other.tokens) for other in (*batch, sequence))
+        empty_s = self._meter.tbt.predict_s(0, 0)
+        predicted_s = self._meter.tbt.predict_s(len(batch) + 1, num_kv_tokens)
         if empty_s is None or predicted_s is None:
             return None
         margin_s = tbt_margin_s(predicted_s, empty_s)
         if predicted_s + margin_s <= sequence.tbt_slo_s:
             return None
         return TooSlowError(len(batch) + 1, predicted_s, margin_s, sequence.tbt_slo_s)
-
-    def inlines(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """Return whether the rest of a prompt, behind `num_cached_tokens`, is computed here."""
-        batch = _decoded(sequence, others)
-        num_tokens = sum(other.num_tokens_left for other in (*batch, sequence))
-        return is_inlined(
-            num_tokens,
-            self._max_inline_tokens,
-            self._predict_s(sequence, batch) if batch else 0.0,
-            self._meter.prompt_cost.predict_s(num_tokens),
-            sequence.tbt_slo_s,
-        )
-
-    def _predict_s(self, sequence: Sequence, batch: list[Sequence]) -> float | None:
-        num_kv_tokens = sum(len(other.tokens) for other in (*batch, sequence))
-        return self._meter.tbt.predict_s(len(batch) + 1, num_kv_tokens)
-
-
-def _decoded(sequence: Sequence, others: Iterable[Sequence]) -> list[Sequence]:
-    return [other for other in others if other is not sequence and other.finish_reason is None]

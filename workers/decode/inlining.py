@@ -1,43 +1,112 @@
-"""Inlined prefill: prompts that a decode instance computes itself, in an iteration (Mooncake, section 5).
+"""Inlined prefill: decode iterations carry chunks of prompts (coupled chunked prefill).
 
-A short prompt does not pay for the way over a prefill instance, if the rest of it that is to be computed fits
-into one pass and the batch keeps its time between tokens.
+The Conductor orders which prompts a decode instance computes itself. Their chunks share iterations with the
+sequences that are decoded, and are as long as the strictest TBT SLO of these allows (Sarathi-Serve, OSDI
+2024, section 4).
 
-Owns: the rule, and what a prompt's token costs in an iteration. Does not know: the clock, pools, requests.
+Owns: how many tokens of each sequence the next iteration computes, and which sequences share it. Does not
+know: the clock, pools, pages.
 """
 
-DECAY = 0.9
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mooncake.messages.costs import TBT_SLO_SHARE
+from workers.decode.iterations import PlannedChunk
+from workers.decode.meter import DecodeMeter
+from workers.decode.sequence import Sequence
 
 
-class PromptCost:
-    """The seconds that a prompt token adds to an iteration: a mean that follows the machine."""
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """Limits of the prompt tokens in one iteration."""
 
-    def __init__(self) -> None:
-        self._seconds = self._num_tokens = 0.0
-
-    def observe(self, num_tokens: int, added_s: float) -> None:
-        """Learn that an iteration with `num_tokens` of prompts took `added_s` longer than one without."""
-        self._seconds = DECAY * self._seconds + max(0.0, added_s)
-        self._num_tokens = DECAY * self._num_tokens + num_tokens
-
-    def predict_s(self, num_tokens: int) -> float | None:
-        """Return the seconds that `num_tokens` add; None before the first observation."""
-        return num_tokens * self._seconds / self._num_tokens if self._num_tokens else None
+    least: int
+    """Tokens that an iteration carries in any case, so that prompts always progress: a page."""
+    mixed: int
+    """Most tokens beside sequences that are decoded and have no TBT SLO."""
+    most: int
+    """Most tokens of any iteration: those of a prefill pass."""
 
 
-def is_inlined(
-    num_tokens: int, max_tokens: int, batch_s: float | None, prompt_s: float | None, tbt_slo_s: float | None
-) -> bool:
-    """Return whether a prompt is inlined.
+def prompt_budget(
+    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, tbt_slo_s: float | None
+) -> int:
+    """Return how many prompt tokens an iteration may carry beside sequences that are decoded.
 
-    `num_tokens` are to be computed for it and for those inlined before it, `max_tokens` is the limit of a
-    pass. `batch_s` is the predicted iteration without them (0: nothing else is decoded) and `prompt_s` what
-    they add; None is not known. `tbt_slo_s` limits the sum; None is no limit.
+    This is Sarathi-Serve's token budget (section 4.3), the optimal chunk size C*: the tokens whose
+    computation fills what the target time leaves of an iteration. Sarathi-Serve profiles a device once; here
+    both terms are learned while it serves, so C* = (target - iteration without prompts) / prompt token, with
+    the target a share of the SLO.
+
+    Args:
+        limits: The limits of the result.
+        iteration_s: The predicted iteration without prompts: overhead and B decoded sequences. None: unknown.
+        token_s: The seconds that a prompt token adds. None: unknown.
+        tbt_slo_s: The strictest TBT SLO of the decoded sequences. None: no limit.
+
+    Returns:
+        The tokens. Without an SLO `limits.mixed`; while the times are unknown `limits.least`.
     """
-    if num_tokens > max_tokens:
-        return False
-    if tbt_slo_s is None or batch_s == 0:
-        return True
-    if batch_s is None or prompt_s is None:
-        return False
-    return batch_s + prompt_s <= tbt_slo_s
+    if tbt_slo_s is None:
+        return min(limits.mixed, limits.most)
+    least = min(limits.least, limits.most)
+    if iteration_s is None or token_s is None:
+        return least
+    left_s = TBT_SLO_SHARE * tbt_slo_s - iteration_s
+    if left_s <= 0.0:
+        return least
+    if left_s >= limits.most * token_s:
+        return limits.most
+    return max(least, int(left_s / token_s))
+
+
+def divide_budget(budget: int, nums_left: Iterable[int]) -> list[int]:
+    """Return the tokens of each prompt: the first gets all that it can use, the next what is left."""
+    chunks = []
+    for num_left in nums_left:
+        chunks.append(min(num_left, budget))
+        budget -= chunks[-1]
+    return chunks
+
+
+class PromptChunks:
+    """The chunks of one batch's iterations; `meter` predicts their times."""
+
+    def __init__(self, meter: DecodeMeter, limits: ChunkLimits) -> None:
+        self._meter, self._limits = meter, limits
+
+    def plan(self, ready: list[Sequence]) -> list[PlannedChunk]:
+        """Return the next iteration of these sequences, which are in the batch's order."""
+        sharing = _sharing(ready)
+        prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan]
+        decoded = [sequence for sequence in ready if not sequence.num_tokens_to_plan]
+        budget = self._budget(decoded) if prompts else 0
+        of_prompts = divide_budget(budget, [sequence.num_tokens_to_plan for sequence in prompts])
+        num_tokens = dict(zip(prompts, of_prompts, strict=True))
+        planned = [
+            PlannedChunk(sequence, num_tokens.get(sequence, 1), of_prompt=sequence in num_tokens)
+            for sequence in sharing
+        ]
+        return [chunk for chunk in planned if chunk.num_tokens]
+
+    def _budget(self, decoded: list[Sequence]) -> int:
+        """Return the prompt tokens of an iteration while these sequences wait for their next tokens."""
+        if not decoded:
+            return self._limits.most
+        num_kv_tokens = sum(len(sequence.tokens) for sequence in decoded)
+        slos_s = [sequence.tbt_slo_s for sequence in decoded if sequence.tbt_slo_s is not None]
+        return prompt_budget(
+            self._limits,
+            self._meter.tbt.predict_s(len(decoded), num_kv_tokens),
+            self._meter.prompt_cost.predict_s(1),
+            min(slos_s, default=None),
+        )
+
+
+def _sharing(ready: list[Sequence]) -> list[Sequence]:
+    """Return the sequences of the next iteration: one that must be alone, or all others."""
+    for sequence in ready:
+        if sequence.must_be_alone and not sequence.is_in_flight:
+            return [sequence]
+    return [sequence for sequence in ready if not sequence.must_be_alone]

@@ -11,8 +11,9 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,43 +28,70 @@ from workers.groups.followers import Followers
 from workers.groups.rank_messages import DecodePass, PassChunk
 
 
+class PlannedChunk(NamedTuple):
+    """The next `num_tokens` of a sequence: of its prompt, or the one to decode from."""
+
+    sequence: Sequence
+    num_tokens: int
+    of_prompt: bool
+
+
+class Computed(NamedTuple):
+    """What an iteration has done with a sequence: computed its tokens before `end`, and drawn a token.
+
+    None is drawn if that is not the end of the prompt. `logprobs` are the token's, if they are wanted.
+    """
+
+    sequence: Sequence
+    end: int
+    token: int | None
+    logprobs: TokenLogprobs | None
+
+
 class Iteration:
-    """One iteration over `sequences`. `before` is in flight: its tokens are not known yet."""
+    """One iteration over `planned` chunks. `before` is in flight: its tokens are not known yet."""
 
     def __init__(
         self,
-        sequences: list[Sequence],
+        planned: list[PlannedChunk],
         before: "Iteration | None",
         executor: Executor,
         followers: Followers | None = None,
     ) -> None:
-        self.sequences = sequences
-        self.tokens: list[int] = []
-        """Drawn tokens, one a sequence; empty until the iteration has ended."""
-        self.logprobs: dict[int, TokenLogprobs] = {}
-        """Logprobs of the drawn tokens by row, for requests that want them."""
-        self.began_s = self.forward_began_s = self.ended_s = 0.0
-        self._before = before
-        self._executor, self._followers = executor, followers
-        row_before = {sequence: row for row, sequence in enumerate(before.sequences)} if before else {}
-        self._rows = [row for row, sequence in enumerate(sequences) if sequence in row_before]
-        self._rows_before = [row_before[sequences[row]] for row in self._rows]
-        chunks = [_next_chunk(sequence) for sequence in sequences]
-        ends = [chunk.start + len(chunk.token_ids) for chunk in chunks]
-        self.num_kv_tokens = sum(ends)
-        self.num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks) - len(chunks)
+        self.sequences = [chunk.sequence for chunk in planned]
+        self.ends = [chunk.sequence.next_start + chunk.num_tokens for chunk in planned]
+        """Tokens of each sequence that have KVCache afterwards."""
+        decoded = [end for chunk, end in zip(planned, self.ends, strict=True) if not chunk.of_prompt]
+        self.num_decoded, self.num_kv_tokens = len(decoded), sum(decoded)
+        """Sequences that are decoded, and their tokens with KVCache."""
+        self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
-        self._batch = executor.prepare(chunks)
-        self._draws = Draws([_row(sequence, end) for sequence, end in zip(sequences, ends, strict=True)])
+        self.began_s = self.forward_began_s = self.ended_s = 0.0
+        self._tokens: list[int] = []
+        """Drawn tokens by draw; empty until the iteration has ended."""
+        self._logprobs: dict[int, TokenLogprobs] = {}
+        self._executor, self._followers = executor, followers
+        drawing = [
+            row
+            for row, (sequence, end) in enumerate(zip(self.sequences, self.ends, strict=True))
+            if end == sequence.num_planned_tokens
+        ]
+        self._draw_of = {self.sequences[row]: draw for draw, row in enumerate(drawing)}
+        self._before = before
+        self._unknown = [row for row, sequence in enumerate(self.sequences) if sequence.draws_in_flight]
+        """Rows whose input is drawn by `before`."""
+        self._batch = executor.prepare([_next_chunk(*chunk[:2]) for chunk in planned])
+        self._draws = Draws([_row(self.sequences[row], self.ends[row]) for row in drawing], drawing)
 
     def begin(self) -> None:
         """Fill in the tokens of `before`, which has ended. Runs on the device thread."""
         self.began_s = time.perf_counter()
-        if self._before is not None and self._rows:
-            drawn = [self._before.tokens[row] for row in self._rows_before]
-            for row, token in zip(self._rows, drawn, strict=True):
-                self._draws.extend(row, token)
-            self._batch.fill_in(self._rows, drawn)
+        if self._before is not None and self._unknown:
+            sequences = [self.sequences[row] for row in self._unknown]
+            tokens = [self._before.token_of(sequence) for sequence in sequences]
+            for sequence, token in zip(sequences, tokens, strict=True):
+                self._draws.extend(self._draw_of[sequence], token)
+            self._batch.fill_in(self._unknown, tokens)
         self._before = None
         self.forward_began_s = time.perf_counter()
 
@@ -73,8 +101,27 @@ class Iteration:
         with self._executor.record.computing(refs, expected=RankLost):
             if self._followers is not None:
                 self._followers.announce(_announced(self._batch))
-            self.tokens, self.logprobs = self._executor.decode(self._batch, self._draws)
+            self._tokens, self._logprobs = self._executor.decode(self._batch, self._draws)
         self.ended_s = time.perf_counter()
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of drawn tokens."""
+        return len(self._tokens)
+
+    def token_of(self, sequence: Sequence) -> int:
+        """Return the token that was drawn for a sequence."""
+        return self._tokens[self._draw_of[sequence]]
+
+    @property
+    def results(self) -> Iterator[Computed]:
+        """The results of an iteration that has ended, one a sequence."""
+        for sequence, end in zip(self.sequences, self.ends, strict=True):
+            draw = self._draw_of.get(sequence)
+            if draw is None:
+                yield Computed(sequence, end, None, None)
+            else:
+                yield Computed(sequence, end, self._tokens[draw], self._logprobs.get(draw))
 
 
 class Iterations:
@@ -103,13 +150,13 @@ class Iterations:
             iteration = self._calls.popleft().result()
             if iteration is not None:
                 ended.append(iteration)
-                _set_in_flight(iteration, False)
+                _unset_in_flight(iteration)
         if planned is not None:
-            _set_in_flight(planned, False)
+            _unset_in_flight(planned)
         if ended and ended[-1] is self._in_flight:
             self._in_flight = None
         if self._in_flight is not None:
-            _set_in_flight(self._in_flight, True)
+            _set_in_flight(self._in_flight)
         return ended
 
     @property
@@ -117,10 +164,10 @@ class Iterations:
         """Whether an iteration has begun whose tokens are not known; to be asked after `receive`."""
         return self._in_flight is not None
 
-    def plan(self, sequences: list[Sequence]) -> None:
+    def plan(self, chunks: list[PlannedChunk]) -> None:
         """Plan the next iteration; to be called after `receive`."""
-        planned = Iteration(sequences, self._in_flight, self._executor, self._followers)
-        _set_in_flight(planned, True)
+        planned = Iteration(chunks, self._in_flight, self._executor, self._followers)
+        _set_in_flight(planned)
         with self._lock:
             self._planned = planned
             must_call = not self._num_idle_calls
@@ -156,10 +203,12 @@ class Iterations:
             loop.call_soon_threadsafe(self._on_turn)
 
 
-def _next_chunk(sequence: Sequence) -> Chunk:
-    """Return the tokens without KVCache: the newest, or the place of one that is in flight."""
-    start = sequence.num_planned_tokens - 1 if sequence.is_in_flight else sequence.num_kv_tokens
-    return Chunk(sequence.tokens[min(start, len(sequence.tokens) - 1) :], start, sequence.pages)
+def _next_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
+    """Return the first tokens without KVCache, or the place of one that is drawn by now."""
+    start = sequence.next_start
+    if sequence.draws_in_flight:
+        return Chunk(sequence.tokens[-1:], start, sequence.pages)
+    return Chunk(sequence.tokens[start : start + num_tokens], start, sequence.pages)
 
 
 def _announced(batch: Batch) -> DecodePass:
@@ -178,6 +227,11 @@ def _row(sequence: Sequence, position: int) -> Row:
     return Row(sequence.request.sampling, position, rules, output)
 
 
-def _set_in_flight(iteration: Iteration, value: bool) -> None:
+def _set_in_flight(iteration: Iteration) -> None:
+    for sequence, end in zip(iteration.sequences, iteration.ends, strict=True):
+        sequence.in_flight_until = end
+
+
+def _unset_in_flight(iteration: Iteration) -> None:
     for sequence in iteration.sequences:
-        sequence.is_in_flight = value
+        sequence.in_flight_until = None

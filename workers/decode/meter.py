@@ -4,16 +4,13 @@ Owns: counters. Does not know: their readers.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import thread_time
 
-from mooncake.messages.pools import COMPUTED, Tier
 from mooncake.messages.workers import DecodeStats
-from workers.decode.inlining import PromptCost
 from workers.decode.iterations import Iteration
-from workers.decode.sequence import Sequence
-from workers.decode.tbt import TBTPredictor
+from workers.decode.tbt import PromptCost, TBTPredictor
 
 
 class DecodeMeter:
@@ -24,12 +21,12 @@ class DecodeMeter:
         self.prompt_cost = PromptCost()
         self.num_inlined = self.num_not_inlined = 0
         self.num_prompt_tokens: Counter[str] = Counter()
-        """Tokens of inlined prompts by source (`PREFILL_SOURCES`)."""
+        """Tokens of inlined prompts whose prefill has ended, by source (`PREFILL_SOURCES`)."""
         self.num_preemptions: Counter[str] = Counter()
         self.num_refusals = 0
         self.num_sealed_blocks = 0
         self.num_unsealed = 0
-        self._num_iterations = self._num_tokens = 0
+        self._num_iterations = self._num_tokens = self._num_inlined_tokens = 0
         self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
         self._has_paused = False
@@ -44,7 +41,7 @@ class DecodeMeter:
 
     def ended(self, iteration: Iteration) -> None:
         """Record the times of an iteration that has ended."""
-        batch = len(iteration.sequences), iteration.num_kv_tokens
+        batch = iteration.num_decoded, iteration.num_kv_tokens
         seconds = iteration.ended_s - iteration.began_s
         if iteration.num_prompt_tokens:
             self.prompt_cost.observe(
@@ -53,7 +50,8 @@ class DecodeMeter:
         else:
             self.tbt.observe(*batch, seconds)
         self._num_iterations += 1
-        self._num_tokens += len(iteration.sequences)
+        self._num_tokens += iteration.num_tokens
+        self._num_inlined_tokens += iteration.num_prompt_tokens
         self._forward_s += iteration.ended_s - iteration.forward_began_s
         self._host_s += iteration.forward_began_s - iteration.began_s
         if self._last_ended_s is not None:
@@ -62,15 +60,10 @@ class DecodeMeter:
             self._pause_s += gap_s if self._has_paused else 0.0
         self._last_ended_s, self._has_paused = iteration.ended_s, False
 
-    def inlined(self, sequence: Sequence, cached: Iterable[Tier | None], page_size: int) -> None:
-        """Record that a prompt is computed here, behind its `cached` blocks, given by their tiers."""
+    def inlined(self, num_tokens_by_source: Counter[str]) -> None:
+        """Record that a prompt has been computed here."""
         self.num_inlined += 1
-        num_left = sequence.num_cached_tokens
-        for tier in cached:
-            assert tier is not None
-            self.num_prompt_tokens[tier.value] += min(page_size, num_left)
-            num_left -= min(page_size, num_left)
-        self.num_prompt_tokens[COMPUTED] += sequence.num_tokens_left
+        self.num_prompt_tokens += num_tokens_by_source
 
     def pauses(self) -> None:
         """Record that the next iteration is delayed for prompts that are being prefilled."""
@@ -96,4 +89,5 @@ class DecodeMeter:
             self.num_unsealed,
             self.num_inlined,
             self.num_not_inlined,
+            self._num_inlined_tokens,
         )

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mooncake.messages.costs import TBT_SLO_SHARE
+from workers.decode.iterations import PlannedChunk
 from workers.decode.meter import DecodeMeter
-from workers.decode.sequence import Sequence as DecodedSequence
 
 MAX_PAUSE_S = 0.1
 
@@ -54,16 +54,18 @@ class DecodePauses:
         """Note the end of an iteration, by the clock of `remaining_s`."""
         self._ended_s = at_s
 
-    def remaining_s(self, ready: Sequence[DecodedSequence], now_s: float, *, is_running: bool) -> float:
-        """Return how long the next iteration, of the `ready` sequences, is still to be delayed.
+    def remaining_s(self, chunks: Sequence[PlannedChunk], now_s: float, *, is_running: bool) -> float:
+        """Return how long the next iteration, over these `chunks`, is still to be delayed.
 
-        The time counts from `now_s` on or, if an iteration is running, from its end on.
+        One with a prompt is not: it is prefill itself, and its chunks fill the time that the SLO leaves. The
+        time counts from `now_s` on or, if an iteration is running, from its end on.
         """
-        if not self._num_prefilled:
+        if not self._num_prefilled or any(chunk.of_prompt for chunk in chunks):
             return 0.0
-        num_tokens = sum(len(sequence.tokens) for sequence in ready)
-        slos_s = [sequence.tbt_slo_s for sequence in ready if sequence.tbt_slo_s is not None]
-        iteration_s = self._meter.tbt.predict_s(len(ready), num_tokens)
-        num_joining = min(self._num_prefilled, self._max_batch - len(ready))
-        pause = pause_s(len(ready), num_joining, iteration_s, min(slos_s, default=None))
+        decoded = [chunk.sequence for chunk in chunks]
+        num_tokens = sum(len(sequence.tokens) for sequence in decoded)
+        slos_s = [sequence.tbt_slo_s for sequence in decoded if sequence.tbt_slo_s is not None]
+        iteration_s = self._meter.tbt.predict_s(len(decoded), num_tokens)
+        num_joining = min(self._num_prefilled, self._max_batch - len(decoded))
+        pause = pause_s(len(decoded), num_joining, iteration_s, min(slos_s, default=None))
         return pause if is_running else max(0.0, self._ended_s + pause - now_s)

@@ -10,15 +10,14 @@ Owns: decode jobs and their order of events. Does not know: who decides, how byt
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from kvstore.client.worker_client import WorkerClient
-from mooncake.errors import GrammarError, MooncakeError, PoolError, TransferError
+from mooncake.errors import GrammarError, MooncakeError, PoolError
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import (
@@ -28,6 +27,7 @@ from mooncake.messages.workers import (
     DecodeLoad,
     Finished,
     Joining,
+    Prefilled,
     Refused,
     Reserve,
     Reserved,
@@ -36,6 +36,8 @@ from mooncake.messages.workers import (
 from workers.decode.batch import DecodeBatch
 from workers.decode.block_transfers import BlockTransfers
 from workers.decode.double_check import DoubleCheck, TooSlowError
+from workers.decode.group_blocks import GroupBlocks
+from workers.decode.inlining import ChunkLimits, PromptChunks
 from workers.decode.iterations import Iterations
 from workers.decode.meter import DecodeMeter
 from workers.decode.pauses import DecodePauses
@@ -45,27 +47,18 @@ from workers.decode.sequence_blocks import SequenceBlocks
 from workers.engine.kvcache import OutOfPages
 from workers.errors import SessionLostError
 from workers.execution.executor import Executor
-from workers.execution.jobs import Jobs, together, wait_to_end
+from workers.execution.jobs import Jobs, wait_to_end
 from workers.groups.followers import Followers
-from workers.groups.rank_messages import (
-    AwaitArrival,
-    LoadBlocks,
-    PromptReserved,
-    RankWork,
-    ReleaseSequence,
-    ReservePrompt,
-    SaveToHost,
-    StoreBlocks,
-)
 
 log = logging.getLogger(__name__)
-Send = Callable[[Reserved | Refused | Finished | WorkFailed], Awaitable[None]]
+Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed], Awaitable[None]]
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 
 
 class DecodeRunner:
     """The runner answers `Reserve` with `Reserved`; after `Decode` it emits tokens, then says `Finished`.
 
+    A prompt that is inlined (`Reserve.inline`) needs no `Decode`; `Prefilled` tells its first token.
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
     they end with `run`.
     """
@@ -76,7 +69,7 @@ class DecodeRunner:
         pool: WorkerClient,
         transfers: BlockTransfers,
         max_batch: int,
-        max_inline_tokens: int,
+        chunk_limits: ChunkLimits,
         arrival_timeout_s: float,
         send: Send,
         emit: Emit,
@@ -84,16 +77,16 @@ class DecodeRunner:
         followers: Followers | None = None,
     ) -> None:
         self._executor, self._pool = executor, pool
-        self._arrival_timeout_s = arrival_timeout_s
         self._send, self._emit = send, emit
         self._jobs = jobs
-        self._followers = followers
         self._changed = asyncio.Event()
         self._batch = DecodeBatch(executor.kv, max_batch)
         self._iterations = Iterations(executor, self._changed.set, followers)
-        self._blocks = SequenceBlocks(pool, transfers)
+        page_size = executor.kv.page_size
+        self._blocks = GroupBlocks(SequenceBlocks(pool, transfers), followers, page_size, arrival_timeout_s)
         self.meter = DecodeMeter()
-        self._double_check = DoubleCheck(self.meter, max_inline_tokens)
+        self._double_check = DoubleCheck(self.meter)
+        self._chunks = PromptChunks(self.meter, chunk_limits)
         self._pauses = DecodePauses(self.meter, max_batch)
         self._resumption: asyncio.TimerHandle | None = None
         """Timer that ends a pause between two iterations."""
@@ -102,7 +95,7 @@ class DecodeRunner:
         self._reserving = ReservingTurns(
             pool.num_pages,
             lambda: (
-                (sequence.request.flow, self._blocks.num_reserved_pages(sequence.number))
+                (sequence.request.flow, self._blocks.num_reserved_pages(sequence))
                 for sequence in self._sequences.values()
             ),
         )
@@ -159,8 +152,8 @@ class DecodeRunner:
         finally:
             await self._iterations.close()
             for sequence in self._sequences.values():
-                sequence.is_in_flight = False
-                sequence.left.set()
+                sequence.in_flight_until = None
+                sequence.note_left()
             self._blocks.close()
 
     # -- one request --------------------------------------------------------------------------------
@@ -187,10 +180,11 @@ class DecodeRunner:
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
         sequence.tbt_slo_s, sequence.must_be_alone = order.tbt_slo_s, order.alone
+        sequence.is_inlined = order.inline
         self._sequences[ref] = sequence
         self._orders[ref] = asyncio.get_running_loop().create_future()
         try:
-            await self._receive_kvcache(sequence, order)
+            await self._reserve(sequence, order)
             await self._generate(sequence)
             assert sequence.finish_reason is not None
             await self._send(
@@ -210,38 +204,38 @@ class DecodeRunner:
                 del self._orders[ref], self._sequences[ref]
                 self._double_check.recheck()
 
-    async def _receive_kvcache(self, sequence: Sequence, order: Reserve) -> None:
-        """Reserve pages and get the prompt's KVCache, from the pool or, with the first token, from prefill.
+    async def _reserve(self, sequence: Sequence, order: Reserve) -> None:
+        """Reserve pages, and let the sequence enter the batch: at once if its prompt is computed there."""
+        num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
+        async with self._reserving.turn(order.request.flow, -(-num_tokens // page_size)):
+            reserved = await self._blocks.reserve(sequence)
+        if order.inline:
+            sequence.num_cached_tokens = min(len(reserved.cached_tiers) * page_size, num_tokens - 1)
+            sequence.num_tokens_by_source = reserved.num_tokens_by_source(num_tokens, page_size)
+            self._batch.enter(sequence)
+            await self._send(Reserved(order.ref, reserved.grant))
+            return
+        self.meter.num_not_inlined += 1
+        with self._pauses.prefill(shares_cores=order.shares_cores):
+            await self._send(Reserved(order.ref, reserved.grant))
+            decode = await self._orders[order.ref]
+        await self._receive_kvcache(sequence, decode, may_refuse=order.may_refuse)
+
+    async def _receive_kvcache(self, sequence: Sequence, decode: Decode, *, may_refuse: bool) -> None:
+        """Get the prompt's KVCache from prefill, with the first token.
 
         The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
         Conductor could only predict.
         """
-        page_size = self._executor.kv.page_size
-        num_pages = -(-len(order.request.token_ids) // page_size)
-        async with self._reserving.turn(order.request.flow, num_pages):
-            results = await self._perform(ReservePrompt(sequence.number, order.request))
-        own, *others = [result for result in results if result is not None]
-        grant = msgspec.structs.replace(own.grant, others=tuple(other.grant for other in others))
-        num_cached = min(len(rank.cached_tiers) for rank in (own, *others))
-        sequence.num_cached_tokens = min(num_cached * page_size, len(sequence.tokens) - 1)
-        if self._double_check.inlines(sequence, self._begun_sequences):
-            self.meter.inlined(sequence, own.cached_tiers[:num_cached], page_size)
-            self._batch.enter(sequence)
-            await self._send(Reserved(order.ref, grant, inlined=True))
-            return
-        self.meter.num_not_inlined += 1
-        with self._pauses.prefill(shares_cores=order.shares_cores):
-            await self._send(Reserved(order.ref, grant))
-            decode = await self._orders[order.ref]
         sequence.ordered_s = self._now_s()
-        if order.may_refuse:
+        if may_refuse:
             await self._double_check.wait_turn(sequence, lambda: self._begun_sequences, decode.time_left_s)
         sequence.turn_s = self._now_s()
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs
         await self._emit([sequence.newest_output])
-        await self._wait_arrived(sequence)
+        await self._blocks.wait_arrived(sequence)
         sequence.arrived_s = self._now_s()
         self._note_joining(sequence)
         if sequence.finish_reason is None:
@@ -251,38 +245,24 @@ class DecodeRunner:
     def _begun_sequences(self) -> list[Sequence]:
         return [sequence for sequence in self._sequences.values() if sequence.has_begun]
 
-    async def _perform(self, work: RankWork) -> list[PromptReserved | None]:
-        """Have all ranks perform `work`, and return their results, the own one first.
-
-        All have stopped when this returns or raises.
-        """
-        own = self._blocks.perform(work)
-        if self._followers is None:
-            return [await own]
-        result, others = await together(own, self._followers.call(work))
-        return [result, *others]
-
-    async def _wait_arrived(self, sequence: Sequence) -> None:
-        """Wait for the KVCache, which is in flight when prefill has ended, unless its sender was lost."""
-        try:
-            async with asyncio.timeout(self._arrival_timeout_s):
-                await self._perform(AwaitArrival(sequence.number))
-        except TimeoutError:
-            raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
-
     async def _generate(self, sequence: Sequence) -> None:
         """Decode the sequence to its end, through as many preemptions as there are."""
+        awaits_prefill = sequence.is_inlined
         while sequence.finish_reason is None:
             self._changed.set()
             await sequence.admitted.wait()
             if sequence.error is None:
-                await self._load(sequence)
+                await self._blocks.load(sequence)
                 self._batch.join(sequence)
                 if sequence.joined_s is None:
                     sequence.joined_s = self._now_s()
                     self._note_joining(sequence)
                 self._changed.set()
                 await self._release(sequence)
+                if awaits_prefill:
+                    await sequence.prefilled.wait()
+                    awaits_prefill = not sequence.has_drawn
+                    await self._end_prefill(sequence)
             await sequence.left.wait()
             if sequence.error is not None:
                 raise sequence.error
@@ -290,23 +270,27 @@ class DecodeRunner:
                 await self._park(sequence)
                 self._batch.enter(sequence)
 
-    async def _load(self, sequence: Sequence) -> None:
-        """Load the sequence's KVCache into its device pages, beside the batch."""
-        await self._perform(LoadBlocks(sequence.number, self._filled_pages(sequence)))
-
-    def _filled_pages(self, sequence: Sequence) -> list[int]:
-        return sequence.pages[: -(-sequence.num_kv_tokens // self._executor.kv.page_size)]
+    async def _end_prefill(self, sequence: Sequence) -> None:
+        """Tell the Conductor that an inlined prompt has its first token, and store its blocks for others."""
+        if not sequence.has_drawn or sequence.error is not None:
+            return
+        self.meter.inlined(sequence.num_tokens_by_source)
+        first_token = sequence.tokens[len(sequence.request.token_ids)]
+        await self._send(Prefilled(sequence.ref, first_token, sequence.num_cached_tokens))
+        if sequence.finish_reason is None:
+            with contextlib.suppress(PoolError):
+                await self._blocks.store(sequence, is_parked=False)
 
     async def _park(self, sequence: Sequence) -> None:
         """Move a preempted sequence's KVCache to the pool, or to host memory if the pool has no room."""
         try:
-            await self._store(sequence, is_parked=True)
+            await self._blocks.store(sequence, is_parked=True)
             self.meter.num_preemptions[TO_POOL] += 1
         except PoolError:
             if self._pool.closed.is_set():
                 raise
             await self._release(sequence)  # another rank may have had room
-            await self._perform(SaveToHost(sequence.number, self._filled_pages(sequence)))
+            await self._blocks.save_to_host(sequence)
             self.meter.num_preemptions[TO_HOST] += 1
         self._batch.free(sequence)
         self._changed.set()
@@ -315,19 +299,11 @@ class DecodeRunner:
         """Seal the output's blocks, so that prompts can reuse them, if the pool has room."""
         if sequence.pages:
             try:
-                await self._store(sequence, is_parked=False)
+                await self._blocks.store(sequence, is_parked=False)
                 self.meter.num_sealed_blocks = self._blocks.num_sealed_blocks
             except PoolError as error:
                 self.meter.num_unsealed += 1
                 log.info("the answer of %s is not kept: %s", sequence.ref.request_id, error)
-
-    async def _store(self, sequence: Sequence, *, is_parked: bool) -> None:
-        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`."""
-        page_size = self._executor.kv.page_size
-        keys, pages = sequence.keys(page_size), self._filled_pages(sequence)
-        num_private = len(pages) - len(keys) if is_parked else 0
-        tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * page_size]
-        await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked))
 
     async def _give_back(self, sequence: Sequence) -> None:
         self._batch.leave(sequence)
@@ -341,7 +317,7 @@ class DecodeRunner:
             await self._release(sequence)
 
     async def _release(self, sequence: Sequence) -> None:
-        await self._perform(ReleaseSequence(sequence.number))
+        await self._blocks.release(sequence)
         self._reserving.recheck()
 
     # -- the batch ----------------------------------------------------------------------------------
@@ -352,12 +328,16 @@ class DecodeRunner:
         for iteration in self._iterations.receive():
             self.meter.ended(iteration)
             self._pauses.ended(iteration.ended_s)
-            for row, (sequence, token) in enumerate(zip(iteration.sequences, iteration.tokens, strict=True)):
+            for sequence, end, token, logprobs in iteration.results:
                 if sequence.finish_reason is not None:
                     continue  # it had been planned before its last token was known
+                if token is None:
+                    sequence.num_computed_tokens = end - sequence.num_cached_tokens
+                    continue
                 sequence.tokens.append(token)
+                sequence.prefilled.set()
                 sequence.must_be_alone = False
-                sequence.newest_logprobs = iteration.logprobs.get(row)
+                sequence.newest_logprobs = logprobs
                 if sequence.grammar is not None and sequence.grammar.error is not None:
                     sequence.error = GrammarError(f"the grammar failed: {sequence.grammar.error}")
                     self._batch.leave(sequence)
@@ -370,22 +350,14 @@ class DecodeRunner:
     def _plan(self) -> None:
         if self._resumption is not None:
             self._resumption.cancel()
-        ready = _sharing(self._batch.plan())
-        if not ready:
+        chunks = self._chunks.plan(self._batch.plan())
+        if not chunks:
             self.meter.idle()
             return
         is_running = self._iterations.is_running
-        left_s = self._pauses.remaining_s(ready, time.perf_counter(), is_running=is_running)
+        left_s = self._pauses.remaining_s(chunks, time.perf_counter(), is_running=is_running)
         if not left_s:
-            self._iterations.plan(ready)
+            self._iterations.plan(chunks)
         elif not is_running:
             self.meter.pauses()
             self._resumption = asyncio.get_running_loop().call_later(left_s, self._changed.set)
-
-
-def _sharing(ready: list[Sequence]) -> list[Sequence]:
-    """Return the sequences of the next iteration: one that must be alone, or all others."""
-    for sequence in ready:
-        if sequence.must_be_alone and not sequence.is_in_flight:
-            return [sequence]
-    return [sequence for sequence in ready if not sequence.must_be_alone]

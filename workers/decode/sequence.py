@@ -1,6 +1,7 @@
 """Sequences of the decode batch: tokens, pages, and the test for the end."""
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -34,9 +35,9 @@ class Sequence:
     """A request in the decode batch.
 
     Invariants: `tokens` is the prompt followed by the output, that of earlier attempts included. The newest
-    token has no KVCache yet; of an inlined prompt only `num_cached_tokens` have, until its first token is
-    drawn. `pages` is empty unless `state` is LOADING, RUNNING or LEAVING; until then the KVCache is in the
-    pool or in host memory (`SequenceBlocks`).
+    token has no KVCache yet; of an inlined prompt only the cached and the computed tokens have, until its
+    first token is drawn. `pages` is empty unless `state` is LOADING, RUNNING or LEAVING; until then the
+    KVCache is in the pool or in host memory (`SequenceBlocks`).
     """
 
     number: int
@@ -44,13 +45,23 @@ class Sequence:
     ref: Ref
     request: Request
     tokens: list[int]
+    is_inlined: bool = False
+    """Whether the prompt is computed here, in iterations."""
+    num_tokens_by_source: Counter[str] = field(default_factory=Counter)
+    """Tokens of an inlined prompt by the source of their KVCache (`PREFILL_SOURCES`)."""
     num_cached_tokens: int = 0
+    """Number of prompt tokens whose KVCache was found."""
+    num_computed_tokens: int = 0
+    """Number of tokens behind these that iterations have computed; counted until the first token is drawn."""
     state: SequenceState = SequenceState.NEW
-    is_in_flight: bool = False
-    """Whether an iteration that draws the next token is planned or runs."""
+    in_flight_until: int | None = None
+    """Number of tokens with KVCache when the iteration in flight, planned or running, has ended; None: the
+    sequence is in none."""
     pages: list[int] = field(default_factory=list)
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the device pages are there."""
+    prefilled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the first token of an inlined prompt is drawn, or with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sequence has left the batch, its tokens are sent, and nothing computes with its pages."""
     error: Exception | None = None
@@ -101,12 +112,32 @@ class Sequence:
     @property
     def num_kv_tokens(self) -> int:
         """Number of tokens whose KVCache exists when nothing is in flight."""
-        return len(self.tokens) - 1 if self.has_drawn else self.num_cached_tokens
+        return len(self.tokens) - 1 if self.has_drawn else self.num_cached_tokens + self.num_computed_tokens
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether an iteration with this sequence is planned or runs."""
+        return self.in_flight_until is not None
+
+    @property
+    def draws_in_flight(self) -> bool:
+        """Whether the iteration in flight draws a token: it computes all that are known."""
+        return self.in_flight_until is not None and self.in_flight_until >= len(self.tokens)
+
+    @property
+    def next_start(self) -> int:
+        """Position from which on the next planned iteration computes."""
+        return self.num_kv_tokens if self.in_flight_until is None else self.in_flight_until
+
+    @property
+    def num_tokens_to_plan(self) -> int:
+        """Number of prompt tokens that no iteration has computed or computes now."""
+        return max(0, len(self.request.token_ids) - self.next_start)
 
     @property
     def num_planned_tokens(self) -> int:
         """Number of tokens, the one in flight included."""
-        return len(self.tokens) + self.is_in_flight
+        return len(self.tokens) + self.draws_in_flight
 
     @property
     def ends_in_flight(self) -> bool:
@@ -115,17 +146,22 @@ class Sequence:
         return self.num_planned_tokens - self.request.num_prompt_tokens >= max_tokens
 
     @property
-    def num_tokens_left(self) -> int:
+    def num_prompt_tokens_left(self) -> int:
         """Number of prompt tokens still to be computed here; 0 unless the prompt is inlined."""
-        return 0 if self.has_drawn else len(self.tokens) - self.num_cached_tokens
+        return len(self.tokens) - self.num_kv_tokens if self.is_inlined and not self.has_drawn else 0
 
     @property
     def has_begun(self) -> bool:
         """Whether the request is here to stay: its first token has left, or will be drawn here."""
         return self.has_drawn or self.state is not SequenceState.NEW
 
+    def note_left(self) -> None:
+        """Note that the sequence has left the batch, and nothing computes with its pages."""
+        self.left.set()
+        self.prefilled.set()
+
     def num_pages_needed(self, page_size: int) -> int:
-        """Return the number of pages for the KVCache after the next planned iteration."""
+        """Return the number of pages for the KVCache after the next planned iteration, prompt included."""
         return -(-self.num_planned_tokens // page_size)
 
     @property

@@ -105,6 +105,8 @@ class SequenceBlocks:
         return PromptReserved(grant, [block.tier for block in cached])
 
     async def _load(self, holding: _Holding, pages: list[int]) -> None:
+        if not pages:
+            return
         blocks = holding.reserved.blocks[: len(pages)]
         damaged = await self._transfers.load(
             [BlockPair(page, block.page) for page, block in zip(pages, blocks, strict=True)]

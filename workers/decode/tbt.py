@@ -1,15 +1,17 @@
-"""The predictor of decode iterations, which learns from the measured ones.
+"""The predictors of decode iterations, which learn from the measured ones.
 
 A line in batch size and KV tokens (Mooncake, section 3: the local scheduler's double check), by weighted
 least squares. An iteration counts `DECAY` times as much as the one after it, so the line follows the
 machine. What has not varied lately is taken to cost nothing more: it will be measured as soon as it varies.
+The prompts that an iteration carries besides add a cost of their own.
 
-Owns: the model of one device. Does not know: the clock, requests, limits.
+Owns: the models of one device. Does not know: the clock, requests, limits.
 """
 
 from typing import NamedTuple
 
 DECAY = 0.995
+PROMPT_DECAY = 0.9
 MIN_ITERATIONS = 8
 """Iterations that are measured before the first prediction."""
 _TOKENS_PER_UNIT = 1000.0
@@ -81,3 +83,19 @@ class TBTPredictor:
             0.0 if request_s < 0 else max(0.0, bs / bb),
             0.0 if unit_s < 0 else max(0.0, ks / kk),
         )
+
+
+class PromptCost:
+    """The seconds that a prompt token adds to an iteration: a mean that follows the machine."""
+
+    def __init__(self) -> None:
+        self._seconds = self._num_tokens = 0.0
+
+    def observe(self, num_tokens: int, added_s: float) -> None:
+        """Learn that an iteration with `num_tokens` of prompts took `added_s` longer than one without."""
+        self._seconds = PROMPT_DECAY * self._seconds + max(0.0, added_s)
+        self._num_tokens = PROMPT_DECAY * self._num_tokens + num_tokens
+
+    def predict_s(self, num_tokens: int) -> float | None:
+        """Return the seconds that `num_tokens` add; None before the first observation."""
+        return num_tokens * self._seconds / self._num_tokens if self._num_tokens else None

@@ -68,9 +68,13 @@ def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRul
 
 
 class Draws:
-    """The draws of one pass. The limits of `sample`, `[S]` each, are on the CPU."""
+    """The draws of one pass. The limits of `sample`, `[S]` each, are on the CPU.
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    `chunks` are those of the pass behind which a row each is drawn, in order; None: behind all.
+    """
+
+    def __init__(self, rows: Sequence[Row], chunks: Sequence[int] | None = None) -> None:
+        self._chunks = chunks
         sampling = [row.sampling for row in rows]
         uniforms = [
             uniform(row.sampling.seed, row.position) if row.sampling.temperature > 0 else 0.0 for row in rows
@@ -97,7 +101,13 @@ class Draws:
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw from `logits` float32 `[S, V]`, which are changed in place. Waits for the device."""
+        """Draw from `logits` float32, one row a chunk of the pass, changed in place. Waits for the device."""
+        if self._chunks is not None and len(self._chunks) < len(logits):
+            logits = logits[torch.tensor(self._chunks, dtype=torch.int64, device=logits.device)]
+        if not len(logits):
+            if logits.is_cuda:
+                torch.cuda.current_stream(logits.device).synchronize()
+            return Drawn([], {})
         if not self._num_logprobs:
             self._changes.apply(logits)
             return Drawn(sample(logits, *self._limits).tolist(), {})

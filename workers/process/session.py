@@ -44,6 +44,7 @@ from mooncake.messages.workers import (
 from mooncake.node.process import Progress, Ready, report
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.block_transfers import BlockTransfers
+from workers.decode.inlining import ChunkLimits
 from workers.decode.runner import DecodeRunner
 from workers.errors import SessionLostError
 from workers.execution.executor import Executor
@@ -189,7 +190,7 @@ class LeaderSession:
             pool,
             BlockTransfers(copies_for(self._executor.kv, pool.segment), self._executor.kv),
             config.worker.max_batch,
-            min(config.worker.inline_prefill_tokens, prefill_chunk),
+            ChunkLimits(self._executor.kv.page_size, config.worker.mixed_chunk_tokens, prefill_chunk),
             config.messenger.arrival_timeout_s,
             self._tell,
             self._emit,

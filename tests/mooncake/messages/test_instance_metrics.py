@@ -244,6 +244,7 @@ def test_decoding_is_told_by_instance() -> None:
         num_unsealed=9,
         num_inlined=10,
         num_not_inlined=11,
+        num_inlined_tokens=13,
     )
     text = instance_text([InstanceReport("d0", 100, Heartbeat(0, 0, 0, {}, decode=stats))], "model")
     samples = {
@@ -265,4 +266,5 @@ def test_decoding_is_told_by_instance() -> None:
         ("mooncake_decode_unsealed_answers_total", "d0"): 9,
         ("mooncake_decode_prompts_total", "d0", "yes"): 10,
         ("mooncake_decode_prompts_total", "d0", "no"): 11,
+        ("mooncake_decode_inlined_tokens_total", "d0"): 13,
     }

@@ -179,7 +179,7 @@ def test_waits_for_pages_that_are_about_to_come_free_instead_of_preempting(spec:
     old, new = batch.joined(11), batch.joined(11, max_tokens=3)
     batch.kv.allocate(1)
     assert batch.iterate() == [old, new]
-    new.is_in_flight = True
+    new.in_flight_until = len(new.tokens)
     assert new.ends_in_flight
     assert batch.iterate() == []
     assert (old.state, new.state) == (SequenceState.RUNNING, SequenceState.RUNNING)
@@ -188,11 +188,11 @@ def test_waits_for_pages_that_are_about_to_come_free_instead_of_preempting(spec:
 def test_pages_of_an_iteration_in_flight_are_kept(spec: ModelSpec) -> None:
     batch = Batch(spec, 6)
     sequence = batch.joined(5)
-    sequence.is_in_flight = True
+    sequence.in_flight_until = len(sequence.tokens)
     batch.batch.leave(sequence)
     batch.batch.settle()
     assert not sequence.left.is_set()
-    sequence.is_in_flight = False
+    sequence.in_flight_until = None
     batch.batch.settle()
     assert sequence.left.is_set()
     assert batch.kv.num_free_pages == 4
@@ -204,10 +204,11 @@ def test_plans_a_page_for_a_token_that_is_not_known_yet(spec: ModelSpec) -> None
     batch = Batch(spec, 6)
     sequence = batch.joined(6)  # the seventh token is known, the eighth in flight
     assert batch.batch.plan() == [sequence]
-    sequence.is_in_flight = True
+    sequence.in_flight_until = len(sequence.tokens)
     assert batch.batch.plan() == [sequence]
     assert len(sequence.pages) == 2
     sequence.tokens.append(1)
+    sequence.in_flight_until = len(sequence.tokens)
     batch.batch.plan()
     assert len(sequence.pages) == 3
 

@@ -24,7 +24,7 @@ class Decoding:
         self._empty_s = empty_s
         meter = DecodeMeter()
         meter.tbt = self  # type: ignore[assignment]
-        self.check = DoubleCheck(meter, 0)
+        self.check = DoubleCheck(meter)
         self.batch = [self.sequence() for _ in range(size)]
 
     def predict_s(self, batch_size: int, num_kv_tokens: int) -> float:

@@ -1,39 +1,104 @@
-"""The rule for prompts that are computed where they are decoded (Mooncake, section 5)."""
+"""The rule for the chunks of prompts that iterations carry (Sarathi-Serve, section 4.3)."""
 
 import pytest
 
-from workers.decode.inlining import PromptCost, is_inlined
+from mooncake.messages.costs import TBT_SLO_SHARE
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from workers.decode.inlining import ChunkLimits, PromptChunks, divide_budget, prompt_budget
+from workers.decode.meter import DecodeMeter
+from workers.decode.sequence import Sequence
+
+LIMITS = ChunkLimits(least=16, mixed=100, most=512)
+SLO_S = 0.1 / TBT_SLO_SHARE
+"""TBT SLO that leaves 0.1 s for an iteration"""
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "batch_s", "prompt_s", "tbt_slo_s", "expected"),
+    ("iteration_s", "token_s", "tbt_slo_s", "expected"),
     [
-        (100, 0.02, 0.07, 0.1, True),
-        (100, 0.02, 0.09, 0.1, False),
-        (101, 0.02, 0.07, 0.1, False),  # more than one pass
-        (100, 0.02, 9.0, None, True),  # a token may take any time
-        (100, None, 0.01, 0.1, False),  # nothing is known of the batch
-        (100, 0.02, None, 0.1, False),  # nor of prompts
-        (100, 0.0, None, 0.1, True),  # nobody is disturbed
+        (0.02, 0.001, SLO_S, 80),  # C* = (0.1 s - 0.02 s) / 0.001 s
+        (0.06, 0.001, SLO_S, 40),
+        (0.02, 0.0001, SLO_S, 512),  # never more than a prefill pass
+        (0.02, 0.0, SLO_S, 512),
+        (0.09, 0.001, SLO_S, 16),  # never less than a page
+        (0.2, 0.001, SLO_S, 16),
+        (0.2, 0.0, SLO_S, 16),
+        (None, 0.001, SLO_S, 16),  # nothing is known of the batch
+        (0.02, None, SLO_S, 16),  # nor of prompts
+        (0.02, 0.001, None, 100),  # a token may take any time
+        (None, None, None, 100),
     ],
 )
-def test_inlines_what_fits_into_one_pass_and_into_the_slo(
-    num_tokens: int, batch_s: float | None, prompt_s: float | None, tbt_slo_s: float | None, expected: bool
+def test_the_budget_fills_the_time_that_the_slo_leaves(
+    iteration_s: float | None, token_s: float | None, tbt_slo_s: float | None, expected: int
 ) -> None:
-    assert is_inlined(num_tokens, 100, batch_s, prompt_s, tbt_slo_s) is expected
+    assert prompt_budget(LIMITS, iteration_s, token_s, tbt_slo_s) == pytest.approx(expected, abs=1)
 
 
-def test_nothing_is_inlined_by_default() -> None:
-    assert not is_inlined(1, 0, 0.0, 0.0, None)
+def test_no_budget_exceeds_a_prefill_pass() -> None:
+    limits = ChunkLimits(least=16, mixed=100, most=8)
+    assert prompt_budget(limits, 0.02, 0.001, SLO_S) == 8
+    assert prompt_budget(limits, None, None, SLO_S) == 8
+    assert prompt_budget(limits, None, None, None) == 8
 
 
-def test_cost_of_a_prompt_follows_what_is_measured() -> None:
-    cost = PromptCost()
-    assert cost.predict_s(10) is None
-    cost.observe(100, 0.2)
-    assert cost.predict_s(10) == pytest.approx(0.02)
-    for _ in range(100):
-        cost.observe(50, 0.3)
-    assert cost.predict_s(10) == pytest.approx(0.06, rel=0.01)
-    cost.observe(50, -1.0)  # an iteration that was faster than predicted
-    assert 0 < (cost.predict_s(10) or 0) < 0.06
+def test_the_first_prompt_gets_what_it_can_use_and_the_next_what_is_left() -> None:
+    assert divide_budget(100, [30, 200, 10]) == [30, 70, 0]
+    assert divide_budget(100, [30, 20, 10]) == [30, 20, 10]
+    assert divide_budget(100, []) == []
+
+
+def sequence(number: int, num_tokens: int, *, tbt_slo_s: float | None = None, drawn: int = 0) -> Sequence:
+    request = Request(str(number), [1] * num_tokens, [], SamplingParams(9), "front")
+    tokens = [1] * (num_tokens + drawn)
+    return Sequence(number, Ref(1, str(number), 1), request, tokens, is_inlined=True, tbt_slo_s=tbt_slo_s)
+
+
+def planned(meter: DecodeMeter, *ready: Sequence) -> dict[int, int]:
+    """Numbers of sequences and their tokens in the next iteration."""
+    chunks = PromptChunks(meter, LIMITS).plan(list(ready))
+    return {chunk.sequence.number: chunk.num_tokens for chunk in chunks}
+
+
+def meter_of(iteration_s: float, token_s: float) -> DecodeMeter:
+    meter = DecodeMeter()
+    for _ in range(20):
+        meter.tbt.observe(1, 31, iteration_s)
+    meter.prompt_cost.observe(100, 100 * token_s)
+    return meter
+
+
+def test_prompts_alone_share_a_whole_prefill_pass() -> None:
+    prompts = sequence(0, 500, tbt_slo_s=SLO_S), sequence(1, 500, tbt_slo_s=SLO_S), sequence(2, 5)
+    assert planned(meter_of(0.02, 0.001), *prompts) == {0: 500, 1: 12}
+
+
+def test_the_strictest_slo_of_those_that_are_decoded_counts() -> None:
+    prompt = sequence(0, 500, tbt_slo_s=1e-9)
+    loose, strict = (sequence(1, 30, drawn=1, tbt_slo_s=2 * SLO_S), sequence(2, 30, drawn=1, tbt_slo_s=SLO_S))
+    meter = meter_of(0.02, 0.001)
+    assert planned(meter, prompt, loose)[0] == pytest.approx(180, abs=1)
+    assert planned(meter, prompt, loose, strict)[0] == pytest.approx(80, abs=1)
+    assert planned(meter, prompt, sequence(3, 30, drawn=1)) == {0: 100, 3: 1}
+    assert planned(meter, loose, strict) == {1: 1, 2: 1}
+
+
+def test_a_chunk_begins_behind_the_one_in_flight() -> None:
+    prompt = sequence(0, 600)
+    prompt.in_flight_until = 512
+    assert planned(DecodeMeter(), prompt) == {0: 88}
+    prompt.in_flight_until = 600
+    prompt.tbt_slo_s = SLO_S
+    other = sequence(1, 600)
+    assert planned(meter_of(0.02, 0.001), prompt, other) == {0: 1, 1: pytest.approx(80, abs=1)}, (
+        "0 is decoded"
+    )
+
+
+def test_no_chunk_of_a_suspect_is_shared() -> None:
+    meter, decoding = meter_of(0.02, 0.001), sequence(0, 30, drawn=1, tbt_slo_s=SLO_S)
+    suspect, prompt = sequence(1, 600), sequence(2, 600)
+    suspect.must_be_alone = True
+    assert planned(meter, decoding, suspect, prompt) == {1: pytest.approx(80, abs=1)}, "others wait for it"
+    suspect.in_flight_until = 80
+    assert planned(meter, decoding, suspect, prompt) == {0: 1, 2: pytest.approx(80, abs=1)}

@@ -1,16 +1,19 @@
 """The next iteration is planned while one runs, and can be planned anew until it begins."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
-from workers.decode.iterations import Iterations
+from tests.workers.planned import decoded
+from workers.decode.iterations import Iterations, PlannedChunk
 from workers.decode.sequence import Sequence as DecodedSequence
 from workers.engine.batch import Chunk
 from workers.execution.draws import Drawn, Draws
@@ -22,7 +25,7 @@ T = TypeVar("T")
 
 class FakeBatch:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
-        self.token_ids = [chunk.token_ids[0] for chunk in chunks]
+        self.token_ids = [chunk.token_ids[-1] for chunk in chunks]
         self.starts = [chunk.start for chunk in chunks]
 
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -75,24 +78,27 @@ class Lab:
             while len(self.executor.batches) < num_batches:
                 await asyncio.sleep(0.001)
 
-    async def receive(self) -> list[list[int]]:
-        """Tokens of the iterations that have ended, at least one."""
+    async def receive(self) -> list[list[int | None]]:
+        """Tokens of the iterations that have ended, at least one; None of those whose prompt goes on."""
         async with asyncio.timeout(DEADLINE_S):
             while not (ended := self.iterations.receive()):
                 await self.turn.wait()
                 self.turn.clear()
-        for iteration in ended:
-            for row, token in zip(iteration.sequences, iteration.tokens, strict=True):
-                row.tokens.append(token)
-        return [iteration.tokens for iteration in ended]
+        results = [list(iteration.results) for iteration in ended]
+        for sequence, end, token, _ in itertools.chain.from_iterable(results):
+            if token is None:
+                sequence.num_computed_tokens = end
+            else:
+                sequence.tokens.append(token)
+        return [[result.token for result in of_iteration] for of_iteration in results]
 
 
 async def test_an_iteration_begins_with_tokens_that_nobody_has_received_yet() -> None:
     lab, a, b = Lab(), sequence(0, 10, 20), sequence(1, 10, 10, 70)
-    lab.iterations.plan([a, b])
+    lab.iterations.plan(decoded(a, b))
     await lab.until_computing(1)
     assert lab.iterations.receive() == []
-    lab.iterations.plan([b, a])
+    lab.iterations.plan(decoded(b, a))
     lab.executor.may_go_on.release(1)
     await lab.until_computing(2)
     assert lab.executor.batches == [([20, 70], [1, 2]), ([71, 21], [3, 2])]
@@ -108,10 +114,10 @@ async def test_rules_see_tokens_that_nobody_has_received_yet() -> None:
     lab = Lab()
     plain, worded = sequence(0, 10, 20), sequence(1, 10, 30, bad_words=((31, 32),), num_logprobs=0)
     penalized = sequence(2, 10, 40, frequency_penalty=1.7, repetition_penalty=1.1, logit_bias={46: 4.0})
-    lab.iterations.plan([plain, worded, penalized])
+    lab.iterations.plan(decoded(plain, worded, penalized))
     await lab.until_computing(1)
     assert lab.iterations.receive() == []
-    lab.iterations.plan([penalized, worded, plain])
+    lab.iterations.plan(decoded(penalized, worded, plain))
     lab.executor.may_go_on.release(1)
     await lab.until_computing(2)
     assert await lab.receive() == [[21, 31, 46]]
@@ -123,12 +129,12 @@ async def test_rules_see_tokens_that_nobody_has_received_yet() -> None:
 
 async def test_says_when_the_next_one_can_be_planned() -> None:
     lab, a = Lab(), sequence(0, 10, 20)
-    lab.iterations.plan([a])
+    lab.iterations.plan(decoded(a))
     async with asyncio.timeout(DEADLINE_S):
         await lab.turn.wait()  # it runs
     assert lab.iterations.receive() == []
     lab.turn.clear()
-    lab.iterations.plan([a])
+    lab.iterations.plan(decoded(a))
     lab.executor.may_go_on.release(1)
     async with asyncio.timeout(DEADLINE_S):
         await lab.turn.wait()
@@ -138,15 +144,58 @@ async def test_says_when_the_next_one_can_be_planned() -> None:
     await lab.iterations.close()
 
 
+async def test_a_prompt_goes_on_where_its_chunk_in_flight_ends_and_draws_behind_its_last_one() -> None:
+    lab, decoding = Lab(), sequence(0, 10, 20)
+    prompt = DecodedSequence(1, Ref(1, "1", 1), decoding.request, [30, 31, 32, 33, 34], is_inlined=True)
+    prompt.request = msgspec.structs.replace(prompt.request, token_ids=list(prompt.tokens))
+    sizes = (2, 2, 1)
+    for number, num_tokens in enumerate(sizes):
+        assert prompt.num_tokens_to_plan == sum(sizes[number:])
+        chunk = PlannedChunk(prompt, num_tokens, of_prompt=True)
+        lab.iterations.plan([chunk, *decoded(decoding)])
+        await lab.until_computing(number + 1)
+        assert lab.iterations.receive() == []
+        if number < len(sizes) - 1:
+            assert not prompt.draws_in_flight
+            lab.executor.may_go_on.release()
+            assert await lab.receive() == [[None, 21 + number]]
+            assert prompt.num_kv_tokens == sum(sizes[: number + 1])
+    assert prompt.draws_in_flight
+    assert prompt.num_tokens_to_plan == 0
+    lab.iterations.plan(decoded(decoding, prompt))
+    lab.executor.may_go_on.release()
+    await lab.until_computing(4)
+    assert await lab.receive() == [[35, 23]]
+    lab.executor.may_go_on.release()
+    assert await lab.receive() == [[24, 36]]
+    assert [starts for _, starts in lab.executor.batches] == [[0, 1], [2, 2], [4, 3], [4, 5]]
+    await lab.iterations.close()
+
+
+async def test_an_iteration_of_unfinished_prompts_draws_nothing() -> None:
+    lab, prompt = Lab(), sequence(0, 10, frequency_penalty=1.0, num_logprobs=2)
+    prompt.tokens = [10, 11, 12]
+    prompt.request = msgspec.structs.replace(prompt.request, token_ids=[10, 11, 12])
+    lab.iterations.plan([PlannedChunk(prompt, 2, of_prompt=True)])
+    await lab.until_computing(1)
+    lab.executor.may_go_on.release()
+    assert await lab.receive() == [[None]]
+    lab.iterations.plan([PlannedChunk(prompt, 1, of_prompt=True)])
+    await lab.until_computing(2)
+    lab.executor.may_go_on.release()
+    assert await lab.receive() == [[13]]
+    await lab.iterations.close()
+
+
 async def test_who_comes_while_one_runs_is_part_of_the_next() -> None:
     lab, old, gone, new = Lab(), sequence(0, 10, 20), sequence(1, 10, 40), sequence(2, 10, 70)
-    lab.iterations.plan([old, gone])
+    lab.iterations.plan(decoded(old, gone))
     await lab.until_computing(1)
     assert lab.iterations.receive() == []
-    lab.iterations.plan([old, gone])
+    lab.iterations.plan(decoded(old, gone))
     assert lab.iterations.receive() == []  # takes that back
     assert (old.is_in_flight, gone.is_in_flight, new.is_in_flight) == (True, True, False)
-    lab.iterations.plan([old, new])
+    lab.iterations.plan(decoded(old, new))
     lab.executor.may_go_on.release(2)
     await lab.until_computing(2)
     assert lab.executor.batches[1] == ([21, 70], [2, 1])
@@ -157,15 +206,15 @@ async def test_who_comes_while_one_runs_is_part_of_the_next() -> None:
 
 async def test_what_is_taken_back_leaves_nothing_in_flight() -> None:
     lab, a = Lab(), sequence(0, 10, 20)
-    lab.iterations.plan([a])
+    lab.iterations.plan(decoded(a))
     await lab.until_computing(1)
     lab.iterations.receive()
-    lab.iterations.plan([a])
+    lab.iterations.plan(decoded(a))
     lab.iterations.receive()
     lab.executor.may_go_on.release(1)
     assert await lab.receive() == [[21]]
     assert not a.is_in_flight
-    lab.iterations.plan([a])
+    lab.iterations.plan(decoded(a))
     await lab.until_computing(2)
     lab.executor.may_go_on.release(1)
     assert await lab.receive() == [[22]]

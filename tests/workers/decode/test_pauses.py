@@ -4,6 +4,8 @@ import pytest
 
 from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.requests import Ref, Request, SamplingParams
+from tests.workers.planned import decoded
+from workers.decode.iterations import PlannedChunk
 from workers.decode.meter import DecodeMeter
 from workers.decode.pauses import MAX_PAUSE_S, DecodePauses, pause_s
 from workers.decode.sequence import Sequence
@@ -49,13 +51,15 @@ def test_fewer_than_are_prefilled_compute_for_their_share_of_the_time(
 
 
 def test_a_pause_ends_in_time_whatever_happens_meanwhile() -> None:
-    way, alone = DecodePauses(meter_of(0.02), MAX_BATCH), [sequence()]
+    way, alone = DecodePauses(meter_of(0.02), MAX_BATCH), decoded(sequence())
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         with way.prefill(shares_cores=True), way.prefill(shares_cores=False):
             assert way.remaining_s(alone, 90.0, is_running=True) == pytest.approx(0.04)
             assert way.remaining_s(alone, 100.01, is_running=False) == pytest.approx(0.03)
-            assert way.remaining_s([sequence(), sequence()], 100.0, is_running=False) == pytest.approx(0.01)
+            assert way.remaining_s(decoded(sequence(), sequence()), 100.0, is_running=False) == pytest.approx(
+                0.01
+            )
         assert way.remaining_s(alone, 100.01, is_running=False) == pytest.approx(0.01)
         assert way.remaining_s(alone, 100.03, is_running=False) == 0
     assert way.remaining_s(alone, 100.0, is_running=False) == 0
@@ -64,16 +68,16 @@ def test_a_pause_ends_in_time_whatever_happens_meanwhile() -> None:
 def test_the_first_iteration_and_one_after_a_rest_begin_at_once() -> None:
     way = DecodePauses(meter_of(0.02), MAX_BATCH)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True):
-        assert way.remaining_s([sequence()], 100.0, is_running=False) == 0
+        assert way.remaining_s(decoded(sequence()), 100.0, is_running=False) == 0
         way.ended(100.0)
-        assert way.remaining_s([sequence()], 200.0, is_running=False) == 0
+        assert way.remaining_s(decoded(sequence()), 200.0, is_running=False) == 0
 
 
 def test_the_tightest_slo_of_the_batch_counts() -> None:
     way = DecodePauses(meter_of(0.02), MAX_BATCH)
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True), way.prefill(shares_cores=True):
-        batch = [sequence(0.2), sequence(0.03)]
+        batch = decoded(sequence(0.2), sequence(0.03))
         assert way.remaining_s(batch, 100.0, is_running=False) == pytest.approx(TBT_SLO_SHARE * 0.03 - 0.02)
 
 
@@ -81,8 +85,16 @@ def test_prompts_for_which_the_batch_has_no_place_are_not_waited_for() -> None:
     way = DecodePauses(meter_of(0.02), max_batch=2)
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True), way.prefill(shares_cores=True):
-        assert way.remaining_s([sequence()], 100.0, is_running=False) == 0
-        assert way.remaining_s([sequence(), sequence()], 100.0, is_running=False) == 0
+        assert way.remaining_s(decoded(sequence()), 100.0, is_running=False) == 0
+        assert way.remaining_s(decoded(sequence(), sequence()), 100.0, is_running=False) == 0
+
+
+def test_an_iteration_with_a_prompt_is_not_delayed() -> None:
+    way = DecodePauses(meter_of(0.02), MAX_BATCH)
+    way.ended(100.0)
+    with way.prefill(shares_cores=True), way.prefill(shares_cores=True):
+        prompt = PlannedChunk(sequence(), 8, of_prompt=True)
+        assert way.remaining_s([*decoded(sequence()), prompt], 100.0, is_running=False) == 0
 
 
 def test_what_leaves_by_an_error_is_not_waited_for() -> None:
@@ -90,4 +102,4 @@ def test_what_leaves_by_an_error_is_not_waited_for() -> None:
     way.ended(100.0)
     with pytest.raises(RuntimeError), way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         raise RuntimeError
-    assert way.remaining_s([sequence()], 100.0, is_running=False) == 0
+    assert way.remaining_s(decoded(sequence()), 100.0, is_running=False) == 0

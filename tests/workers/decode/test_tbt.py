@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workers.decode.tbt import MIN_ITERATIONS, TBTPredictor
+from workers.decode.tbt import MIN_ITERATIONS, PromptCost, TBTPredictor
 
 
 def seconds(batch_size: int, num_kv_tokens: int) -> float:
@@ -64,3 +64,15 @@ def test_follows_a_machine_that_becomes_slower() -> None:
     for point in varied(2000):
         predictor.observe(*point, 3 * seconds(*point))
     assert predictor.predict_s(8, 10_000) == pytest.approx(3 * seconds(8, 10_000), rel=0.02)
+
+
+def test_cost_of_a_prompt_follows_what_is_measured() -> None:
+    cost = PromptCost()
+    assert cost.predict_s(10) is None
+    cost.observe(100, 0.2)
+    assert cost.predict_s(10) == pytest.approx(0.02)
+    for _ in range(100):
+        cost.observe(50, 0.3)
+    assert cost.predict_s(10) == pytest.approx(0.06, rel=0.01)
+    cost.observe(50, -1.0)  # an iteration that was faster than predicted
+    assert 0 < (cost.predict_s(10) or 0) < 0.06

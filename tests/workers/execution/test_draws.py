@@ -16,7 +16,7 @@ EVERYWHERE = pytest.mark.parametrize(
     "sizes",
     [
         Sizes(),
-        Sizes(inline_prefill_tokens=1000),
+        Sizes(inline=True),
         Sizes(num_device_pages=12),
         Sizes(lost_after=(3, 4), num_decode=2),
     ],

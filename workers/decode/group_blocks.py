@@ -1,0 +1,120 @@
+"""The KVCache of the sequences of a group: what one rank does with a sequence's blocks, all do.
+
+A worker that is alone is a group of one rank.
+
+Owns: the calls to all ranks, the pages that a call concerns. Does not know: the batch, when a sequence is
+moved, and why.
+"""
+
+import asyncio
+from collections import Counter
+from typing import NamedTuple
+
+import msgspec
+
+from mooncake.errors import TransferError
+from mooncake.messages.pools import COMPUTED, Grant, Tier
+from workers.decode.sequence import Sequence
+from workers.decode.sequence_blocks import SequenceBlocks
+from workers.execution.jobs import together
+from workers.groups.followers import Followers
+from workers.groups.rank_messages import (
+    AwaitArrival,
+    LoadBlocks,
+    PromptReserved,
+    RankWork,
+    ReleaseSequence,
+    ReservePrompt,
+    SaveToHost,
+    StoreBlocks,
+)
+
+
+class ReservedPages(NamedTuple):
+    """The pages of a prompt in the pools of all ranks: a grant of the missing ones, and the tiers of the
+    leading blocks that every rank has."""
+
+    grant: Grant
+    cached_tiers: list[Tier | None]
+
+    def num_tokens_by_source(self, num_tokens: int, page_size: int) -> Counter[str]:
+        """Return a prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`), if all that is missing
+        is computed here: the last token in any case."""
+        sources: Counter[str] = Counter()
+        for index, tier in enumerate(self.cached_tiers):
+            assert tier is not None
+            sources[tier.value] += min(page_size, num_tokens - 1 - index * page_size)
+        sources[COMPUTED] = num_tokens - sources.total()
+        return sources
+
+
+class GroupBlocks:
+    """The blocks of all sequences in all ranks; `own` are those of this one.
+
+    All ranks have stopped when a method returns or raises.
+    """
+
+    def __init__(
+        self, own: SequenceBlocks, followers: Followers | None, page_size: int, arrival_timeout_s: float
+    ) -> None:
+        self._own, self._followers = own, followers
+        self._page_size, self._arrival_timeout_s = page_size, arrival_timeout_s
+
+    @property
+    def num_sealed_blocks(self) -> int:
+        """Number of blocks that were stored when their sequences ended."""
+        return self._own.num_sealed_blocks
+
+    def num_reserved_pages(self, sequence: Sequence) -> int:
+        """Return how many pool pages a sequence's reservation added to those that the pool held."""
+        return self._own.num_reserved_pages(sequence.number)
+
+    def close(self) -> None:
+        """Accept no further work."""
+        self._own.close()
+
+    async def reserve(self, sequence: Sequence) -> ReservedPages:
+        """Reserve pool pages for a sequence's prompt, waiting for room."""
+        results = await self._perform(ReservePrompt(sequence.number, sequence.request))
+        own, *others = [result for result in results if result is not None]
+        grant = msgspec.structs.replace(own.grant, others=tuple(other.grant for other in others))
+        num_cached = min(len(rank.cached_tiers) for rank in (own, *others))
+        return ReservedPages(grant, own.cached_tiers[:num_cached])
+
+    async def wait_arrived(self, sequence: Sequence) -> None:
+        """Wait for the KVCache, which is in flight when prefill has ended, unless its sender was lost."""
+        try:
+            async with asyncio.timeout(self._arrival_timeout_s):
+                await self._perform(AwaitArrival(sequence.number))
+        except TimeoutError:
+            raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
+
+    async def load(self, sequence: Sequence) -> None:
+        """Load the sequence's KVCache into its device pages, beside the batch."""
+        await self._perform(LoadBlocks(sequence.number, self._filled_pages(sequence)))
+
+    async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
+        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`."""
+        keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
+        num_private = len(pages) - len(keys) if is_parked else 0
+        tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
+        await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked))
+
+    async def save_to_host(self, sequence: Sequence) -> None:
+        """Copy the sequence's KVCache to host memory, from which `load` restores it."""
+        await self._perform(SaveToHost(sequence.number, self._filled_pages(sequence)))
+
+    async def release(self, sequence: Sequence) -> None:
+        """Release what a sequence has in the pools."""
+        await self._perform(ReleaseSequence(sequence.number))
+
+    def _filled_pages(self, sequence: Sequence) -> list[int]:
+        return sequence.pages[: -(-sequence.num_kv_tokens // self._page_size)]
+
+    async def _perform(self, work: RankWork) -> list[PromptReserved | None]:
+        """Have all ranks perform `work`, and return their results, the own one first."""
+        own = self._own.perform(work)
+        if self._followers is None:
+            return [await own]
+        result, others = await together(own, self._followers.call(work))
+        return [result, *others]
