@@ -145,6 +145,7 @@ async def serve(process: ConductorProcess) -> None:
             config.conductor.overload,
             replication=_replication_rules(config.conductor),
             has_inlining=config.conductor.inlining,
+            mixed_chunk_tokens=config.worker.mixed_chunk_tokens,
         )
         profiled = _profiled_costs(config.conductor.profile, model.name, model.dtype)
         conductor = Conductor(time.time_ns(), model.served.fingerprint, limits, rules, profiled)

@@ -269,11 +269,14 @@ class ClusterView:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
     def _learn_decode(self, slot: int, decode: DecodeStats) -> None:
+        """Learn from the iterations since the last heartbeat that carried no prompt."""
         occupant, loads = self._occupants[slot], self.loads
-        num_steps = decode.num_iterations - occupant.decode.num_iterations
-        num_tokens = decode.num_tokens - occupant.decode.num_tokens
-        seconds = decode.forward_s - occupant.decode.forward_s
-        occupant.decode = decode
+        before, occupant.decode = occupant.decode, decode
+        mixed, mixed_before = decode.mixed, before.mixed
+        num_steps = decode.num_iterations - before.num_iterations
+        num_steps -= mixed.num_iterations - mixed_before.num_iterations
+        num_tokens = decode.num_tokens - before.num_tokens - mixed.num_tokens + mixed_before.num_tokens
+        seconds = decode.forward_s - before.forward_s - mixed.forward_s + mixed_before.forward_s
         if min(num_steps, num_tokens, seconds) > 0 and loads.num_decoding[slot] > 0:
             batch_size = num_tokens / num_steps
             num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)

@@ -96,7 +96,7 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
         unsealed.add(name, decode.num_unsealed)
         prompts.add(f'{name},inlined="yes"', decode.num_inlined)
         prompts.add(f'{name},inlined="no"', decode.num_not_inlined)
-        inlined.add(name, decode.num_inlined_tokens)
+        inlined.add(name, decode.mixed.num_prompt_tokens)
     return [iterations, tokens, seconds, preemptions, refusals, sealed, unsealed, prompts, inlined]
 
 

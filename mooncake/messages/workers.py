@@ -67,6 +67,16 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """Cores of its host on which it computes as long as other processes leave them idle."""
 
 
+class MixedIterations(msgspec.Struct, frozen=True):
+    """Totals of the iterations that carried chunks of prompts."""
+
+    num_iterations: Count = 0
+    num_tokens: Count = 0
+    """Drawn tokens."""
+    forward_s: Seconds = 0.0
+    num_prompt_tokens: Count = 0
+
+
 class DecodeStats(msgspec.Struct, frozen=True):
     """Totals of an instance's decoding in this session.
 
@@ -91,8 +101,8 @@ class DecodeStats(msgspec.Struct, frozen=True):
     num_inlined: Count = 0
     """Prompts that the instance computed itself."""
     num_not_inlined: Count = 0
-    num_inlined_tokens: Count = 0
-    """Prompt tokens that iterations have computed."""
+    mixed: MixedIterations = MixedIterations()
+    """The iterations among these that carried chunks of prompts."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import thread_time
 
-from mooncake.messages.workers import DecodeStats
+from mooncake.messages.workers import DecodeStats, MixedIterations
 from workers.decode.iterations import Iteration
 from workers.decode.tbt import PromptCost, TBTPredictor
 
@@ -26,7 +26,8 @@ class DecodeMeter:
         self.num_refusals = 0
         self.num_sealed_blocks = 0
         self.num_unsealed = 0
-        self._num_iterations = self._num_tokens = self._num_inlined_tokens = 0
+        self._num_iterations = self._num_tokens = 0
+        self._mixed = MixedIterations()
         self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
         self._has_paused = False
@@ -51,8 +52,16 @@ class DecodeMeter:
             self.tbt.observe(*batch, seconds)
         self._num_iterations += 1
         self._num_tokens += iteration.num_tokens
-        self._num_inlined_tokens += iteration.num_prompt_tokens
-        self._forward_s += iteration.ended_s - iteration.forward_began_s
+        forward_s = iteration.ended_s - iteration.forward_began_s
+        self._forward_s += forward_s
+        if iteration.num_prompt_tokens:
+            mixed = self._mixed
+            self._mixed = MixedIterations(
+                mixed.num_iterations + 1,
+                mixed.num_tokens + iteration.num_tokens,
+                mixed.forward_s + forward_s,
+                mixed.num_prompt_tokens + iteration.num_prompt_tokens,
+            )
         self._host_s += iteration.forward_began_s - iteration.began_s
         if self._last_ended_s is not None:
             gap_s = iteration.began_s - self._last_ended_s
@@ -89,5 +98,5 @@ class DecodeMeter:
             self.num_unsealed,
             self.num_inlined,
             self.num_not_inlined,
-            self._num_inlined_tokens,
+            self._mixed,
         )

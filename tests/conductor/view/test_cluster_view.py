@@ -5,7 +5,7 @@ import pytest
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.costs import Costs
-from mooncake.messages.workers import DecodeStats, Heartbeat, Role
+from mooncake.messages.workers import DecodeStats, Heartbeat, MixedIterations, Role
 from tests.conductor.small_cluster import registration
 
 PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
@@ -37,6 +37,17 @@ def test_a_step_is_that_of_the_decoded_requests_not_of_queued_prompts() -> None:
     for num_beats in range(1, 30):
         view.loads.assign_decode(slot, LONG)
         stats = DecodeStats(10 * num_beats, 40 * num_beats, forward_s=10 * num_beats * step_s)
+        view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats))
+    assert learned(view, slot) == pytest.approx(DECODE_COSTS)
+
+
+def test_iterations_that_carried_prompts_teach_nothing_about_decode() -> None:
+    view, instance, slot = new_view()
+    step_s = DECODE_COSTS.seconds(4, 4 * SHORT)
+    for num_beats in range(1, 30):
+        mixed = MixedIterations(5 * num_beats, 20 * num_beats, 1.0 * num_beats, 500 * num_beats)
+        pure_s = 10 * num_beats * step_s
+        stats = DecodeStats(15 * num_beats, 60 * num_beats, pure_s + mixed.forward_s, mixed=mixed)
         view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats))
     assert learned(view, slot) == pytest.approx(DECODE_COSTS)
 

@@ -20,7 +20,14 @@ from mooncake.messages.pools import (
     Tier,
     TierStats,
 )
-from mooncake.messages.workers import PROTOCOL_VERSION, DecodeStats, Heartbeat, Register, Role
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    DecodeStats,
+    Heartbeat,
+    MixedIterations,
+    Register,
+    Role,
+)
 
 STATS = PoolStats(
     num_pages=100,
@@ -244,7 +251,7 @@ def test_decoding_is_told_by_instance() -> None:
         num_unsealed=9,
         num_inlined=10,
         num_not_inlined=11,
-        num_inlined_tokens=13,
+        mixed=MixedIterations(num_prompt_tokens=13),
     )
     text = instance_text([InstanceReport("d0", 100, Heartbeat(0, 0, 0, {}, decode=stats))], "model")
     samples = {

@@ -71,7 +71,7 @@ async def test_the_next_turn_is_computed_where_its_history_is(
         meter = decode.decode.meter
         assert (meter.num_inlined, meter.num_not_inlined) == (2, 0)
         assert meter.num_prompt_tokens == {"dram": 72, "computed": 44 + len(turn) - 72}
-        assert meter.stats.num_inlined_tokens == 44 + len(turn) - 72
+        assert meter.stats.mixed.num_prompt_tokens == 44 + len(turn) - 72
         assert not prefill.prefill.num_tokens
         assert [(of.ref.request_id, of.first_token, of.num_cached_tokens) for of in told] == [
             ("first", first[0], 0),
@@ -256,7 +256,7 @@ async def test_a_prompt_that_is_preempted_goes_on_from_where_it_was(
         await cluster.assert_nothing_is_held()
         stats = decode.decode.meter.stats
         assert stats.num_preemptions == {place: 1}
-        assert stats.num_inlined_tokens == sum(map(len, prompts)), "nothing is computed twice"
+        assert stats.mixed.num_prompt_tokens == sum(map(len, prompts)), "nothing is computed twice"
         assert [of.ref.request_id for of in told] == ["running", "other", "prompt"]
 
 
