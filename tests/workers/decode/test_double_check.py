@@ -22,9 +22,9 @@ class Decoding:
 
     def __init__(self, size: int, empty_s: float = 0.0) -> None:
         self._empty_s = empty_s
-        meter = DecodeMeter()
-        meter.tbt = self  # type: ignore[assignment]
-        self.check = DoubleCheck(meter)
+        self.meter = DecodeMeter()
+        self.meter.tbt = self  # type: ignore[assignment]
+        self.check = DoubleCheck(self.meter)
         self.batch = [self.sequence() for _ in range(size)]
 
     def predict_s(self, batch_size: int, num_kv_tokens: int) -> float:
@@ -103,6 +103,19 @@ async def test_its_load_is_all_that_it_has_and_says_who_waits() -> None:
     decoding.leave()
     await waiting
     assert decoding.check.load(decoding.batch) == DecodeLoad(3, 0, 3 * REQUEST_S)
+
+
+def test_its_load_counts_the_prompt_tokens_that_are_left_and_says_what_one_costs() -> None:
+    decoding = Decoding(1)
+    request = Request("r", [1] * 9, [], SamplingParams(9), "front")
+    inlined, prefilled = (Sequence(0, Ref(1, "r", 1), request, [1] * 9) for _ in range(2))
+    inlined.is_inlined = True
+    assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 9, 0.0)
+    inlined.num_cached_tokens, inlined.num_computed_tokens = 4, 2
+    decoding.meter.prompt_cost.observe(100, 0.2)
+    assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 3, 0.002)
+    inlined.tokens.append(1)
+    assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 0, 0.002)
 
 
 async def test_who_is_cancelled_leaves_its_place_to_the_next_one() -> None:
