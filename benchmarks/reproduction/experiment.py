@@ -74,9 +74,11 @@ class Trace:
 
     path: Path
 
-    def load(self, speed: float = 1.0, num_requests: int | None = None) -> Iterator[TraceRequest]:
-        """Its first requests, without the ticks of its clock."""
-        requests = islice(jittered(TraceFile(self.path), TICK_S, SEED), num_requests)
+    def load(
+        self, speed: float = 1.0, num_requests: int | None = None, seed: int = SEED
+    ) -> Iterator[TraceRequest]:
+        """Its first requests, without the ticks of its clock: where in a tick is drawn by `seed`."""
+        requests = islice(jittered(TraceFile(self.path), TICK_S, seed), num_requests)
         return at_speed(requests, speed)
 
 

@@ -1,14 +1,21 @@
 """Overload policies: Mooncake (arXiv), Table 3 and Figures 9 and 10."""
 
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
 
-from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace, number
+from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, number
 from benchmarks.tools.simulator.pictures import Drawn, draw_load
 from benchmarks.tools.simulator.series import LoadSeries
 from benchmarks.tools.simulator.setup import Setup, simulate
+from benchmarks.tools.simulator.summary import Summary
+from benchmarks.tools.traces.request import TraceRequest
+from benchmarks.tools.traces.synthetic import SyntheticLoad, Values, synthesize
 from mooncake.config.policies import Overload
 
 PUBLISHED = {
@@ -17,17 +24,35 @@ PUBLISHED = {
     Overload.PREDICTION: "3,589",
     Overload.REQUEST_PREDICTION: None,
 }
-NUM_REQUESTS = 1500
 PAPERS = Setup(model="llama2-70b", num_prefill=8, num_decode=8, ttft_slo_s=30.0, tbt_slo_s=0.1)
 PAPERS_SPEED = 2.0
 DECODE_BOUND = Setup(model="llama2-70b", num_prefill=12, num_decode=4, ttft_slo_s=30.0, tbt_slo_s=0.028)
-DECODE_BOUND_SPEED = 3.0
+BOTH_BOUND = msgspec.structs.replace(DECODE_BOUND, num_prefill=8)
+SPEED = 3.0
+NUM_REQUESTS = 1500
+SEEDS = (SEED, SEED + 1, SEED + 2)
 PICTURE = "overload.svg"
 
 
+def _lognormal(median: float, sigma: float, least: float, most: float) -> Values:
+    quantiles = [NormalDist().inv_cdf((nth + 0.5) / 64) for nth in range(64)]
+    return tuple(min(most, max(least, median * math.exp(sigma * quantile))) for quantile in quantiles)
+
+
+CHATS = SyntheticLoad(
+    rate_per_s=28.0,
+    burstiness=1.5,
+    first_input_tokens=_lognormal(3000, 0.9, 200, 30_000),
+    output_tokens=_lognormal(300, 0.8, 10, 2000),
+    follow_up_share=0.3,
+    turn_gap_s=(20.0, 60.0, 120.0),
+    added_input_tokens=_lognormal(500, 0.7, 20, 4000),
+)
+
+
 def run(trace: Trace, folder: Path) -> Outcome:
-    """The paper's cluster, then one in which decoding is short, with the double check after prefill, and
-    also before it."""
+    """The paper's cluster, then one in which decoding is short: with two loads, and with the double check
+    before prefill as well."""
     rows: list[list[str | float | None]] = []
     for policy, published in PUBLISHED.items():
         setup = msgspec.structs.replace(PAPERS, overload=policy)
@@ -35,28 +60,52 @@ def run(trace: Trace, folder: Path) -> Outcome:
         rows.append([policy.value, published, s.num_rejected, s.num_requests, s.num_effective])
     papers = Table(["policy", "rejected, published", "ours", "of", "effective"], rows)
     early = msgspec.structs.replace(DECODE_BOUND, checks_reservations=True)
+
+    def conversations(seed: int) -> Iterator[TraceRequest]:
+        return trace.load(SPEED, NUM_REQUESTS, seed)
+
     drawn: list[Drawn] = []
-    tables = [papers, _decode_bound(DECODE_BOUND, trace, drawn), _decode_bound(early, trace, [])]
+    tables = [papers]
+    for name, base, load in (
+        ("conversations", DECODE_BOUND, conversations),
+        ("chats", DECODE_BOUND, _chats),
+        (f"conversations, {BOTH_BOUND.name}", BOTH_BOUND, conversations),
+        ("conversations, check also at reservation", early, conversations),
+    ):
+        runs = {policy: [_Run(base, policy, load(seed)) for seed in SEEDS] for policy in PUBLISHED}
+        header = [name, "rejected", "wasted prefills", "effective"]
+        header += ["effective, by seed", "prefill load, std", "decode load, std", "correlation"]
+        tables.append(Table(header, [_row(policy.value, of_policy) for policy, of_policy in runs.items()]))
+        drawn = drawn or [of_policy[0].drawn for of_policy in runs.values()]
     draw_load(drawn, folder / PICTURE)
     return Outcome(tables, [PICTURE])
 
 
-def _decode_bound(base: Setup, trace: Trace, drawn: list[Drawn]) -> Table:
-    rows: list[list[str | float | None]] = []
-    for policy in PUBLISHED:
+def _chats(seed: int) -> Iterator[TraceRequest]:
+    return itertools.islice(synthesize(CHATS, seed), NUM_REQUESTS)
+
+
+class _Run:
+    """One simulation."""
+
+    def __init__(self, base: Setup, policy: Overload, load: Iterable[TraceRequest]) -> None:
         setup = msgspec.structs.replace(base, overload=policy)
         series = LoadSeries(setup.slos)
-        load = trace.load(DECODE_BOUND_SPEED, NUM_REQUESTS)
         simulated, results = simulate(setup, load, policy.value, series)
-        drawn.append(Drawn(simulated, results, series))
-        wasted = (results["prefill_s"] > 0) & np.isnan(results["ttft_s"])
+        self.drawn = Drawn(simulated, results, series)
+        self.summary: Summary = simulated.summary
+        self.num_wasted = int(((results["prefill_s"] > 0) & np.isnan(results["ttft_s"])).sum())
         prefill, decode = (_middle(series[name]) for name in ("prefill_load", "decode_load"))
-        s = simulated.summary
-        swings = float(prefill.std()), float(decode.std()), float(np.corrcoef(prefill, decode)[0, 1])
-        rows.append([policy.value, s.num_rejected, int(wasted.sum()), s.num_effective, *swings])
-    when = "also at reservation" if base.checks_reservations else "after prefill"
-    header = [f"double check {when}", "rejected", "wasted prefills", "effective"]
-    return Table([*header, "prefill load, std", "decode load, std", "correlation"], rows)
+        correlation = float(np.corrcoef(prefill, decode)[0, 1])
+        self.swings = float(prefill.std()), float(decode.std()), correlation
+
+
+def _row(name: str, runs: list[_Run]) -> list[str | float | None]:
+    """Means over the seeds."""
+    effective = [run.summary.num_effective for run in runs]
+    counts = ([run.summary.num_rejected for run in runs], [run.num_wasted for run in runs], effective)
+    swings = np.mean([run.swings for run in runs], axis=0).tolist()
+    return [name, *(round(float(np.mean(of))) for of in counts), ", ".join(map(str, effective)), *swings]
 
 
 def _middle(load: np.ndarray) -> np.ndarray:
@@ -64,36 +113,40 @@ def _middle(load: np.ndarray) -> np.ndarray:
     return load[len(load) // 10 : -(len(load) // 10)]
 
 
+def _order(values: list[float], *, falls: bool) -> str:
+    """Whether baseline, early rejection and prediction are in the published order."""
+    signed = [-value if falls else value for value in values[:3]]
+    return "in the published order" if signed == sorted(set(signed)) else "not in the published order"
+
+
+def _found(table: Table) -> str:
+    rejected, effective = ([number(row[column]) for row in table.rows] for column in (1, 3))
+    _, at_arrival, predicted, _ = table.rows
+    steadier = [number(predicted[column]) / number(at_arrival[column]) for column in (5, 6)]
+    return (
+        f"On {table.header[0]}: {effective[0]:.0f}, {effective[1]:.0f} and {effective[2]:.0f} requests are"
+        f" effective with the baseline, early rejection and prediction, {_order(effective, falls=False)};"
+        f" {rejected[0]:.0f}, {rejected[1]:.0f} and {rejected[2]:.0f} are rejected,"
+        f" {_order(rejected, falls=True)}. With prediction the prefill load's standard deviation is"
+        f" {steadier[0]:.2f} times that with early rejection, the decode load's {steadier[1]:.2f} times."
+    )
+
+
 def remark(outcome: Outcome) -> str:
     """What differs between the policies."""
-    papers, late, early = outcome.tables
+    papers, *decode_bound, _ = outcome.tables
     rejected = [number(row[2]) for row in papers.rows]
     span = " to ".join(dict.fromkeys(f"{count:,.0f}" for count in (min(rejected), max(rejected))))
-    order = "equally many with each policy" if len(set(rejected)) == 1 else "not in the published order"
-    if rejected[0] > rejected[1] > rejected[2]:
-        order = "in the published order"
-    baseline, at_arrival, predicted, _ = late.rows
-    steadier = [number(predicted[column]) / number(at_arrival[column]) for column in (4, 5)]
-    best = max(late.rows, key=lambda row: number(row[3]))
-    equal = len({tuple(row[1:4]) for row in early.rows[1:]}) == 1
+    order = "equally many with each policy" if len(set(rejected)) == 1 else _order(rejected, falls=True)
     return (
         f"At the paper's setting {span} of {number(papers.rows[0][3]):,.0f} are rejected, {order}. The"
-        " modelled"
-        " decode nodes are far from a TBT of 0.1 s there, so it is the TTFT SLO that rejects. Where decoding"
-        " is short the policies differ. The baseline wastes"
-        f" {number(baseline[2]):.0f} prefills, early rejection {number(at_arrival[2]):.0f}, prediction"
-        f" {number(predicted[2]):.0f}; rejected are {number(baseline[1]):.0f}, {number(at_arrival[1]):.0f}"
-        " and"
-        f" {number(predicted[1]):.0f}. With prediction the prefill load's standard deviation is"
-        f" {steadier[0]:.2f} times that with early rejection, the decode load's {steadier[1]:.2f} times. Most"
-        f" requests are effective with `{best[0]}` ({number(best[3]):.0f}). The correlation of both loads"
-        " with early"
-        f" rejection is {number(at_arrival[6]):+.2f}; in Figure 9 they swing in anti-phase. A check at"
-        " reservation"
-        " counts all requests that are on their way to the instance. It is stricter than any of the policies"
-        " and"
-        " decides before they do"
-        + (", so they are equal but for the baseline, which does not use it." if equal else ".")
+        " modelled decode nodes are far from a TBT of 0.1 s there, so it is the TTFT SLO that rejects. Where"
+        f" decoding is short the policies differ. {' '.join(map(_found, decode_bound))} The number of"
+        f" rejections alone ranks no policies with {DECODE_BOUND.name}: its prefill nodes have time to spare,"
+        " so a wasted prefill delays nobody, and what is let in beyond the SLO is late instead of rejected. A"
+        " request with few tokens cannot be effective: the second one waits for the KVCache, and is one of"
+        " the longest gaps. A check at reservation counts all requests that are on their way to the instance."
+        " It is stricter than any of the policies and decides before they do."
     )
 
 
@@ -103,12 +156,13 @@ EXPERIMENT = Experiment(
     "Mooncake (arXiv), Table 3: rejected requests at twice the replay speed, 8P+8D; Figures 9 and 10: early"
     " rejection lets prefill and decode load swing in anti-phase, prediction damps that.",
     "llama2-70b, TTFT SLO 30 s. First table: the paper's 8P+8D, the whole trace"
-    f" at {PAPERS_SPEED:g}x, TBT SLO 0.1 s. Second and third: {DECODE_BOUND.name}, its first"
-    f" {NUM_REQUESTS:,} requests at {DECODE_BOUND_SPEED:g}x with a"
-    " TBT SLO of 28 ms, so that decoding is short; in the second the decode instances check only when prefill"
-    " has ended, as in the paper and in this server, in the third also when pages are reserved. A wasted"
-    " prefill was computed for a request that was rejected then.",
+    f" at {PAPERS_SPEED:g}x, TBT SLO 0.1 s. Others: {DECODE_BOUND.name} unless said otherwise, with a TBT SLO"
+    f" of 28 ms, so that decoding is short; {NUM_REQUESTS:,} requests, means over {len(SEEDS)} seeds."
+    f" Conversations are the first requests of the trace at {SPEED:g}x; chats are synthetic,"
+    f" {CHATS.rate_per_s:g} req/s, prompts of 3,000 and answers of 300 tokens in the median, both lognormal."
+    " In the last table decode instances check also when pages are reserved; in the paper and in this server"
+    " only when prefill has ended. A wasted prefill was computed for a request that was rejected then.",
     remark,
     run,
-    cost=70,
+    cost=90,
 )
