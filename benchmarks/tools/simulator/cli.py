@@ -19,7 +19,7 @@ from benchmarks.tools.simulator.arguments import add_instances, add_source, setu
 from benchmarks.tools.simulator.pictures import Drawn, draw
 from benchmarks.tools.simulator.report import Report, print_report
 from benchmarks.tools.simulator.series import LoadSeries
-from benchmarks.tools.simulator.setup import simulate
+from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.replay import at_speed, jittered, until
 from benchmarks.tools.traces.request import TraceRequest
@@ -53,6 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     setup = setup_of(options)
     setup.shape()  # told before the trace is read
+    _refuse_idle(options, setup)
     loads, num_requests = _loads(options)
     drawn = []
     with StepDisplay() as steps:
@@ -73,6 +74,29 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
             print("no pictures: they need matplotlib (pip install matplotlib)", file=sys.stderr)
         print(f"everything is in {options.out}", file=sys.stderr)
     return 0
+
+
+def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
+    """Raises ConfigError for an option that changes nothing in this cluster."""
+    if setup.num_coupled:
+        idle, needed = _DISAGGREGATED_ONLY, "--prefill and --decode instances"
+    else:
+        idle, needed = {"chunk_tokens": "--chunk"}, "--coupled instances"
+    for name, option in idle.items():
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"{option} is for {needed}: it changes nothing in {setup.name}")
+    if setup.num_coupled and not options.rejects:
+        raise ConfigError("--no-rejection is for a Conductor: coupled instances reject nothing")
+
+
+_DISAGGREGATED_ONLY = {
+    "prefill_chunk": "--prefill-chunk",
+    "prefill_layer_window": "--prefill-layer-window",
+    "scheduling": "--scheduling",
+    "overload": "--overload",
+    "kvcache_balancing_threshold": "--kvcache-balancing-threshold",
+    "nic_gbps": "--nic-gbps",
+}
 
 
 def _watched(load: Iterable[TraceRequest], show: Callable[[int], None]) -> Iterator[TraceRequest]:

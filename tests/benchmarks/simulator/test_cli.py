@@ -60,6 +60,13 @@ def test_the_simulated_requests_are_told_without_a_terminal(
         (["--coupled", "2", "--gpus", "1"], "leave no room for KVCache"),
         (["--coupled", "2", "--rate", "3"], "change it with --speed"),
         (["--coupled", "2", "--profile", "/nowhere"], "/nowhere"),
+        (
+            ["--coupled", "2", "--scheduling", "random"],
+            "--scheduling is for --prefill and --decode instances",
+        ),
+        (["--coupled", "2", "--prefill-layer-window"], "--prefill-layer-window is for"),
+        (["--coupled", "2", "--no-rejection"], "coupled instances reject nothing"),
+        (["--prefill", "2", "--decode", "1", "--chunk", "256"], "--chunk is for --coupled instances"),
         (["--prefill", "2"], "say how many of which"),
         (["--prefill", "2", "--decode", "1", "--coupled", "2"], "say how many of which"),
     ],
