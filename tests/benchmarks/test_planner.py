@@ -1,24 +1,28 @@
 import functools
 import json
 import re
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
 
 from benchmarks.tools.planner.cli import run
-from benchmarks.tools.planner.goodput import Goodputs
-from benchmarks.tools.planner.placements import group_sizes, neighbours
+from benchmarks.tools.planner.goodput import Bracket, Goodputs, Trial
+from benchmarks.tools.planner.placements import chunked, group_sizes, neighbours
 from benchmarks.tools.planner.search import FINE, Plan, Search
 from benchmarks.tools.simulator.setup import Setup, simulate
-from benchmarks.tools.simulator.summary import Summary
+from benchmarks.tools.simulator.summary import Distribution, Summary
 from benchmarks.tools.traces.request import TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 from mooncake.cli import steps
 from mooncake.errors import ConfigError
 
 BASE = Setup(model="llama-3.1-8b", num_gpus=1, ttft_slo_s=1.0, rejects=False)
+NO_TIMES = Distribution(0.0, 0.0, 0.0, 0.0)
+EMPTY = Summary(0, 0, 0, 0, 0, 0.0, 0.0, 0.0, NO_TIMES, NO_TIMES, 0.0, 0.0, 0.0, 0.0, 0.0)
 ATTAINMENT = 0.9
 WORKLOADS = {
     "long prompts": SyntheticLoad(1.0, (3000.0,), (100.0,)),
@@ -28,30 +32,58 @@ WORKLOADS = {
 TBT_SLO_S = {"long prompts": 0.04, "long answers": 0.02, "shared prefixes": 0.04}
 
 
-def at_rate(load: SyntheticLoad, rate_per_s: float) -> list[TraceRequest]:
-    return list(islice(synthesize(msgspec.structs.replace(load, rate_per_s=rate_per_s), 0), 200))
+NUM_SEEDS = 2
+
+
+def at_rate(load: SyntheticLoad, rate_per_s: float, nth_seed: int = 0) -> list[TraceRequest]:
+    at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)
+    return list(islice(synthesize(at_rate, nth_seed), 200))
 
 
 @functools.cache
 def plan_of(name: str) -> Plan:
     load = WORKLOADS[name]
     base = msgspec.structs.replace(BASE, tbt_slo_s=TBT_SLO_S[name])
-    goodputs = Goodputs(lambda rate_per_s: at_rate(load, rate_per_s), ATTAINMENT)
+    goodputs = Goodputs(partial(at_rate, load), ATTAINMENT, num_seeds=NUM_SEEDS)
     return Search(goodputs, base, 4, [1], load.first_input_tokens[0]).run()
 
 
-def simulated(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> Summary:
-    return simulate(setup, at_rate(load, rate_per_s))[0].summary
+def effective_share(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> float:
+    """Of the requests of all seeds."""
+    loads = [at_rate(load, rate_per_s, nth) for nth in range(NUM_SEEDS)]
+    return fmean(simulate(setup, requests)[0].summary.effective_share for requests in loads)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_no_neighbour_serves_more_than_what_is_advised(name: str) -> None:
     load, advised = WORKLOADS[name], plan_of(name).disaggregated
     assert advised is not None
-    assert simulated(advised.setup, load, advised.goodput_per_s).effective_share >= ATTAINMENT
+    assert effective_share(advised.setup, load, advised.goodput_per_s) >= ATTAINMENT
     beyond_per_s = (1 + FINE) ** 2 * advised.goodput_per_s
     for neighbour in neighbours(advised.setup):
-        assert simulated(neighbour, load, beyond_per_s).effective_share < ATTAINMENT, neighbour.name
+        assert effective_share(neighbour, load, beyond_per_s) < ATTAINMENT, neighbour.name
+    assert advised.least_per_s <= advised.goodput_per_s <= (1 + FINE) * advised.most_per_s
+
+
+def test_no_chunk_that_fits_the_tbt_slo_serves_much_more_than_the_one_that_is_compared() -> None:
+    load, rival = WORKLOADS["long prompts"], plan_of("long prompts").coupled
+    chunk_sizes = [setup.chunk_tokens for setup in chunked(rival.setup)]
+    assert rival.setup.chunk_tokens in chunk_sizes
+    assert {64, 256} <= set(chunk_sizes)
+    assert 2048 not in chunk_sizes, "one alone takes longer than the TBT SLO"
+    for setup in chunked(rival.setup):
+        assert effective_share(setup, load, 1.2 * rival.goodput_per_s) < ATTAINMENT, setup.name
+
+
+def test_the_goodput_of_a_seed_is_below_the_least_rate_that_it_misses() -> None:
+    good, bad = (msgspec.structs.replace(EMPTY, num_requests=10, num_effective=number) for number in (10, 5))
+    trials = [
+        Trial(2.0, (good, good)),
+        Trial(8.0, (bad, good)),
+        Trial(4.0, (bad, good)),
+        Trial(3.0, (good, bad)),
+    ]
+    assert Bracket(trials=trials).by_seed(ATTAINMENT) == [3.0, 2.0]
 
 
 def test_prefill_gets_the_devices_where_prompts_are_long() -> None:

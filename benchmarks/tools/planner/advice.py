@@ -16,7 +16,11 @@ def advice(plan: Plan, wanted_per_s: float | None) -> str:
         return (
             "Nothing that these devices can be serves the workload within these SLOs, at any rate worth it."
         )
-    parts = [f"Run {label(best.setup)}: {best.goodput_per_s:.3g} req/s within the SLOs", _compared(plan)]
+    parts = [
+        f"Run {label(best.setup)}: {best.goodput_per_s:.3g} req/s within the SLOs"
+        f" ({best.least_per_s:.3g} to {best.most_per_s:.3g} with the loads of single seeds)",
+        _compared(plan),
+    ]
     if wanted_per_s is not None:
         parts.append(_wanted(best, wanted_per_s))
     if plan.next_ones:
@@ -54,5 +58,7 @@ def _next(plan: Plan) -> str:
     devices = "device" if num_devices == 1 else f"{num_devices} devices"
     if gain_per_s <= FINE * best.goodput_per_s:
         return f"the next {devices} would bring nothing"
+    if bigger.goodput_per_s <= best.most_per_s:
+        return f"the next {devices} would bring no more than the loads differ"
     share = gain_per_s / best.goodput_per_s
     return f"the next {devices} would bring {gain_per_s:.2g} req/s ({share:.0%}) as {bigger.setup.name}"

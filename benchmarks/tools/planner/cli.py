@@ -87,9 +87,10 @@ def _search(
             steps.show(f"simulation {next(numbers)}", count=what)
 
         goodputs = Goodputs(
-            lambda rate_per_s: workload.at(rate_per_s, base.slos, options.num_requests),
+            lambda rate_per_s, nth: workload.at(rate_per_s, nth, base.slos, options.num_requests),
             options.attainment,
             show,
+            options.seeds,
         )
         return Search(goodputs, base, num_devices, sizes, workload.mean_input_tokens).run()
 
@@ -104,10 +105,13 @@ def _workload(options: argparse.Namespace) -> Workload:
     """Raises TraceError."""
     if options.trace is not None:
         trace = TraceFile(options.trace)
-        requests = list(itertools.islice(jittered(trace, options.jitter, options.seed), options.num_requests))
+        by_seed = [
+            list(itertools.islice(jittered(trace, options.jitter, options.seed + nth), options.num_requests))
+            for nth in range(options.seeds)
+        ]
         if trace.repairs:
             print(f"{options.trace}: {trace.repairs}", file=sys.stderr)
-        return workloads.of_trace(requests)
+        return workloads.of_trace(by_seed)
     if options.synthetic is not None:
         load = SyntheticLoad.load(options.synthetic)
     else:
@@ -141,6 +145,8 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--shared-prefix", type=share, default=0.0, metavar="SHARE", help=shared_help)
     rate_help = "requests/s that the cluster is to serve; the advice says whether it does"
     group.add_argument("--rate", type=positive, metavar="X", help=rate_help)
+    seeds_help = "loads, drawn from --seed on, of which reported goodputs are (default: %(default)s)"
+    group.add_argument("--seeds", type=count, default=3, metavar="N", help=seeds_help)
     requests_help = "no simulation has more requests (default: %(default)s)"
     group.add_argument("--num-requests", type=count, default=2000, metavar="N", help=requests_help)
 

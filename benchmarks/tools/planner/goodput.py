@@ -3,8 +3,11 @@
 Owns: what is known of each cluster's goodput. Does not know: which clusters are compared.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
 
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.simulator.summary import Summary
@@ -14,36 +17,68 @@ from mooncake.errors import ConfigError
 FARTHEST = 64
 """times the first rate that is tried, or less than it: who fails below serves nothing"""
 
-Load = Callable[[float], Iterable[TraceRequest]]
-"""the requests at a rate"""
+Load = Callable[[float, int], Iterable[TraceRequest]]
+"""The requests at a rate, as the n-th seed draws them."""
+
+
+class Trial(NamedTuple):
+    """The simulations at one rate, one with each seed."""
+
+    rate_per_s: float
+    summaries: tuple[Summary, ...]
+
+    @property
+    def effective_share(self) -> float:
+        """Of the requests of all seeds."""
+        return fmean(summary.effective_share for summary in self.summaries)
+
+    @property
+    def limit(self) -> str:
+        """The SLO that more requests miss."""
+        ttft = fmean(summary.ttft_attainment for summary in self.summaries)
+        return "TTFT" if ttft < fmean(summary.tbt_attainment for summary in self.summaries) else "TBT"
 
 
 @dataclass(slots=True)
 class Bracket:
     """Goodput is at least `low_per_s` and below `high_per_s`, None before a rate failed. `served` and
-    `missed` are of the simulations at these two."""
+    `missed` are the trials at these two."""
 
     low_per_s: float = 0.0
     high_per_s: float | None = None
-    served: Summary | None = None
-    missed: Summary | None = None
+    served: Trial | None = None
+    missed: Trial | None = None
+    trials: list[Trial] = field(default_factory=list)
 
     @property
     def limit(self) -> str:
         """Which SLO is missed first when the rate grows."""
-        if self.missed is None:
-            return ""
-        return "TTFT" if self.missed.ttft_attainment < self.missed.tbt_attainment else "TBT"
+        return "" if self.missed is None else self.missed.limit
+
+    def by_seed(self, attainment: float) -> list[float]:
+        """The highest rate tried that each seed serves by itself, below the lowest that it misses."""
+        found = []
+        for of_seed in zip(*(trial.summaries for trial in self.trials), strict=True):
+            rates = [
+                (trial.rate_per_s, summary.effective_share >= attainment)
+                for trial, summary in zip(self.trials, of_seed, strict=True)
+            ]
+            missed_per_s = min((rate for rate, is_served in rates if not is_served), default=math.inf)
+            found.append(
+                max((rate for rate, is_served in rates if is_served and rate < missed_per_s), default=0.0)
+            )
+        return found
 
 
 @dataclass(slots=True)
 class Goodputs:
-    """Of clusters that all have the same SLOs. `attainment`: the share of the requests that must be within
-    both. `on_simulation` is called before each one, with what is simulated and at which rate."""
+    """Of clusters that all have the same SLOs. `attainment`: the share of the requests of all seeds that must
+    be within both. `on_simulation` is called before each one, with what is simulated and at which rate."""
 
     load: Load
     attainment: float
     on_simulation: Callable[[Setup, float], None] = lambda setup, rate_per_s: None
+    num_seeds: int = 1
     num_simulations: int = 0
     _brackets: dict[Setup, Bracket] = field(default_factory=dict)
 
@@ -51,8 +86,9 @@ class Goodputs:
         """What has been found so far."""
         return self._brackets.setdefault(setup, Bracket())
 
-    def measure(self, setup: Setup, guess_per_s: float, precision: float) -> Bracket:
-        """Until both ends of the bracket are at most `precision` apart, relative. Begins at the guess.
+    def measure(self, setup: Setup, guess_per_s: float, precision: float, step: float = 2.0) -> Bracket:
+        """Until both ends of the bracket are at most `precision` apart, relative. Begins at the guess, and
+        goes on from there with rates that are `step` times as high, or lower by as much twice.
 
         Raises ConfigError for a cluster that cannot be, and for a load that is too short to tell.
         """
@@ -63,15 +99,15 @@ class Goodputs:
                     f"{setup.name} serves {bracket.low_per_s:.3g} req/s and more: so few requests overload"
                     " nothing, simulate more of them"
                 )
-            self._try(setup, max(guess_per_s, 2 * bracket.low_per_s))
+            self._try(setup, max(guess_per_s, step * bracket.low_per_s))
         while not bracket.low_per_s and bracket.high_per_s > guess_per_s / FARTHEST:
-            self._try(setup, bracket.high_per_s / 4)
+            self._try(setup, bracket.high_per_s / step**2)
         while bracket.low_per_s and bracket.high_per_s > (1 + precision) * bracket.low_per_s:
             self._try(setup, (bracket.low_per_s * bracket.high_per_s) ** 0.5)
         return bracket
 
     def serves(self, setup: Setup, rate_per_s: float) -> bool:
-        """Whether the goodput is at least this; one simulation, if it is not known. Raises ConfigError."""
+        """Whether the goodput is at least this; one trial, if it is not known. Raises ConfigError."""
         bracket = self.known(setup)
         if rate_per_s <= bracket.low_per_s:
             return True
@@ -80,13 +116,16 @@ class Goodputs:
         return self._try(setup, rate_per_s)
 
     def _try(self, setup: Setup, rate_per_s: float) -> bool:
-        self.on_simulation(setup, rate_per_s)
-        self.num_simulations += 1
-        simulated, _ = simulate(setup, self.load(rate_per_s))
-        summary, bracket = simulated.summary, self.known(setup)
-        is_served = summary.effective_share >= self.attainment
+        summaries = []
+        for nth in range(self.num_seeds):
+            self.on_simulation(setup, rate_per_s)
+            self.num_simulations += 1
+            summaries.append(simulate(setup, self.load(rate_per_s, nth))[0].summary)
+        trial, bracket = Trial(rate_per_s, tuple(summaries)), self.known(setup)
+        bracket.trials.append(trial)
+        is_served = trial.effective_share >= self.attainment
         if is_served:
-            bracket.low_per_s, bracket.served = rate_per_s, summary
+            bracket.low_per_s, bracket.served = rate_per_s, trial
         else:
-            bracket.high_per_s, bracket.missed = rate_per_s, summary
+            bracket.high_per_s, bracket.missed = rate_per_s, trial
         return is_served

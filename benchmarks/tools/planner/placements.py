@@ -6,17 +6,19 @@ prompts, or chunks.
 Owns: what can be built, and what is next to what. Does not know: what is good.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 
 import msgspec
 
 from benchmarks.tools.simulator.cluster.cards import hardware_card
+from benchmarks.tools.simulator.cluster.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.traces.request import num_blocks_of
 from mooncake.errors import ConfigError
 
-CHUNKS = (None, 512, 2048)
-"""tokens of an iteration of coupled instances; None: whole prompts"""
+CHUNKS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""tokens of an iteration of coupled instances that compute chunks"""
 
 
 def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
@@ -54,17 +56,22 @@ def disaggregated(base: Setup, group_size: int, num_prefill: int, num_decode: in
     )
 
 
-def coupled(base: Setup, group_size: int, num_instances: int) -> Iterator[Setup]:
-    """Each kind of coupled cluster."""
-    for chunk_tokens in CHUNKS:
-        yield msgspec.structs.replace(
-            base,
-            num_gpus=group_size,
-            num_prefill=0,
-            num_decode=0,
-            num_coupled=num_instances,
-            chunk_tokens=chunk_tokens,
-        )
+def coupled(base: Setup, group_size: int, num_instances: int) -> Setup:
+    """A cluster of coupled instances that compute whole prompts."""
+    return msgspec.structs.replace(
+        base, num_gpus=group_size, num_prefill=0, num_decode=0, num_coupled=num_instances, chunk_tokens=None
+    )
+
+
+def chunked(whole: Setup) -> list[Setup]:
+    """The coupled cluster with each chunk size, ascending, that takes no longer than the TBT SLO alone."""
+    costs = whole.shape().costs
+    slo_s = math.inf if whole.tbt_slo_s is None else whole.tbt_slo_s
+    return [
+        msgspec.structs.replace(whole, chunk_tokens=chunk_tokens)
+        for chunk_tokens in CHUNKS
+        if costs.iteration_s([PromptShare(chunk_tokens, 0)], 0) <= slo_s
+    ]
 
 
 def neighbours(setup: Setup) -> list[Setup]:

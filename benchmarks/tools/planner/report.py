@@ -11,7 +11,6 @@ from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.tools.planner.placements import num_devices_of
 from benchmarks.tools.planner.questions import Question
 from benchmarks.tools.planner.search import Candidate, Plan
 
@@ -47,11 +46,11 @@ def print_report(report: Report, console: Console) -> None:
     table.add_column("cluster", no_wrap=True)
     for name in (
         "devices\neach",
-        "\nall",
         "goodput,\nreq/s",
+        "by\nseed",
         "TTFT\np90, s",
         "TBT\np90, ms",
-        "missed\nfirst",
+        "late\nfirst",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     same_size = [plan.disaggregated, plan.coupled, *plan.neighbours, *plan.others]
@@ -72,13 +71,19 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"\n{report.advice}", highlight=False)
 
 
+def _spread(candidate: Candidate) -> str:
+    if candidate.least_per_s == candidate.most_per_s:
+        return ""
+    return f"{candidate.least_per_s:.3g}-{candidate.most_per_s:.3g}"
+
+
 def _row(candidate: Candidate) -> list[str]:
     ttft_s, tbt_s = candidate.ttft_p90_s, candidate.tbt_p90_s
     return [
         candidate.setup.name,
         f"{candidate.setup.num_gpus}",
-        f"{num_devices_of(candidate.setup)}",
         f"{'below ' if candidate.is_bound else ''}{candidate.goodput_per_s:.3g}",
+        _spread(candidate),
         "" if ttft_s is None else f"{ttft_s:.2f}",
         "" if tbt_s is None else f"{1000 * tbt_s:.1f}",
         candidate.limit,

@@ -2,12 +2,17 @@
 
 Between the two pools goodput rises and falls once: with too few prefill instances TTFT is what is missed,
 with too few decode instances TBT. So from a middle division the search walks in steps that are halved. A
-rival has to serve the rate at which the best one so far fails: one simulation, if it does not.
+rival has to serve the rate at which the best one so far fails: one simulation, if it does not. Chunk sizes of
+coupled instances are searched in the same way: small ones take more iterations for a prompt, long ones
+longer iterations.
+
+What is passed on the way is simulated with one seed, what is compared and reported in the end with all.
 
 Owns: the order of the search, and what it has found. Does not know: how goodput is found, what it means.
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
@@ -21,12 +26,15 @@ COARSE, FINE = 0.08, 0.03
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A cluster and its goodput; `is_bound` if it is not more than that, but may be less. Times are at 90%
-    of the requests, at the goodput."""
+    """A cluster and its goodput; `is_bound` if it is not more than that, but may be less. `least_per_s` and
+    `most_per_s` are the goodputs of the seeds by themselves. Times are at 90% of the requests, at the
+    goodput."""
 
     setup: Setup
     goodput_per_s: float
     is_bound: bool
+    least_per_s: float
+    most_per_s: float
     limit: str
     ttft_p90_s: float | None
     tbt_p90_s: float | None
@@ -54,7 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 class Search:
     """For the best cluster of `num_devices`, in instances of one of `group_sizes`. `base` has model,
-    hardware, SLOs and policies."""
+    hardware, SLOs and policies. `goodputs` are with all seeds."""
 
     def __init__(
         self,
@@ -65,6 +73,8 @@ class Search:
         mean_input_tokens: float,
     ) -> None:
         self._goodputs, self._base, self._num_devices = goodputs, base, num_devices
+        self._passing = Goodputs(goodputs.load, goodputs.attainment, goodputs.on_simulation)
+        """of clusters that are passed, with the first seed alone"""
         self._group_sizes = group_sizes
         self._guess_per_s = self._most_prompts_per_s(mean_input_tokens)
         self._seen: dict[Setup, None] = {}
@@ -88,7 +98,7 @@ class Search:
             [self._candidate(setup) for setup in nearby],
             [self._candidate(setup) for setup in self._seen if setup not in shown],
             [self._candidate(setup) for setup in next_ones],
-            self._goodputs.num_simulations,
+            self._goodputs.num_simulations + self._passing.num_simulations,
         )
 
     def _best_disaggregated(self) -> Setup | None:
@@ -103,8 +113,10 @@ class Search:
     def _best_coupled(self) -> Setup:
         best = None
         for size in self._group_sizes:
-            for setup in placements.coupled(self._base, size, self._num_devices // size):
-                best = self._better(best, setup)
+            whole = placements.coupled(self._base, size, self._num_devices // size)
+            best = self._better(best, whole)
+            if chunked := placements.chunked(whole):
+                best = self._walk(chunked, best)
         assert best is not None
         return self._fine(best)
 
@@ -133,38 +145,45 @@ class Search:
 
     def _better(self, best: Setup | None, setup: Setup) -> Setup:
         if best is None or setup == best:
-            self._measure(setup, COARSE)
+            self._pass(setup)
             return setup
         self._seen[setup] = None
-        beyond_per_s = self._goodputs.known(best).high_per_s
+        beyond_per_s = self._passing.known(best).high_per_s
         assert beyond_per_s is not None
-        if not self._goodputs.serves(setup, beyond_per_s):
+        if not self._passing.serves(setup, beyond_per_s):
             return best
-        self._measure(setup, COARSE)
+        self._pass(setup)
         return setup
 
     def _fine(self, setup: Setup) -> Setup:
         self._seen[setup] = None
-        self._measure(setup, FINE)
+        guess_per_s = self._pass(setup)
+        if guess_per_s:
+            self._goodputs.measure(setup, guess_per_s, FINE, step=1 + COARSE)
         return setup
 
-    def _measure(self, setup: Setup, precision: float) -> None:
-        low_per_s = self._goodputs.measure(setup, self._guess_per_s, precision).low_per_s
+    def _pass(self, setup: Setup) -> float:
+        low_per_s = self._passing.measure(setup, self._guess_per_s, COARSE).low_per_s
         self._guess_per_s = low_per_s or self._guess_per_s
+        return low_per_s
 
     def _low_per_s(self, setup: Setup) -> float:
         return self._goodputs.known(setup).low_per_s
 
     def _candidate(self, setup: Setup) -> Candidate:
-        known = self._goodputs.known(setup)
+        exact = self._goodputs.known(setup)
+        known = exact if exact.trials else self._passing.known(setup)
         is_bound = known.served is None and known.high_per_s is not None
         rate = known.high_per_s if is_bound and known.high_per_s is not None else known.low_per_s
-        at = known.served
+        by_seed = [rate] if is_bound else known.by_seed(self._goodputs.attainment)
+        at = None if known.served is None else known.served.summaries
         return Candidate(
             setup,
             rate,
             is_bound,
+            min(by_seed),
+            max(by_seed),
             known.limit,
-            None if at is None else at.ttft_s.p90,
-            None if at is None else at.tbt_s.p90,
+            None if at is None else fmean(summary.ttft_s.p90 for summary in at),
+            None if at is None else fmean(summary.tbt_s.p90 for summary in at),
         )

@@ -15,37 +15,43 @@ from benchmarks.tools.traces.replay import at_speed
 from benchmarks.tools.traces.request import TraceError, TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
-FEWEST_REQUESTS = 400
+FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
 """for so many TTFT SLOs, and mean answers at the TBT SLO, a load is played: what grows must be seen to"""
+
+Play = Callable[[float, int, int], Iterable[TraceRequest]]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`play(rate_per_s, num_requests)`. Means are of tokens, over what it plays first."""
+    """`play(rate_per_s, num_requests, nth_seed)`. Means are of tokens, over what it plays first."""
 
-    play: Callable[[float, int], Iterable[TraceRequest]]
+    play: Play
     mean_input_tokens: float
     mean_output_tokens: float
     longest_tokens: int
     """prompt and answer"""
 
-    def at(self, rate_per_s: float, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
+    def at(self, rate_per_s: float, nth_seed: int, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
         """Requests at this rate, for as long as it takes."""
         assert slos.ttft_s is not None
         assert slos.tbt_s is not None
         answer_s = self.mean_output_tokens * slos.tbt_s
         num_requests = math.ceil(rate_per_s * (NUM_QUEUES * slos.ttft_s + NUM_ANSWERS * answer_s))
-        return self.play(rate_per_s, min(max(num_requests, FEWEST_REQUESTS), most_requests))
+        return self.play(rate_per_s, min(max(num_requests, FEWEST_REQUESTS), most_requests), nth_seed)
 
 
-def of_trace(requests: Sequence[TraceRequest]) -> Workload:
-    """The first requests of a trace, as much faster or slower as the rate asks for. Raises TraceError."""
+def of_trace(by_seed: Sequence[Sequence[TraceRequest]]) -> Workload:
+    """The first requests of a trace, as much faster or slower as the rate asks for.
+
+    `by_seed` has the trace as each seed draws its arrivals. Raises TraceError.
+    """
+    requests = by_seed[0]
     if len(requests) < 2 or requests[-1].arrival_s <= requests[0].arrival_s:
         raise TraceError("the trace has no rate: its requests arrive at one time")
 
-    def play(rate_per_s: float, num_requests: int) -> Iterator[TraceRequest]:
-        played = requests[:num_requests]
+    def play(rate_per_s: float, num_requests: int, nth_seed: int) -> Iterator[TraceRequest]:
+        played = by_seed[nth_seed][:num_requests]
         span_s = played[-1].arrival_s - played[0].arrival_s
         return at_speed(played, rate_per_s * span_s / len(played))
 
@@ -53,18 +59,16 @@ def of_trace(requests: Sequence[TraceRequest]) -> Workload:
 
 
 def of_synthetic(load: SyntheticLoad, seed: int, most_requests: int) -> Workload:
-    """As `mooncake-bench fit` describes it, at another rate."""
+    """As `mooncake-bench fit` describes it, at another rate. `seed` is the first one."""
 
-    def play(rate_per_s: float, num_requests: int) -> Iterator[TraceRequest]:
+    def play(rate_per_s: float, num_requests: int, nth_seed: int) -> Iterator[TraceRequest]:
         at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)
-        return itertools.islice(synthesize(at_rate, seed), num_requests)
+        return itertools.islice(synthesize(at_rate, seed + nth_seed), num_requests)
 
-    return _workload(play, list(play(load.rate_per_s, most_requests)))
+    return _workload(play, list(play(load.rate_per_s, most_requests, 0)))
 
 
-def _workload(
-    play: Callable[[float, int], Iterable[TraceRequest]], requests: Sequence[TraceRequest]
-) -> Workload:
+def _workload(play: Play, requests: Sequence[TraceRequest]) -> Workload:
     return Workload(
         play,
         sum(request.num_input_tokens for request in requests) / len(requests),
