@@ -104,11 +104,18 @@ def samples(server: Server, *names: str) -> list[dict[str, float]]:
     return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
 
 
-def wait_until_idle(server: Server, num_stages: int = 1, num_pages: int = NUM_PAGES) -> None:
+PAIR = ("prefill-0", "decode-0")
+"""The instances of a cluster that is started with no other flags."""
+
+
+def wait_until_idle(
+    server: Server, num_stages: int = 1, num_pages: int = NUM_PAGES, instances: Sequence[str] = PAIR
+) -> None:
     """No request is known anywhere, all device pages are free again, and no page of a pool is in use. A stage
-    has more, smaller pages."""
-    expected = {'instance="prefill-0"': num_stages * num_pages, 'instance="decode-0"': num_pages}
-    num_pools = num_stages + 1
+    has more, smaller pages; only the first instance may have several."""
+    expected = dict.fromkeys((f'instance="{name}"' for name in instances), num_pages)
+    expected[f'instance="{instances[0]}"'] = num_stages * num_pages
+    num_pools = num_stages + len(instances) - 1
 
     def is_idle() -> bool:
         states, free, users, pages, orphaned = samples(
@@ -137,6 +144,7 @@ def kill_at_random(
     num_kills: int,
     num_stages: int = 1,
     hang_ups: float = 0.0,
+    instances: Sequence[str] = PAIR,
 ) -> None:
     """Kill workers and messengers at random moments, while clients ask for all prompts again and again.
 
@@ -172,4 +180,4 @@ def kill_at_random(
             client.result()
     eventually(lambda: is_ready(server), "all instances are back")
     assert [text_of(complete(server, prompt=prompt, num_tokens=num_tokens)) for prompt in prompts] == expected
-    wait_until_idle(server, num_stages)
+    wait_until_idle(server, num_stages, instances=instances)
