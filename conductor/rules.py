@@ -37,7 +37,7 @@ class Rules:
     has_inlining: bool = False
     """Whether decode instances compute prompts where that adds the least waiting."""
     mixed_chunk_tokens: int = 256
-    """Most prompt tokens that an instance computes in an iteration of other requests."""
+    """Prompt tokens that an instance computes in an iteration of other requests without a TBT SLO."""
 
     def can(self, role: Role, stage: Role) -> bool:
         """Whether an instance of this role can do its part of a request in `stage`, one of `STAGES`."""

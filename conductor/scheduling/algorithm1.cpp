@@ -171,11 +171,10 @@ int64_t select_inlining_instance(const Columns* at, int64_t num_depths, int64_t 
         if (num_decoding) {
             double step_s = at->step_s[slot] + num_decoding * at->request_s[slot] +
                             at->num_decoding_tokens[slot] * at->kv_token_s[slot];
-            double token_s = prefill_s / num_new, left_s = inlining->budget_s - step_s;
-            if (prompt->block_size * token_s > left_s) continue;
-            double chunk = inlining->mixed_chunk_tokens;
-            if (chunk * token_s > left_s) chunk = left_s / token_s;
-            beside_s = std::ceil(num_new / chunk) * step_s;
+            double left_s = inlining->budget_s - step_s;
+            if (left_s <= 0 || prompt->block_size * (prefill_s / num_new) > left_s) continue;
+            double num_chunks = left_s == kNever ? num_new / inlining->mixed_chunk_tokens : prefill_s / left_s;
+            beside_s = std::ceil(num_chunks) * step_s;
         }
         double queue_s = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);
         double load_s = match.num_ssd_blocks(slot) * prompt->load_block_s;

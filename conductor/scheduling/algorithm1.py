@@ -307,13 +307,11 @@ class Scheduler:
             if num_decoding:
                 num_kv_tokens = loads.num_decoding_tokens.item(instance)
                 step_s = costs.predict_s(instance, num_decoding, num_kv_tokens)
-                token_s, left_s = prefill_s / num_new, budget_s - step_s
-                if prompt.block_size * token_s > left_s:
+                left_s = budget_s - step_s
+                if left_s <= 0 or prompt.block_size * (prefill_s / num_new) > left_s:
                     continue
-                chunk = float(self._mixed_chunk_tokens)
-                if chunk * token_s > left_s:
-                    chunk = left_s / token_s
-                beside_s = math.ceil(num_new / chunk) * step_s
+                num_chunks = num_new / self._mixed_chunk_tokens if left_s == math.inf else prefill_s / left_s
+                beside_s = math.ceil(num_chunks) * step_s
             queue_s = self._estimate_prefill_queue_time(instance, behind_s, now_s)
             load_s = match.num_ssd_blocks_at(instance) * prompt.load_block_s
             delayed_s = (num_decoding + loads.num_prompts.item(instance)) * prefill_s
