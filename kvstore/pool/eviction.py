@@ -10,6 +10,8 @@ for many at a time.
 Owns: the order. Does not know: who may go.
 """
 
+from typing import assert_never
+
 import numpy as np
 
 from kvstore.pool.pages import Array, PageTable
@@ -43,15 +45,22 @@ def coldest(
 def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
     """Give each page a uint64, larger for what should stay; its highest bit is left free."""
     last_uses = table.last_uses[pages]
-    if policy is EvictionPolicy.LRU:
-        return last_uses
-    uses = table.num_uses[pages].astype(np.uint64)
-    age = _clipped(last_uses - last_uses.min(), _AGE_BITS)
-    if policy is EvictionPolicy.LFU:
-        return _clipped(uses, 63 - _AGE_BITS) << np.uint64(_AGE_BITS) | age
-    from_end = np.uint64((1 << _POSITION_BITS) - 1) - _clipped(table.positions[pages], _POSITION_BITS)
-    frequency = _clipped(uses, _USES_BITS) << np.uint64(_POSITION_BITS)
-    return (frequency | from_end) << np.uint64(_AGE_BITS) | age
+    match policy:
+        case EvictionPolicy.LRU:
+            return last_uses
+        case EvictionPolicy.LFU:
+            return _clipped(table.num_uses[pages], 63 - _AGE_BITS) << np.uint64(_AGE_BITS) | _ages(last_uses)
+        case EvictionPolicy.LENGTH_AWARE:
+            from_end = np.uint64((1 << _POSITION_BITS) - 1) - _clipped(table.positions[pages], _POSITION_BITS)
+            frequency = _clipped(table.num_uses[pages], _USES_BITS) << np.uint64(_POSITION_BITS)
+            return (frequency | from_end) << np.uint64(_AGE_BITS) | _ages(last_uses)
+        case _:
+            assert_never(policy)
+
+
+def _ages(last_uses: Array) -> Array:
+    """Count from the oldest of these last uses."""
+    return _clipped(last_uses - last_uses.min(), _AGE_BITS)
 
 
 def _clipped(values: Array, num_bits: int) -> Array:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from typing import assert_never
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import ConfigError
@@ -37,6 +38,7 @@ from mooncake.messages.workers import (
     Reserve,
     Retire,
     Retired,
+    ReturnNoted,
     ToWorker,
     Unpin,
     WorkFailed,
@@ -247,6 +249,10 @@ class LeaderSession:
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
+                case ReturnNoted():
+                    pass  # the answer to `Returning`, which has a connection of its own
+                case _:
+                    assert_never(message)
 
     async def _tell(self, message: FromWorker) -> None:
         """Send to the Conductor; one that does not read is lost."""
