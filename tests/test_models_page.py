@@ -9,8 +9,8 @@ import pytest
 
 from conductor.front.openai.tool_calls import ToolFormat
 from mooncake.config.settings import Config
-from mooncake.model.config import Architecture, RopeType
-from mooncake.model.gguf_model import _FAMILIES
+from mooncake.model.architectures import ARCHITECTURES, GGUF_ARCHITECTURES
+from mooncake.model.config import RopeType
 from mooncake.model.gguf_tokenizer import _PRE_TOKENIZERS
 from tests.documented import ROOT
 from tests.tiny_models import FAMILIES
@@ -42,8 +42,8 @@ def can_be_dequantised(encoding: gguf.GGMLQuantizationType) -> bool:
 
 
 def test_architectures() -> None:
-    assert column("`architectures` in `config.json`") == list(get_args(Architecture))
-    assert set(column("`architectures` in `config.json`", 2)) == set(_FAMILIES)
+    assert column("`architectures` in `config.json`") == list(ARCHITECTURES)
+    assert set(column("`architectures` in `config.json`", 2)) == set(GGUF_ARCHITECTURES)
 
 
 def test_families_that_are_tested() -> None:

@@ -12,17 +12,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from mooncake.errors import ModelError, shown
 from mooncake.messages.blocks import DTYPE_BYTES, KVDtype
+from mooncake.model.architectures import ARCHITECTURES, Architecture, WindowRule
 
-Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 RopeType = Literal["default", "linear", "llama3"]
 
-_ARCHITECTURE_OF_MODEL_TYPE: dict[str, Architecture] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_QWEN3_HEAD_DIM = 128  # what transformers assumes where a config.json is silent
 _ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -106,7 +99,8 @@ class Rope(Fields):
 class ModelConfig(GenerationDefaults):
     """A decoder-only transformer of the Llama family. Absent keys mean what transformers assumes."""
 
-    architecture: Architecture
+    architecture: str
+    """A name in `ARCHITECTURES`."""
     hidden_size: Width
     intermediate_size: Width
     num_hidden_layers: NumLayers
@@ -134,6 +128,11 @@ class ModelConfig(GenerationDefaults):
     torch_dtype: str | None = None
 
     @property
+    def implied(self) -> Architecture:
+        """The properties that the architecture implies."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
     def num_heads(self) -> int:
         """Number of query heads."""
         return self.num_attention_heads
@@ -146,11 +145,8 @@ class ModelConfig(GenerationDefaults):
     @property
     def head_size(self) -> int:
         """Dimensions of a head."""
-        if self.head_dim is not None:
-            return self.head_dim
-        if self.architecture == "Qwen3ForCausalLM":
-            return _QWEN3_HEAD_DIM
-        return self.hidden_size // self.num_attention_heads
+        default = self.implied.default_head_dim or self.hidden_size // self.num_attention_heads
+        return default if self.head_dim is None else self.head_dim
 
     @property
     def rope(self) -> Rope:
@@ -172,16 +168,17 @@ class ModelConfig(GenerationDefaults):
     @property
     def window(self) -> tuple[int | None, int]:
         """Sliding window in tokens, and the number of leading layers without one."""
-        if self.architecture == "LlamaForCausalLM" or self.sliding_window is None:
+        rule = self.implied.window
+        if rule is WindowRule.NEVER or self.sliding_window is None:
             return None, 0
-        if self.architecture != "MistralForCausalLM" and not self.use_sliding_window:
+        if rule is WindowRule.LATER_LAYERS and not self.use_sliding_window:
             return None, 0
         if self.sliding_window < 1:
             raise ValueError(
                 f"sliding_window is {self.sliding_window}, in which a token sees nothing; expected a positive"
                 " number, or null for none"
             )
-        if self.architecture == "MistralForCausalLM":
+        if rule is WindowRule.ALL_LAYERS:
             return self.sliding_window, 0
         return self.sliding_window, self._num_full_attention_layers()
 
@@ -238,13 +235,14 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     Raises ModelError that names the first wrong key, the value and what was expected.
     """
     names = read_fields(_Names, config)
-    implied = _ARCHITECTURE_OF_MODEL_TYPE.get(names.model_type or "")
+    implied = next(
+        (known.name for known in ARCHITECTURES.values() if known.model_type == names.model_type), None
+    )
     named = names.architectures[0] if names.architectures else implied
-    supported = tuple(_ARCHITECTURE_OF_MODEL_TYPE.values())
-    if named not in supported:
+    if named not in ARCHITECTURES:
         raise ModelError(
             f"architecture {shown(named or names.model_type)} is not supported; supported are"
-            f" {', '.join(supported)} (config.json: architectures, model_type)"
+            f" {', '.join(ARCHITECTURES)} (config.json: architectures, model_type)"
         )
     return read_fields(ModelConfig, {**config, "architecture": named})
 

@@ -9,7 +9,6 @@ Metadata keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from gguf.constants import GGMLQuantizationType
 from pydantic import Field
 
 from mooncake.errors import ModelError, shown
+from mooncake.model.architectures import GGUF_ARCHITECTURES
 from mooncake.model.config import (
     Fields,
     HeadDim,
@@ -31,24 +31,6 @@ from mooncake.model.config import (
 )
 from mooncake.model.files import opened
 from mooncake.model.gguf_file import GGUFHeader
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """The properties of a `general.architecture`."""
-
-    hf_class: str
-    model_type: str
-    # llama.cpp stores q and k of this family with the two halves of each head interleaved.
-    permutes_qk: bool
-
-
-_FAMILIES = {
-    # Mistral's dense models are converted to "llama" too; the computation is the same.
-    "llama": _Family("LlamaForCausalLM", "llama", permutes_qk=True),
-    "qwen2": _Family("Qwen2ForCausalLM", "qwen2", permutes_qk=False),
-    "qwen3": _Family("Qwen3ForCausalLM", "qwen3", permutes_qk=False),
-}
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {
@@ -96,7 +78,9 @@ def in_hf_row_order(
     """
     architecture = header.metadata["general.architecture"]
     match = _LAYER_TENSOR.fullmatch(name)
-    if match is None or match[2] not in ("attn_q", "attn_k") or not _FAMILIES[architecture].permutes_qk:
+    if match is None or match[2] not in ("attn_q", "attn_k"):
+        return values
+    if not GGUF_ARCHITECTURES[architecture].gguf_interleaves_qk:
         return values
     num_heads = header.metadata[f"{architecture}.attention.head_count"]
     if match[2] == "attn_k":
@@ -112,10 +96,11 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
     """
     path, metadata, tensors = header.path, header.metadata, header.tensors
     architecture = metadata.get("general.architecture")
-    family = _FAMILIES.get(architecture) if isinstance(architecture, str) else None
-    if family is None:
+    known = GGUF_ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    if known is None:
         raise ModelError(
-            f"{path}: GGUF architecture {shown(architecture)} is not supported; use {', '.join(_FAMILIES)}"
+            f"{path}: GGUF architecture {shown(architecture)} is not supported;"
+            f" use {', '.join(GGUF_ARCHITECTURES)}"
         )
     keys = _keys_of(header, f"{architecture}.")
     if keys.num_parts > 1:
@@ -136,8 +121,8 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
     # Every token that ends an answer: end of sequence, of turn, of message.
     ends = (keys.eos_token_id, keys.eot_token_id, keys.eom_token_id)
     return {
-        "architectures": [family.hf_class],
-        "model_type": family.model_type,
+        "architectures": [known.name],
+        "model_type": known.model_type,
         "hidden_act": "silu",
         "hidden_size": keys.hidden_size,
         "intermediate_size": keys.intermediate_size,

@@ -20,8 +20,8 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 def spec_of(config: ModelConfig) -> ModelSpec:
     """Return the engine's spec of a model."""
-    is_llama, is_qwen3 = config.architecture == "LlamaForCausalLM", config.architecture == "Qwen3ForCausalLM"
-    has_attention_bias = bool(config.attention_bias) and (is_llama or is_qwen3)
+    implied = config.implied
+    has_attention_bias = implied.reads_attention_bias and bool(config.attention_bias)
     rope, (sliding_window, num_full_attention_layers) = config.rope, config.window
     assert rope.rope_theta is not None, "ModelConfig.rope has its theta"
     return ModelSpec(
@@ -38,10 +38,10 @@ def spec_of(config: ModelConfig) -> ModelSpec:
         rope_theta=rope.rope_theta,
         rope_scaling=_scaling(rope, config.max_position_embeddings),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        qkv_bias=config.architecture == "Qwen2ForCausalLM" or has_attention_bias,
+        qkv_bias=implied.always_has_qkv_bias or has_attention_bias,
         o_bias=has_attention_bias,
-        mlp_bias=is_llama and bool(config.mlp_bias),
-        qk_norm=is_qwen3,
+        mlp_bias=implied.reads_mlp_bias and bool(config.mlp_bias),
+        qk_norm=implied.has_qk_norm,
         sliding_window=sliding_window,
         num_full_attention_layers=num_full_attention_layers,
     )

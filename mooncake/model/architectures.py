@@ -1,0 +1,75 @@
+"""The architectures that are served, by their class in transformers, and how each computes a decoder layer.
+
+A `config.json` does not say what its class implies: here is that, in one table. A new architecture is a row.
+
+Owns: this table. Does not know: a model's sizes, files, what computes the model.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class WindowRule(Enum):
+    """The keys of a `config.json` that say which layers have a sliding window."""
+
+    NEVER = auto()
+    ALL_LAYERS = auto()
+    """Every layer, if there is a `sliding_window`."""
+    LATER_LAYERS = auto()
+    """Layers after `max_window_layers`, or as `layer_types` says, if `use_sliding_window`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The properties of a class of transformers that a `config.json` does not state."""
+
+    name: str
+    model_type: str
+    window: WindowRule = WindowRule.NEVER
+    always_has_qkv_bias: bool = False
+    reads_attention_bias: bool = False
+    """Whether `attention_bias` adds biases to q, k, v and o."""
+    reads_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    default_head_dim: int | None = None
+    """The size of a head where a `config.json` is silent; None: the hidden size over the number of heads."""
+    gguf_interleaves_qk: bool | None = None
+    """Whether llama.cpp interleaves the halves of a head in q and k; None: GGUF has no such architecture."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture(
+            "LlamaForCausalLM",
+            "llama",
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            gguf_interleaves_qk=True,
+        ),
+        # Its dense models are converted to GGUF as "llama"; the computation is the same.
+        Architecture("MistralForCausalLM", "mistral", WindowRule.ALL_LAYERS),
+        Architecture(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            WindowRule.LATER_LAYERS,
+            always_has_qkv_bias=True,
+            gguf_interleaves_qk=False,
+        ),
+        Architecture(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            WindowRule.LATER_LAYERS,
+            reads_attention_bias=True,
+            has_qk_norm=True,
+            default_head_dim=128,
+            gguf_interleaves_qk=False,
+        ),
+    )
+}
+GGUF_ARCHITECTURES: dict[str, Architecture] = {
+    architecture.model_type: architecture
+    for architecture in ARCHITECTURES.values()
+    if architecture.gguf_interleaves_qk is not None
+}
+"""The same by `general.architecture`, which is the model type."""
