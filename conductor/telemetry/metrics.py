@@ -89,7 +89,7 @@ class ConductorMetrics(Collector):
         if conductor.replication is not None:
             yield from replication_metrics(conductor.replication)
         yield CounterMetricFamily(
-            "mooncake_conductor_strangers",
+            "mooncake_conductor_unauthenticated_connections",
             "connections that were closed because they showed another key than the cluster's, or none",
             self._num_refused(),
         )
@@ -184,7 +184,7 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
         {reason.value: stats.num_rejections[reason] for reason in Reason},
     )
     yield CounterMetricFamily(
-        "mooncake_displacements",
+        "mooncake_preemptions",
         "requests that were preempted before they began, by those of a higher class or a tenant with less",
         stats.num_preempted,
     )

@@ -50,7 +50,7 @@ def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
         num_orphaned=store.num_orphaned,
         sent_bytes=by_name(traffic.sent_bytes),
         received_bytes=by_name(traffic.received_bytes),
-        num_strangers=traffic.num_unauthenticated,
+        num_unauthenticated=traffic.num_unauthenticated,
         peers={peer.name: _peer_stats(peer, traffic.by_peer[peer.name]) for peer in store.peers.all},
         integrity=store.problem,
     )

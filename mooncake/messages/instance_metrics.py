@@ -106,7 +106,10 @@ def _pools(pools: Mapping[str, PoolStats]) -> list[Family]:
     orphaned = _gauge("mooncake_pool_orphaned_pages", "Pages that nobody will free: should be 0")
     misses = _counter("mooncake_pool_misses", "Blocks that were wanted and not there")
     blocks = _counter("mooncake_pool_blocks", "Blocks by what happened to them")
-    strangers = _counter("mooncake_messenger_strangers", "Connections from whoever has not the cluster's key")
+    unauthenticated = _counter(
+        "mooncake_messenger_unauthenticated_connections",
+        "Connections of peers and clients without the cluster's key",
+    )
     for part, pool in pools.items():
         name = labels(instance=part)
         for state in ("free", "reserved", "sealed", "quarantined"):
@@ -118,8 +121,8 @@ def _pools(pools: Mapping[str, PoolStats]) -> list[Family]:
             misses.add(f"{name},{labels(reason=reason)}", num_blocks)
         for event in ("dropped", "removed", "demotions", "promotions", "expired_leases", "checksum_failures"):
             blocks.add(f'{name},event="{event}"', getattr(pool, f"num_{event}"))
-        strangers.add(name, pool.num_strangers)
-    return [pages, users, orphaned, misses, blocks, strangers]
+        unauthenticated.add(name, pool.num_unauthenticated)
+    return [pages, users, orphaned, misses, blocks, unauthenticated]
 
 
 def _tiers(pools: Mapping[str, PoolStats]) -> list[Family]:

@@ -132,7 +132,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_orphaned: Count
     sent_bytes: dict[str, Count]
     received_bytes: dict[str, Count]
-    num_strangers: Count = 0
+    num_unauthenticated: Count = 0
     """Number of connections from peers without the cluster key."""
     peers: dict[str, PeerStats] = {}
     """Transfers with other messengers, by instance."""

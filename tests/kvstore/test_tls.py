@@ -82,6 +82,6 @@ async def test_who_has_no_certificate_of_the_cluster_is_a_stranger(
     await write_layers(nodes.prefill, source, keys, ALL_LAYERS)
     with pytest.raises(TransferError, match="cannot reach messenger decode"):
         await nodes.prefill.wait_sent(source.reservation_id)
-    await until(nodes.decode, lambda stats: stats.num_strangers > 0)
+    await until(nodes.decode, lambda stats: stats.num_unauthenticated > 0)
     await nodes.prefill.close()
     await nodes.decode.close()

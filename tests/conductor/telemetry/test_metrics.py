@@ -29,7 +29,7 @@ from tests.conductor.transcript import Transcript
 def test_unauthenticated_peers_of_the_conductor_are_counted() -> None:
     registry = CollectorRegistry()
     ConductorMetrics(new_conductor(), registry, lambda: 0.0, lambda: 7, lambda: 3, dict)
-    assert registry.get_sample_value("mooncake_conductor_strangers_total") == 7
+    assert registry.get_sample_value("mooncake_conductor_unauthenticated_connections_total") == 7
     assert registry.get_sample_value("mooncake_conductor_unfinished_handshakes_total") == 3
 
 

@@ -263,14 +263,14 @@ def connection_to(pool: Pool) -> socket.socket:
     return socket.create_connection((host, int(port)), DEADLINE_S)
 
 
-def num_strangers(client: KVCachePool) -> int:
+def num_unauthenticated(client: KVCachePool) -> int:
     (stats,) = client.stats().values()
-    return stats.num_strangers
+    return stats.num_unauthenticated
 
 
 def test_conversation_of_an_earlier_connection_opens_nothing(pool: Pool) -> None:
     with pool.client() as client:
-        before = num_strangers(client)
+        before = num_unauthenticated(client)
         visitor = Visitor(CLUSTER_KEY)
         with connection_to(pool) as sock:
             proof = visitor.answer(challenge_on(sock, visitor.greeting))
@@ -283,18 +283,18 @@ def test_conversation_of_an_earlier_connection_opens_nothing(pool: Pool) -> None
             sock.sendall(rest)
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1 << 16) == b""
-        until(client, lambda stats: stats.num_strangers == before + 1)
+        until(client, lambda stats: stats.num_unauthenticated == before + 1)
 
 
 def test_client_with_another_key_is_counted_once(pool: Pool, tmp_path: Path) -> None:
     WRONG_KEY.save(tmp_path / "wrong.key")
     with pool.client() as client:
-        before = num_strangers(client)
+        before = num_unauthenticated(client)
         with pytest.raises(ConfigError, match="another cluster key"):
             KVCachePool.connect(pool.tcp, key_file=tmp_path / "wrong.key")
-        until(client, lambda stats: stats.num_strangers == before + 1)
+        until(client, lambda stats: stats.num_unauthenticated == before + 1)
         with pool.client(pool.tcp) as there:
-            assert num_strangers(there) == before + 1
+            assert num_unauthenticated(there) == before + 1
 
 
 def test_client_is_served_while_strangers_hammer_the_door(pool: Pool) -> None:
@@ -316,7 +316,7 @@ def test_client_is_served_while_strangers_hammer_the_door(pool: Pool) -> None:
             num_hammered[index] += 1
 
     with pool.client() as here, ThreadPoolExecutor(len(attacks)) as threads:
-        before = num_strangers(here)
+        before = num_unauthenticated(here)
         hammering = [threads.submit(hammer, index) for index in range(len(attacks))]
         try:
             num_rounds = 0
@@ -332,7 +332,7 @@ def test_client_is_served_while_strangers_hammer_the_door(pool: Pool) -> None:
             is_over.set()
         for done in hammering:
             done.result(DEADLINE_S)
-        until(here, lambda stats: stats.num_strangers == before + sum(num_hammered))
+        until(here, lambda stats: stats.num_unauthenticated == before + sum(num_hammered))
 
 
 # -- strangers in the place of a pool ---------------------------------------------------------------

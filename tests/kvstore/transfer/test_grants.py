@@ -198,7 +198,7 @@ async def test_strangers_at_one_port_keep_nobody_from_the_other(start_node: Star
             for _ in range(MOST_UNKNOWN + 1)
         ]
         assert strangers[0].recv(1) == b""  # the oldest makes room
-        await until(client, lambda stats: stats.num_strangers == 1)
+        await until(client, lambda stats: stats.num_unauthenticated == 1)
         sender = HandMadeSender(address, memory, MEMORY_BYTES)
         open_files.enter_context(sender.sock)
         assert isinstance(sender.welcome, Welcome)

@@ -138,10 +138,10 @@ async def test_bytes_that_are_no_handshake_cost_a_closed_connection_each() -> No
 
 
 async def test_many_strangers_at_once_are_all_counted_and_friends_get_through() -> None:
-    num_strangers = 200
+    num_unauthenticated = 200
 
     def storm(port: int) -> None:
-        for number in range(num_strangers):
+        for number in range(num_unauthenticated):
             sock = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
             with sock, contextlib.suppress(ConnectionError):
                 sock.sendall(random.Random(number).randbytes(500))
@@ -152,7 +152,7 @@ async def test_many_strangers_at_once_are_all_counted_and_friends_get_through() 
         for number in range(5):
             await assert_serves(router, f"during the storm {number}")
         await asyncio.to_thread(thread.join)
-        await until(lambda: router.num_refused + router.num_unfinished == num_strangers)
+        await until(lambda: router.num_refused + router.num_unfinished == num_unauthenticated)
 
 
 async def test_silent_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
