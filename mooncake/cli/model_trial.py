@@ -31,16 +31,16 @@ _TEMPLATE = "its chat template takes more than {} for one greeting"
 _TOKENIZER = f"its tokenizer takes more than {{}} for a text of {len(_TEXT):,} characters"
 
 
-def try_programs(templates: Sequence[str], tokenizer: Path | None) -> None:
+def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: int = _MAX_CPU_S) -> None:
     """Render a greeting with each template, and split a text as `tokenizer` does.
 
     `tokenizer` is a tokenizer.json; a missing or damaged one is ignored here. Raises ModelError if they take
-    too much.
+    more than `max_cpu_s` seconds of processor time, or too much memory.
     """
     if not templates and tokenizer is None:
         return
     command = [sys.executable, "-m", "mooncake.cli.model_trial"]
-    told = json.dumps([list(templates), None if tokenizer is None else str(tokenizer)]).encode()
+    told = json.dumps([list(templates), None if tokenizer is None else str(tokenizer), max_cpu_s]).encode()
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
@@ -51,7 +51,7 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None) -> None:
             begun, _ = process.communicate()
     if process.returncode != 0:
         error = begun.decode().splitlines()[-1]
-        raise ModelError(error.format(f"{_MAX_CPU_S} s of computing, or {_MAX_BYTES >> 30} GiB of memory,"))
+        raise ModelError(error.format(f"{max_cpu_s} s of computing, or {_MAX_BYTES >> 30} GiB of memory,"))
 
 
 def main() -> int:
@@ -60,9 +60,9 @@ def main() -> int:
     Before each step the error is printed that holds if the step does not end.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))
-    templates, tokenizer = json.load(sys.stdin)
+    templates, tokenizer, max_cpu_s = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (max_cpu_s, max_cpu_s))
     try:
         if templates:
             print(_TEMPLATE, flush=True)

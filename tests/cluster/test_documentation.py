@@ -1,7 +1,8 @@
 """README and the pages hold what they promise: their commands are run, in their order.
 
 They are run in folders that look like fresh clones, one for each of two hosts (network namespaces), at the
-ports that a page names. A section that asks port 8000 and starts no server asks the quickstart's.
+ports that a page names. A section that asks port 8000 and starts no server asks the quickstart's; those
+sections that go on where its two hosts end share these.
 `tests.documented` says which blocks are run. `make` is looked up only: it is how these tests were installed.
 """
 
@@ -28,6 +29,7 @@ from tests.deadline import DEADLINE_S
 from tests.documented import PAGES, QUICKSTART, README, ROOT, Block, anchor, blocks
 
 PORT = "8000"
+TWO_HOSTS = "two-hosts"
 ADDRESSES = {1: "10.0.0.1", 2: "10.0.0.2"}
 LONGEST_COMMAND_S = 4 * DEADLINE_S
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3 * LONGEST_COMMAND_S)]
@@ -175,21 +177,20 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
             yield reader
 
 
-def paste_section(reader: Reader, section: Iterable[Block]) -> list[str]:
-    """What its commands print; its servers run until it ends."""
-    texts = []
-    with contextlib.ExitStack() as running:
-        for block in section:
-            if block.after is not None:
-                before = [other for other in blocks(QUICKSTART) if anchor(other.section) == block.after]
-                texts += _paste_all(reader, before, running)
-            texts += _paste_all(reader, [block], running)
-    return texts
+@pytest.fixture(scope="module")
+def two_host_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Reader, list[str]]]:
+    """Where the quickstart's two hosts go on running, and what their commands have printed."""
+    section = [block for block in blocks(QUICKSTART) if anchor(block.section) == TWO_HOSTS]
+    with run_directory() as run_dir, hosts() as pair, contextlib.ExitStack() as running:
+        reader = Reader(tmp_path_factory.mktemp(TWO_HOSTS), run_dir, pair)
+        yield reader, paste_all(reader, section, running)
 
 
-def _paste_all(reader: Reader, section: Iterable[Block], running: contextlib.ExitStack) -> list[str]:
+def paste_all(reader: Reader, section: Iterable[Block], running: contextlib.ExitStack) -> list[str]:
+    """What its commands print; its servers run until `running` ends."""
     texts = []
     for block in section:
+        assert block.after in (None, TWO_HOSTS)
         if block.needs == "internet":
             _stand_in(block, reader.clone(block.host))
         elif block.is_run and block.is_server:
@@ -231,10 +232,8 @@ def test_one_machine(run_dir: Path, tmp_path: Path) -> None:
     assert any("port: 8001" in text for text in texts)
 
 
-def test_two_hosts(run_dir: Path, tmp_path: Path) -> None:
-    with hosts() as pair:
-        section = [block for block in blocks(QUICKSTART) if block.section == "Two hosts"]
-        texts = paste_section(Reader(tmp_path, run_dir, pair), section)
+def test_two_hosts(two_host_cluster: tuple[Reader, list[str]]) -> None:
+    _, texts = two_host_cluster
     assert '"status":"ready"' in texts[-1]
     assert "Paris" in texts[-1]
 
@@ -260,12 +259,15 @@ def test_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Non
     for _, blocks_of_section in itertools.groupby(read, lambda block: block.section):
         section = list(blocks_of_section)
         run = [block for block in section if block.is_run]
-        with contextlib.ExitStack() as made:
-            if any(block.is_server or block.after for block in run):
-                run_dir, pair = made.enter_context(run_directory()), made.enter_context(hosts())
+        with contextlib.ExitStack() as running:
+            if any(block.after for block in run):
+                reader, _ = request.getfixturevalue("two_host_cluster")
+            elif any(block.is_server for block in run):
+                run_dir, pair = running.enter_context(run_directory()), running.enter_context(hosts())
+                reader = Reader(tmp_path, run_dir, pair)
             elif any(f":{PORT}" in block.text or "mooncake-kv" in block.text for block in run):
                 quickstart: Reader = request.getfixturevalue("quickstart")
-                run_dir, pair = quickstart.run_dir, dict(quickstart.hosts)
+                reader = Reader(tmp_path, quickstart.run_dir, quickstart.hosts)
             else:
-                run_dir, pair = made.enter_context(run_directory()), {}
-            paste_section(Reader(tmp_path, run_dir, pair), section)
+                reader = Reader(tmp_path, running.enter_context(run_directory()))
+            paste_all(reader, section, running)

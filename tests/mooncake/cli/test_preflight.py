@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from mooncake.cli import commands, preflight
+from mooncake.cli.model_trial import try_programs
 from mooncake.cli.preflight import check_node
 from mooncake.config.settings import load_config
 from mooncake.errors import ConfigError, ModelError
@@ -113,13 +114,18 @@ def test_keys_and_certificates_of_the_api_are_read_by_who_has_an_api(
     [
         "{{ 'a' * 10**10 }}",
         "{% set ns = namespace(x='aa') %}{% for _ in range(40) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
-def test_a_chat_template_without_end_is_refused(model: Path, template: str) -> None:
+def test_a_chat_template_that_makes_gigabytes_is_refused(model: Path, template: str) -> None:
     (model / "chat_template.jinja").write_text(template)
     with pytest.raises(ModelError, match=f"{model}: its chat template takes more than 10 s"):
         check(model)
+
+
+def test_a_chat_template_without_end_is_refused() -> None:
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ModelError, match="its chat template takes more than 1 s"):
+        try_programs([template], tokenizer=None, max_cpu_s=1)
 
 
 @pytest.mark.parametrize(
