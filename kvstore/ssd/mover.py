@@ -95,7 +95,7 @@ class Mover:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._make_room()
+            self.make_room()
 
     # -- out of DRAM ------------------------------------------------------------------------------
 
@@ -104,7 +104,8 @@ class Mover:
         """Free pages to reach."""
         return min(max(self._high_watermark, self._pool.evictor.num_wanted), self._pool.table.num_pages)
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
+        """Evict pages, or begin to demote them, until enough are free or nothing more can be begun now."""
         pool, evictor = self._pool, self._pool.evictor
         while pool.allocator.num_free + len(self._demoting) < self._num_target:
             page = pool.allocator.coldest()

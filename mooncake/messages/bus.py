@@ -64,6 +64,10 @@ class _Socket(Generic[Incoming]):
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self._on_signal)
 
+    def fileno(self) -> int:
+        """Return the descriptor that signals arrivals, once each."""
+        return self._descriptor
+
     async def _frames(self) -> list[bytes]:
         """Return the next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
         self._num_in_a_row += 1

@@ -2,13 +2,15 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
+from kvstore.client.worker_client import WorkerClient
 from kvstore.pool.segment import Segment
 from mooncake.errors import PoolError
+from mooncake.messages.pools import PoolShard
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.holder import NUM_PIECES, Answer
 from tests.kvstore.nodes import DEADLINE_S
@@ -28,7 +30,7 @@ from tests.workers.test_prefill_equality import assert_equal, holding
 from workers.engine.kvcache import DeviceKVCache
 from workers.kvcache import prefix_fetch
 from workers.kvcache.copies import BlockCopy, LayerCopies, Mark, copies_for
-from workers.kvcache.prefix_fetch import SILENCE_S, PrefixFetch
+from workers.kvcache.prefix_fetch import SILENCE_S
 
 pytestmark = pytest.mark.cluster
 
@@ -165,13 +167,22 @@ async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
     prompt, clock = prompt_of(3, 5 * BLOCK_SIZE + 3), PiecesClock(piece_s)
     assert NUM_PIECES * piece_s > SILENCE_S
     monkeypatch.setattr(prefix_fetch, "time", clock)
-    on_layers = PrefixFetch._on_layers
+    fetch = WorkerClient.fetch
 
-    def hear(fetch: PrefixFetch, num_blocks: int, num_layers: int) -> None:
-        on_layers(fetch, num_blocks, num_layers)
-        clock.heard(fetch._heard_s)
+    async def heard_fetch(
+        pool: WorkerClient,
+        reservation_id: int,
+        sources: Sequence[PoolShard],
+        blocks: Sequence[int],
+        on_layers: Callable[[int, int], None],
+    ) -> tuple[list[int], list[int]]:
+        def hear(num_blocks: int, num_layers: int) -> None:
+            on_layers(num_blocks, num_layers)
+            clock.heard(clock.monotonic())
 
-    monkeypatch.setattr(PrefixFetch, "_on_layers", hear)
+        return await fetch(pool, reservation_id, sources, blocks, hear)
+
+    monkeypatch.setattr(WorkerClient, "fetch", heard_fetch)
     async with start_lab("tcp") as lab:
         plain = lab.plain(prompt)
         keys = lab.keys_of(prompt)

@@ -311,7 +311,9 @@ def test_damaged_number_of_a_last_use_costs_no_more_than_a_place_in_the_order() 
 
 
 def a_free_page_that_the_list_lacks(allocator: PageAllocator) -> None:
-    allocator._free.pop()
+    (page,) = allocator.take(1)
+    allocator.unclaim([page])
+    allocator.table.free(page)
 
 
 def less_than_no_users(allocator: PageAllocator) -> None:
@@ -319,7 +321,10 @@ def less_than_no_users(allocator: PageAllocator) -> None:
 
 
 def a_free_page_in_use(allocator: PageAllocator) -> None:
-    allocator.num_users[allocator._free[0]] = 1
+    (page,) = allocator.take(1)
+    allocator.unclaim([page])
+    allocator.free(page)
+    allocator.num_users[page] = 1
 
 
 def a_sealed_page_without_its_key(allocator: PageAllocator) -> None:

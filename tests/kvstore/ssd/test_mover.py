@@ -424,7 +424,7 @@ async def test_block_that_is_removed_before_its_demotion_has_begun_is_never_on_d
         await r.put(KEYS[0])
         with pytest.raises(PoolFullError):
             r.pool.reserve(1, [], 4)
-        r.mover._make_room()  # decides to demote it
+        r.mover.make_room()  # decides to demote it
         assert r.mover.remove(KEYS[0])
         await settled(r)
         assert not slab.num_writes
@@ -437,7 +437,7 @@ async def test_block_that_is_replaced_before_its_demotion_has_begun_is_not_mixed
         await r.put(KEYS[0])
         with pytest.raises(PoolFullError):
             r.pool.reserve(1, [], 4)
-        r.mover._make_room()  # decides to demote it
+        r.mover.make_room()  # decides to demote it
         r.mover.remove(KEYS[0])
         reservation = r.pool.reserve(1, [KEYS[0]], 0)
         block, other = reservation.blocks[0], block_of(KEYS[1])
@@ -492,14 +492,14 @@ async def test_block_that_is_removed_and_comes_again_while_it_is_promoted_is_ser
 
 async def rounds(r: Running, num_turns: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """How often the mover looks for room while everybody gets so many turns."""
-    num_rounds, make_room = 0, r.mover._make_room
+    num_rounds, make_room = 0, r.mover.make_room
 
     def count() -> None:
         nonlocal num_rounds
         num_rounds += 1
         make_room()
 
-    monkeypatch.setattr(r.mover, "_make_room", count)
+    monkeypatch.setattr(r.mover, "make_room", count)
     for _ in range(num_turns):
         await asyncio.sleep(0)
     return num_rounds

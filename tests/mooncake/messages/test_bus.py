@@ -49,10 +49,10 @@ async def test_a_message_that_a_send_has_come_upon_wakes_whoever_waits_for_it(tm
     await asyncio.sleep(0)
     await router.send(WORKER, ABORT)
     # From here on the event loop does not turn before the signal has come and is gone.
-    assert select.select([dealer._descriptor], [], [], 5.0)[0]
+    assert select.select([dealer], [], [], 5.0)[0]
     for _ in range(1_000_000):
         await dealer.send(Cancel("r"))
-        if not select.select([dealer._descriptor], [], [], 0)[0]:
+        if not select.select([dealer], [], [], 0)[0]:
             break
     else:
         pytest.fail("sending did not take the signal back")
