@@ -29,6 +29,8 @@ INTERRUPTION_S = 5.0
 """after a cut, until transfers succeed again"""
 RETURN_S = 20.0
 """after the end of a cut, until the link is used again"""
+PAUSE_S = 0.05
+"""after each transfer, so that there is traffic all the time and others have a core"""
 USED_BYTES = 1 << 20
 """over a link that is used"""
 
@@ -61,6 +63,7 @@ class Traffic:
                 now_s = self.clock.now_s()
                 self.succeeded_s.append(now_s)
                 self.slowest_s = max(self.slowest_s, now_s - begun_s)
+                await asyncio.sleep(PAUSE_S)
             except TransferError as error:
                 self.failures.append((self.clock.now_s(), str(error)))
 
