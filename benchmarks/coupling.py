@@ -53,8 +53,8 @@ LOADS = {
     "1 client": Load(1, 0, 8),
     "8 clients": Load(8, 0, 32),
     "32 clients": Load(32, 0, 96),
-    "8 clients, 20% long": Load(8, 2, 30),
-    "4 clients, all long": Load(4, 10, 12),
+    "8 clients 20% long": Load(8, 2, 30),
+    "4 clients all long": Load(4, 10, 12),
 }
 SHORT, LONG = (128, 64), (1500, 16)
 """Tokens of prompt and answer."""
