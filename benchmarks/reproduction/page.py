@@ -29,8 +29,9 @@ The trace is of the [Mooncake repository](https://github.com/kvcache-ai/Mooncake
 All clusters are simulated ([simulator.md](simulator.md)): the server's own Conductor, queue and eviction run
 on a virtual clock, and devices take as long as a roofline says, with one set of efficiencies for all
 experiments. So what can be compared is which policy or architecture wins, and roughly by how much; seconds
-are those of the model, not of the papers' machines. Nothing was tuned for a figure. A node is 8 x A800 with
-800 Gbit/s and 1 TB of pool, the model llama3-70b, unless said otherwise.
+are those of the model, not of the papers' machines. The margin and the quantile of predicted iterations were
+chosen on the overload policies' loads, with two of the three seeds; nothing else was tuned for a figure. A
+node is 8 x A800 with 800 Gbit/s and 1 TB of pool, the model llama3-70b, unless said otherwise.
 """
 
 _NOT_REPRODUCED = """\
