@@ -239,7 +239,7 @@ async def test_a_prompt_that_is_preempted_goes_on_from_where_it_was(
     async with start_cluster(dataclasses.replace(INLINED, max_batch=2)) as cluster:
         decode, told = cluster.instances[1], prefilled_of(cluster)
         running = cluster.submit("running", prompts[0], greedy(200), tenant="a")
-        await until(lambda: len(running.tokens) > 2)
+        await pool_until(decode.pool, lambda stats: stats.num_sealed == 1 and stats.num_reservations == 0)
         held, answer, sequence = await held_in_the_middle(cluster, prompts[1], tenant="a")
         other = cluster.submit("other", prompts[2], greedy(5), tenant="b")
         await until(lambda: decode.decode.num_running == 2 and sequence.state is SequenceState.LEAVING)
