@@ -188,8 +188,8 @@ class ConductorConfig(Section):
     )
     ttft_slo_s: PositiveSeconds | None = Field(
         None,
-        description="when a first token is due: prompts are computed in this order, what would miss it gets"
-        " HTTP 429; default: in order of arrival",
+        description="when a first token is due: prefill instances compute in this order, what would miss it"
+        " gets HTTP 429; default: in order of arrival",
     )
     tbt_slo_s: PositiveSeconds | None = Field(
         None,
@@ -233,8 +233,8 @@ class ConductorConfig(Section):
     )
     inlining: bool = Field(
         False,
-        description="decode instances compute prompts themselves, in chunks beside what they decode, where"
-        " that adds less waiting than a prefill instance",
+        description="decode instances too compute prompts, in chunks beside what they decode, where that"
+        " adds less waiting than a prefill instance",
     )
     overload: Overload = Field(
         Overload.PREDICTION,
@@ -285,6 +285,7 @@ class WorkerConfig(Section):
     mixed_chunk_tokens: int = Field(
         256,
         ge=1,
+        lt=2**31,
         description="most prompt tokens that a decode instance computes in an iteration with sequences that"
         " have no TBT SLO; with one the time that it leaves decides",
     )

@@ -111,6 +111,8 @@ class Config(Section):
             raise ValueError(f"instance names one instance of a node of its own, not role {self.role}")
         if self.role in ("decode", "both", "conductor", "front") and self.pipeline.stages > 1:
             raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
+        if self.role == "all" and self.pipeline.stages > 1 and not self.num_instances[Role.PREFILL]:
+            raise ValueError("pipeline.stages is for prefill instances, and num_prefill is 0")
         if self.role == "all" and (self.pipeline.stage is not None or self.pipeline.endpoints):
             raise ValueError(
                 "pipeline.stage and pipeline.endpoints need role prefill: role all runs all stages"

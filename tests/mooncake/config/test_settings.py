@@ -62,6 +62,11 @@ def test_defaults_need_no_source() -> None:
         ("dtype: int8", ["dtype:", "'auto', 'float32', 'bfloat16' or 'float16'"]),
         ("{role: decode, num_decode: 3}", ["num_both need role all, not decode"]),
         ("instance: x", ["instance names one instance"]),
+        (
+            "{num_both: 1, pipeline: {stages: 2}}",
+            ["pipeline.stages", "num_prefill is 0"],
+        ),
+        ("worker: {mixed_chunk_tokens: 99999999999999999999}", ["worker.mixed_chunk_tokens"]),
         ("kvcache: {pool_bytes: many}", ["kvcache.pool_bytes:", "many"]),
         ("worker: {num_threads: some}", ["worker.num_threads", "some"]),
         (
