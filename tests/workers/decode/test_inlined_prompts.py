@@ -181,7 +181,7 @@ class Held:
     """Iterations that wait until a test opens them, from one with a chunk that ends behind `end` on."""
 
     def __init__(self, cluster: MiniCluster, end: int) -> None:
-        self._may_go_on = threading.Event()
+        self._may_go_on, self.has_begun = threading.Event(), threading.Event()
         executor = cluster.instances[1].executor
         compute = executor.decode
 
@@ -190,6 +190,7 @@ class Held:
                 length > 1 and kv_len > end
                 for length, kv_len in zip(batch.query_lens, batch.kv_lens, strict=True)
             ):
+                self.has_begun.set()
                 assert self._may_go_on.wait(DEADLINE_S)
             return compute(batch, draws)
 
@@ -208,6 +209,7 @@ async def held_in_the_middle(
     async with asyncio.timeout(DEADLINE_S):
         while (sequence := sequence_of(cluster, "prompt")) is None or sequence.num_computed_tokens < 16:
             await asyncio.sleep(0.001)
+    await until(held.has_begun.is_set)  # until it has begun, the iteration may be planned anew
     assert sequence.num_computed_tokens == 16
     return held, answer, sequence
 
@@ -231,8 +233,9 @@ async def test_cancel_in_the_middle_of_a_prompt(start_cluster: StartCluster, ref
         assert [of.ref.request_id for of in told] == ["running", "again"]
 
 
+@pytest.mark.parametrize("place", ["pool", "host"])
 async def test_a_prompt_that_is_preempted_goes_on_from_where_it_was(
-    start_cluster: StartCluster, reference: Reference
+    start_cluster: StartCluster, reference: Reference, place: str
 ) -> None:
     prompts = prompt_of(1, 10), prompt_of(2, 60), prompt_of(3, 20)
     async with start_cluster(dataclasses.replace(INLINED, max_batch=2)) as cluster:
@@ -242,13 +245,19 @@ async def test_a_prompt_that_is_preempted_goes_on_from_where_it_was(
         held, answer, sequence = await held_in_the_middle(cluster, prompts[1], tenant="a")
         other = cluster.submit("other", prompts[2], greedy(5), tenant="b")
         await until(lambda: decode.decode.num_running == 2 and sequence.state is SequenceState.LEAVING)
+        if place == "host":
+            stats = await pool_until(decode.pool, lambda stats: stats.num_reservations == 0)
+            taken = await decode.pool.reserve([], stats.num_pages)
+            held.open()
+            await until(lambda: bool(decode.decode.meter.num_preemptions["host"]))
+            await decode.pool.release(taken.reservation_id)
         held.open()
         assert await tokens_of(other) == reference(prompts[2], 5)
         assert await tokens_of(answer) == reference(prompts[1], 12)
         assert await tokens_of(running) == reference(prompts[0], 200)
         await cluster.assert_nothing_is_held()
         stats = decode.decode.meter.stats
-        assert stats.num_preemptions == {"pool": 1}
+        assert stats.num_preemptions == {place: 1}
         assert stats.mixed.num_prompt_tokens == sum(map(len, prompts)), "nothing is computed twice"
         assert [of.ref.request_id for of in told] == ["running", "other", "prompt"]
 
