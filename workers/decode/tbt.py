@@ -99,3 +99,20 @@ class PromptCost:
     def predict_s(self, num_tokens: int) -> float | None:
         """Return the seconds that `num_tokens` add; None before the first observation."""
         return num_tokens * self._seconds / self._num_tokens if self._num_tokens else None
+
+
+class PredictionError:
+    """How far iterations with prompts are from their predictions: a mean share that follows the machine."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+
+    def observe(self, predicted_s: float, seconds: float) -> None:
+        """Learn from an iteration that took `seconds`."""
+        if predicted_s > 0:
+            self._share += (1 - PROMPT_DECAY) * (min(abs(seconds / predicted_s - 1), 1.0) - self._share)
+
+    @property
+    def high_by_share(self) -> float:
+        """Seconds by predicted seconds of an iteration that takes long: two mean errors above."""
+        return 1 + 2 * self._share

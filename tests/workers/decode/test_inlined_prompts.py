@@ -136,6 +136,7 @@ async def test_chunks_fill_the_time_that_the_slo_of_others_leaves(
         meter = decode.decode.meter
         meter.tbt = Constant(TBT_SLO_SHARE * 0.1 - 0.04)  # type: ignore[assignment]
         meter.prompt_cost = Constant(0.001)  # type: ignore[assignment]
+        meter.error.observe = lambda *_: None  # type: ignore[method-assign]
         chunks: list[list[int]] = []
         prepare = decode.executor.prepare
 

@@ -14,31 +14,31 @@ SLO_S = 0.1 / TBT_SLO_SHARE
 
 
 @pytest.mark.parametrize(
-    ("iteration_s", "token_s", "tbt_slo_s", "expected"),
+    ("iteration_s", "token_s", "target_s", "expected"),
     [
-        (0.02, 0.001, SLO_S, 80),  # C* = (0.1 s - 0.02 s) / 0.001 s
-        (0.06, 0.001, SLO_S, 40),
-        (0.02, 0.0001, SLO_S, 512),  # never more than a prefill pass
-        (0.02, 0.0, SLO_S, 512),
-        (0.09, 0.001, SLO_S, 16),  # never less than a page
-        (0.2, 0.001, SLO_S, 16),
-        (0.2, 0.0, SLO_S, 16),
-        (None, 0.001, SLO_S, 16),  # nothing is known of the batch
-        (0.02, None, SLO_S, 16),  # nor of prompts
+        (0.02, 0.001, 0.1, 80),  # C* = (0.1 s - 0.02 s) / 0.001 s
+        (0.06, 0.001, 0.1, 40),
+        (0.02, 0.0001, 0.1, 512),  # never more than a prefill pass
+        (0.02, 0.0, 0.1, 512),
+        (0.09, 0.001, 0.1, 16),  # never less than a page
+        (0.2, 0.001, 0.1, 16),
+        (0.2, 0.0, 0.1, 16),
+        (None, 0.001, 0.1, 16),  # nothing is known of the batch
+        (0.02, None, 0.1, 16),  # nor of prompts
         (0.02, 0.001, None, 100),  # a token may take any time
         (None, None, None, 100),
     ],
 )
-def test_the_budget_fills_the_time_that_the_slo_leaves(
-    iteration_s: float | None, token_s: float | None, tbt_slo_s: float | None, expected: int
+def test_the_budget_fills_the_time_that_the_target_leaves(
+    iteration_s: float | None, token_s: float | None, target_s: float | None, expected: int
 ) -> None:
-    assert prompt_budget(LIMITS, iteration_s, token_s, tbt_slo_s) == pytest.approx(expected, abs=1)
+    assert prompt_budget(LIMITS, iteration_s, token_s, target_s) == pytest.approx(expected, abs=1)
 
 
 def test_no_budget_exceeds_a_prefill_pass() -> None:
     limits = ChunkLimits(least=16, mixed=100, most=8)
-    assert prompt_budget(limits, 0.02, 0.001, SLO_S) == 8
-    assert prompt_budget(limits, None, None, SLO_S) == 8
+    assert prompt_budget(limits, 0.02, 0.001, 0.1) == 8
+    assert prompt_budget(limits, None, None, 0.1) == 8
     assert prompt_budget(limits, None, None, None) == 8
 
 
@@ -69,8 +69,22 @@ def meter_of(iteration_s: float, token_s: float) -> DecodeMeter:
 
 
 def test_prompts_alone_share_a_whole_prefill_pass() -> None:
-    prompts = sequence(0, 500, tbt_slo_s=SLO_S), sequence(1, 500, tbt_slo_s=SLO_S), sequence(2, 5)
+    prompts = sequence(0, 500), sequence(1, 500), sequence(2, 5)
     assert planned(meter_of(0.02, 0.001), *prompts) == {0: 500, 1: 12}
+
+
+def test_prompts_alone_leave_time_for_a_sequence_that_comes_meanwhile() -> None:
+    prompts = sequence(0, 90, tbt_slo_s=SLO_S), sequence(1, 500, tbt_slo_s=2 * SLO_S)
+    assert planned(meter_of(0.02, 0.001), *prompts) == {0: 90, 1: pytest.approx(10, abs=1)}
+
+
+def test_the_less_sure_predictions_are_the_shorter_are_iterations() -> None:
+    prompt, decoded = sequence(0, 500), sequence(1, 30, drawn=1, tbt_slo_s=0.3)
+    meter = meter_of(0.02, 0.001)
+    assert planned(meter, prompt, decoded)[0] == pytest.approx(TBT_SLO_SHARE * 300 - 20, abs=1)
+    for seconds in [0.15, 0.05] * 30:
+        meter.error.observe(0.1, seconds)
+    assert planned(meter, prompt, decoded)[0] == pytest.approx(0.5 * 300 - 20, abs=1)
 
 
 def test_the_strictest_slo_of_those_that_are_decoded_counts() -> None:

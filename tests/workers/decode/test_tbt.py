@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workers.decode.tbt import MIN_ITERATIONS, PromptCost, TBTPredictor
+from workers.decode.tbt import MIN_ITERATIONS, PredictionError, PromptCost, TBTPredictor
 
 
 def seconds(batch_size: int, num_kv_tokens: int) -> float:
@@ -76,3 +76,16 @@ def test_cost_of_a_prompt_follows_what_is_measured() -> None:
     assert cost.predict_s(10) == pytest.approx(0.06, rel=0.01)
     cost.observe(50, -1.0)  # an iteration that was faster than predicted
     assert 0 < (cost.predict_s(10) or 0) < 0.06
+
+
+def test_error_of_predictions_follows_what_is_measured() -> None:
+    error = PredictionError()
+    assert error.high_by_share == 1
+    for seconds in [0.15, 0.05] * 50:
+        error.observe(0.1, seconds)
+    assert error.high_by_share == pytest.approx(2, abs=0.01)
+    error.observe(0.1, 1000.0)  # a machine that stood still
+    assert error.high_by_share < 2.2
+    for _ in range(100):
+        error.observe(0.1, 0.1)
+    assert error.high_by_share == pytest.approx(1, abs=0.01)
