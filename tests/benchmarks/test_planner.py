@@ -108,6 +108,7 @@ def test_prints_advice_and_writes_the_plan(
     out = tmp_path / "plan.json"
     arguments = ["--lengths", "2000/50", "--model", "llama-3.1-8b", "--gpus", "1", "--devices", "2"]
     limits = ["--ttft-slo", "2", "--tbt-slo", "0.05", "--num-requests", "60", "--rate", "1000"]
+    limits += ["--device-price", "3.6"]
     assert run([*arguments, *limits, "--out", str(out)]) == 0
     seen = capsys.readouterr()
     assert re.search(r"^simulation 1: .* req/s \(\d+ s\)$", seen.err, re.MULTILINE)
@@ -120,6 +121,9 @@ def test_prints_advice_and_writes_the_plan(
     clusters = [report["plan"]["disaggregated"], report["plan"]["coupled"]]
     best = max(clusters, key=lambda candidate: candidate["goodput_per_s"])
     assert f"{best['goodput_per_s']:.3g} req/s" in report["advice"]
+    assert report["price"] == {"of_device_hour": 3.6, "tokens_per_request": 2050.0}
+    cost = 1e6 * 2 * 0.001 / (best["goodput_per_s"] * 2050)  # two devices at a thousandth a second
+    assert f"{cost:.3g} with {best['setup']['num_coupled']} coupled, chunks of" in printed
 
 
 @pytest.mark.parametrize(

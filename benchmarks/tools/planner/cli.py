@@ -19,6 +19,7 @@ from benchmarks.tools.planner import workload as workloads
 from benchmarks.tools.planner.advice import advice
 from benchmarks.tools.planner.goodput import Goodputs
 from benchmarks.tools.planner.placements import group_sizes, label
+from benchmarks.tools.planner.price import Price
 from benchmarks.tools.planner.questions import questions
 from benchmarks.tools.planner.report import Report, print_report
 from benchmarks.tools.planner.search import Plan, Search
@@ -34,7 +35,7 @@ from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError
 
 EXAMPLES = """examples:
-  mooncake-plan --devices 16 --lengths 2048/128 --ttft-slo 1 --tbt-slo 0.1
+  mooncake-plan --devices 16 --device-price 2.5 --lengths 2048/128 --ttft-slo 1 --tbt-slo 0.1
   mooncake-plan --devices 64 --trace trace.jsonl --ttft-slo 30 --tbt-slo 0.1 --rate 20 --out plan.json
 
 docs/planner.md has the method, docs/simulator.md what is simulated.
@@ -67,6 +68,7 @@ def _plan(options: argparse.Namespace, command: str) -> int:
         plan,
         questions(setup, workload, plan.coupled.goodput_per_s, options.rate),
         advice(plan, options.rate),
+        None if options.device_price is None else Price(options.device_price, workload.mean_tokens),
         time.monotonic() - began_s,
     )
     print_report(report, Console())
@@ -156,6 +158,8 @@ def _add_hardware(group: argparse._ArgumentGroup) -> None:
         "--devices", type=count, required=True, metavar="N", help="how many there are, in whole nodes"
     )
     add_instances(group)
+    price_help = "price of a device for an hour; the table says what a million tokens cost within the SLOs"
+    group.add_argument("--device-price", type=positive, metavar="X", help=price_help)
     gpus_help = "of an instance (default: the best number)"
     group.add_argument("--gpus", type=count, dest="num_gpus", metavar="N", help=gpus_help)
 

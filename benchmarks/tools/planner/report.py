@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.tools.planner.price import Price
 from benchmarks.tools.planner.questions import Question
 from benchmarks.tools.planner.search import Candidate, Plan
 
@@ -26,6 +27,7 @@ class Report(msgspec.Struct, frozen=True):
     plan: Plan
     questions: list[Question]
     advice: str
+    price: Price | None
     seconds: float
 
     def save(self, path: Path) -> None:
@@ -34,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Clusters from the best on, in 80 columns; the questions, the advice."""
+    """Print clusters from the best on, in 80 columns; the questions, the advice."""
     plan, best = report.plan, report.plan.best
     table = Table(
         title=f"goodput: {report.attainment:.0%} of the requests within both SLOs",
@@ -67,8 +69,17 @@ def print_report(report: Report, console: Console) -> None:
     for question in report.questions:
         hint = _HINTS[question.hint]
         console.print(f"{question.text}: {question.answer}" + (f" ({hint})" if hint else ""), highlight=False)
+    if report.price is not None:
+        console.print(f"a million tokens cost {_costs(plan, report.price)}", highlight=False)
     console.print(f"{plan.num_simulations} simulations in {report.seconds:.0f} s", highlight=False)
     console.print(f"\n{report.advice}", highlight=False)
+
+
+def _costs(plan: Plan, price: Price) -> str:
+    compared = [candidate for candidate in (plan.disaggregated, plan.coupled) if candidate is not None]
+    return ", ".join(
+        f"{price.of_million_tokens(candidate):.3g} with {candidate.setup.name}" for candidate in compared
+    )
 
 
 def _spread(candidate: Candidate) -> str:

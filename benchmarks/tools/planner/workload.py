@@ -32,6 +32,11 @@ class Workload:
     longest_tokens: int
     """prompt and answer"""
 
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of prompt and answer of a mean request."""
+        return self.mean_input_tokens + self.mean_output_tokens
+
     def at(self, rate_per_s: float, nth_seed: int, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
         """Requests at this rate, for as long as it takes."""
         assert slos.ttft_s is not None
