@@ -17,7 +17,7 @@ section 8). The TBT of a request is the mean of its longest 10% of token gaps.
 
 import argparse
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from benchmarks.tools.load.clients import ClientError, Clients
 from benchmarks.tools.load.measures import Slo, Spread, Summary, summarize
 from benchmarks.tools.load.outcomes import RunResult
 from benchmarks.tools.load.sources import MixSource, Run, Source, SyntheticSource, TraceSource
+from benchmarks.tools.pictures import Bars, bars_figure
 from benchmarks.tools.traces.mixes import MIXES, Mix, RequestClass
 from benchmarks.tools.traces.request import TraceError
 from benchmarks.tools.traces.synthetic import SyntheticLoad
@@ -169,8 +170,13 @@ def _started(
         yield sides
 
 
-def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clients: Clients) -> None:
+Summaries = dict[str, dict[str, Summary]]
+"""By load, then by side."""
+
+
+def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clients: Clients) -> Summaries:
     """Print a table for each load."""
+    found: Summaries = {}
     for index, (name, load) in enumerate(loads.items()):
         results = {side.name: RunResult() for side in sides}
         for number in range(num_rounds):
@@ -181,11 +187,29 @@ def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clie
                 seed = 1 + number + num_rounds * index  # no load has the prompts of another one
                 results[side.name].add(clients.run(side.run_of(load, seed), lambda _: None))
                 side.server.pause()
+        found[name] = {side: summarize(result, SLO) for side, result in results.items()}
         print_table(
             name,
             ("", "goodput", "rejected", "output tok/s", "TTFT p50", "TTFT p99", "TBT p50", "TBT p99"),
-            [(side, *_cells(summarize(result, SLO))) for side, result in results.items()],
+            [(side, *_cells(summary)) for side, summary in found[name].items()],
         )
+    return found
+
+
+def draw(found: Summaries, path: Path) -> None:
+    """Draw goodput, TTFT and TBT of all sides by load, into a file of matplotlib's kinds."""
+
+    def panel(title: str, value: Callable[[Summary], float], limit: float | None = None) -> Bars:
+        sides = next(iter(found.values()))
+        values = {side: [value(of_load[side]) for of_load in found.values()] for side in sides}
+        return Bars(title, values, limit)
+
+    panels = [
+        panel("goodput, req/s", lambda summary: summary.goodput_per_s),
+        panel("TTFT p50, s", lambda summary: summary.ttft_s.p50 if summary.ttft_s else 0.0),
+        panel("TBT p99, s", lambda summary: summary.tbt_s.p99 if summary.tbt_s else 0.0, SLO.tbt_s),
+    ]
+    bars_figure(list(found), panels).savefig(path)
 
 
 def _cells(summary: Summary) -> list[str]:
@@ -220,6 +244,7 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="a further load: a trace, slower and shorter"
     )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the figures, as in FILE.svg")
     arguments, flags = parser.parse_known_args()
     names = _known(parser, arguments.sides.split(","), SIDES)
     loads = {name: LOADS[name] for name in _known(parser, arguments.loads.split(";"), LOADS)}
@@ -231,7 +256,9 @@ def main() -> None:
         Clients(num_processes=1) as clients,
         _started(names, flags, clients, output) as sides,
     ):
-        compare(sides, loads, arguments.rounds, clients)
+        found = compare(sides, loads, arguments.rounds, clients)
+        if arguments.picture is not None:
+            draw(found, arguments.picture)
 
 
 def _known(parser: argparse.ArgumentParser, names: list[str], known: Collection[str]) -> list[str]:

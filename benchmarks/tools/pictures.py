@@ -74,6 +74,36 @@ def goodput_figure(curves: Mapping[str, Iterable[tuple[float, float]]]) -> "Figu
     return figure
 
 
+class Bars(NamedTuple):
+    """One panel: the values of each side, by name, one for each of the groups that all panels share."""
+
+    title: str
+    by_side: Mapping[str, Sequence[float]]
+    limit: float | None
+    """Where a line is drawn."""
+
+
+def bars_figure(groups: Sequence[str], panels: Sequence[Bars]) -> "Figure":
+    """Draw panels side by side; groups go down, and have a horizontal bar for each side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.5 * len(panels) + 2, 0.9 * len(groups) + 1), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for panel, bars in zip(axes, panels, strict=True):
+        height = 0.8 / len(bars.by_side)
+        for number, (name, values) in enumerate(bars.by_side.items()):
+            places = [group + number * height - 0.4 + height / 2 for group in range(len(groups))]
+            panel.barh(places, values, height, label=name)
+        if bars.limit is not None:
+            panel.axvline(bars.limit, color="grey", linestyle=":")
+        panel.set_title(bars.title, fontsize="medium")
+        panel.set_yticks(range(len(groups)), groups)
+        panel.grid(alpha=0.3, axis="x")
+    axes[0].invert_yaxis()
+    _legend_below(figure, axes[0])
+    return figure
+
+
 def _widths(num_curves: int) -> list[float]:
     """A width for each curve, each narrower than the one drawn before it, so that none is covered."""
     step = min(_STEP, _WIDEST / max(1, num_curves - 1))
