@@ -26,11 +26,13 @@ from benchmarks.reproduction import (
     datasets,
     formulas,
     hit_rate,
+    interconnects,
     interference,
     overload,
     planner,
     pools,
     scheduling,
+    workload,
 )
 from benchmarks.reproduction.experiment import Experiment, Trace
 from benchmarks.reproduction.page import Found, Run, section, write_page
@@ -38,6 +40,7 @@ from benchmarks.tools.arguments import count
 from mooncake.cli.command_line import FAILED, WRONG_USE
 
 EXPERIMENTS = (
+    workload.EXPERIMENT,
     hit_rate.EXPERIMENT,
     scheduling.POLICIES,
     scheduling.REPLICAS,
@@ -54,6 +57,7 @@ EXPERIMENTS = (
     formulas.SHAPES,
     formulas.REUSE,
     formulas.OCCUPANCY,
+    interconnects.EXPERIMENT,
 )
 
 

@@ -5,16 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reproduction import banaserve, scheduling
+from benchmarks.reproduction import banaserve, interconnects, scheduling
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
 from benchmarks.reproduction.coupled import capacity_per_s
 from benchmarks.reproduction.experiment import Outcome, Table, Trace
 from benchmarks.reproduction.formulas import needed_bytes_per_s
 from benchmarks.reproduction.page import Run, write_page
+from benchmarks.reproduction.workload import block_hits
 from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.cluster.requests import Outcome as Ended
 from benchmarks.tools.simulator.cluster.requests import Results, SimulatedRequest
 from benchmarks.tools.simulator.summary import SLOs
+from benchmarks.tools.traces.request import TraceRequest
 from mooncake.cli.command_line import FAILED, WRONG_USE
 
 
@@ -39,6 +41,22 @@ def test_reuse_pays_from_the_published_bandwidths_on() -> None:
     model = MODELS["llama3-70b"]
     needed = [needed_bytes_per_s(model, HARDWARE[name], 8192) / 1e9 for name in ("a800", "h800")]
     assert needed == pytest.approx([6, 19], rel=0.03)
+
+
+def test_transfers_by_layer_show_the_last_layer_or_what_the_link_does_not_carry() -> None:
+    num_tokens, num_layers = 4096, 80
+    compute_s = interconnects.prefill_s(num_tokens)
+    produced_per_s = num_tokens * MODELS["llama2-70b"].kv_bytes_per_token / compute_s
+    fast_s = interconnects.shown_s(num_tokens, 4 * produced_per_s)
+    assert fast_s == pytest.approx(compute_s / 4 / num_layers)
+    slow_s = interconnects.shown_s(num_tokens, produced_per_s / 4)
+    assert slow_s == pytest.approx(compute_s / num_layers + 3 * compute_s)
+
+
+def test_a_block_is_hit_by_each_request_after_the_first_one_that_has_it() -> None:
+    blocks = [(1, 2), (1, 3), (1, 2, 4)]
+    requests = [TraceRequest(0.0, 512 * len(ids), 1, ids) for ids in blocks]
+    assert sorted(block_hits(requests)) == [0, 0, 1, 2]
 
 
 def test_a_table_shows_three_digits_and_nothing_for_nothing() -> None:

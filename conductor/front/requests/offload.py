@@ -270,9 +270,9 @@ def _lower_priority() -> None:
     Linux may share the processor between sessions first (autogroup): then the session's own nice counts.
     """
     os.setsid()
-    os.nice(_NICE)
+    niceness = os.nice(_NICE)
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICE))
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _answer(work: Work, value: Any, body: bytes) -> Answer | Exception:
