@@ -81,7 +81,7 @@ class PromptChunks:
         sharing = _sharing(ready)
         prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan]
         decoded = [sequence for sequence in ready if not sequence.num_tokens_to_plan]
-        budget = self._budget(decoded, prompts) if prompts else 0
+        budget = self._budget(decoded, prompts) if prompts and not self._must_learn(sharing) else 0
         of_prompts = divide_budget(budget, [sequence.num_tokens_to_plan for sequence in prompts])
         num_tokens = dict(zip(prompts, of_prompts, strict=True))
         planned = [
@@ -89,6 +89,15 @@ class PromptChunks:
             for sequence in sharing
         ]
         return [chunk for chunk in planned if chunk.num_tokens]
+
+    def _must_learn(self, sharing: list[Sequence]) -> bool:
+        """Return whether an iteration of these sequences is to show what decoding takes, without prompts.
+
+        An SLO needs that, and mixed iterations do not show it. The first few of a session are enough.
+        """
+        decoded = [sequence for sequence in sharing if not sequence.num_tokens_to_plan]
+        has_slo = any(sequence.tbt_slo_s is not None for sequence in decoded)
+        return has_slo and self._meter.tbt.predict_s(0, 0) is None
 
     def _budget(self, decoded: list[Sequence], prompts: list[Sequence]) -> int:
         """Return the prompt tokens of an iteration while the decoded sequences wait for their next tokens.

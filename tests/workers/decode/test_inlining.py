@@ -7,6 +7,7 @@ from mooncake.messages.requests import Ref, Request, SamplingParams
 from workers.decode.inlining import ChunkLimits, PromptChunks, divide_budget, prompt_budget
 from workers.decode.meter import DecodeMeter
 from workers.decode.sequence import Sequence
+from workers.decode.tbt import MIN_ITERATIONS
 
 LIMITS = ChunkLimits(least=16, mixed=100, most=512)
 SLO_S = 0.1 / TBT_SLO_SHARE
@@ -85,6 +86,28 @@ def test_the_less_sure_predictions_are_the_shorter_are_iterations() -> None:
     for seconds in [0.15, 0.05] * 30:
         meter.error.observe(0.1, seconds)
     assert planned(meter, prompt, decoded)[0] == pytest.approx(0.5 * 300 - 20, abs=1)
+
+
+def test_with_an_slo_the_first_iterations_show_what_decoding_takes() -> None:
+    prompt, decoded, other = (
+        sequence(0, 500),
+        sequence(1, 30, drawn=1, tbt_slo_s=SLO_S),
+        sequence(2, 30, drawn=1),
+    )
+    meter = DecodeMeter()
+    meter.prompt_cost.observe(100, 0.1)
+    for _ in range(MIN_ITERATIONS):
+        assert planned(meter, prompt, decoded) == {1: 1}
+        assert planned(meter, prompt, other) == {0: 100, 2: 1}
+        assert planned(meter, prompt) == {0: 500}
+        meter.tbt.observe(1, 31, 0.02)
+    assert planned(meter, prompt, decoded) == {0: pytest.approx(80, abs=1), 1: 1}
+
+
+def test_a_suspect_progresses_while_nothing_is_known_of_decoding() -> None:
+    suspect, decoded = sequence(0, 500), sequence(1, 30, drawn=1, tbt_slo_s=SLO_S)
+    suspect.must_be_alone = True
+    assert planned(DecodeMeter(), suspect, decoded) == {0: LIMITS.least}
 
 
 def test_the_strictest_slo_of_those_that_are_decoded_counts() -> None:
