@@ -47,7 +47,7 @@ from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
 from workers.decode.block_transfers import BlockTransfers
-from workers.decode.inlining import ChunkLimits
+from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.workers import DecodeLoad
-from workers.decode.meter import DecodeMeter
 from workers.decode.sequence import Sequence
+from workers.decode.tbt import IterationPredictors
 
 
 class TooSlowError(Exception):
@@ -29,10 +29,10 @@ class TooSlowError(Exception):
 
 
 class DoubleCheck:
-    """The check of one instance; `meter` predicts."""
+    """The check of one instance; `predictors` predict."""
 
-    def __init__(self, meter: DecodeMeter) -> None:
-        self._meter = meter
+    def __init__(self, predictors: IterationPredictors) -> None:
+        self._predictors = predictors
         self._turn = asyncio.Lock()
         """Held by the request that is checked, while others queue behind it."""
         self._changed = asyncio.Event()
@@ -72,13 +72,13 @@ class DoubleCheck:
         """Return the load of these sequences, whether they are prefilled or not."""
         batch = [sequence for sequence in sequences if sequence.finish_reason is None]
         num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
-        tbt_s = self._meter.tbt.predict_s(len(batch), num_kv_tokens)
+        tbt_s = self._predictors.tbt.predict_s(len(batch), num_kv_tokens)
         return DecodeLoad(
             len(batch),
             self._num_waiting,
             tbt_s,
             sum(sequence.num_prompt_tokens_left for sequence in batch),
-            self._meter.prompt_cost.predict_s(1) or 0.0,
+            self._predictors.prompt_cost.predict_s(1) or 0.0,
         )
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
@@ -90,8 +90,8 @@ class DoubleCheck:
         if sequence.tbt_slo_s is None or not batch:
             return None
         num_kv_tokens = sum(len(other.tokens) for other in (*batch, sequence))
-        empty_s = self._meter.tbt.predict_s(0, 0)
-        predicted_s = self._meter.tbt.predict_s(len(batch) + 1, num_kv_tokens)
+        empty_s = self._predictors.tbt.predict_s(0, 0)
+        predicted_s = self._predictors.tbt.predict_s(len(batch) + 1, num_kv_tokens)
         if empty_s is None or predicted_s is None:
             return None
         margin_s = tbt_margin_s(predicted_s, empty_s)

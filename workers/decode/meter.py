@@ -10,19 +10,14 @@ from time import thread_time
 
 from mooncake.messages.workers import DecodeStats, MixedIterations
 from workers.decode.iterations import Iteration
-from workers.decode.tbt import PredictionError, PromptCost, TBTPredictor
-
-MAX_MIXED_IN_A_ROW = 64
-"""Iterations with prompts, one behind the other, after which these too teach what decoding takes."""
+from workers.decode.tbt import IterationPredictors
 
 
 class DecodeMeter:
     """Counters of one session; `num_...` are totals since it began."""
 
     def __init__(self) -> None:
-        self.tbt = TBTPredictor()
-        self.prompt_cost = PromptCost()
-        self.error = PredictionError()
+        self.predictors = IterationPredictors()
         self.num_inlined = self.num_not_inlined = 0
         self.num_prompt_tokens: Counter[str] = Counter()
         """Tokens of inlined prompts whose prefill has ended, by source (`PREFILL_SOURCES`)."""
@@ -32,8 +27,6 @@ class DecodeMeter:
         self.num_unsealed = 0
         self._num_iterations = self._num_tokens = 0
         self._mixed = MixedIterations()
-        self._num_mixed_in_a_row = 0
-        """Iterations with decoded sequences and prompts since the last one without prompts."""
         self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
         self._has_paused = False
@@ -49,7 +42,9 @@ class DecodeMeter:
     def ended(self, iteration: Iteration) -> None:
         """Record the times of an iteration that has ended."""
         seconds = iteration.ended_s - iteration.began_s
-        self._learn(iteration, seconds)
+        self.predictors.observe(
+            iteration.num_decoded, iteration.num_kv_tokens, iteration.num_prompt_tokens, seconds
+        )
         self._num_iterations += 1
         self._num_tokens += iteration.num_tokens
         forward_s = iteration.ended_s - iteration.forward_began_s
@@ -68,30 +63,6 @@ class DecodeMeter:
             self._bubble_s += 0.0 if self._has_paused else gap_s
             self._pause_s += gap_s if self._has_paused else 0.0
         self._last_ended_s, self._has_paused = iteration.ended_s, False
-
-    def _learn(self, iteration: Iteration, seconds: float) -> None:
-        """Learn what decoding takes from iterations without prompts, and from all others what prompts add.
-
-        A prompt token's cost contains its share of what an iteration takes in any case, so what it leaves of
-        an iteration with prompts is less than decoding takes: that teaches only where nothing better does.
-        """
-        batch, num_prompt_tokens = (
-            (iteration.num_decoded, iteration.num_kv_tokens),
-            iteration.num_prompt_tokens,
-        )
-        if not num_prompt_tokens:
-            self._num_mixed_in_a_row = 0
-            self.tbt.observe(*batch, seconds)
-            return
-        decoding_s = self.tbt.predict_s(*batch) if iteration.num_decoded else 0.0
-        added_s = self.prompt_cost.predict_s(num_prompt_tokens)
-        if decoding_s is not None and added_s is not None:
-            self.error.observe(decoding_s + added_s, seconds)
-        if iteration.num_decoded:
-            self._num_mixed_in_a_row += 1
-            if self._num_mixed_in_a_row > MAX_MIXED_IN_A_ROW and added_s is not None:
-                self.tbt.observe(*batch, max(0.0, seconds - added_s))
-        self.prompt_cost.observe(num_prompt_tokens, seconds - (decoding_s or 0.0))
 
     def inlined(self, num_tokens_by_source: Counter[str]) -> None:
         """Record that a prompt has been computed here."""

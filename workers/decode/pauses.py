@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from mooncake.messages.costs import TBT_SLO_SHARE
 from workers.decode.iterations import PlannedChunk
-from workers.decode.meter import DecodeMeter
+from workers.decode.tbt import IterationPredictors
 
 MAX_PAUSE_S = 0.1
 
@@ -34,10 +34,10 @@ def pause_s(
 
 
 class DecodePauses:
-    """The pauses of one batch of `max_batch` sequences at most; `meter` predicts its iterations."""
+    """The pauses of one batch of `max_batch` sequences at most; `predictors` predict its iterations."""
 
-    def __init__(self, meter: DecodeMeter, max_batch: int) -> None:
-        self._meter, self._max_batch = meter, max_batch
+    def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
+        self._predictors, self._max_batch = predictors, max_batch
         self._num_prefilled = 0
         self._ended_s = -math.inf
 
@@ -65,7 +65,7 @@ class DecodePauses:
         decoded = [chunk.sequence for chunk in chunks]
         num_tokens = sum(len(sequence.tokens) for sequence in decoded)
         slos_s = [sequence.tbt_slo_s for sequence in decoded if sequence.tbt_slo_s is not None]
-        iteration_s = self._meter.tbt.predict_s(len(decoded), num_tokens)
+        iteration_s = self._predictors.tbt.predict_s(len(decoded), num_tokens)
         num_joining = min(self._num_prefilled, self._max_batch - len(decoded))
         pause = pause_s(len(decoded), num_joining, iteration_s, min(slos_s, default=None))
         return pause if is_running else max(0.0, self._ended_s + pause - now_s)

@@ -37,10 +37,11 @@ from workers.decode.batch import DecodeBatch
 from workers.decode.block_transfers import BlockTransfers
 from workers.decode.double_check import DoubleCheck, TooSlowError
 from workers.decode.group_blocks import GroupBlocks
-from workers.decode.inlining import ChunkLimits, PromptChunks
+from workers.decode.inlining import PromptChunks
 from workers.decode.iterations import Iterations
 from workers.decode.meter import DecodeMeter
 from workers.decode.pauses import DecodePauses
+from workers.decode.prompt_budget import ChunkLimits, PromptBudget
 from workers.decode.reserving_turns import ReservingTurns
 from workers.decode.sequence import Sequence
 from workers.decode.sequence_blocks import SequenceBlocks
@@ -85,9 +86,10 @@ class DecodeRunner:
         page_size = executor.kv.page_size
         self._blocks = GroupBlocks(SequenceBlocks(pool, transfers), followers, page_size, arrival_timeout_s)
         self.meter = DecodeMeter()
-        self._double_check = DoubleCheck(self.meter)
-        self._chunks = PromptChunks(self.meter, chunk_limits)
-        self._pauses = DecodePauses(self.meter, max_batch)
+        predictors = self.meter.predictors
+        self._double_check = DoubleCheck(predictors)
+        self._chunks = PromptChunks(PromptBudget(predictors, chunk_limits))
+        self._pauses = DecodePauses(predictors, max_batch)
         self._resumption: asyncio.TimerHandle | None = None
         """Timer that ends a pause between two iterations."""
         self._numbers = itertools.count()

@@ -14,6 +14,8 @@ DECAY = 0.995
 PROMPT_DECAY = 0.9
 MIN_ITERATIONS = 8
 """Iterations that are measured before the first prediction."""
+MAX_MIXED_IN_A_ROW = 64
+"""Iterations with prompts, one behind the other, after which these too teach what decoding takes."""
 _TOKENS_PER_UNIT = 1000.0
 _RIDGE = 0.01
 """Variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
@@ -116,3 +118,41 @@ class PredictionError:
     def high_by_share(self) -> float:
         """Seconds by predicted seconds of an iteration that takes long: two mean errors above."""
         return 1 + 2 * self._share
+
+
+class IterationPredictors:
+    """What one instance has learned from its iterations."""
+
+    def __init__(self) -> None:
+        self.tbt = TBTPredictor()
+        self.prompt_cost = PromptCost()
+        self.error = PredictionError()
+        self._num_mixed_in_a_row = 0
+        """Iterations with decoded sequences and prompts since the last one without prompts."""
+
+    def observe(self, num_decoded: int, num_kv_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from one measured iteration.
+
+        One without prompts teaches what decoding takes, all others what prompts add. A prompt token's cost
+        contains its share of what an iteration takes in any case, so what it leaves of an iteration with
+        prompts is less than decoding takes: that teaches only where nothing better does.
+
+        Args:
+            num_decoded: The number of sequences that were decoded.
+            num_kv_tokens: The tokens of all these together.
+            num_prompt_tokens: The number of prompt tokens that were computed.
+            seconds: The duration.
+        """
+        if not num_prompt_tokens:
+            self._num_mixed_in_a_row = 0
+            self.tbt.observe(num_decoded, num_kv_tokens, seconds)
+            return
+        decoding_s = self.tbt.predict_s(num_decoded, num_kv_tokens) if num_decoded else 0.0
+        added_s = self.prompt_cost.predict_s(num_prompt_tokens)
+        if decoding_s is not None and added_s is not None:
+            self.error.observe(decoding_s + added_s, seconds)
+        if num_decoded:
+            self._num_mixed_in_a_row += 1
+            if self._num_mixed_in_a_row > MAX_MIXED_IN_A_ROW and added_s is not None:
+                self.tbt.observe(num_decoded, num_kv_tokens, max(0.0, seconds - added_s))
+        self.prompt_cost.observe(num_prompt_tokens, seconds - (decoding_s or 0.0))

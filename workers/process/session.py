@@ -46,7 +46,7 @@ from mooncake.messages.workers import (
 from mooncake.node.process import Progress, Ready, report
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.block_transfers import BlockTransfers
-from workers.decode.inlining import ChunkLimits
+from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
 from workers.errors import SessionLostError
 from workers.execution.executor import Executor

@@ -7,8 +7,8 @@ import pytest
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import DecodeLoad
 from workers.decode.double_check import DoubleCheck, TooSlowError
-from workers.decode.meter import DecodeMeter
 from workers.decode.sequence import Sequence
+from workers.decode.tbt import IterationPredictors
 
 REQUEST_S, SLO_S = 0.01, 0.035
 LONG_S = 1000.0
@@ -22,9 +22,9 @@ class Decoding:
 
     def __init__(self, size: int, empty_s: float = 0.0) -> None:
         self._empty_s = empty_s
-        self.meter = DecodeMeter()
-        self.meter.tbt = self  # type: ignore[assignment]
-        self.check = DoubleCheck(self.meter)
+        self.predictors = IterationPredictors()
+        self.predictors.tbt = self  # type: ignore[assignment]
+        self.check = DoubleCheck(self.predictors)
         self.batch = [self.sequence() for _ in range(size)]
 
     def predict_s(self, batch_size: int, num_kv_tokens: int) -> float:
@@ -112,7 +112,7 @@ def test_its_load_counts_the_prompt_tokens_that_are_left_and_says_what_one_costs
     inlined.is_inlined = True
     assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 9, 0.0)
     inlined.num_cached_tokens, inlined.num_computed_tokens = 4, 2
-    decoding.meter.prompt_cost.observe(100, 0.2)
+    decoding.predictors.prompt_cost.observe(100, 0.2)
     assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 3, 0.002)
     inlined.tokens.append(1)
     assert decoding.check.load([inlined, prefilled]) == DecodeLoad(2, 0, 2 * REQUEST_S, 0, 0.002)

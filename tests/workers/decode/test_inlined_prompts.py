@@ -133,10 +133,10 @@ async def test_chunks_fill_the_time_that_the_slo_of_others_leaves(
     prompts = prompt_of(1, 10), prompt_of(2, 100), prompt_of(3, 30)
     async with start_cluster(Sizes(inline=True, tbt_slo_s=0.1, prefill_chunk=1000)) as cluster:
         decode = cluster.instances[1]
-        meter = decode.decode.meter
-        meter.tbt = Constant(TBT_SLO_SHARE * 0.1 - 0.04)  # type: ignore[assignment]
-        meter.prompt_cost = Constant(0.001)  # type: ignore[assignment]
-        meter.error.observe = lambda *_: None  # type: ignore[method-assign]
+        predictors = decode.decode.meter.predictors
+        predictors.tbt = Constant(TBT_SLO_SHARE * 0.1 - 0.04)  # type: ignore[assignment]
+        predictors.prompt_cost = Constant(0.001)  # type: ignore[assignment]
+        predictors.error.observe = lambda *_: None  # type: ignore[method-assign]
         chunks: list[list[int]] = []
         prepare = decode.executor.prepare
 

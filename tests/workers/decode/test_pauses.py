@@ -6,9 +6,9 @@ from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.workers.planned import decoded
 from workers.decode.iterations import PlannedChunk
-from workers.decode.meter import DecodeMeter
 from workers.decode.pauses import MAX_PAUSE_S, DecodePauses, pause_s
 from workers.decode.sequence import Sequence
+from workers.decode.tbt import IterationPredictors
 
 MAX_BATCH = 8
 
@@ -18,11 +18,11 @@ def sequence(tbt_slo_s: float | None = None) -> Sequence:
     return Sequence(0, Ref(1, "r", 1), request, [1, 2], tbt_slo_s=tbt_slo_s)
 
 
-def meter_of(iteration_s: float) -> DecodeMeter:
-    meter = DecodeMeter()
+def learned(iteration_s: float) -> IterationPredictors:
+    predictors = IterationPredictors()
     for _ in range(20):
-        meter.tbt.observe(1, 2, iteration_s)
-    return meter
+        predictors.tbt.observe(1, 2, iteration_s)
+    return predictors
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_fewer_than_are_prefilled_compute_for_their_share_of_the_time(
 
 
 def test_a_pause_ends_in_time_whatever_happens_meanwhile() -> None:
-    way, alone = DecodePauses(meter_of(0.02), MAX_BATCH), decoded(sequence())
+    way, alone = DecodePauses(learned(0.02), MAX_BATCH), decoded(sequence())
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         with way.prefill(shares_cores=True), way.prefill(shares_cores=False):
@@ -66,7 +66,7 @@ def test_a_pause_ends_in_time_whatever_happens_meanwhile() -> None:
 
 
 def test_the_first_iteration_and_one_after_a_rest_begin_at_once() -> None:
-    way = DecodePauses(meter_of(0.02), MAX_BATCH)
+    way = DecodePauses(learned(0.02), MAX_BATCH)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         assert way.remaining_s(decoded(sequence()), 100.0, is_running=False) == 0
         way.ended(100.0)
@@ -74,7 +74,7 @@ def test_the_first_iteration_and_one_after_a_rest_begin_at_once() -> None:
 
 
 def test_the_tightest_slo_of_the_batch_counts() -> None:
-    way = DecodePauses(meter_of(0.02), MAX_BATCH)
+    way = DecodePauses(learned(0.02), MAX_BATCH)
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         batch = decoded(sequence(0.2), sequence(0.03))
@@ -82,7 +82,7 @@ def test_the_tightest_slo_of_the_batch_counts() -> None:
 
 
 def test_prompts_for_which_the_batch_has_no_place_are_not_waited_for() -> None:
-    way = DecodePauses(meter_of(0.02), max_batch=2)
+    way = DecodePauses(learned(0.02), max_batch=2)
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         assert way.remaining_s(decoded(sequence()), 100.0, is_running=False) == 0
@@ -90,7 +90,7 @@ def test_prompts_for_which_the_batch_has_no_place_are_not_waited_for() -> None:
 
 
 def test_an_iteration_with_a_prompt_is_not_delayed() -> None:
-    way = DecodePauses(meter_of(0.02), MAX_BATCH)
+    way = DecodePauses(learned(0.02), MAX_BATCH)
     way.ended(100.0)
     with way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         prompt = PlannedChunk(sequence(), 8, of_prompt=True)
@@ -98,7 +98,7 @@ def test_an_iteration_with_a_prompt_is_not_delayed() -> None:
 
 
 def test_what_leaves_by_an_error_is_not_waited_for() -> None:
-    way = DecodePauses(meter_of(0.02), MAX_BATCH)
+    way = DecodePauses(learned(0.02), MAX_BATCH)
     way.ended(100.0)
     with pytest.raises(RuntimeError), way.prefill(shares_cores=True), way.prefill(shares_cores=True):
         raise RuntimeError

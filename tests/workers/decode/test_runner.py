@@ -360,7 +360,7 @@ class Prediction:
 
 def predict(instance: InstanceUnderTest, seconds: float) -> Prediction:
     prediction = Prediction(seconds)
-    instance.decode.meter.tbt = prediction  # type: ignore[assignment]
+    instance.decode.meter.predictors.tbt = prediction  # type: ignore[assignment]
     return prediction
 
 

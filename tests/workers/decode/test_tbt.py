@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from workers.decode.tbt import MIN_ITERATIONS, PredictionError, PromptCost, TBTPredictor
+from workers.decode.tbt import (
+    MAX_MIXED_IN_A_ROW,
+    MIN_ITERATIONS,
+    IterationPredictors,
+    PredictionError,
+    PromptCost,
+    TBTPredictor,
+)
 
 
 def seconds(batch_size: int, num_kv_tokens: int) -> float:
@@ -89,3 +96,68 @@ def test_error_of_predictions_follows_what_is_measured() -> None:
     for _ in range(100):
         error.observe(0.1, 0.1)
     assert error.high_by_share == pytest.approx(1, abs=0.01)
+
+
+def mixed_s(num_decoded: int, num_prompt_tokens: int) -> float:
+    return (0.01 + 0.002 * num_decoded if num_decoded else 0.0) + 0.001 * num_prompt_tokens
+
+
+def observe(
+    predictors: IterationPredictors, num_decoded: int, num_prompt_tokens: int, seconds: float
+) -> None:
+    """An iteration with `num_decoded` sequences of 100 tokens, and tokens of prompts."""
+    predictors.observe(num_decoded, 100 * num_decoded, num_prompt_tokens, seconds)
+
+
+def test_decoding_is_learned_where_every_iteration_has_a_prompt() -> None:
+    predictors = IterationPredictors()
+    for number in range(2000):
+        of = [(0, 50), (1, 60), (4, 20), (8, 30)][number % 4]
+        observe(predictors, *of, mixed_s(*of))
+    for num_decoded in (1, 4, 8):
+        assert predictors.tbt.predict_s(num_decoded, 100 * num_decoded) == pytest.approx(
+            mixed_s(num_decoded, 0), rel=0.1
+        )
+    assert predictors.prompt_cost.predict_s(10) == pytest.approx(0.01, rel=0.1)
+    assert predictors.error.high_by_share < 1.1
+
+
+def test_a_fixed_cost_belongs_to_decoding_though_prompts_alone_have_it_too() -> None:
+    """On GPUs an iteration takes a time of its own, whatever it computes."""
+
+    def seconds_of(num_decoded: int, num_prompt_tokens: int) -> float:
+        return 0.02 + 0.0005 * num_decoded + 0.0001 * num_prompt_tokens
+
+    predictors = IterationPredictors()
+    for number in range(1000):
+        of = [(0, 200), (4, 100), (8, 100), (6, 100), (4, 0), (8, 0)][number % 6]
+        observe(predictors, *of, seconds_of(*of))
+    for num_decoded in (4, 8):
+        predicted_s = predictors.tbt.predict_s(num_decoded, 100 * num_decoded)
+        assert predicted_s == pytest.approx(seconds_of(num_decoded, 0), rel=0.01)
+
+
+def test_few_iterations_with_prompts_do_not_teach_what_decoding_takes() -> None:
+    predictors = IterationPredictors()
+    for _ in range(MIN_ITERATIONS):
+        observe(predictors, 4, 0, 0.02)
+    observe(predictors, 0, 100, 0.1)
+    for _ in range(MAX_MIXED_IN_A_ROW):
+        observe(predictors, 4, 20, 0.5)
+    assert predictors.tbt.predict_s(4, 400) == pytest.approx(0.02)
+    observe(predictors, 4, 20, 0.9)
+    assert (predictors.tbt.predict_s(4, 400) or 0.0) > 0.02
+    observe(predictors, 4, 0, 0.02)
+    learned_s = predictors.tbt.predict_s(4, 400)
+    observe(predictors, 4, 20, 0.9)
+    assert predictors.tbt.predict_s(4, 400) == learned_s
+
+
+def test_a_slower_machine_is_noticed() -> None:
+    predictors = IterationPredictors()
+    for number in range(400):
+        of = [(4, 0), (4, 40)][number % 2]
+        observe(predictors, *of, mixed_s(*of))
+    before = predictors.error.high_by_share
+    observe(predictors, 4, 40, 2 * mixed_s(4, 40))
+    assert predictors.error.high_by_share > before + 0.1

@@ -1,0 +1,42 @@
+"""The token budget of iterations that carry prompts (Sarathi-Serve, section 4.3)."""
+
+import pytest
+
+from workers.decode.prompt_budget import ChunkLimits, divide_budget, prompt_budget
+
+LIMITS = ChunkLimits(least=16, mixed=100, most=512)
+
+
+@pytest.mark.parametrize(
+    ("iteration_s", "token_s", "target_s", "expected"),
+    [
+        (0.02, 0.001, 0.1, 80),  # C* = (0.1 s - 0.02 s) / 0.001 s
+        (0.06, 0.001, 0.1, 40),
+        (0.02, 0.0001, 0.1, 512),  # never more than a prefill pass
+        (0.02, 0.0, 0.1, 512),
+        (0.09, 0.001, 0.1, 16),  # never less than a page
+        (0.2, 0.001, 0.1, 16),
+        (0.2, 0.0, 0.1, 16),
+        (None, 0.001, 0.1, 16),  # nothing is known of the batch
+        (0.02, None, 0.1, 16),  # nor of prompts
+        (0.02, 0.001, None, 100),  # a token may take any time
+        (None, None, None, 100),
+    ],
+)
+def test_the_budget_fills_the_time_that_the_target_leaves(
+    iteration_s: float | None, token_s: float | None, target_s: float | None, expected: int
+) -> None:
+    assert prompt_budget(LIMITS, iteration_s, token_s, target_s) == pytest.approx(expected, abs=1)
+
+
+def test_no_budget_exceeds_a_prefill_pass() -> None:
+    limits = ChunkLimits(least=16, mixed=100, most=8)
+    assert prompt_budget(limits, 0.02, 0.001, 0.1) == 8
+    assert prompt_budget(limits, None, None, 0.1) == 8
+    assert prompt_budget(limits, None, None, None) == 8
+
+
+def test_the_first_prompt_gets_what_it_can_use_and_the_next_what_is_left() -> None:
+    assert divide_budget(100, [30, 200, 10]) == [30, 70, 0]
+    assert divide_budget(100, [30, 20, 10]) == [30, 20, 10]
+    assert divide_budget(100, []) == []

@@ -1,0 +1,99 @@
+"""The token budget of iterations that carry prompts (Sarathi-Serve, OSDI 2024, section 4.3).
+
+Owns: how many tokens of prompts the next iteration computes. Does not know: sequences, the clock, pages.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mooncake.messages.costs import TBT_SLO_SHARE
+from workers.decode.tbt import IterationPredictors
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """Limits of the prompt tokens in one iteration."""
+
+    least: int
+    """Tokens that an iteration carries in any case, so that prompts always progress: a page."""
+    mixed: int
+    """Most tokens beside sequences that are decoded and have no TBT SLO."""
+    most: int
+    """Most tokens of any iteration: those of a prefill pass."""
+
+
+def prompt_budget(
+    limits: ChunkLimits, iteration_s: float | None, token_s: float | None, target_s: float | None
+) -> int:
+    """Return how many prompt tokens an iteration may carry beside sequences that are decoded.
+
+    This is Sarathi-Serve's token budget (section 4.3), the optimal chunk size C*: the tokens whose
+    computation fills what the target time leaves of an iteration. Sarathi-Serve profiles a device once; here
+    both terms are learned while it serves, so C* = (target - iteration without prompts) / prompt token, with
+    the target a share of the SLO.
+
+    Args:
+        limits: The limits of the result.
+        iteration_s: The predicted iteration without prompts: overhead and B decoded sequences. None: unknown.
+        token_s: The seconds that a prompt token adds. None: unknown.
+        target_s: The most seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
+
+    Returns:
+        The tokens. Without a target `limits.mixed`; while the times are unknown `limits.least`.
+    """
+    if target_s is None:
+        return min(limits.mixed, limits.most)
+    least = min(limits.least, limits.most)
+    if iteration_s is None or token_s is None:
+        return least
+    left_s = target_s - iteration_s
+    if left_s <= 0.0:
+        return least
+    if left_s >= limits.most * token_s:
+        return limits.most
+    return max(least, int(left_s / token_s))
+
+
+class PromptBudget:
+    """The prompt tokens of one instance's iterations; `predictors` predict their times."""
+
+    def __init__(self, predictors: IterationPredictors, limits: ChunkLimits) -> None:
+        self._predictors, self._limits = predictors, limits
+
+    def num_tokens(
+        self, num_decoded: int, num_kv_tokens: int, tbt_slo_s: float | None, *, decodes: bool
+    ) -> int:
+        """Return the most prompt tokens of the next iteration.
+
+        With an SLO an iteration is not longer if no sequence waits: one may come while the iteration runs.
+
+        Args:
+            num_decoded: The number of sequences that wait for their next tokens.
+            num_kv_tokens: The tokens of all these together.
+            tbt_slo_s: Their strictest TBT SLO, or that of the prompts if there are none; None without any.
+            decodes: Whether the iteration computes those sequences, so that it may do without prompts.
+
+        Returns:
+            The tokens. 0 if the iteration is to show what decoding takes: an SLO needs that, and iterations
+            with prompts do not show it. The first few of a session are enough.
+        """
+        if not num_decoded and tbt_slo_s is None:
+            return self._limits.most
+        iteration_s = self._predictors.tbt.predict_s(num_decoded, num_kv_tokens) if num_decoded else 0.0
+        if tbt_slo_s is not None and iteration_s is None and decodes:
+            return 0
+        target_s = None if tbt_slo_s is None else self._target_s(tbt_slo_s)
+        return prompt_budget(self._limits, iteration_s, self._predictors.prompt_cost.predict_s(1), target_s)
+
+    def _target_s(self, tbt_slo_s: float) -> float:
+        """Return the most predicted seconds of an iteration: one that takes long keeps the SLO too."""
+        return min(TBT_SLO_SHARE, 1 / self._predictors.error.high_by_share) * tbt_slo_s
+
+
+def divide_budget(budget: int, nums_left: Iterable[int]) -> list[int]:
+    """Return the tokens of each prompt: the first gets all that it can use, the next what is left."""
+    chunks = []
+    for num_left in nums_left:
+        chunks.append(min(num_left, budget))
+        budget -= chunks[-1]
+    return chunks
