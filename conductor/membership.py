@@ -9,6 +9,7 @@ from conductor.requests.dispatcher import Dispatcher
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
+from mooncake.config.profile import why_other_device
 from mooncake.messages.fronts import Drain, InstanceDrains
 from mooncake.messages.workers import (
     InstanceState,
@@ -22,12 +23,21 @@ from mooncake.messages.workers import (
 
 
 class Membership:
-    """The instances of the registry's cluster. All of them have the model with this fingerprint."""
+    """The instances of the registry's cluster.
+
+    All of them have the model with this fingerprint, and compute on `profiled_device` unless it is None.
+    """
 
     def __init__(
-        self, fingerprint: str, fronts: Fronts, requests: Requests, placer: Placer, dispatcher: Dispatcher
+        self,
+        fingerprint: str,
+        profiled_device: str | None,
+        fronts: Fronts,
+        requests: Requests,
+        placer: Placer,
+        dispatcher: Dispatcher,
     ) -> None:
-        self._fingerprint, self._fronts = fingerprint, fronts
+        self._fingerprint, self._profiled_device, self._fronts = fingerprint, profiled_device, fronts
         self._requests, self._placer, self._dispatcher = requests, placer, dispatcher
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
 
@@ -42,6 +52,8 @@ class Membership:
         unfit = why_unfit(
             register.instance, register.protocol_version, register.fingerprint, self._fingerprint
         )
+        if unfit is None and self._profiled_device is not None:
+            unfit = why_other_device(self._profiled_device, register.instance, register.device)
         if unfit is not None:
             return [Effect(sender, RegisterRefused(unfit))]
         if earlier is not None and earlier.identity == sender:

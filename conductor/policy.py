@@ -59,6 +59,7 @@ class Conductor:
         limits: What it may keep, and how long it waits.
         rules: How it decides.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
+        profiled_device: The device on which they were measured: instances on others are refused; None: any.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Conductor:
         limits: Limits,
         rules: Rules | None = None,
         profiled: tuple[Costs, Costs] | None = None,
+        profiled_device: str | None = None,
     ) -> None:
         rules = rules or Rules()
         self.limits = limits
@@ -80,7 +82,7 @@ class Conductor:
         self._dispatcher = Dispatcher(self._requests, self._placer, self._admission)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self._membership = Membership(
-            fingerprint, self._fronts, self._requests, self._placer, self._dispatcher
+            fingerprint, profiled_device, self._fronts, self._requests, self._placer, self._dispatcher
         )
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (

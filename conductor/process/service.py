@@ -12,7 +12,6 @@ import json
 import logging
 import shlex
 import time
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -30,11 +29,9 @@ from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.telemetry.display import Display
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
-from mooncake.config.profile import load_profile
+from mooncake.config.profile import load_profile_of
 from mooncake.config.sections import ConductorConfig
-from mooncake.errors import ConfigError
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
-from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FromFront
 from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.node.process import Ready, child_main
@@ -147,8 +144,16 @@ async def serve(process: ConductorProcess) -> None:
             has_inlining=config.conductor.inlining,
             mixed_chunk_tokens=config.worker.mixed_chunk_tokens,
         )
-        profiled = _profiled_costs(config.conductor.profile, model.name, model.dtype)
-        conductor = Conductor(time.time_ns(), model.served.fingerprint, limits, rules, profiled)
+        path = config.conductor.profile
+        profile = None if path is None else load_profile_of(path, model.name, model.shape, model.dtype)
+        conductor = Conductor(
+            time.time_ns(),
+            model.served.fingerprint,
+            limits,
+            rules,
+            None if profile is None else profile.costs,
+            None if profile is None else profile.device,
+        )
         front = front_config(config, model.name, process.cluster_key, makes_context_caches=True)
         from_front, to_front = Inbox[FromFront](), Inbox[Any]()
         own_front = InProcessLink(to_front, from_front)
@@ -188,19 +193,6 @@ def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
     return ReplicationRules(
         config.replication_period_s, config.replication_uses, int(config.replication_bytes)
     )
-
-
-def _profiled_costs(path: Path | None, model: str, dtype: str) -> tuple[Costs, Costs] | None:
-    """The costs in the configured profile, which must be of this model; None without one."""
-    if path is None:
-        return None
-    profile = load_profile(path)
-    if (profile.model, profile.dtype) != (model, dtype):
-        raise ConfigError(
-            f"conductor.profile: {path} was measured with {profile.model} in {profile.dtype}, this is {model}"
-            f" in {dtype}; measure it anew with `mooncake-serve profile FILE`"
-        )
-    return profile.costs
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:

@@ -46,7 +46,9 @@ def profile(config: Config, file: Path) -> None:
     for table in tables(made):
         console.print(table)
     picture = file.with_suffix(".png")
-    console.print(f"{file.absolute()} has the costs of {made.model} on {made.engine}.", markup=False)
+    console.print(
+        f"{file.absolute()} has the costs of {made.model} on {made.device}, {made.engine}.", markup=False
+    )
     if draw(made, picture):
         console.print(f"{picture.absolute()} shows them.", markup=False)
     else:
@@ -122,8 +124,10 @@ def profile_of(config: Config, measured: Sequence[Measured]) -> Profile:
     checkpoint = open_checkpoint(config.model, config.load_format)
     return Profile(
         model=checkpoint.name,
+        shape=checkpoint.model.shape,
         dtype=checkpoint.native_dtype if config.dtype == "auto" else config.dtype,
         engine=measured[0].engine,
+        device=measured[0].device,
         prefill=PrefillCosts(*fit([_quantities(point) for point in points["prefill"]])),
         decode=DecodeCosts(*fit(points["decode"])),
         prefill_points=points["prefill"],
@@ -216,7 +220,7 @@ def draw(made: Profile, path: Path) -> bool:
         axes.yaxis.set_major_formatter("{x:,g}")
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
-    figure.suptitle(f"{made.model}, {made.dtype}, {made.engine}")
+    figure.suptitle(f"{made.model}, {made.dtype}, {made.device}, {made.engine}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

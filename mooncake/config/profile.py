@@ -1,6 +1,6 @@
 """A profile: the costs of one kind of worker, as `mooncake-serve profile` has measured them.
 
-Owns: the file. Does not know: how anything is measured, or predicted.
+Owns: the file, and which models and devices it is of. Does not know: how anything is measured, or predicted.
 """
 
 from pathlib import Path
@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 
 from mooncake.errors import ConfigError
-from mooncake.messages.costs import Costs, Point
+from mooncake.messages.costs import Costs, ModelShape, Point
 
-VERSION = 1
+VERSION = 2
+_ADVICE = "measure it anew with `mooncake-serve profile FILE`"
 
 
 class PrefillCosts(msgspec.Struct, frozen=True):
@@ -30,12 +31,18 @@ class DecodeCosts(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """The fitted costs of one engine, named as workers do when they register, and the measured points."""
+    """The fitted costs of one model on one device, and the measured points.
+
+    `engine` and `device` are what workers say when they register.
+    """
 
     version: int = VERSION
     model: str
+    shape: ModelShape
     dtype: str
     engine: str
+    device: str
+    """Name of the GPU, or of the processor."""
     prefill: PrefillCosts
     decode: DecodeCosts
     prefill_points: list[Point] = []
@@ -59,17 +66,50 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from None
 
 
+class _AnyVersion(msgspec.Struct, frozen=True):
+    version: int
+
+
 def load_profile(path: Path) -> Profile:
     """Read the profile in `path`. Raises ConfigError if there is none, or one of another version."""
-    advice = "measure it anew with `mooncake-serve profile FILE`"
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        content = path.read_bytes()
+        version = msgspec.json.decode(content, type=_AnyVersion).version
+        if version != VERSION:
+            raise ConfigError(f"conductor.profile: {path} has version {version}, not {VERSION}; {_ADVICE}")
+        profile = msgspec.json.decode(content, type=Profile)
     except OSError as error:
         raise ConfigError(f"conductor.profile: cannot read {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"conductor.profile: {path} is no profile: {error}; {advice}") from None
-    if profile.version != VERSION:
-        raise ConfigError(f"conductor.profile: {path} has version {profile.version}, not {VERSION}; {advice}")
+        raise ConfigError(f"conductor.profile: {path} is no profile: {error}; {_ADVICE}") from None
     if min(*profile.costs[0], *profile.costs[1]) < 0 or not all(sum(costs) > 0 for costs in profile.costs):
-        raise ConfigError(f"conductor.profile: {path} has costs that are negative or all 0; {advice}")
+        raise ConfigError(f"conductor.profile: {path} has costs that are negative or all 0; {_ADVICE}")
     return profile
+
+
+def load_profile_of(path: Path, model: str, shape: ModelShape, dtype: str) -> Profile:
+    """Read the profile in `path`, which must be of this model. Raises ConfigError."""
+    profile = load_profile(path)
+    if (profile.model, profile.dtype) != (model, dtype):
+        theirs, ours = f"{profile.model} in {profile.dtype}", f"{model} in {dtype}"
+    elif profile.shape != shape:
+        differing = [
+            name
+            for name in msgspec.structs.asdict(shape)
+            if getattr(profile.shape, name) != getattr(shape, name)
+        ]
+        theirs = f"a {model} of " + ", ".join(f"{name} {getattr(profile.shape, name)}" for name in differing)
+        ours = "one of " + ", ".join(f"{name} {getattr(shape, name)}" for name in differing)
+    else:
+        return profile
+    raise ConfigError(f"conductor.profile: {path} was measured with {theirs}, this is {ours}; {_ADVICE}")
+
+
+def why_other_device(profiled: str, instance: str, device: str) -> str | None:
+    """Return why an instance on `device` cannot begin with costs that were measured on `profiled`, if so."""
+    if device == profiled:
+        return None
+    return (
+        f"conductor.profile was measured on {profiled}, {instance} computes on"
+        f" {device or 'an unknown device'}; {_ADVICE} on such a device, or leave the profile out"
+    )

@@ -242,7 +242,9 @@ class ConductorConfig(Section):
         " early_rejection, prediction or request_prediction",
     )
     profile: Path | None = Field(
-        None, description="costs of prefill and decode (mooncake-serve profile FILE); default: learned"
+        None,
+        description="costs of the model on the instances' device (mooncake-serve profile FILE); default:"
+        " learned",
     )
     peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
     placement_timeout_s: PositiveSeconds = Field(

@@ -9,13 +9,26 @@ Owns: these forms, and their fit to measurements. Does not know: how they are me
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 TBT_SLO_SHARE = 0.8
 """The largest share of a TBT SLO that an iteration may take with what is added to it: predictions are not
 exact."""
 TBT_MARGIN = 0.1
 """The share of what a batch adds to an iteration by which predictions stay below a TBT SLO."""
+
+_HUBER_DEVIATIONS = 1.345
+"""Standard deviations up to which an error counts by its square: the usual value, 95% as exact as least
+squares where errors are normal."""
+_MEDIAN_TO_DEVIATION = 1.4826
+"""Standard deviation of normal errors, in medians of their absolute values."""
+_LEAST_DEVIATION = 0.005
+"""Least standard deviation of relative errors: a better fit is chance."""
+_MAX_ROUNDS = 100
+_CONVERGED = 1e-6
+"""Relative change of the costs below which another round is of no use."""
 
 
 def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
@@ -40,6 +53,18 @@ class Costs(NamedTuple):
         return self.constant_s + first * self.first_s + second * self.second_s
 
 
+class ModelShape(msgspec.Struct, frozen=True):
+    """The sizes of a model that decide how much there is to compute."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
 class Point(NamedTuple):
     """A measured duration: of new and cached tokens for a prefill, of requests and KV tokens for a step."""
 
@@ -54,19 +79,37 @@ def prefill_quantities(num_new_tokens: float, num_cached_tokens: float) -> tuple
 
 
 def fit(points: Sequence[Point]) -> Costs:
-    """Return the costs whose relative errors have the least squares; none is negative.
+    """Return the costs whose relative errors have the least Huber loss; none is negative.
 
-    `points` have the polynomial's quantities. Raises ValueError for none at all.
+    Errors of more than `_HUBER_DEVIATIONS` standard deviations count in proportion to their size rather than
+    to its square, so single durations that something else made longer hardly move the costs. The loss is
+    minimized by least squares whose weights follow the errors; the standard deviation is estimated from their
+    median. `points` have the polynomial's quantities. Raises ValueError for none at all.
     """
     if not points:
         raise ValueError("costs cannot be fitted to no measurements")
     seconds = np.array([point.seconds for point in points])
     features = np.array([[1.0, point.first, point.second] for point in points]) / seconds[:, None]
     scale = np.maximum(features.max(axis=0), np.finfo(float).tiny)
+    features /= scale
+    found = _least_squares(features, np.ones(len(points)))
+    for _ in range(_MAX_ROUNDS):
+        errors = np.abs(features @ found - 1.0)
+        deviation = max(_MEDIAN_TO_DEVIATION * float(np.median(errors)), _LEAST_DEVIATION)
+        weights = _HUBER_DEVIATIONS * deviation / np.maximum(errors, _HUBER_DEVIATIONS * deviation)
+        before, found = found, _least_squares(features, weights)
+        if np.allclose(found, before, rtol=_CONVERGED, atol=0.0):
+            break
+    return Costs(*(found / scale).tolist())
+
+
+def _least_squares(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The factors of three features, none negative, with which their sum is nearest to 1."""
+    roots = np.sqrt(weights)
     used = np.ones(3, np.bool_)
     while True:
         found = np.zeros(3)
-        found[used], *_ = np.linalg.lstsq(features[:, used] / scale[used], np.ones(len(points)), rcond=None)
+        found[used], *_ = np.linalg.lstsq(features[:, used] * roots[:, None], roots, rcond=None)
         if (found >= 0).all():
-            return Costs(*(found / scale).tolist())
+            return found
         used[found.argmin()] = False

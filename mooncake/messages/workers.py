@@ -17,7 +17,7 @@ from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
@@ -65,6 +65,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """Device and kernels, for people."""
     idle_cores: frozenset[Count] = frozenset()
     """Cores of its host on which it computes as long as other processes leave them idle."""
+    device: str = ""
+    """Name of its GPU or processor; that of the first stage or rank of several."""
 
 
 class MixedIterations(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from mooncake.errors import ModelError, shown
 from mooncake.messages.blocks import DTYPE_BYTES, KVDtype
+from mooncake.messages.costs import ModelShape
 from mooncake.model.architectures import ARCHITECTURES, Architecture, WindowRule
 
 RopeType = Literal["default", "linear", "llama3"]
@@ -147,6 +148,19 @@ class ModelConfig(GenerationDefaults):
         """Dimensions of a head."""
         default = self.implied.default_head_dim or self.hidden_size // self.num_attention_heads
         return default if self.head_dim is None else self.head_dim
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that decide how much there is to compute."""
+        return ModelShape(
+            num_layers=self.num_hidden_layers,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            vocab_size=self.vocab_size,
+        )
 
     @property
     def rope(self) -> Rope:

@@ -75,6 +75,7 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
     second: int
     seconds: float
     engine: str
+    device: str
 
 
 Status = Progress | Ready | Alive | Fatal | Measured

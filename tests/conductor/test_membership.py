@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from conductor.effects import Effect
-from conductor.rules import Limits
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
 from mooncake.messages.bus import peer_identity
+from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     ClusterState,
     Drain,
@@ -49,6 +51,20 @@ from tests.conductor.small_cluster import (
     request,
     told_to_front,
 )
+
+
+def test_an_instance_on_another_device_than_the_profile_is_refused() -> None:
+    costs = Costs(1e-3, 1e-4, 1e-8)
+    conductor = Conductor(7, "model", Limits(), Rules(), (costs, costs), "NVIDIA H200")
+    fits = msgspec.structs.replace(registration("p0", Role.PREFILL), device="NVIDIA H200")
+    (effect,) = conductor.handle(peer_identity("p0", 1), fits, 1.0)
+    assert isinstance(effect.message, Registered)
+    other = msgspec.structs.replace(registration("p1", Role.PREFILL), device="NVIDIA L4")
+    (effect,) = conductor.handle(peer_identity("p1", 1), other, 1.0)
+    assert effect.message == RegisterRefused(
+        "conductor.profile was measured on NVIDIA H200, p1 computes on NVIDIA L4; measure it anew with"
+        " `mooncake-serve profile FILE` on such a device, or leave the profile out"
+    )
 
 
 def test_an_instance_with_the_pool_name_of_another_is_refused() -> None:

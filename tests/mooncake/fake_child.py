@@ -67,8 +67,8 @@ async def serve(config: FakeConfig) -> None:
         print("x" * 1000, flush=True)
         await asyncio.sleep(0.001)
     if config.behaviour == "measure":
-        report(Measured("prefill", 16, 0, 0.5, "cpu"))
-        report(Measured("decode", 1, 65, 0.25, "cpu"))
+        report(Measured("prefill", 16, 0, 0.5, "cpu", "Z80"))
+        report(Measured("decode", 1, 65, 0.25, "cpu", "Z80"))
         return
     report(Ready(f"served {num_lives} behind {config.previous_end}", f"try {num_lives}"))
     if config.behaviour == "is-killed" and num_lives <= NUM_SHORT_LIVES:

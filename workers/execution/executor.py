@@ -17,6 +17,7 @@ from mooncake.model.grammar import Grammars, GrammarState
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
+from workers.execution.device_name import device_name
 from workers.execution.draws import Drawn, Draws
 from workers.execution.jobs import wait_to_end
 from workers.execution.pass_record import PassRecord
@@ -55,6 +56,11 @@ class Executor:
     def engine(self) -> str:
         """Device and kernels, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
         return f"{self.kv.device} ({self.model.computed_by})"
+
+    @property
+    def device_name(self) -> str:
+        """Name of the GPU, or of the processor: instances with one name are equally fast."""
+        return device_name(self.kv.device)
 
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
         """Make `call` on the device thread.

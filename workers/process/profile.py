@@ -128,15 +128,16 @@ async def serve(process: WorkerProcess) -> None:
         report(Progress("measuring", number, len(sizes)))
         seconds = await executor.run(functools.partial(profiler.seconds, size))
         if seconds is not None:
-            report(_measured(size, seconds, executor.engine))
+            report(_measured(size, seconds, executor))
 
 
-def _measured(size: PrefillSize | StepSize, seconds: float, engine: str) -> Measured:
+def _measured(size: PrefillSize | StepSize, seconds: float, executor: Executor) -> Measured:
+    engine, device = executor.engine, executor.device_name
     match size:
         case PrefillSize(num_new_tokens, num_cached_tokens):
-            return Measured("prefill", num_new_tokens, num_cached_tokens, seconds, engine)
+            return Measured("prefill", num_new_tokens, num_cached_tokens, seconds, engine, device)
         case StepSize(batch_size, context):
-            return Measured("decode", batch_size, batch_size * (context + 1), seconds, engine)
+            return Measured("decode", batch_size, batch_size * (context + 1), seconds, engine, device)
 
 
 if __name__ == "__main__":

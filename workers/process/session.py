@@ -310,6 +310,7 @@ class LeaderSession:
             least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._behind),
             self._engines,
             self._executor.model.idle_cores,
+            self._executor.device_name,
         )
 
     @property

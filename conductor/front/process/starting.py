@@ -12,6 +12,7 @@ from conductor.front.openai.model import ServedModel, load_served_model
 from conductor.front.openai.tool_calls import ToolFormat
 from mooncake.config.settings import Config
 from mooncake.messages.blocks import KVDtype
+from mooncake.messages.costs import ModelShape
 from mooncake.model.checkpoint import open_checkpoint
 from mooncake.node.process import Ready, report
 from mooncake.security.keys import ClusterKey
@@ -24,6 +25,7 @@ class OpenedModel(NamedTuple):
     """The configured model. `name` is the checkpoint's own."""
 
     name: str
+    shape: ModelShape
     dtype: KVDtype
     served: ServedModel
 
@@ -36,7 +38,7 @@ async def open_model(config: Config) -> OpenedModel:
     served = await asyncio.to_thread(
         load_served_model, checkpoint, dtype, config.kvcache.block_size, tool_format
     )
-    return OpenedModel(checkpoint.name, dtype, served)
+    return OpenedModel(checkpoint.name, checkpoint.model.shape, dtype, served)
 
 
 def front_config(

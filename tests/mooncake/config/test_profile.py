@@ -9,9 +9,15 @@ import pytest
 
 from mooncake.cli import steps
 from mooncake.cli.profiling import ProfileError, draw, measure, tables
-from mooncake.config.profile import DecodeCosts, PrefillCosts, Profile, load_profile
+from mooncake.config.profile import (
+    DecodeCosts,
+    PrefillCosts,
+    Profile,
+    load_profile,
+    load_profile_of,
+)
 from mooncake.errors import ConfigError
-from mooncake.messages.costs import Costs, Point, fit, prefill_quantities
+from mooncake.messages.costs import Costs, ModelShape, Point, fit, prefill_quantities
 from mooncake.node.plan import ChildSpec
 from mooncake.node.process import Measured
 from mooncake.node.supervisor import Child
@@ -35,6 +41,21 @@ def test_costs_are_found_again() -> None:
         assert found == pytest.approx(true, rel=0.15)
 
 
+@pytest.mark.parametrize("outliers", [[0], [4], [8], [0, 8], [3, 5]])
+@pytest.mark.parametrize("factor", [1.5, 3.0, 20.0])
+def test_durations_that_something_else_made_longer_hardly_move_the_costs(
+    outliers: list[int], factor: float
+) -> None:
+    measured = points(noise=0.02)
+    for index in outliers:
+        measured[index] = measured[index]._replace(seconds=factor * measured[index].seconds)
+    found = fit(measured)
+    for one, (new, cached) in enumerate(SIZES):
+        if one not in outliers:
+            quantities = prefill_quantities(new, cached)
+            assert found.seconds(*quantities) == pytest.approx(COSTS.seconds(*quantities), rel=0.06)
+
+
 def test_no_cost_is_negative() -> None:
     falling = [Point(1, 1, 2.0), Point(2, 4, 1.9), Point(3, 9, 1.7), Point(4, 16, 1.8)]
     assert min(fit(falling)) >= 0
@@ -47,10 +68,13 @@ def test_a_cached_prefix_costs_only_the_attention_to_it() -> None:
     assert pairs_behind - pairs == 10 * 100
 
 
+SHAPE = ModelShape(2, 64, 128, 4, 2, 16, 1000)
 PROFILE = Profile(
     model="m",
+    shape=SHAPE,
     dtype="float32",
     engine="cpu",
+    device="Z80",
     prefill=PrefillCosts(*COSTS),
     decode=DecodeCosts(0.01, 0.001, 1e-7),
     prefill_points=[Point(16, 0, 0.01), Point(64, 0, 0.03), Point(16, 512, 0.02)],
@@ -68,8 +92,10 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("content", "word"),
     [
         (b"{", "no profile"),
-        (b'{"version": 1}', "missing required field"),
-        (msgspec.json.encode(msgspec.structs.replace(PROFILE, version=2)), "version 2"),
+        (b"{}", "missing required field"),
+        (b'{"version": 2}', "missing required field"),
+        (b'{"version": 1, "model": "m", "dtype": "float32", "engine": "cpu"}', "version 1, not 2"),
+        (msgspec.json.encode(msgspec.structs.replace(PROFILE, version=3)), "version 3, not 2"),
         (msgspec.json.encode(msgspec.structs.replace(PROFILE, prefill=PrefillCosts(0, 0, 0))), "all 0"),
         (msgspec.json.encode(msgspec.structs.replace(PROFILE, decode=DecodeCosts(1, -1, 0))), "negative"),
     ],
@@ -81,6 +107,28 @@ def test_files_that_are_no_profiles_are_refused_by_name(tmp_path: Path, content:
         load_profile(path)
     assert "conductor.profile" in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "dtype", "words"),
+    [
+        ("other", SHAPE, "float32", "measured with m in float32, this is other in float32"),
+        ("m", SHAPE, "bfloat16", "measured with m in float32, this is m in bfloat16"),
+        (
+            "m",
+            msgspec.structs.replace(SHAPE, num_layers=3),
+            "float32",
+            "a m of num_layers 2, this is one of num_layers 3",
+        ),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(
+    tmp_path: Path, model: str, shape: ModelShape, dtype: str, words: str
+) -> None:
+    PROFILE.save(tmp_path / "p.json")
+    assert load_profile_of(tmp_path / "p.json", "m", SHAPE, "float32") == PROFILE
+    with pytest.raises(ConfigError, match=f"conductor.profile: .*{words}; measure it anew"):
+        load_profile_of(tmp_path / "p.json", model, shape, dtype)
 
 
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
@@ -106,7 +154,10 @@ def child(behaviour: str, folder: Path) -> Child:
 
 def test_what_a_child_measures_is_collected(tmp_path: Path) -> None:
     measured = asyncio.run(measure(child("measure", tmp_path)))
-    assert measured == [Measured("prefill", 16, 0, 0.5, "cpu"), Measured("decode", 1, 65, 0.25, "cpu")]
+    assert measured == [
+        Measured("prefill", 16, 0, 0.5, "cpu", "Z80"),
+        Measured("decode", 1, 65, 0.25, "cpu", "Z80"),
+    ]
 
 
 def test_measuring_is_told_without_a_terminal(
