@@ -56,7 +56,7 @@ def instance(number: int) -> Instance:
     name = f"p{number}"
     role = Role.DECODE if number % 2 else Role.PREFILL
     shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
-    capacity = Capacity(100_000, 100_000)
+    capacity = Capacity(100_000, 100_000, 256)
     register = Register(PROTOCOL_VERSION, name, 1, role, "model", LAYOUT, (shard,), capacity, "cuda")
     return Instance(register, name.encode(), last_seen_s=0.0)
 

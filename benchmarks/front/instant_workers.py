@@ -62,6 +62,7 @@ INTERRUPTED = 130
 STEP_S = 0.02
 HEARTBEAT_S = 1.0
 _NUM_PAGES = 1 << 24
+_MAX_BATCH = 256
 _NUM_NEIGHBOURS = 10
 
 
@@ -144,7 +145,7 @@ class InstantInstance:
             fingerprint,
             layout,
             (PoolShard(self._address, layout),),
-            Capacity(_NUM_PAGES, _NUM_PAGES),
+            Capacity(_NUM_PAGES, _NUM_PAGES, _MAX_BATCH),
             "nothing",
         )
         self._pool = _idle_pool(layout, neighbours)

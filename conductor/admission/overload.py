@@ -133,7 +133,7 @@ class Admission:
     def learn_step(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
-        """Learn from a heartbeat how long an iteration of all requests of a decode instance would take.
+        """Learn from a heartbeat what the TBT of all requests of a decode instance would be.
 
         Args:
             decode: The instance.
@@ -148,7 +148,7 @@ class Admission:
         if tbt_slo_s is None or tbt_s - constant_s < NEAR_TBT_SLO * (tbt_slo_s - constant_s):
             return
         if self._view.loads.batch_size[slot]:  # else it has yet to receive that these requests were aborted
-            predicted_s = self._view.step_s(slot, batch_size)
+            predicted_s = self._view.assigned_tbt_s(slot, batch_size)
             self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
@@ -162,7 +162,7 @@ class Admission:
         if not num_others:
             return None
         num_kv_tokens = loads.num_decoding_tokens[slot] + num_tokens
-        tbt_s = costs.predict_s(slot, num_others + 1, num_kv_tokens)
+        tbt_s = self._view.tbt_s(slot, num_others + 1, num_kv_tokens)
         return self._check_tbt(tbt_s, costs.constant_s.item(slot), slos.tbt_s)
 
     def _is_probe(self, placement: Placement, now_s: float) -> bool:
@@ -199,17 +199,16 @@ class Admission:
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
         """The least TBT of a decode instance with one more request; None if one has nothing to do."""
-        loads, costs = self._view.loads, self._view.decode_costs
+        loads = self._view.loads
         (slots,) = loads.is_decode.nonzero()
-        num_decoding = loads.num_decoding[slots]
-        if not num_decoding.all():
+        if not loads.num_decoding[slots].all():
             return None
-        step_s = (
-            costs.constant_s[slots]
-            + (num_decoding + 1) * costs.first_s[slots]
-            + (loads.num_decoding_tokens[slots] + num_tokens) * costs.second_s[slots]
+        return min(
+            self._view.tbt_s(
+                slot, loads.num_decoding.item(slot) + 1, loads.num_decoding_tokens.item(slot) + num_tokens
+            )
+            for slot in slots.tolist()
         )
-        return float(step_s.min())
 
     def _next_step_s(self) -> float:
         """The mean predicted step of the decode instances, each with one more request."""
@@ -258,4 +257,4 @@ class Admission:
         num_more = _DEVIATIONS * math.sqrt(variance) / num_instances
         num_requests = round(num_left) // num_instances + 1 + num_more
         num_kv_tokens = work.num_tokens * (1.0 / num_instances + num_more / num_left) + num_tokens
-        return pool.mean_costs.seconds(num_requests, num_kv_tokens)
+        return pool.tbt_s(num_requests, num_kv_tokens)

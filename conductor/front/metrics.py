@@ -21,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from mooncake.messages.costs import TBT_SHARE
 from mooncake.messages.requests import FinishReason
 
 TTFT_BUCKETS_S = (
@@ -39,8 +40,6 @@ REJECTION_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
-TBT_SHARE = 0.1
-"""Share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
 
 class RequestOutcome(StrEnum):

@@ -20,7 +20,7 @@ struct Columns {
     const double *ends_s, *behind_head_s;
     const double *constant_s, *token_s, *pair_s;
     const int64_t* prefill_room_blocks;
-    const double *next_step_s;
+    const double *next_step_s, *next_token_s, *next_delay;
     const double *step_s, *request_s, *kv_token_s;
     const int64_t* decode_room_blocks;
     const uint8_t* inlines;
@@ -141,15 +141,15 @@ int64_t estimate_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd,
     return p;
 }
 
-// Line 24: where an iteration with this request takes least; -1 if no instance has room. `refused` is a row, or null.
+// Line 24: where the TBT of the requests there and this one is least; -1 if no instance has room. `refused` is a row, or null.
 int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blocks, const uint8_t* refused,
                                  double* tbt_s) {
     int64_t d = -1;
     *tbt_s = kNever;
     for (int64_t slot = 0; slot < at->num_slots; slot++) {
-        double step_s = at->next_step_s[slot] + len * at->kv_token_s[slot];
-        if (has_room_to_decode(*at, slot, num_blocks, refused) && step_s < *tbt_s) {
-            *tbt_s = step_s;
+        double next_tbt_s = at->next_delay[slot] * (at->next_step_s[slot] + len * at->next_token_s[slot]);
+        if (has_room_to_decode(*at, slot, num_blocks, refused) && next_tbt_s < *tbt_s) {
+            *tbt_s = next_tbt_s;
             d = slot;
         }
     }

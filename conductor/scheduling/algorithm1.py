@@ -262,18 +262,18 @@ class Scheduler:
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
-        """Line 24: the decode instance on which an iteration with the request takes least.
+        """Line 24: the decode instance with the least TBT of the requests there and this one.
 
         Returns its slot, and the predicted TBT in seconds; None if no instance has room.
         """
         view = self._view
-        tbt_s, d = math.inf, None
+        least_s, d = math.inf, None
         for instance in range(view.loads.num_slots):
-            kv_token_s = view.decode_costs.second_s.item(instance)
-            step_s = view.next_step_s.item(instance) + request.num_tokens * kv_token_s
-            if self._has_room_to_decode(instance, request) and step_s < tbt_s:
-                tbt_s, d = step_s, instance
-        return None if d is None else (d, tbt_s)
+            tokens_s = request.num_tokens * view.next_token_s.item(instance)
+            tbt_s = view.next_delay.item(instance) * (view.next_step_s.item(instance) + tokens_s)
+            if self._has_room_to_decode(instance, request) and tbt_s < least_s:
+                least_s, d = tbt_s, instance
+        return None if d is None else (d, least_s)
 
     def _has_room_to_decode(self, instance: int, request: Decoding) -> bool:
         room_blocks = self._view.loads.decode_room_blocks.item(instance)

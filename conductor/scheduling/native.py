@@ -120,6 +120,8 @@ class NativeScheduler(Scheduler):
                 view.prefill_costs.second_s,
                 loads.prefill_room_blocks,
                 view.next_step_s,
+                view.next_token_s,
+                view.next_delay,
                 view.decode_costs.constant_s,
                 view.decode_costs.first_s,
                 view.decode_costs.second_s,

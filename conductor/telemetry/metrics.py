@@ -160,12 +160,12 @@ def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, fl
         of_stages["prefill"] = float(loads.queue_s(now_s)[loads.is_prefill].mean()) / limits.ttft_slo_s
     if limits.tbt_slo_s is not None and loads.is_decode.any():
         slots = loads.is_decode.nonzero()[0].tolist()
-        steps_s = [
-            view.decode_costs.predict_s(slot, num_decoding, loads.num_decoding_tokens.item(slot))
+        tbts_s = [
+            view.tbt_s(slot, num_decoding, loads.num_decoding_tokens.item(slot))
             for slot in slots
             if (num_decoding := loads.num_decoding.item(slot))
         ]
-        of_stages["decode"] = sum(steps_s) / len(slots) / limits.tbt_slo_s
+        of_stages["decode"] = sum(tbts_s) / len(slots) / limits.tbt_slo_s
     return of_stages
 
 

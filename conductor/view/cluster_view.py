@@ -27,7 +27,7 @@ from conductor.view.instances import Instance
 from conductor.view.loads import Loads
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.costs import Costs, prefill_quantities
+from mooncake.messages.costs import Costs, batch_share, prefill_quantities
 from mooncake.messages.pools import PoolStats
 from mooncake.messages.workers import DecodeStats, Heartbeat
 
@@ -60,6 +60,12 @@ class DecodePool(NamedTuple):
     members: Floats
     """1 for the slot of each decode instance, 0 for other slots."""
     mean_costs: Costs
+    mean_max_batch: float
+
+    def tbt_s(self, num_requests: float, num_kv_tokens: float) -> float:
+        """Predict the TBT of requests that share the batch of a mean instance."""
+        batched, delay = batch_share(num_requests, self.mean_max_batch)
+        return delay * self.mean_costs.seconds(batched * num_requests, batched * num_kv_tokens)
 
 
 @dataclass(slots=True)
@@ -97,14 +103,20 @@ class ClusterView:
         """The block layout of all instances; None before the first one."""
         self.block_bytes = 0
         """The size of a block in that layout, which every decision needs."""
-        self.next_step_s = np.zeros(0)
-        """Predicted seconds of an iteration with one more request that has no tokens yet, by slot."""
+        self._set_next(np.zeros((3, 0)))
         self.num_changes = 0
         """The number of times that an instance has come or gone, and the arrays by slot were replaced."""
         self._decode_pool: DecodePool | None = None
         self._occupants: dict[int, _Occupant] = {}
         self._slots: dict[str, int] = {}
         self._slot_of_messenger: dict[str, int] = {}
+
+    def _set_next(self, rows: Floats) -> None:
+        """Name the rows of a matrix that predicts decoding with one more request, by slot."""
+        self._next = rows
+        self.next_step_s, self.next_token_s, self.next_delay = rows
+        """Seconds of an iteration if the request has no tokens yet, and of each that it has; its TBT in
+        iterations."""
 
     def instance_at(self, slot: int) -> Instance:
         """The instance in this slot."""
@@ -132,11 +144,13 @@ class ClusterView:
         self.num_changes += 1
         self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
         inlines = self._rules.inlines(registration.role)
-        self.loads.reset(slot, registration.role, instance.max_sequence_blocks, inlines=inlines)
+        room = instance.max_sequence_blocks
+        self.loads.reset(slot, registration.role, room, registration.capacity.max_batch, inlines=inlines)
         self._decode_pool = None
         for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
             estimator.reset(slot)
-        self.next_step_s = np.append(self.next_step_s, np.zeros(self.loads.num_slots - len(self.next_step_s)))
+        missing = np.zeros((3, self.loads.num_slots - len(self.next_step_s)))
+        self._set_next(np.append(self._next, missing, axis=1))
         self.decode_changed(slot)
 
     def remove(self, instance: Instance) -> None:
@@ -183,7 +197,9 @@ class ClusterView:
         is_decode = self.loads.is_decode
         if self._decode_pool is None and is_decode.any():
             mean_costs = self.decode_costs.mean(is_decode)
-            self._decode_pool = DecodePool(int(is_decode.sum()), is_decode.astype(np.float64), mean_costs)
+            members, num_instances = is_decode.astype(np.float64), int(is_decode.sum())
+            mean_max_batch = float(self.loads.max_batch.dot(members)) / num_instances
+            self._decode_pool = DecodePool(num_instances, members, mean_costs, mean_max_batch)
         return self._decode_pool
 
     def mean_step_s(self) -> float | None:
@@ -205,9 +221,12 @@ class ClusterView:
     def decode_changed(self, slot: int) -> None:
         """Predict the next step anew: other requests are assigned there, or its costs have changed."""
         loads = self.loads
+        num_requests = loads.batch_size.item(slot) + 1
+        batched, self.next_delay[slot] = batch_share(num_requests, loads.max_batch.item(slot))
         self.next_step_s[slot] = self.decode_costs.predict_s(
-            slot, loads.batch_size.item(slot) + 1, loads.num_kv_tokens.item(slot)
+            slot, batched * num_requests, batched * loads.num_kv_tokens.item(slot)
         )
+        self.next_token_s[slot] = batched * self.decode_costs.second_s.item(slot)
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """Seconds since a prefill last showed whether its costs here are predicted well."""
@@ -237,24 +256,29 @@ class ClusterView:
             self._learn_prefill(slot, occupant.computed)
             occupant.computed = None
 
-    def decode_refused(self, slot: int, batch_size: int, tbt_s: float) -> float:
-        """Learn the step that a decode instance predicts for a batch, and predict the same step here.
+    def decode_refused(self, slot: int, num_requests: int, tbt_s: float) -> float:
+        """Learn the TBT that a decode instance predicts for some requests, and predict the same TBT here.
 
         Args:
             slot: The instance's.
-            batch_size: The number of requests in the batch; further ones wait for their turn.
+            num_requests: The number of requests that share its batch; further ones wait for their turn.
             tbt_s: What the instance predicts.
         """
-        num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)
-        self.decode_costs.learn(slot, batch_size, num_kv_tokens, tbt_s)
+        batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
+        num_kv_tokens = num_requests * self._mean_decoding_tokens(slot)
+        self.decode_costs.learn(slot, batched * num_requests, batched * num_kv_tokens, tbt_s / delay)
         self._decode_pool = None
         self.decode_changed(slot)
-        return self.decode_costs.predict_s(slot, batch_size, num_kv_tokens)
+        return self.tbt_s(slot, num_requests, num_kv_tokens)
 
-    def step_s(self, slot: int, batch_size: int) -> float:
-        """The predicted step of a batch of requests as long as those that the instance has."""
-        num_kv_tokens = batch_size * self._mean_assigned_tokens(slot)
-        return self.decode_costs.predict_s(slot, batch_size, num_kv_tokens)
+    def tbt_s(self, slot: int, num_requests: float, num_kv_tokens: float) -> float:
+        """Predict the TBT of requests that share an instance's batch, with so many tokens in all."""
+        batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
+        return delay * self.decode_costs.predict_s(slot, batched * num_requests, batched * num_kv_tokens)
+
+    def assigned_tbt_s(self, slot: int, num_requests: int) -> float:
+        """Predict the TBT of so many requests as long as those that the instance has."""
+        return self.tbt_s(slot, num_requests, num_requests * self._mean_assigned_tokens(slot))
 
     def _mean_assigned_tokens(self, slot: int) -> float:
         """The mean prompt of all requests that the instance has, decoded or not."""

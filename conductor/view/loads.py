@@ -88,13 +88,15 @@ class Loads:
     """Decoding requests that a full batch keeps waiting: as of the last heartbeat, corrected since."""
     num_prompts: Floats
     """Prompts that were assigned and have not been computed."""
+    max_batch: Floats
+    """The most requests that an instance decodes together; others wait."""
 
     def __init__(self) -> None:
         self._prefills: list[_Prefills] = []
         self._queued_s: dict[int, Floats] = {}
         """`queued_s` by priority, of the priorities that some prompt has."""
         self._num_queued: Counter[int] = Counter()
-        self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((10, 0)))
+        self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((11, 0)))
 
     def _set_columns(self, flags: NDArray[np.bool_], counts: NDArray[np.int64], sums: Floats) -> None:
         """Name the rows of three matrices, whose columns are the slots."""
@@ -112,6 +114,7 @@ class Loads:
             self.num_decoding_tokens,
             self.num_awaiting_turn,
             self.num_prompts,
+            self.max_batch,
         ) = sums
 
     @property
@@ -124,7 +127,15 @@ class Loads:
         """Whether some queued prompts go before others."""
         return len(self._queued_s) > 1
 
-    def reset(self, slot: int, role: Role | None, room_blocks: int = 0, *, inlines: bool = False) -> None:
+    def reset(
+        self,
+        slot: int,
+        role: Role | None,
+        room_blocks: int = 0,
+        max_batch: int = 1,
+        *,
+        inlines: bool = False,
+    ) -> None:
         """Begin anew in a slot, with an instance, or (no role) without one. Slots are added as needed."""
         while self.num_slots <= slot:
             self._prefills.append(_Prefills({}, {}))
@@ -135,6 +146,7 @@ class Loads:
             self._leave_level(slot, prefill)
         self._queued_s = {priority: self._grown(queued_s) for priority, queued_s in self._queued_s.items()}
         self._prefills[slot] = _Prefills({}, {})
+        self.max_batch[slot] = max_batch
         self._set_head(slot)
         self.set_role(slot, role, room_blocks, inlines=inlines)
 
@@ -292,4 +304,5 @@ class Loads:
     def share_in_batches(self, slots: Floats) -> float:
         """The share of the decoding requests at these slots (weights 0 and 1) that are in a batch."""
         num_decoding = float(self.num_decoding.dot(slots))
-        return 1.0 - float(self.num_awaiting_turn.dot(slots)) / num_decoding if num_decoding else 1.0
+        num_batched = np.minimum(self.num_decoding - self.num_awaiting_turn, self.max_batch)
+        return float(num_batched.dot(slots)) / num_decoding if num_decoding else 1.0

@@ -18,6 +18,8 @@ TBT_SLO_SHARE = 0.8
 exact."""
 TBT_MARGIN = 0.1
 """The share of what a batch adds to an iteration by which predictions stay below a TBT SLO."""
+TBT_SHARE = 0.1
+"""The share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
 _HUBER_DEVIATIONS = 1.345
 """Standard deviations up to which an error counts by its square: the usual value, 95% as exact as least
@@ -39,6 +41,27 @@ def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
     is known well, so no margin is kept for that part.
     """
     return TBT_MARGIN * max(0.0, step_s - empty_step_s)
+
+
+class BatchShare(NamedTuple):
+    """What each of several requests has of a batch in which there may not be a slot for each."""
+
+    batched: float
+    """The share of the requests that are in the batch at a time."""
+    delay: float
+    """The TBT of a request, in iterations of the batch."""
+
+
+def batch_share(num_requests: float, max_batch: float) -> BatchShare:
+    """Return how `num_requests` share a batch of at most `max_batch`.
+
+    Where r requests share s < r slots, each waits for a slot once, behind its first token: on average
+    (r - s) / s times as long as it is decoded then. That is one gap among its longest, whose mean is its TBT.
+    """
+    if num_requests <= max_batch:
+        return BatchShare(1.0, 1.0)
+    waiting = (num_requests - max_batch) / max_batch
+    return BatchShare(max_batch / num_requests, 1.0 + waiting / TBT_SHARE)
 
 
 class Costs(NamedTuple):

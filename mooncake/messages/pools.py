@@ -8,7 +8,7 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.quantities import BytesPerSecond, Count, Port, Seconds
+from mooncake.messages.quantities import BytesPerSecond, Count, Port, PositiveCount, Seconds
 
 
 class MessengerAddress(msgspec.Struct, frozen=True):
@@ -53,10 +53,11 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The size of an instance's memory, in pages of one block."""
+    """What an instance can hold: pages of one block, and requests in its decode batch."""
 
     num_pool_pages: Count
     num_device_pages: Count
+    max_batch: PositiveCount
 
 
 class Tier(StrEnum):

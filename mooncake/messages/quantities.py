@@ -15,6 +15,7 @@ _MOST_SECONDS = 1e10
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """Number of tokens, blocks, bytes or requests, within a float's exact integers."""
+PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]

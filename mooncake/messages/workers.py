@@ -115,7 +115,7 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     num_awaiting_turn: Count = 0
     """Requests among these that are prefilled and wait because of the batch's predicted TBT."""
     tbt_s: Seconds | None = None
-    """Predicted TBT of all of them in one batch; None while too little is known."""
+    """Predicted TBT of all of them, sharing the batch's slots; None while too little is known."""
     num_prompt_tokens_left: Count = 0
     """Tokens of inlined prompts that are still to be computed."""
     prompt_token_s: Seconds = 0.0
@@ -210,7 +210,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     """The decode instance refuses a request with which a token would take longer than the TBT SLO.
 
     Sent only in answer to `Decode`, before the first token has left, when the request may not wait any
-    longer. `batch_size` is that of the prediction, this request included; more may wait for their turn.
+    longer. `batch_size` is the number of requests of the prediction, this one included, with a slot or
+    without; more may wait for their turn.
     """
 
     ref: Ref

@@ -38,7 +38,7 @@ def registration(name: str, role: Role, incarnation: int = 1, pages: int = 100) 
         "model",
         LAYOUT,
         (PoolShard(address(name), LAYOUT),),
-        Capacity(pages, pages),
+        Capacity(pages, pages, 256),
         "cpu",
     )
 

@@ -98,6 +98,7 @@ class Transcript:
         self._block_size = 4
         self._incarnation = 0
         self._pages = PAGES
+        self._max_batch = 256
         self._submitted: dict[str, Request] = {}
 
     @property
@@ -129,6 +130,7 @@ class Transcript:
         prefill_costs: str | None = None,
         decode_costs: str = "0.01,0.001,0",
         pages: str = str(PAGES),
+        max_batch: str = "256",
         block: str = "4",
         max_running: str = "256",
         max_waiting: str = "0",
@@ -157,6 +159,7 @@ class Transcript:
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
         self._conductor = Conductor(7, "model", limits, rules, profiled)
         self._block_size, self._pages, self._now_s = int(block), int(pages), 0.0
+        self._max_batch = int(max_batch)
         self._instances: dict[str, Register] = {}
         self._conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
         for role, count in (("p", prefill), ("d", decode), ("b", both)):
@@ -164,7 +167,7 @@ class Transcript:
                 self._do_join(f"{role}{index}")
         return []
 
-    def _do_join(self, name: str, pages: str | None = None) -> list[str]:
+    def _do_join(self, name: str, pages: str | None = None, max_batch: str | None = None) -> list[str]:
         layout = KVLayout(1, 1, 8, self._block_size, "float32")
         self._incarnation += 1
         num_pages = self._pages if pages is None else int(pages)
@@ -177,7 +180,7 @@ class Transcript:
             "model",
             layout,
             (PoolShard(address, layout),),
-            Capacity(num_pages, num_pages),
+            Capacity(num_pages, num_pages, self._max_batch if max_batch is None else int(max_batch)),
             "cpu",
         )
         return self._tell(name, register)
@@ -294,9 +297,9 @@ class Transcript:
         tracked = self._conductor.requests[request_id]
         return self._tell(tracked.decode, Finished(tracked.ref, FinishReason.LENGTH, int(tokens)))
 
-    def _do_refused(self, request_id: str, batch: str = "1") -> list[str]:
+    def _do_refused(self, request_id: str, batch: str = "1", tbt: str = "0.2") -> list[str]:
         tracked = self._conductor.requests[request_id]
-        return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", int(batch), 0.2))
+        return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", int(batch), float(tbt)))
 
     def _do_failed(self, request_id: str) -> list[str]:
         tracked = self._conductor.requests[request_id]

@@ -61,7 +61,7 @@ class FollowedGroup:
         self._tasks: list[asyncio.Task[None]] = []
 
     def _leader(self, link: NextStage, size: int, fingerprint: str) -> PreviousStage:
-        capacity = Capacity(1000, 1000)
+        capacity = Capacity(1000, 1000, 8)
         hello = StageHello(PROTOCOL_VERSION, link.stage, size, fingerprint, capacity, "cpu", ())
 
         async def pools() -> dict[str, PoolStats]:

@@ -158,7 +158,7 @@ class InstanceUnderTest:
             FINGERPRINT,
             cluster.layout,
             tuple(PoolShard(pool.address, pool.segment.layout) for pool in pools),
-            Capacity(min(pool.num_pages for pool in pools), kv.num_pages),
+            Capacity(min(pool.num_pages for pool in pools), kv.num_pages, sizes.max_batch),
             self.executor.engine,
             sizes.idle_cores,
         )

@@ -360,7 +360,7 @@ class Lab:
         )
 
     def _previous_stage(self, link: NextStage) -> PreviousStage:
-        capacity = Capacity(NUM_PAGES, NUM_PAGES)
+        capacity = Capacity(NUM_PAGES, NUM_PAGES, 8)
         hello = StageHello(PROTOCOL_VERSION, link.stage, len(self.parts), FINGERPRINT, capacity, "cpu", ())
 
         async def pools() -> dict[str, PoolStats]:

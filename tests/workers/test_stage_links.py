@@ -21,7 +21,8 @@ from workers.groups.previous_stage import PreviousStage
 from workers.groups.stage_messages import AboutJob, End, PassShare, StageAlive, StageHello, Stored
 
 TIMEOUT_S = 0.5
-HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20), "cpu", ())
+SMALL = Capacity(1, 1, 1)
+HELLO = StageHello(PROTOCOL_VERSION, 1, 3, "f" * 32, Capacity(10, 20, 8), "cpu", ())
 
 
 @pytest.fixture
@@ -78,11 +79,17 @@ async def test_stage_that_comes_first_waits_for_the_one_before(endpoint: str) ->
 @pytest.mark.parametrize(
     ("hello", "message"),
     [
-        (StageHello(0, 1, 3, "f" * 32, Capacity(1, 1), "cpu", ()), "protocol version differs"),
-        (StageHello(PROTOCOL_VERSION, 2, 3, "f" * 32, Capacity(1, 1), "cpu", ()), "stage differs: ours is 1"),
-        (StageHello(PROTOCOL_VERSION, 1, 2, "f" * 32, Capacity(1, 1), "cpu", ()), "number of stages differs"),
+        (StageHello(0, 1, 3, "f" * 32, SMALL, "cpu", ()), "protocol version differs"),
         (
-            StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu", ()),
+            StageHello(PROTOCOL_VERSION, 2, 3, "f" * 32, SMALL, "cpu", ()),
+            "stage differs: ours is 1",
+        ),
+        (
+            StageHello(PROTOCOL_VERSION, 1, 2, "f" * 32, SMALL, "cpu", ()),
+            "number of stages differs",
+        ),
+        (
+            StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, SMALL, "cpu", ()),
             "model fingerprint differs",
         ),
     ],
@@ -134,7 +141,7 @@ async def test_new_life_of_the_stage_behind_ends_the_session(endpoint: str) -> N
 
 async def test_stage_that_does_not_fit_does_not_disturb_one_that_does(endpoint: str) -> None:
     """A process that was started by mistake, or one of the next release, comes to a group at work."""
-    other = StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, Capacity(1, 1), "cpu", ())
+    other = StageHello(PROTOCOL_VERSION, 1, 3, "0" * 32, SMALL, "cpu", ())
     async with joined(endpoint) as (behind, before), asyncio.timeout(DEADLINE_S):
         heard = asyncio.Event()
 

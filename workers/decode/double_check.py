@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from mooncake.messages.costs import tbt_margin_s
+from mooncake.messages.costs import batch_share, tbt_margin_s
 from mooncake.messages.workers import DecodeLoad
 from workers.decode.sequence import Sequence
 from workers.decode.tbt import IterationPredictors
@@ -29,10 +29,10 @@ class TooSlowError(Exception):
 
 
 class DoubleCheck:
-    """The check of one instance; `predictors` predict."""
+    """The check of one instance, which decodes at most `max_batch` requests together."""
 
-    def __init__(self, predictors: IterationPredictors) -> None:
-        self._predictors = predictors
+    def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
+        self._predictors, self._max_batch = predictors, max_batch
         self._turn = asyncio.Lock()
         """Held by the request that is checked, while others queue behind it."""
         self._changed = asyncio.Event()
@@ -72,7 +72,7 @@ class DoubleCheck:
         """Return the load of these sequences, whether they are prefilled or not."""
         batch = [sequence for sequence in sequences if sequence.finish_reason is None]
         num_kv_tokens = sum(len(sequence.tokens) for sequence in batch)
-        tbt_s = self._predictors.tbt.predict_s(len(batch), num_kv_tokens)
+        tbt_s = self._tbt_s(len(batch), num_kv_tokens)
         return DecodeLoad(
             len(batch),
             self._num_waiting,
@@ -80,6 +80,12 @@ class DoubleCheck:
             sum(sequence.num_prompt_tokens_left for sequence in batch),
             self._predictors.prompt_cost.predict_s(1) or 0.0,
         )
+
+    def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
+        """Return the predicted TBT of requests that share the batch; None while too little is known."""
+        batched, delay = batch_share(num_requests, self._max_batch)
+        step_s = self._predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
+        return None if step_s is None else delay * step_s
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """Return why the sequence cannot join now.
@@ -91,7 +97,7 @@ class DoubleCheck:
             return None
         num_kv_tokens = sum(len(other.tokens) for other in (*batch, sequence))
         empty_s = self._predictors.tbt.predict_s(0, 0)
-        predicted_s = self._predictors.tbt.predict_s(len(batch) + 1, num_kv_tokens)
+        predicted_s = self._tbt_s(len(batch) + 1, num_kv_tokens)
         if empty_s is None or predicted_s is None:
             return None
         margin_s = tbt_margin_s(predicted_s, empty_s)

@@ -87,7 +87,7 @@ class DecodeRunner:
         self._blocks = GroupBlocks(SequenceBlocks(pool, transfers), followers, page_size, arrival_timeout_s)
         self.meter = DecodeMeter()
         predictors = self.meter.predictors
-        self._double_check = DoubleCheck(predictors)
+        self._double_check = DoubleCheck(predictors, max_batch)
         self._chunks = PromptChunks(PromptBudget(predictors, chunk_limits))
         self._pauses = DecodePauses(predictors, max_batch)
         self._resumption: asyncio.TimerHandle | None = None

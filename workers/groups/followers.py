@@ -85,6 +85,7 @@ class Followers:
         return Capacity(
             min(link.capacity.num_pool_pages for link in self._links),
             min(link.capacity.num_device_pages for link in self._links),
+            min(link.capacity.max_batch for link in self._links),
         )
 
     @property

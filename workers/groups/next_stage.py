@@ -218,6 +218,7 @@ def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
     return Capacity(
         min(capacity.num_pool_pages, behind.capacity.num_pool_pages),
         min(capacity.num_device_pages, behind.capacity.num_device_pages),
+        min(capacity.max_batch, behind.capacity.max_batch),
     )
 
 

@@ -307,7 +307,10 @@ class LeaderSession:
             self._fingerprint,
             self._layout,
             shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
-            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), self._behind),
+            least_capacity(
+                Capacity(pool.num_pages, self._executor.kv.num_pages, self._process.config.worker.max_batch),
+                self._behind,
+            ),
             self._engines,
             self._executor.model.idle_cores,
             self._executor.device_name,

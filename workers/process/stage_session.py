@@ -102,7 +102,10 @@ class StageSession:
             self._stage.number,
             self._stage.num_stages,
             self._fingerprint,
-            least_capacity(Capacity(pool.num_pages, self._executor.kv.num_pages), behind),
+            least_capacity(
+                Capacity(pool.num_pages, self._executor.kv.num_pages, self._process.config.worker.max_batch),
+                behind,
+            ),
             engines_of(self._executor.engine, behind),
             shards_of(PoolShard(pool.address, pool.segment.layout), behind),
         )

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-TBT_SHARE = 0.1
+from mooncake.messages.costs import TBT_SHARE
 
 
 class Kind(StrEnum):

@@ -90,7 +90,7 @@ class Cluster:
 
     def register(self, name: str, *addresses: MessengerAddress, incarnation: int = 1) -> None:
         shards = tuple(PoolShard(address, LAYOUT) for address in addresses)
-        capacity = Capacity(100, 100)
+        capacity = Capacity(100, 100, 32)
         message = Register(
             PROTOCOL_VERSION, name, incarnation, Role.PREFILL, "model", LAYOUT, shards, capacity, "cpu"
         )

@@ -26,7 +26,7 @@ class Cluster:
             self.add(name, role)
 
     def add(self, name: str, role: Role) -> None:
-        registration = Register(0, name, 1, role, "", LAYOUT, (), Capacity(9, 9), "")
+        registration = Register(0, name, 1, role, "", LAYOUT, (), Capacity(9, 9, 1), "")
         self.prefixes.add_instance(name, [name])
         self.instances.add(Instance(registration, name.encode(), 0.0))
 

@@ -36,7 +36,7 @@ class Cluster:
 
     def add(self, name: str, role: Role = Role.PREFILL) -> None:
         shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
-        capacity = Capacity(self._pages, self._pages)
+        capacity = Capacity(self._pages, self._pages, 32)
         registration = Register(0, name, 1, role, "", LAYOUT, (shard,), capacity, "")
         self._instances[name] = Instance(registration, name.encode(), self.now_s)
         self.view.add(self._instances[name], self.now_s)

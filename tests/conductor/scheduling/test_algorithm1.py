@@ -25,10 +25,10 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def instance(number: int, role: Role) -> Instance:
+def instance(number: int, role: Role, max_batch: int = 256) -> Instance:
     name = f"i{number}"
     shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
-    capacity = Capacity(1000, 1000)
+    capacity = Capacity(1000, 1000, max_batch)
     register = Register(PROTOCOL_VERSION, name, 1, role, "model", LAYOUT, (shard,), capacity, "cpu")
     return Instance(register, name.encode(), last_seen_s=0.0)
 
@@ -37,12 +37,13 @@ def any_view(draw: np.random.Generator) -> ClusterView:
     """Some columns have few different values, so that there are ties."""
     view = ClusterView(Rules(has_inlining=bool(draw.integers(2))))
     for number in range(draw.integers(1, 20)):
-        view.add(instance(number, list(Role)[draw.integers(3)]), 0.0)
+        view.add(instance(number, list(Role)[draw.integers(3)], int(draw.integers(1, 4))), 0.0)
     loads, transfers = view.loads, view.transfers
     for slot in np.flatnonzero(loads.is_decode).tolist():
         for num_tokens in draw.integers(1, 1100, draw.integers(4)).tolist():
             loads.assign_decode(slot, num_tokens)
             loads.begin_decode(slot, num_tokens)
+        view.decode_changed(slot)
     for slot in np.flatnonzero(loads.is_prefill | loads.inlines).tolist():
         for request_id in "abc"[: draw.integers(4)]:
             loads.assign_prefill(slot, request_id, draw.uniform(0, 5), int(draw.integers(3)))
@@ -53,7 +54,13 @@ def any_view(draw: np.random.Generator) -> ClusterView:
         for estimator in (view.prefill_costs, view.decode_costs)
         for column in (estimator.constant_s, estimator.first_s, estimator.second_s)
     ]
-    for column in (*costs, view.next_step_s, transfers.in_flight_bytes, transfers.ordered_bytes):
+    for column in (
+        *costs,
+        view.next_step_s,
+        view.next_token_s,
+        transfers.in_flight_bytes,
+        transfers.ordered_bytes,
+    ):
         few, many = draw.integers(2, size=len(column)) / 3, draw.uniform(0, 1, len(column))
         column[:] = few if draw.integers(2) else many
     for room_blocks in (loads.prefill_room_blocks, loads.decode_room_blocks):

@@ -72,7 +72,7 @@ def test_what_stands_behind_a_prompt_that_is_not_wanted_any_more_begins_then(loa
 
 def test_a_request_that_waits_for_its_turn_is_in_no_batch() -> None:
     loads = Loads()
-    loads.reset(SLOT, Role.DECODE, 100)
+    loads.reset(SLOT, Role.DECODE, 100, max_batch=4)
     for _ in range(4):
         loads.assign_decode(SLOT, 8)
         loads.begin_decode(SLOT, 8)

@@ -224,7 +224,7 @@ def test_prefilled_tokens_are_told_by_their_source() -> None:
         "model",
         layout,
         (PoolShard(address, layout),),
-        Capacity(100, 100),
+        Capacity(100, 100, 32),
         "cpu (torch)",
     )
     conductor.handle(p0, register, 0.0)

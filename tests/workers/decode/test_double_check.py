@@ -20,11 +20,11 @@ class Decoding:
     An iteration without a batch takes `empty_s`.
     """
 
-    def __init__(self, size: int, empty_s: float = 0.0) -> None:
+    def __init__(self, size: int, empty_s: float = 0.0, max_batch: int = 32) -> None:
         self._empty_s = empty_s
         self.predictors = IterationPredictors()
         self.predictors.tbt = self  # type: ignore[assignment]
-        self.check = DoubleCheck(self.predictors)
+        self.check = DoubleCheck(self.predictors, max_batch)
         self.batch = [self.sequence() for _ in range(size)]
 
     def predict_s(self, batch_size: int, num_kv_tokens: int) -> float:
@@ -49,6 +49,18 @@ async def settled() -> None:
     """Everybody has done what can be done now."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+async def test_a_request_beyond_the_slots_is_predicted_to_wait_for_one() -> None:
+    decoding = Decoding(2, max_batch=2)
+    assert decoding.check.load(decoding.batch).tbt_s == pytest.approx(2 * REQUEST_S)
+    load = decoding.check.load([*decoding.batch, decoding.sequence()])
+    # A third waits half as long as it is decoded, which is five of the gaps that its TBT is the mean of.
+    assert load.tbt_s == pytest.approx((1 + 0.5 / 0.1) * 2 * REQUEST_S)
+    with pytest.raises(TooSlowError, match=r"a token would take 120\.0 ms"):
+        await decoding.join(None)
+    decoding.leave()
+    await decoding.join(None)
 
 
 async def test_those_that_do_not_fit_wait_and_join_in_the_order_in_which_they_came() -> None:

@@ -238,7 +238,7 @@ class DisaggregatedCluster:
 
     def _registration(self, node: Node, role: Role) -> Register:
         shape = self._shape
-        capacity = Capacity(node.pool.num_pages, self._num_device_blocks)
+        capacity = Capacity(node.pool.num_pages, self._num_device_blocks, shape.max_batch)
         return Register(
             PROTOCOL_VERSION,
             node.name,

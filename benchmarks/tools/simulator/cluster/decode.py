@@ -17,7 +17,7 @@ from benchmarks.tools.simulator.cluster.cache import Reservation
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
-from mooncake.messages.costs import tbt_margin_s
+from mooncake.messages.costs import batch_share, tbt_margin_s
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -94,7 +94,7 @@ class DecodeInstance:
     def load(self) -> DecodeLoad:
         """For heartbeats, as `workers.decode.double_check`."""
         num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
-        tbt_s = self._tbt.predict_s(self.num_sequences, num_kv_tokens)
+        tbt_s = self._tbt_s(self.num_sequences, num_kv_tokens)
         return DecodeLoad(self.num_sequences, len(self._turns), tbt_s)
 
     @property
@@ -153,11 +153,16 @@ class DecodeInstance:
         if slo_s is None or not num_others:
             return None
         num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
-        empty_s, predicted_s = self._tbt.predict_s(0, 0), self._tbt.predict_s(num_others + 1, num_kv_tokens)
+        empty_s, predicted_s = self._tbt.predict_s(0, 0), self._tbt_s(num_others + 1, num_kv_tokens)
         if empty_s is None or predicted_s is None:
             return None
         margin_s = tbt_margin_s(predicted_s, empty_s)
         return None if predicted_s + margin_s <= slo_s else predicted_s
+
+    def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
+        batched, delay = batch_share(num_requests, self._max_batch)
+        step_s = self._tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
+        return None if step_s is None else delay * step_s
 
     def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
         self.num_refusals += 1
