@@ -69,6 +69,17 @@ def test_every_setting_of_the_services_is_a_valid_key() -> None:
     assert roles == {"conductor", "prefill", "decode"}
 
 
+def test_the_conductor_has_the_slos_of_the_shipped_configurations() -> None:
+    environment = OURS["conductor"]["environment"]
+    defaults = {
+        key: environment[f"MOONCAKE_CONDUCTOR_{key.upper()}"].partition(":-")[2].rstrip("}")
+        for key in ("ttft_slo_s", "tbt_slo_s")
+    }
+    for file in sorted((ROOT / "configs").glob("*.yaml")):
+        conductor = load_config(file, {}, {}).conductor
+        assert (conductor.ttft_slo_s, conductor.tbt_slo_s) == tuple(map(float, defaults.values())), file.name
+
+
 def test_instances_have_the_time_to_drain_before_they_are_killed() -> None:
     drain_s = load_config(None, {}, {}).worker.drain_timeout_s
     for service in (OURS["prefill"], OURS["decode"]):

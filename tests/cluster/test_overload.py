@@ -1,0 +1,93 @@
+"""A fresh server, with the SLOs of its configuration as shipped, under ten times the load that it can take.
+
+Its workers take as long for a pass as a larger model's would (`benchmarks.overload.slowed`), so the load is
+too much for the instances, and not for the machine that the test shares with others.
+"""
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.overload.slowed import VOCAB_SIZE
+from tests.cluster.harness import ROOT, Server
+from tests.deadline import DEADLINE_S
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+MAX_BATCH = 4
+NUM_CLIENTS = 10 * MAX_BATCH
+NUM_EACH = 3
+NUM_INPUT, NUM_OUTPUT = 32, 40
+
+
+class SlowedServer(Server):
+    """The real `mooncake-serve`, with workers that take their time."""
+
+    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> subprocess.Popen[bytes]:
+        folder = self.run_dir / "slowed"
+        folder.mkdir()
+        command = [sys.executable, "-m", "benchmarks.overload.slowed", str(folder), *arguments]
+        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environ)
+
+
+@pytest.fixture
+def server(run_dir: Path) -> Iterator[Server]:
+    with SlowedServer(
+        *("--config=configs/local-cpu.yaml", f"--worker-max-batch={MAX_BATCH}"),
+        *("--kvcache-pool-bytes=64MiB", "--kvcache-device-bytes=64MiB"),
+        run_dir=run_dir,
+    ) as server:
+        yield server
+
+
+async def client(number: int, to: httpx.AsyncClient) -> list[httpx.Response]:
+    """Send one request after the other, each as soon as the one before is answered."""
+    answers = []
+    for index in range(NUM_EACH):
+        prompt = [number % VOCAB_SIZE, index, *range(1, NUM_INPUT - 1)]
+        body = {"model": "slowed", "prompt": prompt, "max_tokens": NUM_OUTPUT, "ignore_eos": True}
+        answers.append(await to.post("/v1/completions", json=body))
+    return answers
+
+
+async def health(to: httpx.AsyncClient, until: asyncio.Event) -> list[int]:
+    """Ask for it again and again, and once more at the end."""
+    statuses = []
+    while not until.is_set():
+        statuses.append((await to.get("/health")).status_code)
+    statuses.append((await to.get("/health")).status_code)
+    return statuses
+
+
+async def test_what_is_too_much_is_refused_before_anything_is_computed_for_it(server: Server) -> None:
+    no_limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S, limits=no_limits) as to:
+        ended = asyncio.Event()
+        asked = asyncio.create_task(health(to, ended))
+        crowd = await asyncio.gather(*(client(number, to) for number in range(NUM_CLIENTS)))
+        ended.set()
+        assert set(await asked) == {200}
+        metrics = (await to.get("/metrics")).text
+    answers = [answer for answers in crowd for answer in answers]
+    by_status = Counter(answer.status_code for answer in answers)
+    assert set(by_status) == {200, 429}, by_status
+    assert by_status[200] >= MAX_BATCH, "a full batch is served"
+    assert by_status[429] > len(answers) / 2, by_status
+    for answer in answers:
+        if answer.status_code == 429:
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert answer.json()["error"]["message"].startswith("the cluster is overloaded")
+        else:
+            assert answer.json()["usage"]["completion_tokens"] == NUM_OUTPUT
+    computed = sum(
+        float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("mooncake_prefill_tokens_total{") and 'source="computed"' in line
+    )
+    # The double check may refuse a request behind its prefill, but hardly ever does.
+    assert 0 < computed < (by_status[200] + by_status[429] / 4) * NUM_INPUT
