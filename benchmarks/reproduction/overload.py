@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import msgspec
 import numpy as np
 
-from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, number
+from benchmarks.reproduction.experiment import SEED, Cell, Experiment, Outcome, Table, Trace, number
 from benchmarks.tools.simulator.pictures import Drawn, draw_load
 from benchmarks.tools.simulator.series import LoadSeries
 from benchmarks.tools.simulator.setup import Setup, simulate
@@ -32,6 +32,8 @@ SPEED = 3.0
 NUM_REQUESTS = 1500
 SEEDS = (SEED, SEED + 1, SEED + 2)
 PICTURE = "overload.svg"
+MAX_WAITING = (0, 16, 128)
+"""Lengths of the queue in which requests are deferred; the last is never full."""
 
 
 def _lognormal(median: float, sigma: float, least: float, most: float) -> Values:
@@ -78,7 +80,30 @@ def run(trace: Trace, folder: Path) -> Outcome:
         tables.append(Table(header, [_row(policy.value, of_policy) for policy, of_policy in runs.items()]))
         drawn = drawn or [of_policy[0].drawn for of_policy in runs.values()]
     draw_load(drawn, folder / PICTURE)
-    return Outcome(tables, [PICTURE])
+    deferral = Table(
+        ["deferral", "may wait", "rejected", "effective", "effective, by seed", "TTFT p90, s"],
+        [
+            _deferred(name, num, load)
+            for name, load in (("conversations", conversations), ("chats", _chats))
+            for num in MAX_WAITING
+        ],
+    )
+    return Outcome([*tables, deferral], [PICTURE])
+
+
+def _deferred(name: str, max_waiting: int, load: Callable[[int], Iterable[TraceRequest]]) -> list[Cell]:
+    """Return means over the seeds with `prediction`, if so many requests may wait."""
+    setup = msgspec.structs.replace(DECODE_BOUND, max_waiting=max_waiting)
+    summaries = [simulate(setup, load(seed))[0].summary for seed in SEEDS]
+    effective = [summary.num_effective for summary in summaries]
+    return [
+        name,
+        max_waiting,
+        round(fmean(summary.num_rejected for summary in summaries)),
+        round(fmean(effective)),
+        ", ".join(map(str, effective)),
+        fmean(summary.ttft_s.p90 for summary in summaries),
+    ]
 
 
 def _chats(seed: int) -> Iterator[TraceRequest]:
@@ -134,7 +159,7 @@ def _found(table: Table) -> str:
 
 def remark(outcome: Outcome) -> str:
     """What differs between the policies."""
-    papers, *decode_bound, _ = outcome.tables
+    papers, *decode_bound, _, deferral = outcome.tables
     rejected = [number(row[2]) for row in papers.rows]
     span = " to ".join(dict.fromkeys(f"{count:,.0f}" for count in (min(rejected), max(rejected))))
     order = "equally many with each policy" if len(set(rejected)) == 1 else _order(rejected, falls=True)
@@ -146,7 +171,23 @@ def remark(outcome: Outcome) -> str:
         " so a wasted prefill delays nobody, and what is let in beyond the SLO is late instead of rejected. A"
         " request with few tokens cannot be effective: the second one waits for the KVCache, and is one of"
         " the longest gaps. A check at reservation counts all requests that are on their way to the instance."
-        " It is stricter than any of the policies and decides before they do."
+        f" It is stricter than any of the policies and decides before they do. {_worth(deferral)}"
+    )
+
+
+def _worth(deferral: Table) -> str:
+    """Say what deferring does to rejections and effective requests."""
+    parts = []
+    for of_load in range(0, len(deferral.rows), len(MAX_WAITING)):
+        none, *_, all_ = deferral.rows[of_load : of_load + len(MAX_WAITING)]
+        parts.append(
+            f"{number(all_[2]):.0f} instead of {number(none[2]):.0f} {none[0]} are rejected,"
+            f" {number(all_[3]):.0f} instead of {number(none[3]):.0f} effective"
+        )
+    return (
+        "Deferral (section 7): requests wait for decode's load to fall while their TTFT SLO allows it. If all"
+        f" may wait, {'; '.join(parts)}: who comes later finds the batches as full as the SLO allows. If few"
+        " may, the queue is full of long prompts, and rejects."
     )
 
 
@@ -160,8 +201,8 @@ EXPERIMENT = Experiment(
     f" of 28 ms, so that decoding is short; {NUM_REQUESTS:,} requests, means over {len(SEEDS)} seeds."
     f" Conversations are the first requests of the trace at {SPEED:g}x; chats are synthetic,"
     f" {CHATS.rate_per_s:g} req/s, prompts of 3,000 and answers of 300 tokens in the median, both lognormal."
-    " In the last table decode instances check also when pages are reserved; in the paper and in this server"
-    " only when prefill has ended. A wasted prefill was computed for a request that was rejected then.",
+    " In the last table but one decode instances check also when pages are reserved; in the paper and in this"
+    " server only when prefill has ended. A wasted prefill was computed for a request that was rejected then.",
     remark,
     run,
     cost=90,

@@ -5,6 +5,8 @@ how a pair is chosen (`conductor.scheduling.algorithm1`), which requests are too
 (`conductor.admission.overload`).
 """
 
+import math
+
 from conductor.admission.overload import NOTHING, Admission, Freed
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
@@ -162,20 +164,23 @@ class Placer:
         return True
 
     def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
-        """Place in order, up to the first request that cannot be placed; `reject` those without slack."""
+        """Place, in order, the queued requests for which there is room; `reject` those without slack.
+
+        A request behind one that found no room is tried if its prompt is shorter, or its SLO another one.
+        """
         if not self._requests.admission_queue:
             return []
         effects: list[Effect] = []
-        is_blocked = False
+        blocked: dict[float | None, int] = {}
+        """The fewest tokens that found no room, by TBT SLO."""
         for tracked in self._preemption.in_order(self._requests.admission_queue.values(), now_s):
-            if is_blocked:
-                effects += self._reject_if_late(tracked, now_s)
+            num_tokens, tbt_slo_s = len(tracked.request.token_ids), tracked.slos.tbt_s
+            if num_tokens >= blocked.get(tbt_slo_s, math.inf):
+                effects += self._reject_if_late(tracked, now_s) if reject else []
                 continue
             effects += self.place(tracked, now_s)
             if tracked.state is RequestState.QUEUED:
-                if not reject:
-                    break
-                is_blocked = True
+                blocked[tbt_slo_s] = num_tokens
         return effects
 
     def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:

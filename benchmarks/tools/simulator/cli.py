@@ -94,6 +94,7 @@ _DISAGGREGATED_ONLY = {
     "prefill_layer_window": "--prefill-layer-window",
     "scheduling": "--scheduling",
     "overload": "--overload",
+    "max_waiting": "--max-waiting",
     "kvcache_balancing_threshold": "--kvcache-balancing-threshold",
     "nic_gbps": "--nic-gbps",
 }
@@ -199,6 +200,8 @@ def _add_policies(group: argparse._ArgumentGroup) -> None:
         ("--eviction", EvictionPolicy, "which block goes first from a full pool"),
     ):
         group.add_argument(option, type=one_of(policies), choices=list(policies), help=policy_help)
+    waiting_help = "requests that wait for decode's load to fall instead of being rejected (default: 0)"
+    group.add_argument("--max-waiting", type=count, metavar="N", help=waiting_help)
     threshold_help = "fetch a prefix from elsewhere if it is so many times as long as the own one"
     group.add_argument("--kvcache-balancing-threshold", type=positive, metavar="X", help=threshold_help)
     ttft_help = "longest time of a first token; default: any"

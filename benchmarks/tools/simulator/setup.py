@@ -50,6 +50,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = Rules().kvcache_balancing_threshold
     overload: Overload = Overload.PREDICTION
+    max_waiting: int = 0
+    """The requests that are deferred instead of rejected while decode's load is too high."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     pool_tokens: int | None = None
     """of an instance's part of the pool; None: what its DRAM holds"""
@@ -129,6 +131,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             placement_timeout_s=UNLIMITED,
             ttft_slo_s=self.ttft_slo_s if self.rejects else None,
             tbt_slo_s=self.tbt_slo_s if self.rejects else None,
+            max_waiting=self.max_waiting,
         )
         rules = Rules(self.scheduling, self.kvcache_balancing_threshold, self.overload, self.seed)
         if on_second is None:
