@@ -202,7 +202,7 @@ EXPERIMENT = Experiment(
     f" Conversations are the first requests of the trace at {SPEED:g}x; chats are synthetic,"
     f" {CHATS.rate_per_s:g} req/s, prompts of 3,000 and answers of 300 tokens in the median, both lognormal."
     " In the last table but one decode instances check also when pages are reserved; in the paper and in this"
-    " server only when prefill has ended. A wasted prefill was computed for a request that was rejected then.",
+    " server only when prefill has ended. A wasted prefill is one of a request that was rejected then.",
     remark,
     run,
     cost=90,
