@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.config.flags import SHORT_NAMES
 from mooncake.config.settings import leaf_keys
 from tests.deadline import DEADLINE_S
 from tests.documented import NEEDS, PAGES, README, ROOT, anchor, blocks
@@ -36,7 +37,11 @@ def test_what_is_named_exists(page: Path) -> None:
     for target in re.findall(r"(?m)(?:^|`)make ([a-z][a-z-]*)", text):
         assert target in targets, f"make {target}"
     keys = {"-".join(path).replace("_", "-") for path in leaf_keys()}
-    known = keys | {"host", "port", "config", "help", "help-all", "print-config", "version"}
+    known = (
+        keys
+        | {name.removeprefix("--") for name in SHORT_NAMES.values()}
+        | {"config", "help", "help-all", "print-config", "version"}
+    )
     known |= {"requests-per-minute", "max-concurrent"}
     for command in re.findall(r"mooncake-serve((?: [^\n`|]*\\\n)*[^\n`|]*)", text):
         for flag in re.findall(r"(?<!\S)--([a-z0-9-]+)", command.split("#")[0]):

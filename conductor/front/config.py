@@ -28,6 +28,8 @@ class FrontConfig(BaseModel):
     api_keys_file: Path | None = None
     admin_listen: str | None = Field(default=None, description="host:port of /metrics, /dashboard, /admin")
     admin_keys_file: Path | None = None
+    record: Path | None = Field(default=None, description="trace of this front's requests")
+    record_bytes: int = Field(default=256 << 20, ge=1)
     tls_cert: Path | None = None
     tls_key: Path | None = None
     context_cache_tokens: int | None = Field(

@@ -29,8 +29,8 @@ from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.telemetry.display import Display
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
+from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
-from mooncake.config.sections import ConductorConfig
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.fronts import FromFront
 from mooncake.messages.in_process import Inbox, InProcessLink

@@ -16,6 +16,7 @@ Key = tuple[str, ...]
 SHORT_NAMES: dict[Key, str] = {
     ("http", "host"): "--host",
     ("http", "port"): "--port",
+    ("conductor", "record"): "--record",
 }
 NEEDED_FIRST: frozenset[Key] = frozenset(
     {

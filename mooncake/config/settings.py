@@ -14,10 +14,10 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError, model_validato
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.sections import (
     NAME,
     WORDS_OF_PATTERNS,
-    ConductorConfig,
     HttpConfig,
     KVCacheConfig,
     MessengerConfig,

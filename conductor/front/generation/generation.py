@@ -13,6 +13,7 @@ import msgspec
 
 from conductor.front.generation.link import Link
 from conductor.front.generation.reception import Event, Lost, Receive, Received
+from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.generation.text import TextStream
 from conductor.front.metrics import Metrics
@@ -72,10 +73,11 @@ class Generation:
         link: Link,
         metrics: Metrics,
         request_log: RequestLog,
+        recorder: Recorder | None,
         arrived_s: float,
     ) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
-        self._request_log = request_log
+        self._request_log, self._recorder = request_log, recorder
         self._lost: Lost | None = None
         self._now = asyncio.get_running_loop().time
         self._choices = {
@@ -103,6 +105,8 @@ class Generation:
                 num_tokens = len(choice.request.token_ids)
             await self._link.submit(choice.request, receive)
             self._running[request_id] = choice
+            if self._recorder is not None:
+                self._recorder.began(choice.request)
             self._num_unsubmitted -= 1
             self._metrics.choice_submitted()
 
@@ -205,6 +209,8 @@ class Generation:
         choice.last_s = now_s
 
     def _log(self, choice: _Choice, how: str) -> None:
+        if self._recorder is not None:
+            self._recorder.ended(choice.request.request_id, choice.num_tokens)
         self._request_log.ended(
             choice.request.request_id,
             how,

@@ -63,7 +63,7 @@ async def serve(
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
         front = Front(config, model, conductor, registry, display)
-        sockets.callback(front.reading.close)
+        sockets.callback(front.close)
         access = AdminAccess(config, front.metrics)
         servers = [_http_server(create_app(front, access), main, config, certificate)]
         if admin is not None:

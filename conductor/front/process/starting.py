@@ -58,6 +58,8 @@ def front_config(
         admin_listen=config.http.admin_listen,
         admin_keys_file=config.http.admin_keys_file,
         context_cache_tokens=config.http.context_cache_tokens if makes_context_caches else None,
+        record=config.conductor.record,
+        record_bytes=int(config.conductor.record_bytes),
         tls_cert=config.http.tls_cert,
         tls_key=config.http.tls_key,
         cors_origins=tuple(config.http.cors_origins),

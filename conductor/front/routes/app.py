@@ -21,7 +21,6 @@ from conductor.front.access.admin_access import AdminAccess
 from conductor.front.access.key_ring import KeyRing
 from conductor.front.errors import RateLimitedError
 from conductor.front.generation.answer import AnswerFormat
-from conductor.front.generation.generation import Generation
 from conductor.front.generation.response import GenerationResponse, outcome_of
 from conductor.front.http.boundary import Boundary, answer_errors, response_to
 from conductor.front.metrics import Denial, RequestOutcome
@@ -106,7 +105,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
             request.scope["state"]["request_id"] = job.client_request_id
         log.debug("request %s is %s", request.scope["state"]["request_id"], job.id)
         return GenerationResponse(
-            Generation(job, front.model, front.link, front.metrics, front.request_log, arrived_s),
+            front.generation(job, arrived_s),
             AnswerFormat(job, front.config.served_model_name, front.model),
             job.stream,
             front.metrics,

@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.caches.context_caches import Beginning, ContextCache
-from conductor.front.generation.generation import Generation
 from conductor.front.generation.reception import Event
 from conductor.front.http.boundary import read_body
 from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
@@ -108,7 +107,7 @@ async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
 
 async def _compute(front: Front, job: Job) -> None:
     """Run a job whose answer nobody reads; its blocks are in a pool then. Raises RequestError."""
-    generation = Generation(job, front.model, front.link, front.metrics, front.request_log, _now())
+    generation = front.generation(job, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):
         await generation.begin(inbox.put_nowait)

@@ -20,7 +20,9 @@ from conductor.front.caches.context_caches import (
 )
 from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError
+from conductor.front.generation.generation import Generation
 from conductor.front.generation.link import ConductorPeer, Link
+from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
 from conductor.front.http.boundary import read_body
 from conductor.front.metrics import Metrics
@@ -66,6 +68,13 @@ class Front:
             lambda: [] if self._caches is None else self._caches.kept(now()),
         )
         self.reading = Reading(model, config.served_model_name, config.max_choices)
+        self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)
+
+    def close(self) -> None:
+        """End what works beside the event loop."""
+        self.reading.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     @property
     def caches(self) -> ContextCaches:
@@ -119,6 +128,12 @@ class Front:
         if found:
             job = msgspec.structs.replace(job, cache_use=CacheUse(found[-1], job.num_shared))
         return fit_into_pool(job, self.cluster(), self.model.block_size)
+
+    def generation(self, job: Job, arrived_s: float) -> Generation:
+        """Return the way of a job through the cluster. `arrived_s`: the loop's time of its HTTP request."""
+        return Generation(
+            job, self.model, self.link, self.metrics, self.request_log, self.recorder, arrived_s
+        )
 
     async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:
         """Return the answer to a request about tokens. Raises RequestError."""

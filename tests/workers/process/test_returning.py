@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.config.sections import ConductorConfig
+from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.settings import Config
 from mooncake.messages.bus import Router
 from mooncake.messages.requests import Ref

@@ -1,0 +1,197 @@
+"""The recording of a front's requests: a trace in Mooncake's format, without a word of them.
+
+A line holds when a request came, the lengths of its prompt and of its output, and a hash of each block of 512
+prompt tokens and all before it:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+Hashes are keyed with random bytes that no file has, other ones for each file: equal beginnings of prompts
+show within one file, and no prompt can be found by hashing guesses. A thread hashes and writes, so the event
+loop only queues. Lines are in order of arrival: a request that still runs holds back those behind it.
+
+Owns: the file, the thread, the order of lines. Does not know: what a request asks for.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from pathlib import Path
+from queue import SimpleQueue
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from mooncake.errors import ConfigError
+from mooncake.messages.requests import Request
+
+log = logging.getLogger(__name__)
+
+TRACE_BLOCK_TOKENS = 512
+"""Tokens of the blocks that traces name."""
+MOST_QUEUED = 10_000
+"""Requests that wait to be hashed; more of them are not recorded."""
+_ID_BITS = 53
+"""Bits of a hash id: every program that reads JSON has such integers exactly."""
+
+
+class TraceLine(msgspec.Struct):
+    """One request of the trace; lengths in tokens."""
+
+    timestamp: int
+    """Milliseconds since the recording began."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class _Began(NamedTuple):
+    request: Request
+    at_s: float
+
+
+class _Ended(NamedTuple):
+    request_id: str
+    num_output_tokens: int
+
+
+class Recorder:
+    """The trace of one front. `began` and `ended` return at once; `close` waits until all is written.
+
+    Args:
+        path: The file; a number is added to its name if there is one.
+        max_bytes: The size at which recording ends.
+
+    Raises ConfigError if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path, file = _new_file(path)
+        self._trace = _Trace(file, max_bytes)
+        self._queue = SimpleQueue[_Began | _Ended | None]()
+        self._num_left_out = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="recording", daemon=True)
+        self._thread.start()
+        log.info("requests are recorded in %s", self.path)
+
+    def began(self, request: Request) -> None:
+        """Note that a request was submitted."""
+        if self._is_over.is_set():
+            return
+        if self._queue.qsize() > MOST_QUEUED:
+            self._num_left_out += 1
+            return
+        self._queue.put(_Began(request, time.monotonic()))
+
+    def ended(self, request_id: str, num_output_tokens: int) -> None:
+        """Note that a request is over, with so many tokens."""
+        if not self._is_over.is_set():
+            self._queue.put(_Ended(request_id, num_output_tokens))
+
+    def close(self) -> None:
+        """Write what is left, and end. Requests that run have the tokens that are known: none."""
+        self._queue.put(None)
+        self._thread.join()
+        if self._num_left_out:
+            log.warning("%d requests are not in %s: they came too fast", self._num_left_out, self.path)
+
+    def _write(self) -> None:
+        """Write until closed, or until the file is full or cannot be written."""
+        try:
+            with contextlib.closing(self._trace):
+                while (item := self._queue.get()) is not None:
+                    if isinstance(item, _Began):
+                        self._trace.begin(item.request, item.at_s)
+                    elif not self._trace.end(item.request_id, item.num_output_tokens):
+                        log.warning("%s is full (conductor.record_bytes): recording has ended", self.path)
+                        break
+                    if self._queue.empty():
+                        self._trace.flush()
+        except OSError as error:
+            log.warning("%s cannot be written, recording has ended: %s", self.path, error.strerror)
+        self._is_over.set()
+
+
+class _Trace:
+    """The file, and the lines that wait for those before them."""
+
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
+        self._file, self._bytes_left = file, max_bytes
+        self._salt = os.urandom(16)
+        self._began_s = time.monotonic()
+        self._waiting: OrderedDict[str, TraceLine] = OrderedDict()
+        """Lines in order of arrival; the first one's request runs."""
+        self._ended: set[str] = set()
+
+    def begin(self, request: Request, at_s: float) -> None:
+        """Add the line of a request, to be written when it has ended."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        ids = hash_ids(prompt, self._salt, request.root_key)
+        timestamp = round(1000 * (at_s - self._began_s))
+        self._waiting[request.request_id] = TraceLine(timestamp, len(prompt), 0, ids)
+
+    def end(self, request_id: str, num_output_tokens: int) -> bool:
+        """Write the lines that wait for no request any more. Returns whether they had room."""
+        line = self._waiting.get(request_id)
+        if line is None:
+            return True  # it was left out
+        line.output_length = num_output_tokens
+        self._ended.add(request_id)
+        while self._waiting and (first := next(iter(self._waiting))) in self._ended:
+            self._ended.remove(first)
+            if not self._write(self._waiting.pop(first)):
+                return False
+        return True
+
+    def _write(self, line: TraceLine) -> bool:
+        encoded = msgspec.json.encode(line) + b"\n"
+        if len(encoded) > self._bytes_left:
+            self._waiting.clear()
+            return False
+        self._bytes_left -= len(encoded)
+        self._file.write(encoded)
+        return True
+
+    def flush(self) -> None:
+        """Let readers see what has been written."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write all lines that wait, as far as there is room, and close the file."""
+        with self._file:
+            while self._waiting and self._write(self._waiting.popitem(last=False)[1]):
+                pass
+
+
+def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
+    """Return an id for each block of a prompt, the partial one included.
+
+    An id stands for its block and all before it, and for `root_key`, under which tenants have blocks of their
+    own.
+    """
+    ids, parent = [], root_key
+    for begin in range(0, len(token_ids), TRACE_BLOCK_TOKENS):
+        block = array("I", token_ids[begin : begin + TRACE_BLOCK_TOKENS])
+        parent = hashlib.blake2b(parent + block.tobytes(), key=salt, digest_size=16).digest()
+        ids.append(int.from_bytes(parent[:8]) >> 64 - _ID_BITS)
+    return ids
+
+
+def _new_file(path: Path) -> tuple[Path, BinaryIO]:
+    """Make the file, readable by its owner alone; if there is one, with the next free number in its name."""
+    numbered = (path.with_stem(f"{path.stem}.{number}") for number in itertools.count(1))
+    for candidate in itertools.chain([path], numbered):
+        try:
+            fd = os.open(candidate, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"conductor.record: cannot write {candidate}: {error.strerror}") from None
+        return candidate, os.fdopen(fd, "wb")
+    raise AssertionError("numbers do not end")
