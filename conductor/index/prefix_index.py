@@ -44,6 +44,30 @@ class PrefixMatch(NamedTuple):
         )
         return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
 
+    def with_coming(self, coming: Sequence[tuple[int, int]]) -> "PrefixMatch":
+        """The match as it will be when blocks have been stored that are still being computed.
+
+        Args:
+            coming: Numbers of leading blocks, each with the mask of the slots that will hold as many.
+
+        Returns:
+            The match; this one if all of that is held already.
+        """
+        held = list(zip(self.depths, self.masks, strict=True))
+        if not any(depth > less and mask & slots for depth, mask in coming for less, slots in held):
+            return self
+        depths, masks, left = list[int](), list[int](), (1 << self.num_slots) - 1
+        for depth, mask in sorted([*held, *coming], reverse=True):
+            if not mask & left:
+                continue  # these slots will hold more
+            if depths and depths[-1] == depth:
+                masks[-1] |= mask & left
+            else:
+                depths.append(depth)
+                masks.append(mask & left)
+            left &= ~mask
+        return PrefixMatch(self.num_slots, depths[::-1], masks[::-1], self.on_ssd)
+
     def num_blocks_at(self, slot: int) -> int:
         """The leading blocks of the prompt that one instance holds."""
         return next(depth for depth, mask in zip(self.depths, self.masks, strict=True) if mask >> slot & 1)

@@ -60,7 +60,7 @@ class Placer:
                 tracked.refused_by.clear()
                 return []
             return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
-        rejection = self._check(tracked, placement, now_s) if tracked.must_meet_slos else None
+        placement, rejection = self._checked(tracked, placement, now_s)
         if rejection is None:
             return self._assign(tracked, placement, now_s)
         if may_preempt and (others := self._victims(tracked, placement, rejection, now_s)):
@@ -99,11 +99,32 @@ class Placer:
                 effects += self._assign(tracked, placement, now_s)
         return effects
 
-    def _schedule(self, tracked: TrackedRequest, now_s: float) -> Placement | None:
+    def _schedule(
+        self, tracked: TrackedRequest, now_s: float, *, may_compute_again: bool = False
+    ) -> Placement | None:
         if self._requests.suspicion.must_wait(tracked.request_id):
             return None
         tbt_slo_s = self._requests.slos_in_batch(tracked).tbt_s
-        return self._scheduler.schedule(tracked.request, now_s, tracked.refused_by, tbt_slo_s)
+        return self._scheduler.schedule(
+            tracked.request, now_s, tracked.refused_by, tbt_slo_s, may_compute_again=may_compute_again
+        )
+
+    def _checked(
+        self, tracked: TrackedRequest, placement: Placement, now_s: float
+    ) -> tuple[Placement, Rejection | None]:
+        """Check the SLOs of a request that must meet them.
+
+        If its first token would be late where it waits for blocks that others compute, it computes them again
+        elsewhere: the placement is another one then.
+        """
+        if not tracked.must_meet_slos:
+            return placement, None
+        rejection = self._check(tracked, placement, now_s)
+        if rejection is not None and rejection.reason is Reason.TTFT and placement.num_coming_blocks:
+            soonest = self._schedule(tracked, now_s, may_compute_again=True)
+            assert soonest is not None
+            return soonest, self._check(tracked, soonest, now_s)
+        return placement, rejection
 
     def _check(
         self, tracked: TrackedRequest, placement: Placement, now_s: float, freed: Freed = NOTHING
@@ -185,8 +206,8 @@ class Placer:
 
     def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         placement = self._schedule(tracked, now_s)
-        if placement is not None and tracked.must_meet_slos:
-            rejection = self._check(tracked, placement, now_s)
+        if placement is not None:
+            placement, rejection = self._checked(tracked, placement, now_s)
             if rejection is not None and not self._may_queue(tracked, placement, now_s):
                 return self.reject_by_slo(tracked, rejection, now_s)
         return []
@@ -218,7 +239,7 @@ class Placer:
     def _preempt(self, others: list[TrackedRequest], tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Place the request in the cluster as it is without the others, and then the others."""
         effects = self._release_all(others, now_s)
-        placement = self._schedule(tracked, now_s)
+        placement = self._schedule(tracked, now_s, may_compute_again=True)
         assert placement is not None
         effects += self._assign(tracked, placement, now_s)
         return effects + self._place_all(others, now_s)

@@ -11,11 +11,12 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Arrays by slot. The first four are written: the times of the prompt there.
+// Arrays by slot. The first five are written: the times of the prompt there.
 struct Columns {
     int64_t num_slots;
     double *queue_s, *rest_s, *ttft_s;
     uint8_t* is_remote;
+    double* again_s;
     const uint8_t* is_prefill;
     const double *ends_s, *behind_head_s;
     const double *constant_s, *token_s, *pair_s;
@@ -29,7 +30,7 @@ struct Columns {
 };
 
 struct Prompt {
-    int64_t len, num_blocks, block_size;
+    int64_t len, num_blocks, block_size, num_stored_blocks, num_coming_blocks;
     double load_block_s;
     struct {
         int64_t num_blocks;
@@ -84,6 +85,14 @@ double estimate_prefill_execution_time(const Columns& at, int64_t p, const Promp
     return at.constant_s[p] + num_new * at.token_s[p] + num_pairs * at.pair_s[p];
 }
 
+// Seconds of a prefill behind `prefix_blocks` for blocks that no instance holds and that are coming.
+double estimate_time_again(const Columns& at, int64_t p, const Prompt& prompt, int64_t prefix_blocks) {
+    prefix_blocks = std::max(prefix_blocks, prompt.num_stored_blocks);
+    if (prefix_blocks >= prompt.num_coming_blocks) return 0;
+    double whole_s = estimate_prefill_execution_time(at, p, prompt, prefix_blocks);
+    return whole_s - estimate_prefill_execution_time(at, p, prompt, prompt.num_coming_blocks);
+}
+
 bool has_room_to_decode(const Columns& at, int64_t d, int64_t num_blocks, const uint8_t* refused) {
     return at.decode_room_blocks[d] >= num_blocks && !(refused && is_in(refused, d));
 }
@@ -116,7 +125,7 @@ int64_t estimate_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd,
     Match match{num_depths, num_on_ssd, (at->num_slots + 7) / 8, numbers, rows};
     const auto& fetch = prompt->fetch;
     int64_t p = 0;
-    double least_ttft_s = kNever;
+    double least_cost_s = kNever;
     for (int64_t slot = 0; slot < at->num_slots; slot++) {
         int64_t prefix_blocks = match.num_prefix_blocks(slot);
         double t_queue = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);
@@ -129,14 +138,16 @@ int64_t estimate_ttft(const Columns* at, int64_t num_depths, int64_t num_on_ssd,
         double rest_s = is_remote ? remote_s : local_s;
         bool is_possible = at->is_prefill[slot] && at->prefill_room_blocks[slot] >= prompt->num_blocks;
         double ttft_s = is_possible ? t_queue + rest_s : kNever;
-        if (ttft_s < least_ttft_s) {
-            least_ttft_s = ttft_s;
+        double t_again = estimate_time_again(*at, slot, *prompt, is_remote ? fetch.num_blocks : prefix_blocks);
+        if (ttft_s + t_again < least_cost_s) {
+            least_cost_s = ttft_s + t_again;
             p = slot;
         }
         at->queue_s[slot] = t_queue;
         at->rest_s[slot] = rest_s;
         at->ttft_s[slot] = ttft_s;
         at->is_remote[slot] = is_remote;
+        at->again_s[slot] = t_again;
     }
     return p;
 }
@@ -179,7 +190,8 @@ int64_t select_inlining_instance(const Columns* at, int64_t num_depths, int64_t 
         double queue_s = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);
         double load_s = match.num_ssd_blocks(slot) * prompt->load_block_s;
         double delayed_s = (num_decoding + at->num_prompts[slot]) * prefill_s;
-        double waiting_s = queue_s + load_s + prefill_s + beside_s + delayed_s;
+        double again_s = estimate_time_again(*at, slot, *prompt, prefix_blocks);
+        double waiting_s = queue_s + load_s + prefill_s + beside_s + delayed_s + again_s;
         if (best >= 0 && waiting_s >= times_s[4]) continue;
         best = slot;
         const double found_s[] = {queue_s, load_s, prefill_s, beside_s, waiting_s};

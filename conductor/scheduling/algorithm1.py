@@ -3,9 +3,12 @@
 `Scheduler` has the order and names of the listing. The compiled loops (`conductor.scheduling.native`) have
 the same results to the last bit; these serve where nothing can be compiled. Where the paper leaves room:
 
+    line 4   prefixes that placed prompts are yet to compute count for their instances, but are not fetched:
+             the prompt waits for them in the queue, as T_queue is the time of the prompts before it
     line 4   holders include the pools of decode instances; of several the one that can send first
     line 8   is a product, as prefix_len may be 0; at equality the instance's own prefix is used
     line 9   includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
+    line 10  an instance that would compute a prefix which is coming elsewhere must save the time that takes
     line 14  a fetch must also be quicker than computing what it brings (section 6.2)
 
 The listing's pair competes with each decode instance that inlines prompts (section 5; Sarathi-Serve, OSDI
@@ -44,6 +47,10 @@ class Prompt(NamedTuple):
     num_tokens: int
     num_blocks: int
     block_size: int
+    num_stored_blocks: int
+    """The longest prefix that any instance holds."""
+    num_coming_blocks: int
+    """The longest prefix that prompts before it are yet to compute; 0 if it may be computed again."""
     load_block_s: float
     """Seconds to bring one of its blocks from SSD to DRAM."""
     priority: int
@@ -92,7 +99,7 @@ class Inlined(NamedTuple):
     beside_s: float
     """Seconds of the iterations that its chunks share with other requests."""
     waiting_s: float
-    """Seconds until its first token, and by which it delays others."""
+    """Seconds until its first token, by which it delays others, and of what is coming elsewhere."""
 
 
 class Scheduler:
@@ -110,6 +117,8 @@ class Scheduler:
         now_s: float,
         refused_by: Collection[str] = (),
         tbt_slo_s: float | None = None,
+        *,
+        may_compute_again: bool = False,
     ) -> Placement | None:
         """Choose the pair of instances for a request.
 
@@ -119,6 +128,7 @@ class Scheduler:
             refused_by: Names of decode instances that have refused the request. One of them is chosen only if
                 no other one has room.
             tbt_slo_s: The strictest TBT SLO of those that may share its batch; None without any.
+            may_compute_again: Whether only the TTFT counts, even if blocks are computed that are coming.
 
         Returns:
             The pair with its predicted times; None if no pair has room.
@@ -129,21 +139,34 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         load_block_s = view.block_bytes / SSD_BYTES_PER_S
         num_blocks = layout.num_blocks(num_tokens)
-        prompt = Prompt(num_tokens, num_blocks, layout.block_size, load_block_s, request.priority)
-        match = view.prefixes.match(request.block_keys)
-        fetch = self._best_fetch(match) if self._fetches else NO_FETCH
+        held = match = view.prefixes.match(request.block_keys)
+        fetch = self._best_fetch(held) if self._fetches else NO_FETCH
+        prompt = Prompt(
+            num_tokens,
+            num_blocks,
+            layout.block_size,
+            held.num_best_blocks,
+            0,
+            load_block_s,
+            request.priority,
+        )
+        if coming := view.coming.match(request.block_keys, request.priority, now_s):
+            match = held.with_coming(coming)
+            if match is not held and not may_compute_again:
+                prompt = prompt._replace(num_coming_blocks=max(coming)[0])
         candidates = self.estimate_ttft(prompt, match, fetch, now_s)
         p = self._choose(candidates, view.loads)
         can_prefill = candidates.ttft_s.item(p) < math.inf
         decoding = self._decoding(request, refused_by, layout)
         inlined = self._inlined(prompt, match, decoding, tbt_slo_s, now_s)
         if inlined is not None and not (can_prefill and self._waiting_s(candidates, p) < inlined.waiting_s):
-            return self._inlined_placement(inlined, decoding.num_tokens, match)
+            return self._inlined_placement(inlined, decoding.num_tokens, held, match)
         chosen = self._decoding_instance(decoding) if can_prefill else None
         if chosen is None:
             return None
         d, tbt_s = chosen
         num_local_blocks = match.num_blocks_at(p)
+        num_coming_blocks = num_local_blocks - held.num_blocks_at(p)
         if fetch.best_matched_instance is not None and candidates.is_remote.item(p):
             source, num_source_blocks = view.instance_at(fetch.best_matched_instance), fetch.num_blocks
             transfer_s = fetch.transfer_s(num_local_blocks)
@@ -153,7 +176,9 @@ class Scheduler:
         prefill_s = candidates.rest_s.item(p) - transfer_s
         prediction = Prediction(candidates.queue_s.item(p), transfer_s, prefill_s, tbt_s)
         prefill, decode = view.instance_at(p), view.instance_at(d)
-        return Placement(prefill, decode, num_local_blocks, source, num_source_blocks, prediction)
+        return Placement(
+            prefill, decode, num_local_blocks, num_coming_blocks, source, num_source_blocks, prediction
+        )
 
     def has_room(self, request: Request, refused_by: Collection[str] = ()) -> bool:
         """Whether a pair has room for a request, its decode instance none of those that have refused it."""
@@ -169,7 +194,7 @@ class Scheduler:
     def _waiting_s(self, candidates: Candidates, p: int) -> float:
         """The waiting that a prompt adds on a prefill instance: as many come behind as are there now."""
         behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
-        return candidates.ttft_s.item(p) + behind_s
+        return candidates.ttft_s.item(p) + candidates.again_s.item(p) + behind_s
 
     def _inlined(
         self, prompt: Prompt, match: PrefixMatch, decoding: Decoding, tbt_slo_s: float | None, now_s: float
@@ -179,12 +204,15 @@ class Scheduler:
         budget_s = math.inf if tbt_slo_s is None else TBT_SLO_SHARE * tbt_slo_s
         return self.select_inlining_instance(prompt, match, decoding, budget_s, now_s)
 
-    def _inlined_placement(self, inlined: Inlined, num_tokens: int, match: PrefixMatch) -> Placement:
+    def _inlined_placement(
+        self, inlined: Inlined, num_tokens: int, held: PrefixMatch, match: PrefixMatch
+    ) -> Placement:
         view, slot = self._view, inlined.instance
         tbt_s = view.next_step_s.item(slot) + num_tokens * view.decode_costs.second_s.item(slot)
         prediction = Prediction(inlined.queue_s, inlined.load_s, inlined.prefill_s, tbt_s, inlined.beside_s)
-        instance = view.instance_at(slot)
-        return Placement(instance, instance, match.num_blocks_at(slot), None, 0, prediction)
+        instance, num_local_blocks = view.instance_at(slot), match.num_blocks_at(slot)
+        num_coming_blocks = num_local_blocks - held.num_blocks_at(slot)
+        return Placement(instance, instance, num_local_blocks, num_coming_blocks, None, 0, prediction)
 
     def _best_fetch(self, match: PrefixMatch) -> Fetch:
         """Line 4, and line 16 for all instances at once."""
@@ -228,26 +256,30 @@ class Scheduler:
         """Lines 2 to 23: estimate the TTFT on each instance, and find the least."""
         loads = self._view.loads
         behind_s = loads.behind_s(prompt.priority)
-        queue_s, rest_s, ttft_s, is_remote = no_candidates(loads.num_slots)
+        queue_s, rest_s, ttft_s, is_remote, again_s = no_candidates(loads.num_slots)
         prefill_time = partial(self._estimate_prefill_execution_time, prompt)
-        least_ttft_s, p = math.inf, 0  # lines 2 and 3
+        least_cost_s, p = math.inf, 0  # lines 2 and 3
         for instance in range(loads.num_slots):  # line 5
             prefix_blocks = match.num_blocks_at(instance)  # line 6
             t_queue = self._estimate_prefill_queue_time(instance, behind_s, now_s)  # line 7
             t_load = match.num_ssd_blocks_at(instance) * prompt.load_block_s
             t_prefill = prefill_time(instance, prefix_blocks)  # line 9
             least_rest_s = t_load + t_prefill
+            used_blocks = prefix_blocks
             if prefix_blocks < fetch.worth_below_blocks:  # lines 8 and 14
                 t_transfer = fetch.transfer_s(prefix_blocks)  # lines 15 and 16
                 t_prefill = prefill_time(instance, fetch.num_blocks)  # line 17
                 if t_transfer + t_prefill < least_rest_s:
                     least_rest_s, is_remote[instance] = t_transfer + t_prefill, True
+                    used_blocks = fetch.num_blocks
+            t_again = self._estimate_time_again(prompt, instance, used_blocks)
             has_room = loads.prefill_room_blocks.item(instance) >= prompt.num_blocks
             ttft = t_queue + least_rest_s if has_room and loads.is_prefill.item(instance) else math.inf
-            if least_ttft_s > ttft:  # lines 10 and 18
-                least_ttft_s, p = ttft, instance  # lines 11 and 12, 19 and 20
+            if least_cost_s > ttft + t_again:  # lines 10 and 18
+                least_cost_s, p = ttft + t_again, instance  # lines 11 and 12, 19 and 20
             queue_s[instance], rest_s[instance], ttft_s[instance] = t_queue, least_rest_s, ttft
-        return Candidates(queue_s, rest_s, ttft_s, is_remote, p)
+            again_s[instance] = t_again
+        return Candidates(queue_s, rest_s, ttft_s, is_remote, again_s, p)
 
     def _estimate_prefill_queue_time(self, instance: int, behind_s: Floats | None, now_s: float) -> float:
         """Line 7: seconds until the instance has computed all that goes before the prompt."""
@@ -260,6 +292,14 @@ class Scheduler:
         prefix_len = min(prefix_blocks * prompt.block_size, prompt.num_tokens - 1)
         num_new, num_pairs = prefill_quantities(prompt.num_tokens - prefix_len, prefix_len)
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
+
+    def _estimate_time_again(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
+        """Seconds of a prefill behind `prefix_blocks` for blocks that are coming and that nobody holds."""
+        prefix_blocks = max(prefix_blocks, prompt.num_stored_blocks)
+        if prefix_blocks >= prompt.num_coming_blocks:
+            return 0.0
+        whole_s = self._estimate_prefill_execution_time(prompt, instance, prefix_blocks)
+        return whole_s - self._estimate_prefill_execution_time(prompt, instance, prompt.num_coming_blocks)
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
         """Line 24: the decode instance with the least TBT of the requests there and this one.
@@ -315,7 +355,8 @@ class Scheduler:
             queue_s = self._estimate_prefill_queue_time(instance, behind_s, now_s)
             load_s = match.num_ssd_blocks_at(instance) * prompt.load_block_s
             delayed_s = (num_decoding + loads.num_prompts.item(instance)) * prefill_s
-            waiting_s = queue_s + load_s + prefill_s + beside_s + delayed_s
+            again_s = self._estimate_time_again(prompt, instance, prefix_blocks)
+            waiting_s = queue_s + load_s + prefill_s + beside_s + delayed_s + again_s
             if best is None or waiting_s < best.waiting_s:
                 best = Inlined(instance, queue_s, load_s, prefill_s, beside_s, waiting_s)
         return best
@@ -323,7 +364,7 @@ class Scheduler:
 
 def no_candidates(
     num_slots: int,
-) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]], Floats]:
     """The arrays of `Candidates`, to be filled."""
-    queue_s, rest_s, ttft_s = np.zeros((3, num_slots))
-    return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_)
+    queue_s, rest_s, ttft_s, again_s = np.zeros((4, num_slots))
+    return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_), again_s

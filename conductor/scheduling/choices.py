@@ -39,8 +39,10 @@ class Candidates(NamedTuple):
     """The sum of both; infinite where the prompt cannot go."""
     is_remote: NDArray[np.bool_]
     """Whether the best prefix is fetched; else the instance uses its own."""
+    again_s: Floats
+    """The part of these times for blocks that no instance holds and prompts before it compute elsewhere."""
     least: int
-    """The slot with the least TTFT, the first of several."""
+    """The slot with the least sum of TTFT and `again_s`, the first of several."""
 
 
 Choice = Callable[[Candidates, Loads], int]
@@ -61,7 +63,10 @@ def choice_of(rules: Rules) -> Choice:
 
 
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
-    """Choose by Algorithm 1, lines 10 and 18."""
+    """Choose by Algorithm 1, lines 10 and 18.
+
+    A prefix that is coming elsewhere is computed again only if that saves as much time as it takes.
+    """
     return candidates.least
 
 

@@ -29,7 +29,7 @@ from conductor.scheduling.choices import Candidates
 from conductor.view.cluster_view import ClusterView
 from mooncake.native import THIS_PROCESSOR, load_or_do_without
 
-_PROMPT = struct.Struct("3qdq4d")
+_PROMPT = struct.Struct("5qdq4d")
 """The layout of `Prompt` in `algorithm1.cpp`: a prompt without priority, a fetch without holder, the time."""
 _INLINING = struct.Struct("2qd")
 """The layout of `Inlining`: blocks of the whole request, most tokens of a chunk, the budget."""
@@ -68,7 +68,7 @@ class NativeScheduler(Scheduler):
         behind_s = self._view.loads.behind_s(prompt.priority)
         behind = None if behind_s is None else behind_s.ctypes.data
         p = self._code.estimate_ttft(
-            self._at(), *_packed(match), _PROMPT.pack(*prompt[:4], *fetch[1:], now_s), behind
+            self._at(), *_packed(match), _PROMPT.pack(*prompt[:6], *fetch[1:], now_s), behind
         )
         return Candidates(*self._found, p)
 
@@ -89,7 +89,7 @@ class NativeScheduler(Scheduler):
         instance = self._code.select_inlining_instance(
             self._at(),
             *_packed(match),
-            _PROMPT.pack(*prompt[:4], *NO_FETCH[1:], now_s),
+            _PROMPT.pack(*prompt[:6], *NO_FETCH[1:], now_s),
             None if behind_s is None else behind_s.ctypes.data,
             _INLINING.pack(request.num_blocks, self._mixed_chunk_tokens, budget_s),
             self._refused(request),

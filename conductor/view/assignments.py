@@ -1,7 +1,8 @@
 """Placed requests as the view sees them, and what their steps teach it.
 
-From its placement to its end a request is part of the queue of its prefill instance, of the batch of its
-decode instance, of the traffic of its source, and of the forecast: exactly once in each, however it ends.
+From its placement to its end a request is part of the queue of its prefill instance and of the prefixes that
+are coming there, of the batch of its decode instance, of the traffic of its source, and of the forecast:
+exactly once in each, however it ends.
 
 Owns: these memberships. Does not know: messages, states, why a request ends.
 """
@@ -10,6 +11,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from conductor.index.coming_prefixes import ComingPrompt
 from conductor.rules import Rules, SLOs
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
@@ -35,6 +37,8 @@ class Assignment:
     source_slot: int | None
     fetched_bytes: float
     """Bytes that a fetch of the prefix is predicted to move."""
+    coming: ComingPrompt
+    """The blocks that will be stored at the prefill instance."""
     stay: Stay
     """The request's entry in the forecast."""
     device_s: float
@@ -99,6 +103,7 @@ class Assignments:
             decode,
             source,
             fetched_bytes,
+            coming=view.coming.add(prefill, request.priority, request.block_keys),
             stay=view.forecast.expect(request, now_s + prediction.ttft_s, prediction.tbt_s),
             device_s=self._device_s(placement, decode),
         )
@@ -197,13 +202,19 @@ class Assignments:
             self._view.forecast.steps.take(step_s, now_s)
 
     def _leave_prefill(self, assignment: Assignment, now_s: float, *, was_computed: bool) -> float | None:
-        """Take the request out of the prefill queue and its source's traffic, unless it is decoded already.
+        """Take the request out of the prefill queue, the coming prefixes and its source's traffic.
+
+        Does nothing if it is decoded already.
 
         Returns the seconds that its prefill took, if it was computed and that can be told.
         """
         if assignment.decode_began_s is not None:
             return None
         view, placement = self._view, assignment.placement
+        if was_computed:
+            view.coming.stored(assignment.coming, now_s)
+        else:
+            view.coming.remove(assignment.coming)
         if placement.source is not None:
             assert assignment.source_slot is not None
             if view.holds(assignment.source_slot, placement.source):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.index.coming_prefixes import ComingPrefixes
 from conductor.index.prefix_index import PrefixIndex
 from conductor.rules import Rules
 from conductor.view.balancing import BalancingThreshold
@@ -92,6 +93,7 @@ class ClusterView:
         prefill, decode = profiled or (GENERIC_PREFILL_COSTS, GENERIC_DECODE_COSTS)
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
+        self.coming = ComingPrefixes()
         self.loads = Loads()
         self.prefill_costs = CostEstimator(prefill, PREFILL_DOUBT, is_profiled=profiled is not None)
         self.decode_costs = CostEstimator(decode, DECODE_DOUBT, is_profiled=profiled is not None)
@@ -161,6 +163,7 @@ class ClusterView:
             name: other for name, other in self._slot_of_messenger.items() if other != slot
         }
         self.prefixes.remove_instance(instance.name)
+        self.coming.forget(slot)
         self.num_changes += 1
         self.loads.reset(slot, None)
         self._decode_pool = None

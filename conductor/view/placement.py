@@ -38,7 +38,12 @@ class Placement(NamedTuple):
     prefill: Instance
     decode: Instance
     num_local_blocks: int
-    """The prompt's leading blocks that `prefill` holds."""
+    """The prompt's leading blocks that `prefill` holds, or will hold when the prompt's turn comes."""
+    num_coming_blocks: int
+    """The last ones of these, which prompts before it are yet to compute.
+
+    `0 <= num_coming_blocks <= num_local_blocks`
+    """
     source: Instance | None
     """The instance from which `prefill` fetches the blocks that it lacks; None if it uses only its own."""
     num_source_blocks: int

@@ -1,7 +1,8 @@
 """Transcripts of a Conductor: commands in, what it decided and whom it told what out, all as text.
 
 A file is a list of entries: commands, one a line, `----`, the lines that came of them, an empty line. What
-follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` share their blocks.
+follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` share their blocks, with
+`prompt=NAME:N` the first N; without it a request shares none.
 
     cluster prefill=2 decode=1 [both=N] [inlining=yes] [ttft_slo=S] [tbt_slo=S] [scheduling=...]
             [overload=...] [threshold=X] [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
@@ -257,14 +258,17 @@ class Transcript:
         self,
         request_id: str,
         tokens: str,
-        prompt: str = "a",
+        prompt: str = "",
         max_tokens: str = "4",
         priority: str = "0",
         slo: str = "",
         tenant: str = "",
     ) -> list[str]:
         num_tokens = int(tokens)
-        keys = _keys(prompt, num_tokens // self._block_size)
+        name, _, num_shared = prompt.partition(":")
+        keys = _keys(name or request_id, num_tokens // self._block_size)
+        if num_shared:
+            keys[int(num_shared) :] = _keys(request_id, len(keys))[int(num_shared) :]
         request = Request(
             request_id,
             [1] * num_tokens,

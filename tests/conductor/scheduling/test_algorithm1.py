@@ -88,8 +88,16 @@ def test_compiled_loops_and_plain_ones_have_the_same_results_to_the_last_bit(see
     if match.num_best_blocks:
         assert compiled.find_best_prefix_match(match) == plain.find_best_prefix_match(match)
     num_tokens = int(draw.integers(1, 1100))
-    prompt = Prompt(num_tokens, LAYOUT.num_blocks(num_tokens), 16, draw.uniform(0, 1), int(draw.integers(3)))
     best = match.num_best_blocks
+    prompt = Prompt(
+        num_tokens,
+        LAYOUT.num_blocks(num_tokens),
+        16,
+        num_stored_blocks=int(draw.integers(best + 1)),
+        num_coming_blocks=int(draw.integers(best + 1)),
+        load_block_s=draw.uniform(0, 1),
+        priority=int(draw.integers(3)),
+    )
     for fetch in (Fetch(0, best, draw.uniform(0, 9), draw.uniform(0, 0.1), best / 1.25), NO_FETCH):
         found = compiled.estimate_ttft(prompt, match, fetch, 3.0)
         expected = plain.estimate_ttft(prompt, match, fetch, 3.0)

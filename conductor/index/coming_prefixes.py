@@ -1,0 +1,170 @@
+"""The coming prefixes: blocks of placed prompts that their instances have yet to compute and store.
+
+Algorithm 1 "updates the cache" when it places a prompt (Mooncake, section 6.1). The prefix index learns of
+blocks from events, when they are stored; until then a burst of prompts with one new prefix would be spread,
+and each instance would compute that prefix.
+
+A radix tree for each priority: a node has the blocks that a set of prompts have in common behind those of its
+parent. Keys are chained, so the end of what two prompts have in common is found by bisection, and an edge
+of thousands of blocks costs a dozen comparisons. Nodes refer to the prompts' own keys, and there are fewer
+than two a prompt: memory is bounded by the number of placed prompts.
+
+Owns: these trees. Does not know: which blocks are stored, what a placement is.
+"""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mooncake.messages.blocks import BlockKey
+
+EVENT_DELAY_S = 0.5
+"""Seconds in which events tell of the blocks of a prefill that has ended; until then they count as coming."""
+
+Coming = list[tuple[int, int]]
+"""Numbers of leading blocks of a prompt, each with the mask of the slots that will hold as many or more."""
+
+
+@dataclass(slots=True, eq=False)
+class ComingPrompt:
+    """One placed prompt."""
+
+    slot: int
+    """The slot of the instance that computes the prompt."""
+    priority: int
+    keys: Sequence[BlockKey]
+    is_coming: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """Blocks `[start, end)` of all prompts that go through this node; `keys` are those of one of them."""
+
+    keys: Sequence[BlockKey]
+    start: int
+    end: int
+    num_prompts: Counter[int]
+    """The prompts that go through this node, or end at its end, by slot. No zeros."""
+    mask: int
+    """The slots of `num_prompts`."""
+    children: "dict[BlockKey, _Node]" = field(default_factory=dict)
+    """The nodes behind this one by their first block."""
+
+    def common_end(self, keys: Sequence[BlockKey]) -> int:
+        """The end of the blocks that `keys`, which share the first block of this node, have in common."""
+        end = min(self.end, len(keys))
+        if self.keys[end - 1] == keys[end - 1]:
+            return end
+        return bisect_left(range(end), True, lo=self.start + 1, key=lambda i: self.keys[i] != keys[i])
+
+    def add(self, slot: int) -> None:
+        """Count one more prompt."""
+        self.num_prompts[slot] += 1
+        self.mask |= 1 << slot
+
+    def remove(self, slot: int) -> None:
+        """Count one prompt less."""
+        self.num_prompts[slot] -= 1
+        if not self.num_prompts[slot]:
+            del self.num_prompts[slot]
+            self.mask ^= 1 << slot
+
+    def split(self, end: int) -> None:
+        """End the node at `end`, with a child for the blocks behind."""
+        rest = _Node(self.keys, end, self.end, self.num_prompts.copy(), self.mask, self.children)
+        self.end, self.children = end, {self.keys[end]: rest}
+
+    def join(self) -> None:
+        """Take in an only child that has the same prompts."""
+        if len(self.children) == 1:
+            (child,) = self.children.values()
+            if child.num_prompts == self.num_prompts:
+                self.keys, self.end, self.children = child.keys, child.end, child.children
+
+
+class ComingPrefixes:
+    """All placed prompts whose blocks are not stored."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, dict[BlockKey, _Node]] = {}
+        """The first nodes by priority and first block."""
+        self._coming: dict[int, set[ComingPrompt]] = {}
+        """The prompts by slot."""
+        self._ended: deque[tuple[float, ComingPrompt]] = deque()
+        """Prompts whose prefill has ended, and the time from which on the prefix index is believed."""
+
+    def add(self, slot: int, priority: int, keys: Sequence[BlockKey]) -> ComingPrompt:
+        """Add a prompt that has been placed on the instance in `slot`."""
+        prompt = ComingPrompt(slot, priority, keys, is_coming=bool(keys))
+        if not keys:
+            return prompt
+        self._coming.setdefault(slot, set()).add(prompt)
+        nodes, start = self._roots.setdefault(priority, {}), 0
+        while start < len(keys):
+            node = nodes.get(keys[start])
+            if node is None:
+                nodes[keys[start]] = _Node(keys, start, len(keys), Counter({slot: 1}), 1 << slot)
+                break
+            end = node.common_end(keys)
+            if end < node.end:
+                node.split(end)
+            node.add(slot)
+            nodes, start = node.children, end
+        return prompt
+
+    def remove(self, prompt: ComingPrompt) -> None:
+        """Remove a prompt that will not be computed there, or whose blocks are stored. Idempotent."""
+        if not prompt.is_coming:
+            return
+        prompt.is_coming = False
+        self._coming[prompt.slot].discard(prompt)
+        keys, start = prompt.keys, 0
+        nodes, parent = self._roots[prompt.priority], None
+        while start < len(keys):
+            node = nodes[keys[start]]
+            node.remove(prompt.slot)
+            if not node.mask:  # nor has any child
+                del nodes[keys[start]]
+                break
+            nodes, parent, start = node.children, node, node.end
+        if parent is not None:
+            parent.join()
+        if not self._roots[prompt.priority]:
+            del self._roots[prompt.priority]
+
+    def stored(self, prompt: ComingPrompt, now_s: float) -> None:
+        """Remove a prompt whose prefill has ended, when events must have told of its blocks."""
+        self._ended.append((now_s + EVENT_DELAY_S, prompt))
+
+    def forget(self, slot: int) -> None:
+        """Remove the prompts of an instance that is gone."""
+        for prompt in list(self._coming.get(slot, ())):
+            self.remove(prompt)
+
+    def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
+        """Find the leading blocks of a prompt that are coming, computed by prompts that go before it.
+
+        Prompts of higher priority numbers do not count: it goes before them, and computes the prefix itself.
+        """
+        while self._ended and self._ended[0][0] <= now_s:
+            self.remove(self._ended.popleft()[1])
+        coming: Coming = []
+        for level, nodes in self._roots.items():
+            if level <= priority:
+                coming += _match(nodes, keys)
+        return coming
+
+
+def _match(nodes: dict[BlockKey, _Node], keys: Sequence[BlockKey]) -> Coming:
+    coming: Coming = []
+    start = 0
+    while start < len(keys) and (node := nodes.get(keys[start])) is not None:
+        end = node.common_end(keys)
+        if coming and coming[-1][1] == node.mask:
+            coming.pop()
+        coming.append((end, node.mask))
+        if end < node.end:
+            break
+        nodes, start = node.children, end
+    return coming
