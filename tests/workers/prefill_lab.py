@@ -295,7 +295,7 @@ class Lab:
                 followers = ranks.followers if ranks else None
                 stages.append(Stage(part.executor, part.client, transfers, link, followers))
             multiple = BLOCK_SIZE if self._layer_window else 1
-            queue = PrefillQueue(setting.prefill_chunk, multiple=multiple)
+            queue = PrefillQueue(setting.prefill_chunk, multiple=multiple, block_size=BLOCK_SIZE)
             self.runner = PrefillRunner(stages[0], queue, send, self.jobs)
             running = [group.create_task(self.runner.run())]
             hear, befores = self.runner.hear, []

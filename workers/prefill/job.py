@@ -112,6 +112,13 @@ class PrefillJob:
             for device_page, block in zip(device_pages, reservation.blocks, strict=True)
         ]
 
+    @property
+    def num_held_blocks(self) -> int:
+        """Leading keyed blocks that the own pool held when the prompt got its memory."""
+        assert self.reservation is not None
+        blocks = self.reservation.blocks[: len(self.order.request.block_keys)]
+        return next((index for index, block in enumerate(blocks) if not block.sealed), len(blocks))
+
     def missing_blocks(self, num_blocks: int) -> list[int]:
         """Return the indices of keyed blocks, among the first `num_blocks`, that the own pool lacks."""
         assert self.reservation is not None

@@ -12,6 +12,10 @@ move, and sooner or later all prompts that arrive have later ones, of whatever p
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
 (`workers.prefill.fair_order`).
 
+A prompt waits, without memory, while one before it computes blocks that both begin with. Then it finds them
+in the pool: all, or as many as were stored when the other one was aborted. It waits for admitted prompts, and
+these never wait for another one: there is no deadlock.
+
 A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
 
 Owns: order, admission, the prompts of a pass. Does not know: time, pages, where KVCache comes from.
@@ -25,12 +29,15 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from mooncake.messages.aging import due_s, rank_s
+from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Flow
 from workers.prefill.fair_order import FairOrder
 
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
 """Prompts worth two passes are admitted: one that is computed, one that is being prepared."""
+_WORTH_WAITING_TOKENS = 128
+"""Shared tokens that a prompt waits for; fewer are computed again, as a pass of its own costs as much."""
 
 
 class PromptState(Enum):
@@ -66,6 +73,9 @@ class QueuedPrompt(PromptProgress):
     """Whether the prompt has no deadline, and shares turns with others like it."""
     num_reusable: int = 0
     """Tokens that are expected to need no computation, until it is known."""
+    block_keys: Sequence[BlockKey] = ()
+    num_held_blocks: int = 0
+    """Leading blocks that the pool held when the prompt got its memory; 0 before."""
     start: float = 0.0
     """Start in the tenant's virtual time."""
     is_alone: bool = False
@@ -87,6 +97,12 @@ class QueuedPrompt(PromptProgress):
     def rank(self) -> tuple[float, int]:
         """Sort key of the queue: the lowest goes first."""
         return rank_s(self.priority, self.deadline_s), self.arrival
+
+    def computes_for(self, other: "QueuedPrompt", num_blocks: int) -> bool:
+        """Return whether this prompt computes `num_blocks` or more that both begin with: keys are chained."""
+        last = self.num_held_blocks + num_blocks - 1
+        ours, theirs = self.block_keys, other.block_keys
+        return last < len(ours) and last < len(theirs) and ours[last] == theirs[last]
 
 
 class PlannedShare(NamedTuple):
@@ -112,6 +128,8 @@ class PrefillQueue:
     it up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger pass is no faster, prompts
     that share it only wait for one another.
 
+    `block_size` is that of the prompts' `block_keys`.
+
     A share that begins at a multiple of `multiple` tokens, and does not end its prompt, ends at one.
     """
 
@@ -121,12 +139,16 @@ class PrefillQueue:
         cut: Cut = uncut,
         saturating_tokens: int | None = None,
         multiple: int = 1,
+        block_size: int = _WORTH_WAITING_TOKENS,
     ) -> None:
         assert multiple <= prefill_chunk, "the first prompt always has a share"
         self._prefill_chunk = prefill_chunk - prefill_chunk % multiple
         self._cut, self._multiple = cut, multiple
         self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
+        self._num_blocks_worth_waiting = -(-_WORTH_WAITING_TOKENS // block_size)
         self._prompts: list[QueuedPrompt] = []
+        self._storing: list[QueuedPrompt] = []
+        """Prompts that have been computed, while their last blocks are on the way to the pool."""
         self._fair_order = FairOrder(self._saturating_tokens)
         self._num_arrived = 0
 
@@ -138,6 +160,7 @@ class PrefillQueue:
         priority: int = 0,
         flow: Flow = _UNNAMED,
         num_reusable: int = 0,
+        block_keys: Sequence[BlockKey] = (),
         *,
         is_alone: bool = False,
     ) -> QueuedPrompt:
@@ -154,23 +177,32 @@ class PrefillQueue:
             flow=flow,
             shares_turns=time_left_s is None,
             num_reusable=num_reusable,
+            block_keys=block_keys,
             is_alone=is_alone,
         )
         self._insert(prompt)
         return prompt
 
     def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
-        """Mark a prompt as READY from token `num_done` on; add it again if it was removed."""
+        """Mark a prompt as READY from token `num_done` on; add it again if it was computed."""
         if prompt not in self._prompts:
+            self._storing.remove(prompt)
             self._insert(prompt)
         prompt.num_done, prompt.state = num_done, PromptState.READY
         prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
 
+    def computed(self, prompt: QueuedPrompt) -> None:
+        """Record that the last pass of a prompt has ended. `remove` follows when its blocks are stored."""
+        self.remove(prompt)
+        self._storing.append(prompt)
+
     def remove(self, prompt: QueuedPrompt) -> None:
-        """Remove a prompt. Idempotent."""
+        """Remove a prompt that has been stored, or is not wanted any more. Idempotent."""
         if prompt in self._prompts:
             self._prompts.remove(prompt)
             self._fair_order.leave(prompt)
+        elif prompt in self._storing:
+            self._storing.remove(prompt)
 
     def _insert(self, prompt: QueuedPrompt) -> None:
         bisect.insort(self._prompts, prompt, key=lambda queued: queued.rank)
@@ -187,17 +219,23 @@ class PrefillQueue:
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
         """Return the first WAITING prompt, unless those before it are work enough for the next passes.
 
+        Prompts that wait for blocks of another one are left out.
+
         `admitted` is a prompt that waits for its memory, which may take long: the next one must come before
         it, be of a tenant with little to compute, and take little memory.
         """
         num_ahead, num_expected = 0, self._num_expected()
+        computing = list(self._storing)
         for prompt in self._in_order():
             if prompt is admitted or num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
                 return None
             if prompt.state is PromptState.WAITING:
+                if any(other.computes_for(prompt, self._num_blocks_worth_waiting) for other in computing):
+                    continue
                 is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
                 is_small = prompt.num_tokens <= self._prefill_chunk
                 return prompt if admitted is None or (is_light and is_small) else None
+            computing.append(prompt)
             num_ahead += prompt.num_left
         return None
 

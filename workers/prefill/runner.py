@@ -109,6 +109,7 @@ class PrefillRunner:
             request.priority,
             request.flow,
             num_reusable,
+            request.block_keys,
             is_alone=order.alone,
         )
         job = stage.job(next(self._job_ids), order, queued)
@@ -119,6 +120,8 @@ class PrefillRunner:
                     await self._admit(queued, job)
                     first = await self._first_token(queued, job)
                     await stage.store(job)
+                    self._queue.remove(queued)
+                    self._admit_next()  # prompts that wait for its blocks
                     self.num_tokens += job.num_tokens_by_source(stage.page_size)
                     await self._send(Prefilled(order.ref, first.token, job.num_cached_tokens, first.logprobs))
                     await stage.sent(job)
@@ -135,6 +138,7 @@ class PrefillRunner:
             await self._stage.pool.prefetch(job.order.request.block_keys)
         await job.turn.wait()
         await self._stage.admit(job)
+        queued.num_held_blocks = job.num_held_blocks
         self._leave_admission(queued)
         await self._stage.fetch(job)
 
@@ -190,7 +194,7 @@ class PrefillRunner:
             shares, in_pass, computed.results, rounds, strict=True
         ):
             if not prompt.num_left:
-                self._queue.remove(prompt)
+                self._queue.computed(prompt)
             if not result.is_computed:
                 prompt.state = PromptState.ADMITTED
             if job.round != round_:

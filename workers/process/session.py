@@ -210,12 +210,12 @@ class LeaderSession:
         multiple = 1 if config.worker.prefill_layer_window == "all" else page_size
         if self._next is None:
             saturating = pick_saturating_tokens(self._executor.kv.device)
-            return PrefillQueue(chunk, saturating_tokens=saturating, multiple=multiple)
+            return PrefillQueue(chunk, saturating_tokens=saturating, multiple=multiple, block_size=page_size)
         if pipeline.chunks == "fixed":
-            return PrefillQueue(chunk, multiple=multiple)
+            return PrefillQueue(chunk, multiple=multiple, block_size=page_size)
         max_tokens = pipeline.stages * (chunk - chunk % multiple)
         plan = ChunkPlan(LayerCosts.of(self._executor.model.spec), pipeline.stages, max_tokens, page_size)
-        return PrefillQueue(max_tokens, plan, multiple=multiple)
+        return PrefillQueue(max_tokens, plan, multiple=multiple, block_size=page_size)
 
     async def _obey(self) -> None:
         """Loop: receive an order, act."""

@@ -1,11 +1,16 @@
 """The order of prefill, and what shares a pass: without time, device or messages."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mooncake.messages.aging import NO_DEADLINE_S
+from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Flow
+from tests.examples import num_examples
 from workers.prefill.queue import PrefillQueue, PromptState, QueuedPrompt
 
 
@@ -368,3 +373,128 @@ def test_nothing_is_remembered_once_all_is_computed() -> None:
         pass
     first, second = ready(queue, 100, tenant="a"), ready(queue, 100, tenant="b")
     assert [compute(queue)[0][0] for _ in range(2)] == [first, second]
+
+
+# -- prefixes that a prompt before computes -----------------------------------------------------------------
+
+BLOCK = 64
+"""tokens of a block: a prompt waits for two"""
+
+
+def keys(*blocks: int) -> list[BlockKey]:
+    """Keys of a prompt whose blocks have these tokens; `(1, 2)` and `(1, 2, 3)` have two in common."""
+    return [bytes(blocks[: number + 1]).ljust(16) for number in range(len(blocks))]
+
+
+def waiting(queue: PrefillQueue, block_keys: Sequence[BlockKey], priority: int = 0) -> QueuedPrompt:
+    num_tokens = BLOCK * len(block_keys) + 1
+    return queue.add(num_tokens, None, 0.0, priority, block_keys=block_keys)
+
+
+def admitted(queue: PrefillQueue) -> QueuedPrompt | None:
+    """The next prompt, which gets its memory at once."""
+    prompt = queue.next_to_admit()
+    if prompt is not None:
+        prompt.state = PromptState.ADMITTED
+    return prompt
+
+
+def test_prompt_waits_until_the_blocks_of_one_before_it_are_stored() -> None:
+    queue = PrefillQueue(1000, block_size=BLOCK)
+    first, second = waiting(queue, keys(1, 2, 3)), waiting(queue, keys(1, 2, 4))
+    assert admitted(queue) is first
+    assert admitted(queue) is None
+    queue.ready(first, 0)
+    assert compute_all(queue) == [first]
+    assert admitted(queue) is None
+    queue.remove(first)  # stored
+    assert admitted(queue) is second
+
+
+def compute_all(queue: PrefillQueue) -> list[QueuedPrompt]:
+    """Computes what is READY to its end; stores none of it."""
+    ended = []
+    while shares := queue.plan():
+        for prompt, num_tokens in shares:
+            prompt.num_done += num_tokens
+            if not prompt.num_left:
+                queue.computed(prompt)
+                ended.append(prompt)
+    return ended
+
+
+def test_prompts_behind_one_that_waits_do_not_wait() -> None:
+    queue = PrefillQueue(1000, block_size=BLOCK)
+    first, _, other = waiting(queue, keys(1, 2)), waiting(queue, keys(1, 2)), waiting(queue, keys(5, 6))
+    assert [admitted(queue), admitted(queue), admitted(queue)] == [first, other, None]
+
+
+@pytest.mark.parametrize("num_held", [0, 1])
+def test_prompt_does_not_wait_for_fewer_tokens_than_a_pass_costs(num_held: int) -> None:
+    queue = PrefillQueue(1000, block_size=BLOCK)
+    shared = (1, 2)[: 1 + num_held]
+    first, second = waiting(queue, keys(*shared, 3, 4)), waiting(queue, keys(*shared, 5, 6))
+    assert admitted(queue) is first
+    first.num_held_blocks = num_held
+    assert admitted(queue) is second
+
+
+def test_prompt_of_a_higher_priority_computes_the_prefix_itself() -> None:
+    queue = PrefillQueue(1000, block_size=BLOCK)
+    first = waiting(queue, keys(1, 2, 3))
+    assert admitted(queue) is first
+    urgent = waiting(queue, keys(1, 2, 3), priority=-1)
+    assert admitted(queue) is urgent
+
+
+def test_prompt_waits_anew_for_one_whose_reuse_has_failed() -> None:
+    queue = PrefillQueue(1000, block_size=BLOCK)
+    first, _ = waiting(queue, keys(1, 2, 3)), waiting(queue, keys(1, 2, 3), priority=1)
+    assert admitted(queue) is first
+    queue.ready(first, 64)
+    assert compute_all(queue) == [first]
+    queue.ready(first, 0)
+    assert admitted(queue) is None
+    assert compute_all(queue) == [first]
+    queue.remove(first)
+    assert admitted(queue) is not None
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.lists(st.integers(0, 1), max_size=4), st.integers(0, 1)),  # a prompt comes
+        st.integers(0, 20),  # one is aborted
+        st.none(),  # what can go on goes on
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=num_examples(200))
+@given(steps)
+def test_prompts_that_wait_for_one_another_all_come_to_their_end(
+    steps: list[tuple[list[int], int] | int | None],
+) -> None:
+    queue, here = PrefillQueue(150, block_size=BLOCK), list[QueuedPrompt]()
+
+    def go_on() -> bool:
+        """One step of the runner; whether there was any."""
+        prompt = admitted(queue)
+        if prompt is not None:
+            queue.ready(prompt, 0)
+        ended = compute_all(queue)
+        for computed in ended:
+            queue.remove(computed)
+            here.remove(computed)
+        return prompt is not None or bool(ended)
+
+    for step in steps:
+        if step is None:
+            go_on()
+        elif isinstance(step, int):
+            if here:
+                queue.remove(here.pop(step % len(here)))
+        else:
+            here.append(waiting(queue, keys(*step[0]), step[1]))
+    while here:
+        assert go_on()

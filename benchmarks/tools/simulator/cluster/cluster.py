@@ -191,6 +191,7 @@ class DisaggregatedCluster:
                 shape.prefill_chunk,
                 saturating_tokens=shape.saturating_tokens,
                 multiple=shape.block_tokens if shape.prefill_layer_window else 1,
+                block_size=shape.block_tokens,
             ),
             self._live.__getitem__,
             lambda name: self._decode_of[name],

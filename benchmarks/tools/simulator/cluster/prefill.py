@@ -107,7 +107,15 @@ class PrefillInstance:
         now_s = self.node.clock.now_s
         num_tokens, of = request.num_input_tokens, message.request
         num_reusable = min(message.num_reusable_blocks * self.node.layout.block_size, num_tokens - 1)
-        queued = self._queue.add(num_tokens, message.time_left_s, now_s, of.priority, of.flow, num_reusable)
+        queued = self._queue.add(
+            num_tokens,
+            message.time_left_s,
+            now_s,
+            of.priority,
+            of.flow,
+            num_reusable,
+            request.block_keys,
+        )
         job = Job(message, request, queued)
         self._jobs[message.ref] = self._job_of[queued] = job
         self._admit_next()
@@ -128,7 +136,7 @@ class PrefillInstance:
         self._admitting = None
         job.reservation = reservation
         block_size = self.node.layout.block_size
-        num_local = reservation.num_found
+        num_local = job.queued.num_held_blocks = reservation.num_found
         num_fetched = self._begin_fetch(job, num_local, job.order.prefix_source)
         num_cached = min((num_local + num_fetched) * block_size, job.request.num_reusable_tokens)
         job.request.num_cached_tokens = num_cached
