@@ -137,7 +137,8 @@ class InstanceUnderTest:
 
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
         stage = Stage(self.executor, pool, transfers, followers=followers)
-        self.prefill = PrefillRunner(stage, PrefillQueue(sizes.prefill_chunk), send, self.prefill_jobs)
+        queue = PrefillQueue(sizes.prefill_chunk, block_size=sizes.block_size)
+        self.prefill = PrefillRunner(stage, queue, send, self.prefill_jobs)
         self.decode = DecodeRunner(
             self.executor,
             pool,

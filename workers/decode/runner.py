@@ -50,6 +50,7 @@ from workers.errors import SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs, wait_to_end
 from workers.groups.followers import Followers
+from workers.kvcache.shared_prefixes import PrefixTurns
 
 log = logging.getLogger(__name__)
 Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed], Awaitable[None]]
@@ -86,6 +87,7 @@ class DecodeRunner:
         page_size = executor.kv.page_size
         self._blocks = GroupBlocks(SequenceBlocks(pool, transfers), followers, page_size, arrival_timeout_s)
         self.meter = DecodeMeter()
+        self._prefix_turns = PrefixTurns(page_size)
         predictors = self.meter.predictors
         self._double_check = DoubleCheck(predictors, max_batch)
         self._chunks = PromptChunks(PromptBudget(predictors, chunk_limits))
@@ -200,6 +202,7 @@ class DecodeRunner:
             )
             await self._seal(sequence)
         finally:
+            self._prefix_turns.stored(sequence.ref)
             try:
                 await self._give_back(sequence)
             finally:
@@ -209,9 +212,12 @@ class DecodeRunner:
     async def _reserve(self, sequence: Sequence, order: Reserve) -> None:
         """Reserve pages, and let the sequence enter the batch: at once if its prompt is computed there."""
         num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
+        if order.inline:
+            await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)
         async with self._reserving.turn(order.request.flow, -(-num_tokens // page_size)):
             reserved = await self._blocks.reserve(sequence)
         if order.inline:
+            self._prefix_turns.reserved(order.ref, len(reserved.cached_tiers))
             sequence.num_cached_tokens = min(len(reserved.cached_tiers) * page_size, num_tokens - 1)
             sequence.num_tokens_by_source = reserved.num_tokens_by_source(num_tokens, page_size)
             self._batch.enter(sequence)
@@ -282,6 +288,7 @@ class DecodeRunner:
         if sequence.finish_reason is None:
             with contextlib.suppress(PoolError):
                 await self._blocks.store(sequence, is_parked=False)
+            self._prefix_turns.stored(sequence.ref)
 
     async def _park(self, sequence: Sequence) -> None:
         """Move a preempted sequence's KVCache to the pool, or to host memory if the pool has no room."""
@@ -294,6 +301,7 @@ class DecodeRunner:
             await self._release(sequence)  # another rank may have had room
             await self._blocks.save_to_host(sequence)
             self.meter.num_preemptions[TO_HOST] += 1
+        self._prefix_turns.stored(sequence.ref)
         self._batch.free(sequence)
         self._changed.set()
 

@@ -31,13 +31,12 @@ from typing import NamedTuple
 from mooncake.messages.aging import due_s, rank_s
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Flow
+from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiting
 from workers.prefill.fair_order import FairOrder
 
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
 """Prompts worth two passes are admitted: one that is computed, one that is being prepared."""
-_WORTH_WAITING_TOKENS = 128
-"""Shared tokens that a prompt waits for; fewer are computed again, as a pass of its own costs as much."""
 
 
 class PromptState(Enum):
@@ -98,12 +97,6 @@ class QueuedPrompt(PromptProgress):
         """Sort key of the queue: the lowest goes first."""
         return rank_s(self.priority, self.deadline_s), self.arrival
 
-    def computes_for(self, other: "QueuedPrompt", num_blocks: int) -> bool:
-        """Return whether this prompt computes `num_blocks` or more that both begin with: keys are chained."""
-        last = self.num_held_blocks + num_blocks - 1
-        ours, theirs = self.block_keys, other.block_keys
-        return last < len(ours) and last < len(theirs) and ours[last] == theirs[last]
-
 
 class PlannedShare(NamedTuple):
     """A prompt's next `num_tokens` as a part of a planned pass."""
@@ -139,13 +132,13 @@ class PrefillQueue:
         cut: Cut = uncut,
         saturating_tokens: int | None = None,
         multiple: int = 1,
-        block_size: int = _WORTH_WAITING_TOKENS,
+        block_size: int = 1,
     ) -> None:
         assert multiple <= prefill_chunk, "the first prompt always has a share"
         self._prefill_chunk = prefill_chunk - prefill_chunk % multiple
         self._cut, self._multiple = cut, multiple
         self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
-        self._num_blocks_worth_waiting = -(-_WORTH_WAITING_TOKENS // block_size)
+        self._num_blocks_worth_waiting = num_blocks_worth_waiting(block_size)
         self._prompts: list[QueuedPrompt] = []
         self._storing: list[QueuedPrompt] = []
         """Prompts that have been computed, while their last blocks are on the way to the pool."""
@@ -230,7 +223,7 @@ class PrefillQueue:
             if prompt is admitted or num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
                 return None
             if prompt.state is PromptState.WAITING:
-                if any(other.computes_for(prompt, self._num_blocks_worth_waiting) for other in computing):
+                if any(self._computes_for(other, prompt) for other in computing):
                     continue
                 is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
                 is_small = prompt.num_tokens <= self._prefill_chunk
@@ -238,6 +231,11 @@ class PrefillQueue:
             computing.append(prompt)
             num_ahead += prompt.num_left
         return None
+
+    def _computes_for(self, prompt: QueuedPrompt, other: QueuedPrompt) -> bool:
+        """Return whether a prompt computes blocks that another one waits for."""
+        num_blocks = self._num_blocks_worth_waiting
+        return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[PlannedShare]:
         """Return the next pass, which is to be computed: as many tokens of each prompt in turn as fit.

@@ -92,7 +92,7 @@ def test_predictions_are_compared_with_what_happened() -> None:
         "cluster prefill_costs=0,0.01,0 decode_costs=0.01,0.01,0 ttft_slo=3",
         "holds p0 5",
         "holds d0 10",
-        "submit r1 tokens=100 prompt=a",  # 1 ms for 5 blocks of d0, 600 ms for 60 tokens; 20 ms for each token
+        "submit r1 tokens=100 prompt=a",  # 1 ms for 5 blocks of d0, 600 ms for 60 tokens; 20 ms for a token
         "submit r2 tokens=300 prompt=b",
         "reserved r1",
         "at 0.851",

@@ -4,18 +4,21 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import transformers
 
 from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.requests import SamplingParams
 from mooncake.messages.workers import FromWorker, Prefilled
 from tests.kvstore.nodes import DEADLINE_S
 from tests.kvstore.nodes import until as pool_until
+from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import IM_END_ID
 from tests.workers.gate import Brake
-from tests.workers.mini_cluster import Answer, MiniCluster, Sizes, StartCluster, tokens_of
-from tests.workers.references import Reference, prompt_of
+from tests.workers.mini_cluster import Answer, MiniCluster, Sizes, StartCluster, mini_cluster, tokens_of
+from tests.workers.references import Reference, greedy_tokens, prompt_of
 from tests.workers.test_grammars import GRAMMAR
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.batch import Batch, Chunk
@@ -282,4 +285,78 @@ async def test_a_prompts_blocks_are_found_while_it_is_answered(
         assert await tokens_of(same) == reference(prompt, 12)
         assert same.num_cached_tokens == 40
         assert await tokens_of(answer) == reference(prompt, 300)
+        await cluster.assert_nothing_is_held()
+
+
+# -- a burst with one new prefix ---------------------------------------------------------------------
+
+NUM_SHARED = 160
+BURST = [prompt_of(20, NUM_SHARED) + prompt_of(seed, 4 + seed) for seed in range(3)]
+ROOMY = dataclasses.replace(INLINED, num_pool_pages=256, num_device_pages=256)
+
+
+def submit_burst(cluster: MiniCluster, prompts: list[list[int]], tenant: str = "") -> list[Answer]:
+    return [
+        cluster.submit(f"burst-{index}", prompt, greedy(12), tenant=tenant)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_new_prefix_of_a_burst_is_computed_once(
+    model: transformers.PreTrainedModel, tmp_path: Path, num_ranks: int
+) -> None:
+    if num_ranks > 1:  # two cannot share three KV heads out evenly
+        model = tiny_model("smollm2", num_key_value_heads=3, num_hidden_layers=2)
+    sizes = dataclasses.replace(ROOMY, num_ranks=num_ranks)
+    async with mini_cluster(model, tmp_path, sizes) as cluster:
+        answers = submit_burst(cluster, BURST)
+        for answer, prompt in zip(answers, BURST, strict=True):
+            assert await tokens_of(answer) == greedy_tokens(model, prompt, 12)
+        await cluster.assert_nothing_is_held()
+        assert cluster.instances[1].decode.meter.num_prompt_tokens == {
+            "computed": sum(map(len, BURST)) - 2 * NUM_SHARED,
+            "dram": 2 * NUM_SHARED,
+        }
+
+
+async def test_prompt_is_computed_when_one_that_it_waited_for_is_cancelled(
+    start_cluster: StartCluster, reference: Reference
+) -> None:
+    beside = prompt_of(1, 10)
+    async with start_cluster(ROOMY) as cluster:
+        decode = cluster.instances[1]
+        running = cluster.submit("running", beside, greedy(200))
+        await pool_until(decode.pool, lambda stats: stats.num_sealed == 1 and stats.num_reservations == 0)
+        held, _, _ = await held_in_the_middle(cluster, BURST[0])
+        [answer] = submit_burst(cluster, BURST[1:2])
+        await until(lambda: sequence_of(cluster, "burst-0") is not None)
+        stats = await decode.pool.stats()  # a reservation would have been asked for before
+        assert stats.num_reservations == 0
+        cluster.cancel("prompt")
+        held.open()
+        assert await tokens_of(answer) == reference(BURST[1], 12)
+        assert await tokens_of(running) == reference(beside, 200)
+        await cluster.assert_nothing_is_held()
+
+
+async def test_prompt_goes_on_behind_the_blocks_of_one_that_is_preempted(
+    start_cluster: StartCluster, reference: Reference
+) -> None:
+    others = prompt_of(1, 10), prompt_of(3, 20)
+    async with start_cluster(dataclasses.replace(ROOMY, max_batch=2)) as cluster:
+        decode = cluster.instances[1]
+        running = cluster.submit("running", others[0], greedy(200), tenant="a")
+        await pool_until(decode.pool, lambda stats: stats.num_sealed == 1 and stats.num_reservations == 0)
+        held, first, sequence = await held_in_the_middle(cluster, BURST[0], tenant="a")
+        [waiting] = submit_burst(cluster, BURST[1:2], tenant="a")
+        other = cluster.submit("other", others[1], greedy(5), tenant="b")
+        await until(lambda: decode.decode.num_running == 2 and sequence.state is SequenceState.LEAVING)
+        held.open()
+        assert await tokens_of(waiting) == reference(BURST[1], 12)
+        assert waiting.num_cached_tokens is not None
+        assert 16 <= waiting.num_cached_tokens < NUM_SHARED
+        assert await tokens_of(first) == reference(BURST[0], 12)
+        assert await tokens_of(other) == reference(others[1], 5)
+        assert await tokens_of(running) == reference(others[0], 200)
         await cluster.assert_nothing_is_held()

@@ -1,0 +1,80 @@
+"""What prompts of an instance have in common: whether one waits for another, to find its blocks in the pool.
+
+Owns: that rule, turns of prompts that have no queue. Does not know: who stores blocks, pages.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.requests import Ref
+
+_WORTH_WAITING_TOKENS = 128
+"""Shared tokens that a prompt waits for; fewer are computed again, as a pass of its own costs as much."""
+
+
+def num_blocks_worth_waiting(block_size: int) -> int:
+    """Return the least number of shared blocks that a prompt waits for."""
+    return -(-_WORTH_WAITING_TOKENS // block_size)
+
+
+def computes_for(
+    keys: Sequence[BlockKey], num_held: int, others: Sequence[BlockKey], num_blocks: int
+) -> bool:
+    """Return whether a prompt computes `num_blocks` or more that another one begins with too.
+
+    Args:
+        keys: Its block keys. They are chained, so one that is equal says that all before it are.
+        num_held: Its leading blocks that it does not compute.
+        others: The block keys of the other prompt.
+        num_blocks: The least number of blocks.
+    """
+    last = num_held + num_blocks - 1
+    return last < len(keys) and last < len(others) and keys[last] == others[last]
+
+
+@dataclass(slots=True)
+class _Computing:
+    rank: tuple[float, int]
+    keys: Sequence[BlockKey]
+    num_held: int = 0
+    """Leading blocks that are not computed; 0 until the prompt has its pages."""
+
+
+class PrefixTurns:
+    """Turns of prompts with a common prefix: a later one begins when an earlier one has stored it.
+
+    A prompt waits for others of lower rank only, which never changes: there is no deadlock.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._num_blocks = num_blocks_worth_waiting(block_size)
+        self._computing: dict[Ref, _Computing] = {}
+        """Prompts from their arrival until their blocks are stored."""
+        self._changed = asyncio.Event()
+
+    async def wait(self, ref: Ref, rank: tuple[float, int], keys: Sequence[BlockKey]) -> None:
+        """Add a prompt, and wait until none before it computes blocks that it can reuse."""
+        prompt = self._computing[ref] = _Computing(rank, keys)
+        while any(self._must_wait(prompt, other) for other in self._computing.values()):
+            await self._changed.wait()
+
+    def reserved(self, ref: Ref, num_held: int) -> None:
+        """Record that a prompt has its pages, and how many of its leading blocks the pool held."""
+        self._computing[ref].num_held = num_held
+        self._wake()
+
+    def stored(self, ref: Ref) -> None:
+        """Remove a prompt whose blocks are stored, or will not be. Idempotent."""
+        if self._computing.pop(ref, None) is not None:
+            self._wake()
+
+    def _must_wait(self, prompt: _Computing, other: _Computing) -> bool:
+        return other.rank < prompt.rank and computes_for(
+            other.keys, other.num_held, prompt.keys, self._num_blocks
+        )
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
