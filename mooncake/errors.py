@@ -91,7 +91,7 @@ class PoolError(MooncakeError):
 
 
 class PoolFullError(PoolError):
-    """No page is free, and every page that is in use is leased.
+    """Error of a pool in which no page is free, and every page in use is leased.
 
     `space_epoch` is the pool's at the moment of the refusal: a wait for a later one misses no page.
     """

@@ -61,8 +61,7 @@ def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
 def load_or_do_without(
     source: Path, otherwise: str, flags: tuple[str, ...] = THIS_PROCESSOR
 ) -> ctypes.CDLL | None:
-    """Return the library of `source`, or None where it cannot be loaded; the log says what happens
-    `otherwise`."""
+    """Return the library of `source`; None if it cannot be loaded, and the log says `otherwise`."""
     try:
         return load(source, flags)
     except NativeCodeError as error:

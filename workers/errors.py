@@ -1,4 +1,4 @@
-"""Errors of a worker's sessions, beside those of `mooncake.errors`.
+"""The errors of a worker's sessions; `mooncake.errors` has the others.
 
 Owns: their meaning. Does not know: where they are raised.
 """

@@ -31,7 +31,7 @@ class RateLimitedError(OverloadedError):
 
 
 class UnauthorizedError(RequestError):
-    """No valid key came. `challenge` says how to send one (`WWW-Authenticate`)."""
+    """Error of a request without a valid key. `challenge` says how to send one (`WWW-Authenticate`)."""
 
     def __init__(self, message: str, code: str, challenge: str = "Bearer") -> None:
         super().__init__(message, status=401, code=code)

@@ -165,7 +165,7 @@ class Metrics(Collector):
         self._within_slo["both"] += has_ttft and has_tbt
 
     def tokens_received(self, num_tokens: int, gap_s: float | None) -> None:
-        """Count tokens of one step, `gap_s` after those before; None for the first."""
+        """Count the tokens of one step. `gap_s`: since the step before; None for the first."""
         self._num_generated_tokens += num_tokens
         if gap_s is not None:
             self._gap.observe(gap_s)

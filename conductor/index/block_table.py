@@ -42,7 +42,7 @@ class BlockTable(Protocol):
         """Give each of these distinct keys its number; `ABSENT` drops it."""
 
     def sweep(self, is_marked: "array[int]") -> Sequence[int]:
-        """Examine some more of the keys, and drop those whose number is marked in this array of type `B`.
+        """Examine some more of the keys, and drop the keys whose number is marked in this array of type `B`.
 
         Called often enough it has examined all keys. Returns the numbers of the dropped keys.
         """

@@ -30,7 +30,7 @@ ANSWER_TIMEOUT_S = 5.0
 QUIET_S = 3.0
 """The time without a batch after which a messenger is asked whether there was one."""
 MAX_EARLY_BATCHES = 100
-"""Batches that may wait for those before them: a second's worth. Others are replayed."""
+"""Batches that may wait for earlier ones: a second's worth. Others are replayed."""
 
 
 class Step(NamedTuple):

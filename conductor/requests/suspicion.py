@@ -24,7 +24,7 @@ class _Loss:
     instance: str
     at_s: float
     suspects: set[str]
-    """The requests that had begun there, later those of its pass, without any that has finished since."""
+    """The requests that had begun there, later the ones of its pass, without any that has finished since."""
     running: set[str] = field(init=False)
     """The suspects that have not ended."""
     is_failure: bool = False

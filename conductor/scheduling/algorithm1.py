@@ -181,7 +181,7 @@ class Scheduler:
         )
 
     def has_room(self, request: Request, refused_by: Collection[str] = ()) -> bool:
-        """Whether a pair has room for a request, its decode instance none of those that have refused it."""
+        """Whether a pair has room for a request, and its decode instance has not refused the request."""
         layout, loads = self._view.layout, self._view.loads
         if layout is None:
             return False

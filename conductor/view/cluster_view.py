@@ -117,8 +117,7 @@ class ClusterView:
         """Name the rows of a matrix that predicts decoding with one more request, by slot."""
         self._next = rows
         self.next_step_s, self.next_token_s, self.next_delay = rows
-        """Seconds of an iteration if the request has no tokens yet, and of each that it has; its TBT in
-        iterations."""
+        """Seconds of an iteration without the request's tokens, seconds of each token, TBT in iterations."""
 
     def instance_at(self, slot: int) -> Instance:
         """The instance in this slot."""
@@ -216,7 +215,7 @@ class ClusterView:
         return pool.mean_costs.seconds(share * num_requests, share * num_tokens)
 
     def mean_prefill_costs(self) -> Costs | None:
-        """The mean costs of the prefill instances, or else of those that inline; None without any."""
+        """The mean costs of the prefill instances, or else of the instances that inline; None without any."""
         loads = self.loads
         slots = loads.is_prefill if loads.is_prefill.any() else loads.inlines
         return self.prefill_costs.mean(slots) if slots.any() else None
@@ -240,7 +239,7 @@ class ClusterView:
     def prefill_ended(
         self, slot: int, num_tokens: int, num_cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """Learn that a prefill took `seconds` behind those before it.
+        """Learn that a prefill took `seconds` behind the earlier ones.
 
         Prefills of one pass end together and are learned from as one, so the last one is kept while more are
         ordered.
@@ -280,7 +279,7 @@ class ClusterView:
         return delay * self.decode_costs.predict_s(slot, batched * num_requests, batched * num_kv_tokens)
 
     def assigned_tbt_s(self, slot: int, num_requests: int) -> float:
-        """Predict the TBT of so many requests as long as those that the instance has."""
+        """Predict the TBT of so many requests with the mean prompt of the instance's requests."""
         return self.tbt_s(slot, num_requests, num_requests * self._mean_assigned_tokens(slot))
 
     def _mean_assigned_tokens(self, slot: int) -> float:

@@ -32,7 +32,7 @@ _NUM_RECENT = 64
 _NUM_KINDS = 10_000
 """The number of kinds that are remembered."""
 _FEWEST_OF_KIND = 8
-"""The number of outputs of a kind below which those of all kinds say more."""
+"""The number of outputs of a kind below which the outputs of all kinds say more."""
 _QUANTILE = 0.7
 """The share of outputs that are not longer than expected."""
 

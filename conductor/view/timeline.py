@@ -92,7 +92,7 @@ class Timeline:
         return Work(*sums.tolist())
 
     def _index(self, time: float) -> int:
-        """The index of a time's bucket, within or next to those that are kept."""
+        """The index of a time's bucket, within the kept buckets or next to them."""
         index = time / self._bucket - self._first
         return math.floor(min(max(index, -1.0), len(self._ones)))
 

@@ -62,8 +62,7 @@ class Library:
 
     @functools.cache  # noqa: B019  (libraries live as long as their process)
     def function(self, name: str, dtype: torch.dtype, *argtypes: Any) -> Any:
-        """Return function `name` for tensors of `dtype`, bfloat16 or float32; it returns an int, if
-        anything."""
+        """Return function `name` for tensors of `dtype`, bfloat16 or float32; it returns an int at most."""
         if dtype not in DTYPES:
             raise ValueError(f"expected one of {', '.join(map(str, DTYPES))}, got {dtype}")
         function = self.code[f"{name}_{str(dtype).removeprefix('torch.')}"]

@@ -28,8 +28,7 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class HugeMemory:
-    """An allocator of tensors, one behind the other in huge pages; a chunk lives as long as one of its
-    tensors."""
+    """An allocator of tensors, one behind the other in huge pages; a chunk lives as long as its tensors."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)

@@ -18,8 +18,7 @@ MAX_HEAD_DIM = 256
 def check_tensor(
     what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> None:
-    """Raise ValueError unless `tensor` is contiguous, of this shape and these dtypes, on the device of
-    `like`."""
+    """Raise ValueError unless `tensor` is contiguous, of this shape and dtypes, on the device of `like`."""
     check_rows(what, tensor, shape, dtypes, like)
     if not tensor.is_contiguous():
         raise ValueError(f"expected contiguous {what}, got strides {tensor.stride()} of {list(tensor.shape)}")

@@ -158,8 +158,7 @@ class KVCachePool:
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the tier in which each block is, None for those that are nowhere. Counts as no use of
-        them."""
+        """Return the tier of each block; None for a block that no instance has. Uses no block."""
         self._check(keys)
         tiers: list[Tier | None] = [None] * len(keys)
         for part in self._batches(len(keys), 0):
@@ -247,8 +246,9 @@ class KVCachePool:
         return sum(self._backends.each(clear))
 
     def change_replica(self, key: BlockKey, num_replicas: int) -> Replicas:
-        """Make or remove copies until exactly `num_replicas` instances hold the block, on as many hosts as
-        possible. Bytes go from messenger to messenger.
+        """Make or remove copies until exactly `num_replicas` instances hold the block.
+
+        The copies are on as many hosts as possible. Bytes go from messenger to messenger.
 
         Raises PoolError, which says how many copies there are now and why, if that cannot be reached.
         """

@@ -94,7 +94,7 @@ class PoolConnection(ABC):
         """Timeouts that the kernel has been told, by socket option."""
         self._call_ids = itertools.count(1)
         self._await_space: AwaitSpace | None = None
-        """A call without an answer so far, though nobody may be waiting for it."""
+        """A call without an answer so far, though no caller may be waiting for it."""
         self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
         _connections.add(self)

@@ -75,7 +75,7 @@ class WorkerClient:
         self.closed = calls.closed
         """Set when the messenger is gone or has ended the session."""
         self._background: set[asyncio.Task[object]] = set()
-        """Reservations in flight, and releases of those whose caller was cancelled."""
+        """Reservations in flight, and releases of reservations whose caller was cancelled."""
 
     @classmethod
     async def connect(
@@ -127,22 +127,20 @@ class WorkerClient:
         await self._calls.send(Prefetch(list(keys)))
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
-        """Pin those of `keys` that are here for `ttl_s`, as long as others can be evicted. Returns their
-        number."""
+        """Pin the `keys` that are here for `ttl_s`, as long as others can be evicted; return their number."""
         call = PinBlocks(self._calls.new_id(), list(keys), ttl_s, hard=False)
         return (await self._calls.ask(call, Count)).num_blocks
 
     async def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Unpin those of `keys` that `pin` keeps; hard pins belong to others."""
+        """Unpin the `keys` that `pin` keeps; hard pins belong to others."""
         await self._calls.ask(UnpinBlocks(self._calls.new_id(), list(keys), hard=False), Count)
 
     async def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Forget those of `keys` that nobody uses and no pin keeps, in every tier."""
+        """Forget the `keys` that are in no use and under no pin, in every tier."""
         await self._calls.send(DropIdle(list(keys)))
 
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
-        """Say which tokens the keys of a reservation stand for, for the events of blocks that are still to be
-        sealed.
+        """Say which tokens the keys of a reservation stand for, for the events when their blocks are sealed.
 
         Not for prompts with a `cache_salt`: followers of the events could not tell them from others.
         """
@@ -197,8 +195,9 @@ class WorkerClient:
         return (await self._calls.ask(OpenGrant(self._calls.new_id(), reservation_id), Granted)).grant
 
     async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
-        """Start to stream the granted blocks of this reservation to `grant.messenger`, and those of
-        `grant.others` to theirs, for a prefill.
+        """Start to stream the granted blocks of this reservation, for a prefill.
+
+        They go to `grant.messenger`, and the blocks of `grant.others` to theirs.
 
         Blocks that are sealed go at once, other layers as they are committed. `ref_text` names the
         request in logs.
@@ -217,8 +216,7 @@ class WorkerClient:
         blocks: Sequence[int],
         on_layers: Callable[[int, int], None],
     ) -> tuple[list[int], list[int]]:
-        """Bring `blocks` (indices) of this reservation from the pools of `sources`, layer by layer, for a
-        prefill.
+        """Bring `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
 
         `on_layers(num_blocks, num_layers)`: so many layers of the first so many of them are there; it is also
         called, several times a second, while a part of the next ones comes.
@@ -258,8 +256,10 @@ class WorkerClient:
     # -- the rest ---------------------------------------------------------------------------------
 
     async def stats(self, check_integrity: bool = False) -> PoolStats:
-        """Return the pool's counters; `check_integrity` also looks at every page, which takes time in a large
-        pool."""
+        """Return the pool's counters.
+
+        `check_integrity` also looks at every page, which takes time in a large pool.
+        """
         return (await self._calls.ask(GetStats(self._calls.new_id(), check_integrity), Stats)).stats
 
     async def close(self) -> None:

@@ -18,8 +18,10 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""Blocks with which a batch is sealed, so that it stays a message of some 200 KB, and the log bounded even if
-nobody seals."""
+"""Blocks with which a batch is sealed, so that it stays a message of some 200 KB.
+
+So the log is bounded even if no caller seals.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Batch:
     sequence: int
     events: list[KVEvent]
     tokens: dict[BlockKey, BlockTokens]
-    """Tokens of those stored blocks for which they are known."""
+    """Tokens of the stored blocks whose tokens are known."""
 
 
 class EventLog:

@@ -1,4 +1,4 @@
-"""The peers of a ZeroMQ socket that everybody may use.
+"""The peers of a ZeroMQ socket that is open to all.
 
 Owns: how many they are, how much each may send. Does not know: what is said.
 """

@@ -20,8 +20,11 @@ from mooncake.messages.pools import Tier
 MAX_REQUEST_BYTES = 1 << 10
 """Limit of a frame that is received: a topic, or a number."""
 MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK"}
-"""vLLM's name of each tier. vLLM says CPU and, lately, STORAGE; routers that tell tiers apart know DISK, only
-the newest STORAGE."""
+"""The name that vLLM gives each tier.
+
+vLLM says CPU and, lately, STORAGE; routers that tell tiers apart know DISK, only the newest
+STORAGE.
+"""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 """Number of the message behind the last batch of a replay."""
 _HASH_BYTES = 8

@@ -25,7 +25,7 @@ class Deadlines(Generic[Name]):
 
     @property
     def num_entries(self) -> int:
-        """Entries in memory, those that are out of date included."""
+        """Entries in memory, outdated ones included."""
         return len(self._heap)
 
     def set(self, name: Name, deadline_s: float) -> None:

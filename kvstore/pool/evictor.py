@@ -123,6 +123,6 @@ class Evictor:
         self.changed()
 
     def changed(self) -> None:
-        """Wake those that wait for a page: one became free or idle, or idle ones may be evicted now."""
+        """Wake waiters for a page: one became free or idle, or idle ones may be evicted now."""
         self.epoch += 1
         self._on_space()

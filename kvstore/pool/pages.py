@@ -276,8 +276,7 @@ class PageTable:
         return copy
 
     def assign(self, writer: PageWriter) -> None:
-        """Record, after the death of the owner, that `writer` may be writing to any page that has not been
-        sealed."""
+        """Record, after the owner's death, that `writer` may be writing to any page that is not sealed."""
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 

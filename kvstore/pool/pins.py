@@ -43,7 +43,7 @@ class Pins:
         return key in self._by_key
 
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
-        """Pin those of `keys` that are in DRAM, anew if they are pinned. Returns their number.
+        """Pin the `keys` that are in DRAM, anew if they are pinned. Returns their number.
 
         A soft pin leaves a hard one as it is: its owner relies on it.
         Raises PoolError if hard pins would take more than half of the pool.

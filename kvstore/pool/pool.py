@@ -236,7 +236,7 @@ class Pool:
     # -- leases -----------------------------------------------------------------------------------
 
     def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> PageLease:
-        """Keep those of `keys` that are in DRAM where they are until `end_lease` or `expire`."""
+        """Keep the `keys` that are in DRAM where they are until `end_lease` or `expire`."""
         index = self.allocator.index
         lease = PageLease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
         found = lease.claimed_pages
@@ -294,7 +294,7 @@ class Pool:
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer` may be writing to any of those pages too."""
+        """Record that `writer` may be writing to any of these pages too."""
         pages = {page for pages in self._former_writers.values() for page in pages}
         own = self._former_writers.setdefault(writer, [])
         for page in pages.difference(own):

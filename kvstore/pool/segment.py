@@ -156,8 +156,7 @@ class Segment:
         return cls(mapping, header)
 
     def shared_segment(self, fd: int) -> SharedSegment | None:
-        """Describe the segment behind `fd` to peers on this host that map it; None where nothing can be
-        compiled."""
+        """Describe the segment behind `fd` to peers on this host that map it; None without a compiler."""
         copy_table = CopyTable.at(self.buffer[_COPY_TABLE_OFFSET : _COPY_TABLE_OFFSET + COPY_TABLE_BYTES])
         if copy_table is None:
             return None
@@ -173,8 +172,7 @@ class Segment:
         )
 
     def catalogue(self) -> Catalogue | None:
-        """Return the catalogue by which peers on this host find sealed blocks; None where nothing can be
-        compiled."""
+        """Return the catalogue by which peers on this host find sealed blocks; None without a compiler."""
         return Catalogue.at(self.buffer, self._page_table(), self.layout)
 
     def _page_table(self) -> PageTableOffsets:

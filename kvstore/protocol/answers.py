@@ -124,7 +124,7 @@ class Verified(msgspec.Struct, tag=True, frozen=True):
 
 
 class GotBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Answer before the layers of those blocks that are `found`, in order; `checksums` as in `PutBlocks`."""
+    """Answer before the layers of the blocks that are `found`, in order; `checksums` as in `PutBlocks`."""
 
     call_id: int
     found: list[bool]

@@ -233,7 +233,7 @@ class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropIdle(msgspec.Struct, tag=True, frozen=True):
-    """Forget, in every tier, those of these blocks that nobody uses and no pin keeps."""
+    """Forget the blocks among these that are in no use and under no pin, in every tier."""
 
     keys: list[BlockKey]
 

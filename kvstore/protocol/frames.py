@@ -32,8 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def max_keys(num_layers: int) -> int:
-    """Return how many keys one message may name when checksums of `num_layers` layers of each come with
-    them."""
+    """Return how many keys one message may name with the checksums of `num_layers` layers of each."""
     return max(1, min(MAX_KEYS, MAX_MESSAGE_BYTES // 2 // (CHECKSUM_BYTES * max(1, num_layers))))
 
 
@@ -82,8 +81,7 @@ class FrameBuffer:
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return where to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when they
-        are."""
+        """Return where to receive until `num_bytes` are held, and at most `ahead_bytes` more; None then."""
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None

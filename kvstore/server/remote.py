@@ -180,7 +180,7 @@ class _Client:
     # -- messages ---------------------------------------------------------------------------------
 
     def _take_calls(self) -> PutBlocks | GetBlocks | None:
-        """Receive calls, and answer at once those that move no blocks, without waking the task that waits.
+        """Receive calls, and answer calls that move no blocks at once, without waking the task that waits.
 
         Returns a call that moves blocks; None when it is others' turn, or answers must wait. Raises
         BlockingIOError when no call is there.

@@ -150,7 +150,7 @@ class Service:
     def _admit_local(
         self, first: Attach | Connect, connection: ServerConnection[ToPool]
     ) -> ClientSession | None:
-        """Answer the first message of a user of this host, who maps the segment. None if it was refused."""
+        """Answer the first message of a user of this host, which maps the segment; None if it was refused."""
         writer = PageWriter(connection.peer_pid, first.serial)
         try:
             if isinstance(first, Attach):

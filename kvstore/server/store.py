@@ -67,7 +67,7 @@ class Store:
     problem: str | None = None
     """Problem that the last look at every page found."""
     num_orphaned: int = 0
-    """Pages that nobody will free, as of that look."""
+    """Pages without an owner that will free them, as of that look."""
 
     def now_s(self) -> float:
         """Read the clock of leases and pins."""
@@ -93,7 +93,7 @@ class Store:
         return num_removed
 
     def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Forget, in every tier, those of `keys` that nobody uses and no pin keeps."""
+        """Forget the `keys` that are in no use and under no pin, in every tier."""
         for key in keys:
             page = self.pool.find(key)
             if page is None or (self.pool.allocator.is_idle(page) and key not in self.pool.pins):
@@ -161,8 +161,9 @@ class Store:
         self.num_orphaned = len(self.pool.orphans())
 
     async def _await_end(self, writer: PageWriter) -> None:
-        """Free the pages that a former life of the messenger gave to a process, when that or its copy has
-        ended.
+        """Free the pages that a former life of the messenger gave to a process, when the writers have ended.
+
+        Writers are that process and its copy.
 
         Those of a process that cannot be watched from here stay aside until it comes again by itself.
         """

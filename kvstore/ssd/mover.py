@@ -215,8 +215,9 @@ class Mover:
 
     @contextlib.asynccontextmanager
     async def promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
-        """Promote those of `keys` that any tier has, and keep them in DRAM within the context, as far as
-        there are pages and time.
+        """Promote the `keys` that any tier has, and keep them in DRAM within the context.
+
+        As many are promoted as there are pages and time for.
 
         `patiently`: waits for pages that others use. Else only for such as become free by themselves.
         """

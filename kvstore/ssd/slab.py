@@ -277,8 +277,7 @@ def _descriptor(path: Path, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _misplaced(directory: Path) -> Iterator[None]:
-    """Turn a directory that cannot be used into a mistake in the configuration, which is not a fault of the
-    disk."""
+    """Turn a directory that cannot be used into a mistake in the configuration, not a fault of the disk."""
     try:
         yield
     except OSError as error:

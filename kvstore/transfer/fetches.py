@@ -116,7 +116,7 @@ class BlockFetch:
         tasks: asyncio.TaskGroup,
         urgency: Urgency = Urgency.LATENCY,
     ) -> None:
-        """Run the fetch until nothing more comes, and nobody else writes the pages of `blocks`.
+        """Run the fetch until nothing more comes, and no source writes the pages of `blocks`.
 
         A source that fails is no error; the others are of no use without it. If one hangs when the fetch is
         stopped, what has not come gets other pages; PoolFullError if there are none.
@@ -166,8 +166,10 @@ class BlockFetch:
     def _requests(
         self, peers: Sequence[PeerSession], parts: Sequence[Share], urgency: Urgency
     ) -> Iterator[_Request]:
-        """Plan requests layer by layer; of few blocks several layers at once, of many blocks a layer in
-        several requests, each as large as may be asked for by then."""
+        """Plan requests layer by layer, each as large as may be asked for by then.
+
+        Of few blocks several layers are asked for at once, of many blocks a layer in several requests.
+        """
         layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
         num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
         num_at_once = max(1, min(num_at_once, num_layers // _FEWEST_STEPS))

@@ -248,8 +248,10 @@ class Grants:
         return grant
 
     def _new_id(self) -> int:
-        """Choose a random id, so that one of an earlier life of this messenger means nothing, and open it to
-        writers of this host, if the copy table has a free entry."""
+        """Choose a random id, and open the grant to writers of this host, if the copy table has a free entry.
+
+        An id of an earlier life of this messenger means nothing.
+        """
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
             if self._copy_table is None or self._copy_table.open(grant_id):

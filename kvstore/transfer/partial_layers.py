@@ -21,7 +21,7 @@ class _Layer:
 
 
 class PartialLayers:
-    """Such layers of one grant, whose shard has `num_heads`. Layers and heads are positions in it."""
+    """The partial layers of one grant, whose shard has `num_heads`. Layers and heads are positions in it."""
 
     def __init__(self, num_heads: int) -> None:
         self._all_heads = (1 << num_heads) - 1

@@ -51,7 +51,7 @@ class _Range:
 
 
 class Sends:
-    """Sends of one user's reservations, each to one grant or to those of a group."""
+    """Sends of one user's reservations, each to one grant or to the grants of a group."""
 
     def __init__(self, pool: Pool, segment: Segment, peers: PeerSessions, tasks: asyncio.TaskGroup) -> None:
         self._pool, self._segment, self._peers = pool, segment, peers
@@ -180,8 +180,7 @@ class Send:
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
-        """Choose the layers of the next frame, which are there and were not submitted, up to the limits of a
-        frame."""
+        """Choose the layers of the next frame, up to its limits: they are there and were not submitted."""
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges

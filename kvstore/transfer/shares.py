@@ -51,8 +51,10 @@ def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
 
 
 def steps(ours: KVLayout, from_shares: Sequence[Share], num_at_once: int) -> Iterator[range]:
-    """Yield the positions of all layers, in order, up to `num_at_once` together where each share has all or
-    none of them as one range."""
+    """Yield the positions of all layers, in order, up to `num_at_once` together.
+
+    Of layers together each share has all or none as one range.
+    """
     if not all(share.has_same_heads for share in from_shares):
         num_at_once = 1
     edges = {ours.layers.start, ours.layers.stop, *(share.layers.start for share in from_shares)}

@@ -89,7 +89,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
 
 
 def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file: Path | None) -> list[Check]:
-    """Return all checks, those first that others depend on."""
+    """Return all checks, the ones that others depend on first."""
     sources = sorted(SOURCES.glob("*.cpp"))
     here = [
         Check("python", partial(host.python, machine)),
@@ -172,8 +172,7 @@ def _ask_for_kernels() -> str:
 
 
 async def _rdma_cards(settings: MessengerConfig) -> Cards:
-    """Return the cards that a messenger would use; none if that cannot work, for which other checks give the
-    reason."""
+    """Return the cards that a messenger would use; none if that cannot work, as other checks explain."""
     try:
         cards = open_cards(settings)
         await cards.register(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))

@@ -19,7 +19,7 @@ class Level(IntEnum):
 
     OK = 0
     WARN = 1
-    """It works, but slower or less than it could."""
+    """The checked thing works, but slower or less than it could."""
     FAIL = 2
     """A thing that is configured, or was asked for, cannot work."""
 

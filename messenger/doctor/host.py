@@ -18,7 +18,7 @@ from mooncake.security.keys import ClusterKey
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
 MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
-"""Descriptors that a process has open beside those of its requests."""
+"""Descriptors that a process has open beside the descriptors of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
 """Bytes of a pool from which huge pages are worth advice."""
 _LONGEST_REASON = 300
@@ -74,8 +74,7 @@ def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
 
 
 def memory(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether the pools fit into the memory, the control group, and the file system that they are kept
-    in."""
+    """Check whether the pools fit into the memory, the control group, and the pools' file system."""
     wanted_bytes = num_instances(config) * int(config.kvcache.pool_bytes)
     found = f"the pools take {as_size(wanted_bytes)}"
     if any(process.name == MESSENGER_MODULE for process in machine.processes()):

@@ -68,8 +68,7 @@ class Probe:
         return self._cards.names
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Return the bytes per second of `num_bytes` written by RDMA, into memory that the other side never
-        reads."""
+        """Return the bytes per second of `num_bytes` written by RDMA, into memory that is never read."""
         card = await self._cards.card(nic)
         with contextlib.closing(card.endpoint(str(self._path))) as endpoint:
             async with self._connected(endpoint.local_info()) as (_, welcome):

@@ -52,7 +52,7 @@ class PeerProbe(Protocol):
     """A client of the data plane, connected to a peer. Its errors are MooncakeError and OSError."""
 
     async def handshake(self) -> str:
-        """Return who answers, in words."""
+        """Return which host answers, in words."""
 
     async def bandwidth(self, num_bytes: int) -> float:
         """Return the bytes per second of one transfer of `num_bytes` over TCP."""
@@ -113,7 +113,7 @@ def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def data_plane(open_it: OpenProbe) -> list[Finding]:
-    """Check who answers, and how fast bytes travel over TCP, and by each RDMA device of this side."""
+    """Check which host answers, and how fast bytes travel over TCP, and by each RDMA device of this side."""
     return asyncio.run(_probe(open_it))
 
 

@@ -38,8 +38,7 @@ class Throughput:
         self.in_flight_bytes += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
-        """Record the end of `num_bytes`, of which `moved_bytes` have arrived; the others were given up, or
-        not there."""
+        """Record the end of `num_bytes`, of which `moved_bytes` have arrived; the others did not."""
         self.in_flight_bytes -= num_bytes
         self._moved_bytes += moved_bytes
         self._busy_s += now_s - self._since_s

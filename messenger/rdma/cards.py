@@ -128,7 +128,7 @@ class Cards:
 
 
 def open_cards(settings: MessengerConfig) -> Cards:
-    """Open the devices near the segment, or all that work where none of those does.
+    """Open the devices near the segment, or all working devices if none is near.
 
     Says once in the log why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is
     demanded and missing.

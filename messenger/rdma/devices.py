@@ -63,7 +63,7 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """Devices, and `reasons` why there is none or what is wrong with those left out: log them once."""
+    """Devices, and `reasons` for each one that is left out, or why there is none: log them once."""
 
     devices: list[RdmaDevice]
     reasons: list[str]

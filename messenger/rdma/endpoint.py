@@ -110,8 +110,10 @@ class Endpoint:
         self.peer = peer
         self.failure: RdmaError | None = None
         self.openings: set[Any] = set()
-        """Windows and regions that are open to the peer, as pyverbs' objects (`windows`); they go before the
-        queue pair does."""
+        """Windows and regions that are open to the peer, as pyverbs' objects.
+
+        They close before the queue pair.
+        """
         self.adapter = adapter
         self._memory = memory
         self._loop = asyncio.get_running_loop()

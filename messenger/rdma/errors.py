@@ -29,7 +29,7 @@ class RdmaError(TransferError):
 
 
 class RdmaUnavailableError(RdmaError):
-    """This machine, device or driver cannot do this at all; the message says why and what to do."""
+    """Error of a machine, device or driver that cannot do this; the message says why and what to do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Remedy.OTHER_PATH)

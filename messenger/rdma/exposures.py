@@ -64,8 +64,7 @@ class Exposures:
             opened.on_closed()
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer if the peer, who has been told to stop, has not said within that time
-        that it has."""
+        """Close the pages of a transfer if the peer, told to stop, does not confirm within that time."""
         opened = self._by_transfer.get(transfer_id)
         if opened is not None and opened.deadline is None:
             loop = asyncio.get_running_loop()

@@ -22,8 +22,10 @@ _MAPPED_BITS: Final = 96
 
 
 def network_of(gid: IPv6Address, link_layer: LinkLayer, interface: str | None) -> IPv6Network | None:
-    """Return the network of a port's address, of which `interface` is the Ethernet interface; None if the
-    kernel does not tell."""
+    """Return the network of a port's address; None if the kernel does not tell.
+
+    `interface` is its Ethernet interface.
+    """
     if link_layer is LinkLayer.INFINIBAND:
         num_bits: int | None = _SUBNET_BITS
     elif gid.ipv4_mapped is not None:

@@ -107,8 +107,7 @@ class Topology:
         return cls({name: _parse_choice(name, value, existing) for name, value in content.items()})
 
     def nics(self, location: str) -> Choice:
-        """Return the preferred and the secondary NICs of `location`; all are secondary for one that is not
-        named."""
+        """Return the preferred and the secondary NICs of `location`; of an unnamed one all are secondary."""
         if location in self.matrix:
             return self.matrix[location]
         return Choice(
@@ -116,7 +115,7 @@ class Topology:
         )
 
     def order(self, location: str, failed: Set[str] = frozenset()) -> list[str]:
-        """Return the NICs to try for `location`, the best first, without those that have failed."""
+        """Return the NICs to try for `location`, the best first, without failed ones."""
         return [nic for nic in _all(self.nics(location)) if nic not in failed]
 
 
@@ -250,8 +249,7 @@ def _nic(folder: Path) -> Nic:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Return the NUMA node of the PCI device below a device, as of virtio; -1 if the firmware does not
-    tell."""
+    """Return the NUMA node of the PCI device below a device, as of virtio; -1 if the firmware is silent."""
     place = device.resolve()
     told = (read_line(folder / "numa_node") for folder in (place, *place.parents))
     node = next((line for line in told if line is not None), None)

@@ -47,7 +47,7 @@ class Answers:
         """Ends of the leases of blocks that are being read, and their bytes; the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer a fetch, now or after those before it: answers are told apart by their order alone."""
+        """Answer a fetch, now or after earlier ones: answers are told apart by their order alone."""
         if fetch.is_read:
             self._was_read(fetch)
             return

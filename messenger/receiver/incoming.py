@@ -306,8 +306,7 @@ class IncomingLane:
         return WriteAck(RefusalKind.CORRUPT, brief(reason))
 
     def _acknowledge(self, answer: WriteAck | None, num_bytes: int) -> None:
-        """Send an acknowledgement with those of other writes that have come; None acknowledges a good
-        write."""
+        """Send an acknowledgement with the pending ones of other writes; None acknowledges a good write."""
         self._acks.append(_ACK if answer is None else encode_frame(answer))
         self._are_acks_urgent = True
         self._acknowledged_bytes += num_bytes

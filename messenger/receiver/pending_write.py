@@ -20,8 +20,7 @@ class HeadRanges:
         """Whether both ends have the same heads, so that frames do not name any."""
 
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
-        """Return the part of each layer of this side that a frame is about, None for all of it, and its
-        bytes.
+        """Return the part of each layer of this side that a frame is about, None for all, and its bytes.
 
         Raises TransferError for no heads, or if nothing is said and they are not the same at both ends.
         """

@@ -43,8 +43,9 @@ class WriteTarget(Protocol):
         """Record a writer that has announced itself. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
-        """Return where the bytes of `entry` go; None if they are there already, as a lost connection may have
-        kept the acknowledgement.
+        """Return where the bytes of `entry` go; None if they are there already.
+
+        A lost connection may have kept the acknowledgement.
 
         Raises WriteRefused before a byte is placed.
         """
@@ -87,8 +88,10 @@ class ReadSource(Protocol):
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Lease those of `keys` that are there, and return them with the callback that ends the lease. Raises
-        MooncakeError."""
+        """Lease the `keys` that are there, and return them with the callback that ends the lease.
+
+        Raises MooncakeError.
+        """
 
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
@@ -102,8 +105,7 @@ class ReadSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """Our segment with its copy table, in which peers of this host write granted pages and read sealed
-    ones."""
+    """Our segment with its copy table: peers of this host write granted pages, and read sealed ones."""
 
     copy_table: CopyTable
     fd: int

@@ -69,8 +69,7 @@ class Copies:
     def _place(
         self, request: WriteRequest, pages: SharedPages, *, tells: bool
     ) -> Sequence[bytes | memoryview]:
-        """Write the blocks unless the receiver has to, and with `tells` tell the receiver in the same
-        call."""
+        """Write the blocks unless the receiver has to; with `tells`, tell the receiver in the same call."""
         placed = msgspec.structs.replace(request.write, is_placed=True)
         kept = self._send_queue.take_kept() if tells else b""
         frame = kept + encode_frame(placed)

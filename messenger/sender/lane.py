@@ -303,8 +303,7 @@ class Lane:
             self.give_up(str(self._remote.failure))
 
     def _placed(self, request: WriteRequest, error: BaseException | None) -> None:
-        """Tell the peer that the bytes are in its memory, or complete the request with the error that kept
-        them away."""
+        """Tell the peer that the bytes are in its memory, or complete the request with the error."""
         if error is None:
             self._outstanding.sent(request)
             self.post(request.write)

@@ -29,10 +29,9 @@ class Outstanding:
         self._write_deadline = Deadline(answer_timeout_s, missed)
         """Deadline of the answer to the oldest of `writes`."""
         self._fetch_deadline = Deadline(answer_timeout_s, missed)
-        """Deadline of the answer to the oldest of `fetches`, which may take longer than those of writes."""
+        """Deadline of the answer to the oldest of `fetches`, which may take longer than writes."""
         self._closes: deque[tuple[int, Close]] = deque(maxlen=_MOST_CLOSES)
-        """Pairs of the number of requests begun before a `Close`, and that `Close`, which may not have
-        arrived."""
+        """Pairs of the number of requests begun before a `Close`, and that `Close`, until it has arrived."""
 
     def begin(self, request: Request) -> None:
         self.num_bytes[request.urgency] += request.moving_bytes

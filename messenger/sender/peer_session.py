@@ -171,7 +171,7 @@ class PeerSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> dict[int, bytes]:
-        """Read `layers` of those of these blocks that the peer has into `views`.
+        """Read `layers` of the blocks that the peer has, of these, into `views`.
 
         Returns by index each layer's xxh3-64, little-endian, with which the bytes in the view have been
         compared. With `heads` of the model only that part of them is read: of one layer, unless they are all
@@ -231,7 +231,7 @@ class PeerSession:
             await lane.take_turns(request)
 
     def _track(self, request: Request, limit: asyncio.Semaphore) -> None:
-        """Count a request as in flight until it is done, and then free its place among those of its class."""
+        """Count a request as in flight until it is done, and then free its place in its class."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -325,8 +325,7 @@ class PeerSession:
             request.lost(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
-        """Wake the lane that takes the next request of this class, and return it; None if there is no request
-        or no lane."""
+        """Wake the lane that takes the next request of this class, and return it; None without either."""
         lane = self._queues.lane_for(urgency, self._now_s())
         if lane is not None:
             lane.wake(urgency)

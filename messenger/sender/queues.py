@@ -137,8 +137,7 @@ class Queues(Generic[Lane]):
         return bulk.popleft()
 
     def lane_for(self, urgency: Urgency, now_s: float) -> Lane | None:
-        """Return the lane with the fewest bytes in flight that may take a request of this class; None without
-        either."""
+        """Return the lane with the fewest bytes in flight that may take a request of this class, or None."""
         if not self._queues[urgency]:
             return None
         chosen, least_bytes = None, 0

@@ -72,7 +72,7 @@ class WriteRequest:
 
 @dataclass(slots=True, eq=False)
 class FetchRequest:
-    """Layers of some blocks, wanted in `views`, which nobody else touches until `done`.
+    """Layers of some blocks, wanted in `views`, which only this request touches until `done`.
 
     `done` runs exactly once: with the verified checksums of each block that is there now, by its index; or
     with the reason why there is none.

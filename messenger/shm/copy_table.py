@@ -137,8 +137,7 @@ class CopyTable:
     # -- slots ------------------------------------------------------------------------------------
 
     def take_slot(self, pid: int) -> int | None:
-        """Return a slot for a lane of this process; None if all are taken, or the end of the process could
-        not be seen."""
+        """Return a slot for a lane of this process; None if all are taken, or its end could not be seen."""
         slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
         if slot is None:
             return None
@@ -199,8 +198,7 @@ class CopyTable:
         return list(self._former)
 
     def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
-        """Call `on_quiet` when the copies of a process of that time have ended, or the process has, if that
-        can be watched."""
+        """Call `on_quiet` when the copies of a process of that time have ended, or the process itself."""
         self._await(self._former.get(pid, []), on_quiet)
 
     # ---------------------------------------------------------------------------------------------

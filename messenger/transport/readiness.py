@@ -36,8 +36,7 @@ class Readiness:
         self._result: asyncio.Future[Any] | None = None
 
     async def first(self, attempt: Callable[[], Result]) -> Result:
-        """Return what `attempt` returns as soon as it does not raise BlockingIOError, first tried at the next
-        event."""
+        """Return what `attempt` returns once it raises no BlockingIOError, first tried at the next event."""
         if self._sock.fileno() < 0:
             raise ConnectionResetError("connection closed")
         if not self._is_registered:

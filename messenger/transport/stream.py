@@ -187,7 +187,7 @@ class Stream:
         await self._first(self._readable, attempt)
 
     def has_ahead(self, num_bytes: int) -> bool:
-        """Return whether so many bytes are `ahead`, after receiving those that are there and have room."""
+        """Return whether so many bytes are `ahead`, after receiving all that are there and have room."""
         if num_bytes > AHEAD_BYTES:
             return False
         self.wanted_bytes = num_bytes

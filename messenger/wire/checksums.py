@@ -140,8 +140,7 @@ class LayerChecksums:
         return self._native is not None
 
     def receive(self, fd: int, num_wanted: int) -> int:
-        """Receive from a stream socket until the first `num_wanted` bytes are there, or a moment after the
-        first wait.
+        """Receive from a stream socket until `num_wanted` bytes are there, or a moment after a first wait.
 
         Returns how many bytes came; raises BlockingIOError or ConnectionError if none did.
         """

@@ -176,8 +176,7 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     is_placed: bool = False
 
     def skipped_bytes(self, layout: KVLayout) -> int:
-        """Return the bytes from the start of a page of `layout` to what is sent of the model's first layer,
-        were it there."""
+        """Return the bytes from a page's start to the sent part of the model's first layer, were it there."""
         skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
         return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
 
@@ -190,7 +189,7 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """Request for layers `[layer_begin, layer_end)` of the model of those of these blocks that are there.
+    """Request for layers `[layer_begin, layer_end)` of the model of the named blocks that are there.
 
     `heads` as in `Write`: a part that is not all of the holder's heads can be had of one layer at a time.
     `is_read`: the sender has found all of them and read them where they are; nobody waits for an answer.

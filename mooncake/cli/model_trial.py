@@ -97,8 +97,7 @@ class _Steps(msgspec.Struct):
 
 
 def _split(file: Path) -> None:
-    """Normalize and split a text as the tokenizer does, without its vocabulary, which the file's size
-    bounds."""
+    """Normalize and split a text as the tokenizer does, without its vocabulary (bounded by the file)."""
     from tokenizers import Tokenizer
 
     try:

@@ -49,8 +49,7 @@ def check_node(config: Config) -> None:
 
 
 def _check_device(name: str) -> None:
-    """Check that a GPU that is asked for can have a driver; torch, which takes seconds to load, counts them
-    later."""
+    """Check that a GPU that is asked for can have a driver; torch, slow to load, counts GPUs later."""
     if name.startswith("cuda"):
         try:
             ctypes.CDLL("libcuda.so.1")

@@ -122,8 +122,10 @@ class _Socket(Generic[Incoming]):
 
 
 class Router(_Socket[Incoming]):
-    """A socket bound to `endpoint` for holders of `key`; `incoming` is the union of messages that may
-    arrive."""
+    """A socket bound to `endpoint` for holders of `key`.
+
+    `incoming` is the union of messages that may arrive.
+    """
 
     def __init__(self, endpoint: str, incoming: Any, key: ClusterKey) -> None:
         self._gate = Gate(key, zmq.ROUTER)
@@ -179,8 +181,7 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """A socket that connects under `identity` to the `Router` with the same `key` at `endpoint`, when it
-    appears."""
+    """A socket that connects under `identity` to the `Router` with the same `key`, when that appears."""
 
     def __init__(self, endpoint: str, identity: bytes, incoming: Any, key: ClusterKey) -> None:
         super().__init__(zmq.Context.instance().socket(zmq.DEALER), incoming)
@@ -197,8 +198,7 @@ class Dealer(_Socket[Incoming]):
 
     @property
     def num_connections(self) -> int:
-        """Number of connections so far, the current one included; a break may have lost messages in
-        flight."""
+        """Number of connections so far, the current one included; each break may have lost messages."""
         return self._watch.num_connections
 
     @property

@@ -20,8 +20,10 @@ class FinishReason(StrEnum):
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):
-    """The name of one attempt of a request under one Conductor; work of other epochs or attempts is
-    dropped."""
+    """The name of one attempt of a request under one Conductor.
+
+    Work of other epochs or attempts is dropped.
+    """
 
     epoch: int
     request_id: str

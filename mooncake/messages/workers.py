@@ -39,7 +39,7 @@ class InstanceState(StrEnum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    """The instance gets no new requests, and finishes those it has."""
+    """The instance gets no new requests, and finishes the requests it has."""
     RETIRING = "retiring"
     """The instance drains, and then its worker ends."""
     RETIRED = "retired"
@@ -350,7 +350,7 @@ class Replicate(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropCopies(msgspec.Struct, tag=True, frozen=True):
-    """Drop those of these blocks, which other instances hold too, that nobody uses or has pinned.
+    """Drop the named blocks that are in no use and under no pin: other instances hold them too.
 
     Needs no answer.
     """

@@ -32,8 +32,7 @@ class ByteLevelPieces(dict[int, bytes]):
 
 
 def pieces_of(backend: Backend) -> ByteLevelPieces | None:
-    """Return the bytes of a tokenizer's tokens; None if it is not byte-level, or decodes in another way
-    too."""
+    """Return the bytes of a tokenizer's tokens; None unless it decodes them as bytes alone."""
     kind = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     return ByteLevelPieces(backend) if kind.get("type") == "ByteLevel" else None
 

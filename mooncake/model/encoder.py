@@ -113,8 +113,7 @@ def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
 
 
 def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an equal tokenizer.json that splits digits and words by one regex, which takes a third of the
-    time."""
+    """Return an equal tokenizer.json that splits digits and words by one regex, in two thirds less time."""
     match fields["pre_tokenizer"]:
         case {
             "type": "Sequence",

@@ -91,8 +91,7 @@ class _Cursor:
         return found
 
     def value(self, kind: int) -> Any:
-        """Read a metadata value of GGUF type `kind`; arrays of strings become lists, of numbers numpy's
-        arrays."""
+        """Read a metadata value of GGUF type `kind`; strings become lists, numbers numpy's arrays."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:

@@ -147,8 +147,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary
-        nothing."""
+        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

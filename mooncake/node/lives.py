@@ -30,7 +30,7 @@ class ProcessEnd(StrEnum):
     FAILED = "failed"
     """The process itself: an error, a fault, a lack of memory, or a hang for which it was ended."""
     KILLED = "killed"
-    """Somebody else: the process was told to end, or killed."""
+    """Another process: this one was told to end, or killed."""
 
 
 class Life(NamedTuple):

@@ -34,7 +34,7 @@ class LogWriter(QueueHandler):
             self._lines.put_nowait(record)
 
     def finish(self) -> None:
-        """Write all queued lines, unless nobody reads them. Nothing may be logged afterwards."""
+        """Write all queued lines, unless the reader is gone. Nothing may be logged afterwards."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(None)
             self._thread.join(LAST_LINES_S)

@@ -228,8 +228,7 @@ def _part(
 
 
 def _pass_record(name: str) -> int:
-    """Create the memory in which a worker names the requests of its pass
-    (`workers.execution.pass_record`)."""
+    """Create the memory for the requests of a worker's pass (`workers.execution.pass_record`)."""
     descriptor = os.memfd_create(f"mooncake-{name}-pass")
     os.ftruncate(descriptor, PASS_RECORD_BYTES)
     return descriptor

@@ -69,8 +69,7 @@ async def supervise(config: Config) -> int:
 
 
 async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") -> list[ChildSpec] | None:
-    """Return the plan, or None if a signal comes before the pools have their memory, which may take
-    seconds."""
+    """Return the plan when the pools have their memory, after seconds; None if a signal comes first."""
     planning = asyncio.create_task(asyncio.to_thread(plan_node, config, run_dir))
     ending = asyncio.create_task(stopping.is_wanted.wait())
     await asyncio.wait((planning, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -182,8 +181,10 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal past the process object, which would first collect the exit code that a thread waits
-        for."""
+        """Send a signal past the process object, which would first collect the exit code.
+
+        A thread waits for that.
+        """
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
@@ -214,7 +215,7 @@ class Supervisor:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nobody reads the output; valid once `run` has ended."""
+        """Whether the output has no reader; valid once `run` has ended."""
         return self._console.is_stuck
 
     async def run(self) -> int:

@@ -228,8 +228,7 @@ class ConnectionWatch:
 
 
 def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
-    """Give `socket` a key, before `connect`; it can then talk to sockets of a `Gate` with the same key
-    only."""
+    """Give `socket` a key, before `connect`; it can then only talk to sockets of a `Gate` with that key."""
     public, secret = key.curve_pair()
     socket.curve_serverkey = public
     socket.curve_publickey = public

@@ -91,8 +91,7 @@ class Unauthenticated:
     def __init__(self) -> None:
         self._waiting = WaitingPeers[int](MOST_UNAUTHENTICATED, self._drop)
         self._connections: dict[int, socket.socket] = {}
-        """The latest connections, those that have shown the key meanwhile included, by libzmq's
-        descriptor."""
+        """The latest connections, including the authenticated ones, by libzmq's descriptor."""
         self.num_ended = 0
         """Number of connections that have ended, or are being ended, without the key."""
 

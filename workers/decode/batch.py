@@ -39,8 +39,10 @@ class DecodeBatch:
         return len(self._running)
 
     def enter(self, sequence: Sequence) -> None:
-        """Queue a sequence for admission; its KVCache is complete, or to be completed here, and not on the
-        device."""
+        """Queue a sequence for admission.
+
+        Its KVCache is complete, or to be completed here, and not on the device.
+        """
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING
         sequence.admitted.clear()
@@ -68,7 +70,7 @@ class DecodeBatch:
             self._leaving.append(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's pages, which nobody reads or writes any more. Idempotent."""
+        """Free a sequence's pages, which no pass and no copy reads or writes any more. Idempotent."""
         if sequence.state is SequenceState.LEAVING:
             assert not sequence.is_in_flight
             self._leaving.remove(sequence)

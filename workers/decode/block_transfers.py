@@ -31,7 +31,7 @@ class BlockPair:
     pool_page: int
 
     def stored_checksum(self, layer: int) -> int | None:
-        """None: a block that is loaded has been sealed or settled, so the pool knows its checksums."""
+        """Return None: a block that is loaded has been sealed or settled, and the pool has its checksums."""
         return None
 
 

@@ -38,8 +38,10 @@ class ReservedPages(NamedTuple):
     cached_tiers: list[Tier | None]
 
     def num_tokens_by_source(self, num_tokens: int, page_size: int) -> Counter[str]:
-        """Return a prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`), if all that is missing
-        is computed here: the last token in any case."""
+        """Return a prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`).
+
+        What is missing is computed here, the last token in any case.
+        """
         sources: Counter[str] = Counter()
         for index, tier in enumerate(self.cached_tiers):
             assert tier is not None
@@ -66,7 +68,7 @@ class GroupBlocks:
         return self._own.num_sealed_blocks
 
     def num_reserved_pages(self, sequence: Sequence) -> int:
-        """Return how many pool pages a sequence's reservation added to those that the pool held."""
+        """Return how many pool pages a sequence's reservation added to the pages that the pool held."""
         return self._own.num_reserved_pages(sequence.number)
 
     def close(self) -> None:

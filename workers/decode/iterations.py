@@ -130,8 +130,11 @@ class Iterations:
     def __init__(
         self, executor: Executor, on_turn: Callable[[], None], followers: Followers | None = None
     ) -> None:
-        """`on_turn` is called in the event loop when an iteration has begun, so that the next one can be
-        planned, and when one has ended and none is behind it."""
+        """Make the iterations of one device.
+
+        `on_turn` is called in the event loop when an iteration has begun, so that the next one can be
+        planned, and when one has ended and none is behind it.
+        """
         self._executor, self._followers = executor, followers
         self._on_turn = on_turn
         self._lock = threading.Lock()

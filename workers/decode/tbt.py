@@ -22,8 +22,10 @@ _RIDGE = 0.01
 
 
 class _Moments(NamedTuple):
-    """Weighted sums of products of deviations from the means of requests (b), 1,000 KV tokens (k), seconds
-    (s)."""
+    """Weighted sums of products of deviations from means.
+
+    Of requests (b), 1,000 KV tokens (k), and seconds (s).
+    """
 
     bb: float = 0.0
     bk: float = 0.0

@@ -150,8 +150,7 @@ class Weights:
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 
     def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parts of stacked tensors as views, under the parts' names, and other tensors as they
-        are."""
+        """Yield stacked tensors as views of their parts, by the parts' names, and other tensors unchanged."""
         for name, tensor in tensors:
             packed = _PACKED_NAME.fullmatch(name)
             names = [f"{packed[1]}{part}{packed[3]}" for part in _PACKED_PARTS[packed[2]]] if packed else []
@@ -170,8 +169,7 @@ class Weights:
         return self._stacked([name], [_Cut(size, range(size))])
 
     def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
-        """Allocate one tensor whose consecutive rows are filled by several tensors of the checkpoint, each
-        cut."""
+        """Allocate one tensor whose consecutive rows are filled from several tensors, each cut."""
         num_rows = [len(cut.part) for cut in cuts]
         tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
         for name, cut, target in zip(names, cuts, torch.split(tensor, num_rows), strict=True):

@@ -133,8 +133,10 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
 
 
 def pick_device(name: str, rank: RankProcess) -> torch.device:
-    """Return the configured device; for `auto` the first GPU, if there is one; for rank r the r-th behind
-    it."""
+    """Return the configured device; for `auto` the first GPU, if there is one.
+
+    For rank r it is the r-th behind that.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

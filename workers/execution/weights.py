@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 def iter_weights(
     checkpoint: Checkpoint, layers: range, on_progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of `layers`, and those outside any layer, as (Hugging Face name, CPU tensor).
+    """Yield the weights of `layers`, and the weights outside any layer, as (Hugging Face name, CPU tensor).
 
     safetensors keep their dtype and alias the mapped file, so nothing is read before it is used; GGUF tensors
     are float32. `on_progress(done, total)` counts the wanted tensors' bytes on disk, once each is consumed.

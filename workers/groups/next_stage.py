@@ -40,8 +40,7 @@ _MOST_BYTES = 4 << 20
 
 
 def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
-    """Return the link to the stage behind a worker, which begins to listen for it; None for the last
-    stage."""
+    """Return the link to the stage behind a worker, listening for that stage; None for the last stage."""
     stage = process.stage
     if stage.number + 1 == stage.num_stages:
         return None

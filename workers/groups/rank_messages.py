@@ -1,4 +1,4 @@
-"""The messages between the ranks of a tensor-parallel group, beside those of stages.
+"""The messages between the ranks of a tensor-parallel group, beside the messages of stages.
 
 The first rank leads: it takes orders from the Conductor, decides, and draws tokens. It has a link to each of
 the others, its followers, as a stage has to the next one (`stage_messages`): a prompt is prefilled with the

@@ -81,13 +81,13 @@ class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
-    """The blocks that this stage and those behind it have computed of the prompt are in their pools."""
+    """The blocks that this stage and all behind it have computed of the prompt are in their pools."""
 
     job_id: int
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """The decode side has all blocks that this stage and those behind it had to send of the prompt."""
+    """The decode side has all blocks that this stage and all behind it had to send of the prompt."""
 
     job_id: int
 

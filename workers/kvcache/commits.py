@@ -29,7 +29,7 @@ class Commits:
         self._first_layer = layers.start
         self._pages: list[int] = []
         self._waiting: list[list[int]] = []
-        """Checksums of those pages, by layer from `_first_layer` on."""
+        """Checksums of the pages, by layer from `_first_layer` on."""
 
     def stored(self, layer: int, pages: Sequence[int], checksums: list[int]) -> None:
         """Take note that `layer` of `pages` is in the pool. The last of `layers` leaves nothing waiting."""

@@ -165,8 +165,7 @@ class CudaCopies:
             torch.cuda.current_stream(self._kv.device).wait_event(mark)
 
     def _staging(self, num_blocks: int) -> tuple[torch.Tensor, Addresses]:
-        """Return pinned memory for one layer of `num_blocks` blocks, as a tensor and as the address of
-        each."""
+        """Return pinned memory for one layer of `num_blocks` blocks: a tensor, and each block's address."""
         shape = (num_blocks, *self._kv.layer_shape[1:])
         staged = torch.empty(shape, dtype=self._kv.dtype, pin_memory=True)
         return staged, staged.data_ptr() + np.arange(num_blocks, dtype=np.int64) * self._pool.layer_bytes

@@ -34,7 +34,7 @@ _SLOW_TOKENS_PER_S = 100
 
 
 class PrefixFetch:
-    """The fetch of blocks `indices` of a reservation, which nobody else writes until it has ended."""
+    """The fetch of blocks `indices` of a reservation. Only the fetch writes them until it has ended."""
 
     def __init__(
         self, pool: WorkerClient, reservation_id: int, sources: Sequence[PoolShard], indices: Sequence[int]
@@ -129,14 +129,13 @@ class PrefixFetch:
 
     @property
     def _is_too_slow(self) -> bool:
-        """Whether the fetch will miss its deadline; the first moments do not count, as it may have to
-        connect."""
+        """Whether the fetch will miss its deadline; first moments, in which it may connect, do not count."""
         has_pace = self._num_layers > 0 and self._heard_s >= self._begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s
 
     @property
     def _expected_end_s(self) -> float:
-        """When the fetch ends, if layers go on to arrive at the pace so far."""
+        """Return the time at which the fetch ends if layers go on to arrive at the pace so far."""
         layer_s = (self._heard_s - self._begun_s) / self._num_layers
         return self._begun_s + layer_s * self._pool.segment.layout.num_layers
 

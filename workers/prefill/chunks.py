@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from workers.engine.spec import ModelSpec
 
 _PASS_TOKENS = 32
-"""The fixed cost of a pass (weights are read, states handed on), in tokens without a prefix; measured on
-CPUs."""
+"""The fixed cost of a pass (weights are read, states handed on), in tokens without a prefix.
+
+Measured on CPUs.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class PrefillJob:
         self.turn = asyncio.Event()
         """Set when the prompt is admitted."""
         self.stored_behind = asyncio.Event()
-        """Set when all stages have computed the prompt, and those behind this one have stored it."""
+        """Set when all stages have computed the prompt, and all behind this one have stored it."""
         self.sent_behind = asyncio.Event()
         """Set when the decode side has the blocks of the stages behind this one."""
         self.left_behind = asyncio.Event()
@@ -189,8 +189,7 @@ class PrefillJob:
         return PassShare(self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens)
 
     def join_pass(self, num_tokens: int, page_size: int) -> PassPart:
-        """Return the prompt's next tokens as a part of a pass, which stores the blocks that the pool
-        lacks."""
+        """Return the prompt's next tokens as a part of a pass, which stores blocks that the pool lacks."""
         tokens, start = self.order.request.token_ids, self.progress.num_done
         end = start + num_tokens
         end_block = len(self._blocks) if end == len(tokens) else end // page_size
@@ -254,8 +253,7 @@ class PrefillJob:
                 raise error
 
     async def untouched(self) -> None:
-        """Wait until neither memory is read or written for the prompt, however often the caller is
-        cancelled."""
+        """Wait until neither memory is read or written for the prompt, even if the caller is cancelled."""
         for end in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
             waiting = asyncio.ensure_future(end)
             while not waiting.done():

@@ -210,7 +210,7 @@ class PrefillQueue:
         return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
 
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
-        """Return the first WAITING prompt, unless those before it are work enough for the next passes.
+        """Return the first WAITING prompt, unless earlier prompts are work enough for the next passes.
 
         Prompts that wait for blocks of another one are left out.
 

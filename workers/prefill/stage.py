@@ -98,7 +98,7 @@ class Stage:
         self._executor, self._transfers, self._next = executor, transfers, next_stage
         self._followers = followers
         self._behind = next_stage or followers
-        """The link to those that compute their part of each prompt: later stages or other ranks."""
+        """The link to the processes that compute their part of each prompt: later stages or other ranks."""
         self._pages_freed = asyncio.Event()
 
     @property
@@ -168,8 +168,7 @@ class Stage:
         job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
 
     async def fetch(self, job: PrefillJob) -> None:
-        """Begin to fetch the blocks that the order's `prefix_source` is believed to have and the own pool
-        lacks."""
+        """Begin to fetch the blocks that the order's `prefix_source` should have and the own pool lacks."""
         source, reservation = job.order.prefix_source, job.reservation
         assert reservation is not None
         if source is not None and all(shard.messenger != self.pool.address for shard in source.shards):
@@ -246,7 +245,7 @@ class Stage:
             raise PoolError(f"{len(job.damaged_pages)} cached blocks were damaged and have been dropped")
 
     async def _allocate(self, num_pages: int) -> list[int]:
-        """Return device pages, waiting for those of other prompts.
+        """Return device pages, waiting until other prompts release theirs.
 
         Raises OutOfPages if these are not enough.
         """

@@ -43,8 +43,7 @@ class StepSize(NamedTuple):
 
 
 def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize | StepSize]:
-    """Return the sizes to measure on a device whose KVCache holds `max_tokens`, in the order of growing
-    cost."""
+    """Return the sizes to measure on a device whose KVCache holds `max_tokens`, in order of growing cost."""
     longest = min(max_tokens, max_position)
     prefills = [
         PrefillSize(num_new, num_cached)

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 
 async def say_returning(process: WorkerProcess, left: list[Ref] | None) -> None:
-    """Tell the Conductor which requests (`left`) the previous process left in a pass, and wait for its
-    answer."""
+    """Tell the Conductor which requests (`left`) the previous process left in a pass; await the answer."""
     if process.previous_end is None:
         return
     failed_in = left if process.previous_end is ProcessEnd.FAILED else []

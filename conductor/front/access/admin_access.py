@@ -24,7 +24,7 @@ DASHBOARD, ADMIN = "/dashboard", "/admin"
 ADMIN_PREFIXES = (DASHBOARD, ADMIN)
 _PASSWORD = 'Basic realm="mooncake-serve, a key of http.admin_keys_file", charset="UTF-8"'
 _ON_BEHALF = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
-"""Headers of a request on behalf of somebody else: by a proxy, a web page."""
+"""Headers of a request that was made for another client: by a proxy, a web page."""
 
 
 class _Rule(Enum):

@@ -213,7 +213,7 @@ class ContextCaches:
         ]
 
     def remove(self, cache: ContextCache) -> None:
-        """Remove a cache, so that nobody finds it any more. Idempotent."""
+        """Remove a cache, so that no request finds it any more. Idempotent."""
         self._caches.get(cache.owner, {}).pop(cache.id, None)
 
     def quota_of(self, key: ApiKey | None) -> int:

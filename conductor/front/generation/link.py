@@ -50,8 +50,8 @@ MAX_UNANSWERED = 5
 """Heartbeats without an answer of a Conductor that is there. Not seconds: a process that was stopped
 would take a Conductor for gone whose answers it has not read yet."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""Heartbeats after the Conductor has said that all tokens were sent, or that it lacks the request;
-not seconds, for the same reason."""
+"""Heartbeats after the Conductor's word that all tokens were sent, or that it lacks the request.
+Not seconds, for the same reason."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """Outputs of workers handled in one turn of the event loop."""
 STREAM_TIMEOUT_S = 30.0

@@ -119,7 +119,7 @@ class Recorder:
 
 
 class _Trace:
-    """The file, and the lines that wait for those before them."""
+    """The file, and the lines that wait for earlier ones."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file, self._bytes_left = file, max_bytes

@@ -129,7 +129,7 @@ class TextStream:
         min_tokens: int = 0,
         counts_offsets: bool = False,
     ) -> None:
-        """No stop string is looked for in the text of the first `min_tokens` tokens."""
+        """Make the stream of one choice; in its first `min_tokens` tokens stop strings do not count."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens

@@ -131,7 +131,7 @@ class Connection(asyncio.Protocol):
         self._can_write.set()
 
     def _disconnect(self) -> None:
-        """Tell the application that nobody waits for what it answers."""
+        """Tell the application that no client waits for its answer."""
         exchanges = [self._answering, *(exchange for exchange, _ in self._pipelined)]
         self._answering = self._arriving = None
         self._pipelined.clear()

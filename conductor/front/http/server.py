@@ -98,7 +98,7 @@ class HttpServer:
         await asyncio.gather(*self._serving.tasks, *self._handshakes, return_exceptions=True)
 
     async def abort(self) -> None:
-        """Cancel requests, which answers those that have no response yet, and end all connections."""
+        """Cancel all requests, answer the ones without a response, and end all connections."""
         tasks = [*self._serving.tasks, *self._handshakes]
         for task in tasks:
             task.cancel()

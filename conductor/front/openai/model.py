@@ -54,7 +54,9 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice, with which
+    """The model as the front knows it: its tokenizer, and what the tokenizer's output may be.
+
+    `context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice, with which
     special tokens are hidden or not.
 
     The model has weights for token ids below `vocab_size`; its tokenizer may know more of them, or fewer.

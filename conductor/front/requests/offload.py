@@ -232,7 +232,7 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
 
 
 def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for the lane of each number that comes with its connection, until nobody is there."""
+    """Fork a process for the lane of each number that comes with its connection, until the front is gone."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -243,7 +243,7 @@ def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
 
 
 def _serve(connection: socket.socket, work: Work) -> None:
-    """Do tasks until nobody is there."""
+    """Do tasks until the front is gone."""
     _lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = _data_bytes() + _MAX_NEW_BYTES

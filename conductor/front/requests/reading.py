@@ -1,4 +1,4 @@
-"""Bodies of requests, read where they hold up nobody: brief ones at once, others beside the event loop.
+"""Bodies of requests, read without delaying others: brief ones at once, long ones beside the event loop.
 
 Owns: which are brief, what goes to the processes of `offload` and comes back. Does not know: HTTP, what is
 read (`validation`, `tokenization`, `context_beginnings`), context caches' owners.

@@ -1,4 +1,4 @@
-"""Routes and listener for those who run the cluster: to take instances out of service, and back in.
+"""Routes and listener for operators: to take instances out of service, and back in.
 
 Owns: these paths, what the listener of `http.admin_listen` serves. Does not know: who may use them
 (`admin_access`), how an instance drains (`conductor.policy`), what the other routes show (`monitoring`).

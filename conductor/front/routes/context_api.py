@@ -106,7 +106,7 @@ async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
 
 
 async def _compute(front: Front, job: Job) -> None:
-    """Run a job whose answer nobody reads; its blocks are in a pool then. Raises RequestError."""
+    """Run a job without an answer; its blocks are in a pool then. Raises RequestError."""
     generation = front.generation(job, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):

@@ -1,4 +1,4 @@
-"""The routes for those who look after the cluster: `/metrics` for Prometheus, `/dashboard` for people.
+"""The routes for monitoring: `/metrics` for Prometheus, `/dashboard` for people.
 
 Owns: these paths. Does not know: what is measured, what the page draws.
 """

@@ -1,4 +1,4 @@
-"""Pages for a person who opens the server in a browser: `/`, and the API's description at `/docs`.
+"""Pages for browsers: `/`, and the API's description at `/docs`.
 
 `/` is JSON for programs. Nothing is loaded from other hosts: Swagger UI comes with a package.
 
