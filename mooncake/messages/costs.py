@@ -6,6 +6,7 @@
 Owns: these forms, and their fit to measurements. Does not know: how they are measured and used.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ TBT_MARGIN = 0.1
 TBT_SHARE = 0.1
 """The share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
+_WAIT_DEVIATIONS = 2.0
+"""Standard deviations by which a wait for a slot is predicted to be longer than its mean."""
 _HUBER_DEVIATIONS = 1.345
 """Standard deviations up to which an error counts by its square: the usual value, 95% as exact as least
 squares where errors are normal."""
@@ -55,13 +58,16 @@ class BatchShare(NamedTuple):
 def batch_share(num_requests: float, max_batch: float) -> BatchShare:
     """Return how `num_requests` share a batch of at most `max_batch`.
 
-    Where r requests share s < r slots, each waits for a slot once, behind its first token: on average
-    (r - s) / s times as long as it is decoded then. That is one gap among its longest, whose mean is its TBT.
+    Where r requests share s < r slots, the last one waits behind its first token until k = r - s others
+    have left. Slots come free by chance, s in the time that a request is decoded. So the wait is k / s of
+    that time, with two standard deviations (k + 2 * sqrt(k)) / s. It is one gap of many, and TBT is the mean
+    of the longest tenth of them.
     """
     if num_requests <= max_batch:
         return BatchShare(1.0, 1.0)
-    waiting = (num_requests - max_batch) / max_batch
-    return BatchShare(max_batch / num_requests, 1.0 + waiting / TBT_SHARE)
+    num_ahead = num_requests - max_batch
+    wait = (num_ahead + _WAIT_DEVIATIONS * math.sqrt(num_ahead)) / max_batch
+    return BatchShare(max_batch / num_requests, 1.0 + wait / TBT_SHARE)
 
 
 class Costs(NamedTuple):
