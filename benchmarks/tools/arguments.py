@@ -70,7 +70,7 @@ def lengths(text: str) -> tuple[int, int]:
 
 
 def one_of(choices: type[Choice]) -> Callable[[str], Choice]:
-    """By its value."""
+    """Return the parser of an option's value: a choice by its value."""
 
     def choice(text: str) -> Choice:
         try:

@@ -21,7 +21,7 @@ _NUM_LEGEND_COLUMNS = 2
 
 
 class Latencies(NamedTuple):
-    """Latencies of one run in seconds, of those of its `num_requests` that have a value."""
+    """Latencies of one run in seconds, of all its `num_requests` that have a value."""
 
     label: str
     ttft_s: Sequence[float]
@@ -80,7 +80,7 @@ class Bars(NamedTuple):
     title: str
     by_side: Mapping[str, Sequence[float]]
     limit: float | None
-    """Where a line is drawn."""
+    """Value at which a line is drawn."""
 
 
 def bars_figure(groups: Sequence[str], panels: Sequence[Bars]) -> "Figure":

@@ -66,8 +66,9 @@ class Bench:
         self.was_interrupted = False
 
     def measure(self, clients: Clients) -> None:
-        """Every load, round by round; within a round the servers take turns, each round beginning with
-        another.
+        """Measure every load, round by round; within a round the servers take turns.
+
+        Each round begins with another server. Ctrl-C ends the run, with what there is. Raises ClientError.
 
         Ctrl-C ends it, with what there is. Raises ClientError.
         """
@@ -89,14 +90,14 @@ class Bench:
                         return
 
     def measured(self, slo: Slo) -> list[Measured]:
-        """By load, then by server."""
+        """Return the summaries by load, then by server."""
         return [
             Measured(server.url, load.name, load.rate_per_s, summarize(result, slo))
             for (load, server), result in self._results.items()
         ]
 
     def outcomes(self) -> list[list[Outcome]]:
-        """Of each of `measured`."""
+        """Return the outcomes of each of `measured`."""
         return [result.outcomes for result in self._results.values()]
 
     def _warm_up(self, clients: Clients, run: Run) -> None:

@@ -18,7 +18,7 @@ from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Planned, Run
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-"""sent if it is set; a command line is read by others"""
+"""Variable of the server's API key; command lines can be read by others."""
 LOGGED_CHARS = 300
 REJECTED = 429
 
@@ -56,7 +56,7 @@ class EventStream:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Those that `data` completes."""
+        """Return the events that `data` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

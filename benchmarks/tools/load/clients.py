@@ -1,4 +1,4 @@
-"""The client processes, and what passes between them and whoever asked for a run.
+"""The client processes, and the messages between them and the run's process.
 
 Each makes the whole load and sends its share, so requests do not pass between processes, only outcomes.
 All start by the machine's monotonic clock.
@@ -26,7 +26,7 @@ from mooncake.errors import MooncakeError
 
 FLUSH_S = 0.2
 HEAD_START_S = 0.2
-"""from the order to start until the first request may be due"""
+"""Seconds from the order to start until the first request may be due."""
 READY_TIMEOUT_S = 60.0
 
 
@@ -81,7 +81,7 @@ class Clients:
             process.join()
 
     def run(self, run: Run, on_news: Callable[[RunResult], None], urls: Sequence[str] = ()) -> RunResult:
-        """Until all outcomes are there; Ctrl-C ends it sooner, with those of the requests sent so far.
+        """Run until all outcomes are there; Ctrl-C ends the run sooner, with the outcomes so far.
 
         `urls`: of several servers, which the processes take in turn instead of the run's. Raises ClientError.
         """

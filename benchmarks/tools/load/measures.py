@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.tools.load.outcomes import Kind, Outcome, RunResult
 
 MAX_CPU_SHARE = 0.7
-"""of a client process; beyond, what it waits for itself is no longer small"""
+"""Largest share of a core that a client process may take; beyond it, its own delays are no longer small."""
 MAX_LAG_S = 0.02
-"""of the 99th percentile of sends behind their schedule"""
+"""Largest delay of sends behind their schedule, as a 99th percentile."""
 NUM_ERRORS = 5
 
 
@@ -41,7 +41,7 @@ class Slo(NamedTuple):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of one quantity over requests."""
+    """The spread of one quantity over requests."""
 
     mean: float
     p50: float
@@ -51,7 +51,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> "Spread | None":
-        """None if there are no values."""
+        """Return the spread of the values that are there; None without any."""
         known = np.array([value for value in values if value is not None])
         if not known.size:
             return None
@@ -60,7 +60,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class ClassSummary(msgspec.Struct, frozen=True):
-    """Of the short or the long requests."""
+    """Figures of the short or the long requests."""
 
     num_requests: int
     num_rejected: int
@@ -77,9 +77,12 @@ class ClientSummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Rates are of the time in which requests were sent (open loop) or the whole run (closed loop), those
-    of tokens of the whole run. Requests that the end of the run cut off count nowhere but in
-    `num_unfinished`."""
+    """Figures of one run.
+
+    Rates of requests are by the time in which requests were sent (open loop) or by the whole run (closed
+    loop), rates of tokens by the whole run. Requests that the end of the run cut off count nowhere but in
+    `num_unfinished`.
+    """
 
     num_requests: int
     num_finished: int
@@ -92,7 +95,7 @@ class Summary(msgspec.Struct, frozen=True):
     offered_per_s: float
     goodput_per_s: float
     attainment: float
-    """effective requests by all"""
+    """Effective requests by all requests."""
     ttft_s: Spread | None
     tbt_s: Spread | None
     e2e_s: Spread | None
@@ -100,7 +103,7 @@ class Summary(msgspec.Struct, frozen=True):
     input_tokens_per_s: float
     output_tokens_per_s: float
     cached_share: float | None
-    """of the prompt tokens of finished requests; None if the server does not say"""
+    """Share of the prompt tokens of finished requests; None if the server does not say."""
     by_class: dict[str, ClassSummary]
     errors: dict[str, int]
     client: ClientSummary

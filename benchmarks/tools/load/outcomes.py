@@ -21,7 +21,7 @@ class Kind(StrEnum):
     """429: the server has no room"""
     FAILED = "failed"
     UNFINISHED = "unfinished"
-    """when the run was ended"""
+    """Request that ran when the run was ended."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -32,16 +32,16 @@ class Outcome(msgspec.Struct, frozen=True):
     number: int
     kind: Kind
     scheduled_s: float
-    """since the run's beginning"""
+    """Seconds since the run's beginning."""
     num_input_tokens: int
-    """as planned"""
+    """Tokens of the planned prompt."""
     lag_s: float
-    """how late it was sent"""
+    """Seconds by which the request was sent late."""
     answered_s: float
-    """to the end of the answer, whatever it was"""
+    """Seconds to the end of the answer, of whatever kind."""
     ttft_s: float | None = None
     tbt_s: float | None = None
-    """`tbt_of` the answer; None for less than two tokens"""
+    """TBT of the answer (`tbt_of`); None for less than two tokens."""
     num_output_tokens: int = 0
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def tbt_of(gaps_s: Sequence[float]) -> float | None:
-    """Of a request: the mean of its longest 10% of token gaps, at least of one (Mooncake, FAST'25)."""
+    """Return a request's TBT: the mean of its longest 10% of token gaps, at least one (Mooncake, FAST'25)."""
     if not gaps_s:
         return None
     longest = sorted(gaps_s, reverse=True)[: math.ceil(TBT_SHARE * len(gaps_s))]
@@ -58,18 +58,18 @@ def tbt_of(gaps_s: Sequence[float]) -> float | None:
 
 @dataclass
 class RunResult:
-    """Of one run, or of several together (`add`)."""
+    """The outcomes of one run, or of several together (`add`)."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     num_sent: int = 0
     wall_s: float = 0.0
-    """to the last outcome"""
+    """Seconds to the last outcome."""
     sending_s: float = 0.0
-    """in which requests were sent: of an open loop the duration of its schedule, else all of `wall_s`"""
+    """Seconds in which requests were sent: the schedule of an open loop, else all of `wall_s`."""
     cpu_shares: list[float] = field(default_factory=list)
-    """of each client process: processor time by wall time"""
+    """Processor time by wall time of each client process."""
     num_too_long: int = 0
-    """requests that the server's context does not hold"""
+    """Requests that the server's context does not hold."""
     was_interrupted: bool = False
 
     def add(self, other: "RunResult") -> None:

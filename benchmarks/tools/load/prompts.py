@@ -17,15 +17,16 @@ _WORDS = (
     *("eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend"),
     *("father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "name", "team"),
 )
-"""each one token of most tokenizers, with the space before it"""
+"""Words that are one token of most tokenizers each, with the space before them."""
 _UNIQUE = 1 << 62
-"""from here on keys stand for whole prompts that share nothing"""
+"""The first key of whole prompts that share nothing."""
 _Words64 = npt.NDArray[np.uint64]
 
 
 class PromptMaker:
-    """A block of a prompt whose lengths are scaled is as much shorter, so prefixes are shared as in the
-    trace.
+    """Maker of prompts: a block of a prompt whose lengths are scaled is shorter by as much.
+
+    So prefixes are shared as in the trace.
 
     Another `seed` gives other prompts, that no cache knows yet.
     """
@@ -46,7 +47,7 @@ class PromptMaker:
         return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in self.tokens(request))
 
     def _keys(self, request: Planned) -> _Words64:
-        """Of each token: that of the block it is in."""
+        """Return the key of each token: the key of its block."""
         hash_ids = request.hash_ids or (_UNIQUE + request.number,)
         seeded = _mixed(np.array(hash_ids, np.uint64) + _mixed(np.array([self._seed], np.uint64)))
         # The first token of block i is int(i * 512 * scale): by position alone, so equal in all prompts.
@@ -56,7 +57,7 @@ class PromptMaker:
 
 
 def _mixed(values: _Words64) -> _Words64:
-    """splitmix64: equal bits for equal values, and as good as random ones for neighbours."""
+    """Return splitmix64 of the values: equal bits for equal values, random-like for neighbours."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

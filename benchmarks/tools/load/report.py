@@ -24,7 +24,7 @@ class Measured(msgspec.Struct, frozen=True):
 
     server: str
     load: str
-    """for people: a rate, a concurrency or the trace"""
+    """Name of the load, for people: a rate, a concurrency or the trace."""
     rate_per_s: float | None
     summary: Summary
 
@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def print_report(report: Report) -> None:
-    """To stdout: a table, then what it does not say."""
+    """Print a table, and then what the table does not say."""
     console = rich.console.Console(highlight=False)
     if not console.is_terminal:
         console = rich.console.Console(highlight=False, width=PLAIN_WIDTH)
@@ -89,7 +89,7 @@ def _two(spread: Spread | None) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """As in 15.2 ms or 3.41 s."""
+    """Return a time as in 15.2 ms or 3.41 s."""
     return f"{1000 * value_s:.1f} ms" if value_s < 1 else f"{value_s:.2f} s"
 
 

@@ -16,7 +16,7 @@ OnOutcome = Callable[[Outcome], None]
 
 
 class Sender:
-    """Of process `share` of `num_shares`. Requests go round among the processes."""
+    """The sends of process `share` of `num_shares`. Requests go round among the processes."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Sender:
         self.plan = Plan(run)
 
     async def send_all(self, start_s: float) -> None:
-        """From `start_s` (of `time.monotonic`) until every request has its outcome. Raises TraceError.
+        """Send from `start_s` (of `time.monotonic`) on until each request has an outcome. Raises TraceError.
 
         Whoever cancels it gets the outcomes of those that were under way first.
         """

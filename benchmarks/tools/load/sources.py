@@ -1,4 +1,4 @@
-"""Where the requests of a run come from, and the run itself as client processes are told of it.
+"""Sources of a run's requests, and the run as client processes are told of it.
 
 Owns: the description of a run, and its requests in the sizes in which they are sent. Does not know: how
 they are sent.
@@ -19,20 +19,22 @@ from benchmarks.tools.traces.request import TraceError, TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 MOST_TOO_LONG = 10_000
-"""requests that are left out before the first one fits: a load without end may have none that does"""
+"""Requests that are left out before the first one fits: in an endless load perhaps none does."""
 
 
 class Source(Protocol):
     """Makes the same requests each time that it is asked with the same rate and seed."""
 
     def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
-        """In the order of their arrival. `rate_per_s` None: the load's own. Raises TraceError."""
+        """Yield requests in order of arrival. `rate_per_s` None: the load's own. Raises TraceError."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceSource:
-    """`speed` 2 plays two hours in one; requests of one tick are spread over `jitter_s` (of the trace's
-    time)."""
+    """Requests of a trace; `speed` 2 plays two hours in one.
+
+    Requests of one tick are spread over `jitter_s` (of the trace's time).
+    """
 
     path: Path
     speed: float
@@ -77,9 +79,9 @@ class Run:
     duration_s: float | None
     scale_lengths: float
     context_len: int | None
-    """tokens of the longest prompt and answer that the server takes; what is longer is left out"""
+    """Tokens of the longest prompt and answer that the server takes; longer ones are left out."""
     token_ids: tuple[int, int]
-    """prompts are drawn from this half-open range"""
+    """Half-open range of the token ids that prompts are drawn from."""
     as_text: bool
     ignore_eos: bool
     timeout_s: float

@@ -10,7 +10,7 @@ from benchmarks.tools.planner.search import FINE, Candidate, Plan
 
 
 def advice(plan: Plan, wanted_per_s: float | None) -> str:
-    """For whoever is going to build the cluster."""
+    """Return the advice in words for the builder of the cluster."""
     best = plan.best
     if not best.goodput_per_s or best.is_bound:
         return (

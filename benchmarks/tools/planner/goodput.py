@@ -15,7 +15,7 @@ from benchmarks.tools.traces.request import TraceRequest
 from mooncake.errors import ConfigError
 
 FARTHEST = 64
-"""times the first rate that is tried, or less than it: who fails below serves nothing"""
+"""Largest factor between the first rate that is tried and others: a cluster that fails below is no use."""
 
 Load = Callable[[float, int], Iterable[TraceRequest]]
 """The requests at a rate, as the n-th seed draws them."""
@@ -29,7 +29,7 @@ class Trial(NamedTuple):
 
     @property
     def effective_share(self) -> float:
-        """Of the requests of all seeds."""
+        """The share of effective requests, over all seeds."""
         return fmean(summary.effective_share for summary in self.summaries)
 
     @property
@@ -52,7 +52,7 @@ class Bracket:
 
     @property
     def limit(self) -> str:
-        """Which SLO is missed first when the rate grows."""
+        """The SLO that is missed first when the rate grows."""
         return "" if self.missed is None else self.missed.limit
 
     def by_seed(self, attainment: float) -> list[float]:
@@ -72,8 +72,11 @@ class Bracket:
 
 @dataclass(slots=True)
 class Goodputs:
-    """Of clusters that all have the same SLOs. `attainment`: the share of the requests of all seeds that must
-    be within both. `on_simulation` is called before each one, with what is simulated and at which rate."""
+    """Goodputs of clusters that all have the same SLOs.
+
+    `attainment`: the share of the requests of all seeds that must be within both. `on_simulation` is called
+    before each one, with the simulated cluster and the rate.
+    """
 
     load: Load
     attainment: float
@@ -87,8 +90,10 @@ class Goodputs:
         return self._brackets.setdefault(setup, Bracket())
 
     def measure(self, setup: Setup, guess_per_s: float, precision: float, step: float = 2.0) -> Bracket:
-        """Until both ends of the bracket are at most `precision` apart, relative. Begins at the guess, and
-        goes on from there with rates that are `step` times as high, or lower by as much twice.
+        """Return the bracket of a cluster's goodput, whose ends are at most `precision` apart, relative.
+
+        The search begins at the guess, and goes on with rates that are `step` times as high, or as much
+        lower twice.
 
         Raises ConfigError for a cluster that cannot be, and for a load that is too short to tell.
         """

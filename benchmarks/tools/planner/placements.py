@@ -18,7 +18,7 @@ from benchmarks.tools.traces.request import num_blocks_of
 from mooncake.errors import ConfigError
 
 CHUNKS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""tokens of an iteration of coupled instances that compute chunks"""
+"""Tokens of an iteration of coupled instances that compute chunks."""
 
 
 def group_sizes(base: Setup, num_devices: int, longest_tokens: int) -> list[int]:
@@ -94,11 +94,11 @@ def one_more(setup: Setup) -> Sequence[Setup]:
 
 
 def num_devices_of(setup: Setup) -> int:
-    """In all instances."""
+    """Return the number of devices of all instances."""
     return (setup.num_prefill + setup.num_decode + setup.num_coupled) * (setup.num_gpus or 0)
 
 
 def label(setup: Setup) -> str:
-    """For people: what it is, and of how many devices an instance."""
+    """Return a cluster's name for people: its instances, and the devices of one."""
     devices = "device" if setup.num_gpus == 1 else "devices"
     return f"{setup.name}, {setup.num_gpus} {devices} each"

@@ -31,7 +31,7 @@ class Report(msgspec.Struct, frozen=True):
     seconds: float
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Write the report as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""Which clusters are simulated, and how exactly: DistServe's placement search on our simulator.
+"""The search for a placement: DistServe's on our simulator, with what is simulated how exactly.
 
 Between the two pools goodput rises and falls once: with too few prefill instances TTFT is what is missed,
 with too few decode instances TBT. So from a middle division the search walks in steps that are halved. A
@@ -22,7 +22,7 @@ from benchmarks.tools.simulator.cluster.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
 
 COARSE, FINE = 0.08, 0.03
-"""how exactly goodput is found, relative: of those that are passed, and of those that are reported"""
+"""Relative exactness of goodputs: of clusters that the search passes, and of reported ones."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -41,8 +41,11 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`disaggregated` is None if there are too few devices for two instances; `others` are all that the
-    search has looked at besides, `next_ones` have one more instance than the better of the two."""
+    """The best clusters of a search.
+
+    `disaggregated` is None if there are too few devices for two instances; `others` are all that the search
+    has looked at besides, `next_ones` have one more instance than the better of the two.
+    """
 
     disaggregated: Candidate | None
     coupled: Candidate
@@ -61,8 +64,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Search:
-    """For the best cluster of `num_devices`, in instances of one of `group_sizes`. `base` has model,
-    hardware, SLOs and policies. `goodputs` are with all seeds."""
+    """The search for the best cluster of `num_devices`, in instances of one of `group_sizes`.
+
+    `base` has model, hardware, SLOs and policies. `goodputs` are with all seeds.
+    """
 
     def __init__(
         self,
@@ -74,13 +79,13 @@ class Search:
     ) -> None:
         self._goodputs, self._base, self._num_devices = goodputs, base, num_devices
         self._passing = Goodputs(goodputs.load, goodputs.attainment, goodputs.on_simulation)
-        """of clusters that are passed, with the first seed alone"""
+        """Goodputs of clusters that the search passes, with the first seed alone."""
         self._group_sizes = group_sizes
         self._guess_per_s = self._most_prompts_per_s(mean_input_tokens)
         self._seen: dict[Setup, None] = {}
 
     def _most_prompts_per_s(self, num_tokens: float) -> float:
-        """If all devices computed nothing but prompts: where to begin."""
+        """Return the rate at which all devices compute nothing but prompts: where to begin."""
         size = self._group_sizes[0]
         costs = msgspec.structs.replace(self._base, num_gpus=size, num_coupled=1).shape().costs
         return self._num_devices / size / costs.iteration_s([PromptShare(round(num_tokens), 0)], 0)
@@ -121,7 +126,7 @@ class Search:
         return self._fine(best)
 
     def _climb(self, best: Setup) -> Setup:
-        """As long as a neighbour is better."""
+        """Go from cluster to cluster while a neighbour is better."""
         while True:
             nearby = [self._fine(setup) for setup in placements.neighbours(best)]
             better = max([best, *nearby], key=self._low_per_s)

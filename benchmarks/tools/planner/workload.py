@@ -17,7 +17,7 @@ from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
-"""for so many TTFT SLOs, and mean answers at the TBT SLO, a load is played: what grows must be seen to"""
+"""Length of a load in TTFT SLOs and mean answers at the TBT SLO: a growing queue must show."""
 
 Play = Callable[[float, int, int], Iterable[TraceRequest]]
 
@@ -30,7 +30,7 @@ class Workload:
     mean_input_tokens: float
     mean_output_tokens: float
     longest_tokens: int
-    """prompt and answer"""
+    """Tokens of the longest prompt and answer together."""
 
     @property
     def mean_tokens(self) -> float:
@@ -64,7 +64,7 @@ def of_trace(by_seed: Sequence[Sequence[TraceRequest]]) -> Workload:
 
 
 def of_synthetic(load: SyntheticLoad, seed: int, most_requests: int) -> Workload:
-    """As `mooncake-bench fit` describes it, at another rate. `seed` is the first one."""
+    """Return the load that `mooncake-bench fit` describes, at another rate. `seed` is the first one."""
 
     def play(rate_per_s: float, num_requests: int, nth_seed: int) -> Iterator[TraceRequest]:
         at_rate = msgspec.structs.replace(load, rate_per_s=rate_per_s)

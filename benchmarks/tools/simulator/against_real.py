@@ -45,7 +45,7 @@ MODEL = ModelCard("smollm2-135m", 30, 576, 9, 3, 1536, 49152)
 GIB = 1 << 30
 BLOCK_TOKENS, PREFILL_CHUNK, SATURATING_TOKENS, MAX_BATCH = 32, 512, 128, 32
 COPY_BYTES_PER_S = 5e9
-"""of a core, within its memory: to the device's pages, to another process"""
+"""Bytes that a core copies in a second within its memory: to the device's pages, to another process."""
 REPLAY = "replay"
 TOKEN_IDS = (1000, 30_000)
 TIMES_WITHIN, REJECTIONS_WITHIN = 0.15, 0.10
@@ -55,7 +55,7 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Which requests, and which SLOs in seconds."""
+    """The requests of a replay, and the SLOs in seconds."""
 
     trace: Path
     duration_s: float
@@ -67,7 +67,7 @@ class Replay:
     seed: int
 
     def requests(self) -> Iterator[TraceRequest]:
-        """As the server gets them: blocks are its own, of the tokens that are sent."""
+        """Yield the requests as the server gets them: blocks are its own, of the tokens that are sent."""
         run = Run(
             url="",
             model="",
@@ -92,7 +92,7 @@ class Replay:
 
 
 def measure_profile(file: Path) -> None:
-    """Of a worker with one thread on this machine."""
+    """Profile a worker with one thread on this machine."""
     flags = {"--config": "configs/local-cpu.yaml", "--worker-num-threads": 1}
     subprocess.run([*_server(), *_flat(flags), "profile", str(file)], check=True)
 
@@ -140,7 +140,7 @@ def _flat(flags: dict[str, object]) -> list[str]:
 
 
 def outcomes(folder: Path) -> list[Outcome]:
-    """Of a replay, in the order of their arrival."""
+    """Return the outcomes of a replay, in order of arrival."""
     lines = gzip.decompress((folder / "requests.jsonl.gz").read_bytes()).splitlines()
     found = [msgspec.json.decode(line, type=Outcome) for line in lines]
     return sorted(found, key=lambda outcome: outcome.number)

@@ -42,7 +42,7 @@ def add_instances(group: argparse._ArgumentGroup) -> None:
 
 
 def setup_of(options: argparse.Namespace, **more: Any) -> Setup:
-    """From all options that are named as its fields and were given. Raises ConfigError."""
+    """Return the setup of all options that are named as its fields and were given. Raises ConfigError."""
     names = Setup.__struct_fields__
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
     return Setup(**given, **more)

@@ -30,10 +30,10 @@ class Loop:
     concurrency: int
     num_requests: int
     seed: int
-    """its own, so that no prompt is cached"""
+    """The loop's own seed, so that no prompt is cached."""
 
     def flags(self) -> dict[str, object]:
-        """Of `mooncake-bench run`."""
+        """Return the flags for `mooncake-bench run`."""
         return {
             "--lengths": f"{self.num_input_tokens}/{self.num_output_tokens}",
             "--concurrency": self.concurrency,
@@ -61,8 +61,11 @@ class Corrected(Profiled):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of one machine. `slowdowns` of prefill and decode beside each other; `longest_mean`: of the longest
-    tenth of a request's gaps, by the mean of all."""
+    """The measured costs of one machine.
+
+    `slowdowns` of prefill and decode beside each other; `longest_mean`: the mean of the longest tenth of a
+    request's gaps, by the mean of all.
+    """
 
     profiled: tuple[Costs, Costs]
     prefill_factor: float
@@ -77,7 +80,7 @@ class Calibration:
 
 
 def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Outcome]]) -> Calibration:
-    """From the outcomes of all `LOOPS`. Who was rejected, as too many at once may be, tells nothing."""
+    """Return the calibration by the outcomes of all `LOOPS`; rejected requests tell nothing."""
     prefill, decode = profiled
     short, long, busy = (
         [outcome for outcome in outcomes[name] if outcome.kind is Kind.FINISHED]

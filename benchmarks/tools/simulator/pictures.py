@@ -56,8 +56,7 @@ def _latencies(drawn: Drawn) -> Latencies:
 
 
 def draw_load(drawn: Sequence[Drawn], path: Path) -> None:
-    """Of both pools, in relation to the SLOs, and the share of input tokens that was cached, a minute
-    each."""
+    """Draw both pools' load in relation to the SLOs, and the cached share of input tokens, by minute."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.2 * len(drawn)), layout="constrained")
@@ -77,8 +76,7 @@ def draw_load(drawn: Sequence[Drawn], path: Path) -> None:
 
 
 def hit_rate_over_time(results: Results) -> tuple[np.ndarray, np.ndarray]:
-    """Ends of windows, and the share of the input tokens of the requests that arrived in each that was
-    cached."""
+    """Return the ends of windows, and the cached share of the input tokens that arrived in each."""
     windows = (results["arrival_s"] // _WINDOW_S).astype(int)
     num_cached = np.bincount(windows, results["num_cached_tokens"])
     num_input = np.bincount(windows, results["num_input_tokens"])

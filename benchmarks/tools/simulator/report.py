@@ -21,14 +21,14 @@ class SimulatedRun(msgspec.Struct, frozen=True):
     cluster: str
     load: str
     rate_per_s: float
-    """offered"""
+    """Offered requests a second."""
     summary: Summary
     reasons: dict[str, int]
     num_events: int
     seconds: float
-    """that the simulation took"""
+    """Seconds that the simulation took."""
     conductor: dict[str, float] | None = None
-    """what the Conductor counted; None without one"""
+    """Counts of the Conductor; None without one."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Report(msgspec.Struct, frozen=True):
     runs: list[SimulatedRun]
 
     def save(self, folder: Path) -> None:
-        """As JSON."""
+        """Write the report as JSON."""
         content = msgspec.json.format(msgspec.json.encode(self), indent=1)
         (folder / REPORT_FILE).write_bytes(content + b"\n")
 

@@ -39,14 +39,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "llama3-70b"
     hardware: str = "a800"
     num_gpus: int | None = None
-    """of an instance; None: a whole node"""
+    """GPUs of an instance; None: a whole node."""
     profile: str | None = None
-    """costs from this file instead of the cards'"""
+    """File of costs that replace the cards'."""
     num_prefill: int = 0
     num_decode: int = 0
     num_coupled: int = 0
     chunk_tokens: int | None = None
-    """of coupled instances, which compute whole prompts without"""
+    """Chunks of coupled instances, which compute whole prompts without."""
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = Rules().kvcache_balancing_threshold
     overload: Overload = Overload.PREDICTION
@@ -54,18 +54,18 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """The requests that are deferred instead of rejected while decode's load is too high."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     pool_tokens: int | None = None
-    """of an instance's part of the pool; None: what its DRAM holds"""
+    """Tokens of an instance's part of the pool; None: what its DRAM holds."""
     nic_gbps: float | None = None
-    """of an instance; None: what its hardware has"""
+    """Network bandwidth of an instance; None: what its hardware has."""
     prefill_chunk: int = 2048
     prefill_layer_window: bool = False
     max_batch: int = 256
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     rejects: bool = True
-    """requests that would miss an SLO are rejected; else SLOs are only measured by"""
+    """Whether requests that would miss an SLO are rejected; else SLOs only measure."""
     checks_reservations: bool = False
-    """the double check is made when pages are reserved, too"""
+    """Whether the double check is made when pages are reserved, too."""
     seed: int = 0
 
     @property
@@ -74,7 +74,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The cluster's name for tables."""
         if not self.num_coupled:
             return f"{self.num_prefill}P+{self.num_decode}D"
         return f"{self.num_coupled} coupled" + (

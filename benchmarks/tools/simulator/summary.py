@@ -15,7 +15,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome, Results
 
 
 class SLOs(NamedTuple):
-    """None: any time is good enough."""
+    """The SLOs that requests are measured by; None: any time is good enough."""
 
     ttft_s: float | None = None
     tbt_s: float | None = None
@@ -25,7 +25,7 @@ NO_SLOS = SLOs()
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of a time in seconds; all zero without requests."""
+    """The distribution of a time in seconds; all zero without requests."""
 
     mean: float
     p50: float
@@ -42,7 +42,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Of one run. Shares are 0 to 1; tokens and seconds of prefill are of all requests that ended."""
+    """Figures of one run. Shares are 0 to 1; tokens and prefill seconds are of all requests that ended."""
 
     num_requests: int
     num_finished: int
@@ -50,25 +50,25 @@ class Summary(msgspec.Struct, frozen=True):
     num_failed: int
     num_effective: int
     duration_s: float
-    """from the first arrival to the last end"""
+    """Seconds from the first arrival to the last end."""
     goodput_per_s: float
-    """effective requests"""
+    """Effective requests a second."""
     output_tokens_per_s: float
     ttft_s: Distribution
     tbt_s: Distribution
     ttft_attainment: float
-    """share of the finished requests within the SLO"""
+    """Share of the finished requests within the SLO."""
     tbt_attainment: float
     cached_share: float
-    """of all input tokens, wherever they were found"""
+    """Share of all input tokens that was cached, wherever it was found."""
     fetched_share: float
-    """of all input tokens, from other instances"""
+    """Share of all input tokens that came from other instances."""
     prefill_s_per_request: float
-    """of a device's time"""
+    """Seconds of a device for each request."""
 
     @property
     def effective_share(self) -> float:
-        """Of all requests."""
+        """The share of effective requests among all."""
         return self.num_effective / max(1, self.num_requests)
 
 

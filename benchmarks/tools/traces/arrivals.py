@@ -1,4 +1,4 @@
-"""When requests arrive where no trace says it.
+"""Arrival times where no trace has them.
 
 Owns: arrival processes. Does not know: requests.
 """

@@ -18,15 +18,15 @@ from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceReque
 from benchmarks.tools.traces.synthetic import SyntheticLoad, Values
 
 NUM_PARTS = 64
-"""of a distribution"""
+"""Values that stand for a distribution."""
 SHARED_BY = 0.5
-"""a leading block is shared by everybody if so many prompts have it"""
+"""Share of the prompts that must have a leading block for it to count as shared by all."""
 WINDOW_S = 30.0
-"""in which arrivals are counted for the burstiness; longer than the ticks of traces"""
+"""Seconds in which arrivals are counted for the burstiness; longer than the ticks of traces."""
 
 
 class TraceSummary(NamedTuple):
-    """Hit rates are those of one cache without limits: of blocks, and of the tokens in them."""
+    """Figures of a trace; hit rates are of one cache without limits: of blocks, and of the tokens in them."""
 
     num_requests: int
     duration_s: float

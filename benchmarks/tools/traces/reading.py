@@ -101,7 +101,7 @@ def _check_blocks(request: TraceRequest, where: str) -> None:
 
 class _MooncakeLine(msgspec.Struct):
     timestamp: float
-    """ms"""
+    """Milliseconds since the trace's beginning."""
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from benchmarks.tools.traces.request import TraceRequest
 
 TICK_S = 3.0
-"""of the clock of Mooncake's published traces"""
+"""Seconds of a tick of the clock of Mooncake's published traces."""
 
 
 def jittered(requests: Iterable[TraceRequest], jitter_s: float, seed: int) -> Iterator[TraceRequest]:

@@ -1,4 +1,4 @@
-"""One request of a load, and the error of whoever cannot make one.
+"""One request of a load, and the error of loads that cannot be made.
 
 Owns: the vocabulary of loads. Does not know: where they come from, or whom they are sent to.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mooncake.errors import MooncakeError
 
 BLOCK_TOKENS = 512
-"""of the blocks that `hash_ids` name"""
+"""Tokens of the blocks that `hash_ids` name."""
 
 
 class TraceError(MooncakeError):
@@ -20,7 +20,7 @@ class TraceRequest(NamedTuple):
     and all that is before it: equal ids mean equal prefixes. Without ids a prompt shares nothing."""
 
     arrival_s: float
-    """since the load's beginning"""
+    """Seconds since the load's beginning."""
     num_input_tokens: int
     num_output_tokens: int
     hash_ids: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from benchmarks.tools.traces.arrivals import arrivals
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceError, TraceRequest, num_blocks_of
 
 MAX_OPEN = 20_000
-"""conversations that may still be followed; the oldest are forgotten first"""
+"""Conversations that may still be followed; the oldest are forgotten first."""
 
 Values = tuple[float, ...]
 """A distribution: the means of equally likely parts of it, ascending. One value is a constant."""
@@ -30,22 +30,22 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rate_per_s: float
     first_input_tokens: Values
-    """prompts that begin a conversation, shared prefix included"""
+    """Tokens of prompts that begin a conversation, shared prefix included."""
     output_tokens: Values
     burstiness: float = 1.0
-    """variance of the number of arrivals by its mean; 1 is a Poisson process"""
+    """Variance of the number of arrivals by its mean; 1 is a Poisson process."""
     shared_prefix_tokens: int = 0
-    """that all prompts begin with, as a system prompt; whole blocks of 512"""
+    """Tokens that all prompts begin with, as a system prompt; whole blocks of 512."""
     follow_up_share: float = 0.0
-    """of all requests"""
+    """Share of all requests that follow an earlier one."""
     turn_gap_s: Values = (60.0,)
-    """from one arrival of a conversation to the next"""
+    """Seconds from one arrival of a conversation to the next."""
     kept_share: Values = (1.0,)
-    """of the whole blocks of the prompt that is followed"""
+    """Share of the whole blocks of the followed prompt that is kept."""
     added_input_tokens: Values = (200.0,)
-    """behind the kept blocks: the answer, and what the user says next"""
+    """Tokens behind the kept blocks: the answer, and what the user says next."""
     max_input_tokens: int = 131_072
-    """a conversation that would be longer ends"""
+    """Tokens at which a conversation ends instead of growing further."""
 
     def __post_init__(self) -> None:
         if self.rate_per_s <= 0 or self.burstiness < 0 or not 0 <= self.follow_up_share <= 1:
@@ -59,14 +59,14 @@ class SyntheticLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: Path) -> "SyntheticLoad":
-        """From JSON. Raises TraceError."""
+        """Read a load from JSON. Raises TraceError."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise TraceError(f"{path}: {error}") from None
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Write the load as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
 
 
@@ -133,7 +133,7 @@ class _Prompts:
 
 
 class _Conversations:
-    """Those that may be followed, by their latest arrival."""
+    """The conversations that may be followed, by their latest arrival."""
 
     def __init__(self) -> None:
         self._arrivals_s: list[float] = []

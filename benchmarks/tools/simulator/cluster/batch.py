@@ -18,7 +18,7 @@ LONGEST_SHARE = 0.1
 """TBT of a request: the mean of its longest 10% of token gaps (Mooncake, FAST'25)"""
 _MAX_RUNS = 4096
 Gaps = list[tuple[int, float]]
-"""(number, seconds) of gaps between tokens"""
+"""Gaps between tokens, as (number, seconds)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +26,11 @@ class Member:
     """One request in the batch. `num_tokens`: with KVCache, `num_left`: still to be drawn, at its joining."""
 
     number: int
-    """in order of arrival"""
+    """Number in order of arrival."""
     num_tokens: int
     num_left: int
     left_s: float = 0.0
-    """when its latest token was drawn before it joined"""
+    """Time of its latest token before it joined."""
     gaps: Gaps = field(default_factory=list)
     is_running: bool = False
     joined_step: int = 0
@@ -44,7 +44,7 @@ class Member:
 
 
 class StepCost(NamedTuple):
-    """Of one step of a batch as it is: fixed, and for each token of KVCache."""
+    """The cost of a step of a batch as it is: a fixed part, and one for each token of KVCache."""
 
     fixed_s: float
     kv_token_s: float
@@ -71,7 +71,7 @@ class Batch:
         self.num_steps = 0
         self._members: dict[Member, None] = {}
         self._leaving: list[tuple[int, int, Member]] = []
-        """by last step; also of members that have been removed"""
+        """Members by last step; removed ones are still among them."""
         self._runs: Gaps = []
         """(steps, seconds of each); without steps: a stall"""
         self._num_dropped_runs = 0
@@ -81,7 +81,7 @@ class Batch:
         return len(self._members)
 
     def add(self, member: Member, now_s: float) -> None:
-        """It is part of the next step."""
+        """Make a member part of the next step."""
         member.joined_step = self.num_steps
         member.first_run = self._num_dropped_runs + len(self._runs)
         member.waited_s = now_s - member.left_s
@@ -91,17 +91,17 @@ class Batch:
         heapq.heappush(self._leaving, (member.last_step, member.number, member))
 
     def num_steps_to_first_end(self) -> int:
-        """Until somebody has all tokens. The batch must not be empty."""
+        """Return the steps until a member has all tokens. The batch must not be empty."""
         while not self._is_leaving(*self._leaving[0]):
             heapq.heappop(self._leaving)
         return self._leaving[0][0] - self.num_steps
 
     def stall(self, seconds: float) -> None:
-        """Everybody's next token comes so much later."""
+        """Delay the next token of every member."""
         self._runs.append((0, seconds))
 
     def advance(self, num_steps: int, seconds: float) -> list[Member]:
-        """So many steps have been made in so many seconds. Returns those that have all tokens now."""
+        """Make so many steps in so many seconds. Returns the members that have all tokens now."""
         self._runs.append((num_steps, seconds / num_steps))
         self.num_steps += num_steps
         self.num_kv_tokens += num_steps * self.size
@@ -116,7 +116,7 @@ class Batch:
         return ended
 
     def remove(self, member: Member) -> None:
-        """It leaves, with what it has. It may join again."""
+        """Remove a member with what it has. It may join again."""
         self._add_gaps(member)
         num_drawn = self.num_steps - member.joined_step
         member.num_tokens += num_drawn
@@ -138,7 +138,7 @@ class Batch:
                 member.gaps.append((num_steps, seconds))
 
     def newest(self) -> Member:
-        """Who is preempted first."""
+        """Return the member that is preempted first."""
         return max(self._members, key=lambda member: member.number)
 
     def _is_leaving(self, last_step: int, number: int, member: Member) -> bool:

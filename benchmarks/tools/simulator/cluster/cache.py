@@ -23,7 +23,7 @@ from mooncake.messages.kv_events import KVEvent
 from mooncake.messages.pools import Tier
 
 PUBLISH_DELAY_S = 0.01
-"""how long events are collected"""
+"""Seconds for which events are collected."""
 _WATERMARKS = KVCacheConfig()
 
 
@@ -49,7 +49,7 @@ class Reservation:
 
 
 class _Pages(PageTable):
-    """Without bytes there is nothing to seal against damage."""
+    """Pages without bytes: there is nothing to seal against damage."""
 
     def _sealed_digest(self, page: int) -> int:
         return 0
@@ -132,7 +132,7 @@ class SimulatedPool:
             self._evicted.clear()
 
     def arrived(self, reservation: Reservation, blocks: range) -> None:
-        """Those of `blocks` of the reservation that were not there are now, and can be found."""
+        """Record that `blocks` of the reservation are there now, and can be found."""
         pages, keys, known, state_of = (
             reservation.pages,
             reservation.keys,
@@ -146,7 +146,7 @@ class SimulatedPool:
             self._events.stored_all(Tier.DRAM, new_keys)
 
     def release(self, reservation: Reservation) -> None:
-        """Its pages may be evicted, the last block first, or are free."""
+        """Release pages, which may be evicted then, the last block first, or are free."""
         self._unclaim(reservation.pages[::-1])
 
     def lease(self, keys: Sequence[BlockKey]) -> list[int]:
@@ -161,7 +161,7 @@ class SimulatedPool:
         return pages
 
     def end_lease(self, pages: list[int]) -> None:
-        """Whoever read them has done so."""
+        """End a lease: the reader is done."""
         self._unclaim(pages[::-1])
 
     def _unclaim(self, pages: list[int]) -> None:

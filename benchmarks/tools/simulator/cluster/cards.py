@@ -13,9 +13,9 @@ from mooncake.errors import ConfigError
 from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
 
 GBPS = 1e9 / 8
-"""bytes/s of a Gbit/s"""
+"""Bytes a second of one Gbit/s."""
 WEIGHT_BYTES = 2
-"""bfloat16"""
+"""Bytes of a weight in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ModelCard:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES["bfloat16"]
 
     def layout(self, block_size: int) -> KVLayout:
-        """Of this model's KVCache blocks."""
+        """Return the layout of this model's KVCache blocks."""
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size, "bfloat16")
 
 
@@ -66,12 +66,12 @@ class HardwareCard:
     name: str
     num_gpus: int
     gpu_flops: float
-    """dense bfloat16, of one device"""
+    """Dense bfloat16 operations a second of one device."""
     gpu_memory_bytes_per_s: float
     gpu_memory_bytes: float
     nic_bytes_per_s: float
     pcie_bytes_per_s: float
-    """between devices and host memory"""
+    """Bytes a second between devices and host memory."""
     pool_bytes: float
 
     def with_gpus(self, num_gpus: int) -> "HardwareCard":
@@ -91,22 +91,22 @@ class Efficiencies:
     """Shares of the data sheets' figures, and what the sheets do not know."""
 
     compute: float = 0.5
-    """of the matrix units' peak, in the large products of prefill (model FLOPs utilisation)"""
+    """Share of the matrix units' peak, in the large products of prefill (model FLOPs utilisation)."""
     memory: float = 0.8
-    """of the device memory's bandwidth"""
+    """Share of the device memory's bandwidth."""
     nic: float = 0.87
-    """Mooncake's Transfer Engine reached 87 GB/s over 4 x 200 Gbit/s"""
+    """Share of the NICs' bandwidth: Mooncake's Transfer Engine reached 87 GB/s over 4 x 200 Gbit/s."""
     pcie: float = 0.8
     device_memory: float = 0.9
-    """of the device memory is used: weights and KVCache"""
+    """Share of the device memory that is used, by weights and KVCache."""
     iteration_overhead_s: float = 0.005
-    """planning, sampling, launches"""
+    """Seconds of planning, sampling and launches."""
     layer_overhead_s: float = 60e-6
-    """two all-reduces of small tensors, where devices work as a group; nothing with one device"""
+    """Seconds of two all-reduces of small tensors, where devices work as a group; nothing with one device."""
 
 
 STATED = Efficiencies()
-"""those of all experiments"""
+"""The efficiencies of all experiments."""
 
 MODELS = {
     card.name: card

@@ -30,7 +30,7 @@ class Clock:
         heapq.heappush(self._planned, (self.now_s + delay_s, next(self._numbers), action, arguments))
 
     def run(self) -> None:
-        """Until nothing is planned."""
+        """Run until nothing is planned."""
         planned, pop = self._planned, heapq.heappop
         while planned:
             self.now_s, _, action, arguments = pop(planned)

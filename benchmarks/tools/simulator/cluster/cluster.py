@@ -48,11 +48,11 @@ from workers.prefill.queue import PrefillQueue
 FRONT = b"front"
 FINGERPRINT = "simulated"
 MESSAGE_S = 0.0005
-"""of one message on the control plane"""
+"""Seconds of one message on the control plane."""
 HEARTBEAT_S = 1.0
 UNLIMITED = 1 << 62
 _ORDERS = (Reserve, Prefill, Decode, Abort)
-"""what workers do something for"""
+"""Messages on which workers act."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ class InstanceShape:
     costs: Costs
     efficiencies: Efficiencies = STATED
     num_pool_blocks: int | None = None
-    """None: what the hardware's DRAM holds"""
+    """Blocks of a pool; None: what the hardware's DRAM holds."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
     prefill_chunk: int = 2048
     max_batch: int = 256
     checks_reservations: bool = False
-    """as in `DecodeInstance`"""
+    """Whether the double check is made at reservations too, as in `DecodeInstance`."""
     block_tokens: int = BLOCK_TOKENS
     saturating_tokens: int | None = None
-    """as in `PrefillQueue`"""
+    """Tokens that saturate a pass, as in `PrefillQueue`."""
     prefill_layer_window: bool = False
-    """the devices of prefill instances have memory for some layers at a time"""
+    """Whether the devices of prefill instances have memory for only some layers at a time."""
     first_token_s: float = 0.0
-    """of everything on the way to the first token but queues and computing: front, dispatch"""
+    """Seconds of everything on the way to the first token but queues and computing: front, dispatch."""
     slowdowns: tuple[float, float] | None = None
-    """of prefill and decode while others compute, if all instances share one machine"""
+    """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
     jitter: StepJitter | None = None
 
     @property

@@ -25,9 +25,9 @@ class Costs(Protocol):
     """Seconds on one instance."""
 
     kv_token_s: float
-    """what one more token of KVCache adds to a step of decoding"""
+    """Seconds that one more token of KVCache adds to a step of decoding."""
     profiled: tuple[Polynomial, Polynomial]
-    """what measuring them tells the Conductor: of prefill and decode"""
+    """Costs of prefill and decode that measuring them tells the Conductor."""
 
     def iteration_s(self, shares: Sequence[PromptShare], batch_size: int) -> float:
         """One forward pass, without the reading of the running requests' KVCache (`kv_token_s` each)."""

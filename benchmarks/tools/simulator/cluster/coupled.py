@@ -62,7 +62,7 @@ class CoupledInstance:
 
     @property
     def num_requests(self) -> int:
-        """That have not ended."""
+        """The number of requests that have not ended."""
         return len(self._waiting) + len(self._prompts) + self.batch.size
 
     def _step_cost(self) -> StepCost:
@@ -77,7 +77,7 @@ class CoupledInstance:
             self._iterate()
 
     def _admit(self) -> None:
-        """In order of arrival, while there are pages."""
+        """Admit requests in order of arrival, while there are pages."""
         while self._waiting and len(self._prompts) + self.batch.size < self._max_batch:
             request = self._waiting[0]
             num_private = num_pages_of(request) - len(request.block_keys)
@@ -171,10 +171,10 @@ class CoupledInstance:
 
 
 def num_pages_of(request: SimulatedRequest) -> int:
-    """Of the prompt and the answer."""
+    """Return the pages of the prompt and the answer."""
     return -(-(request.num_input_tokens + request.num_output_tokens) // request.block_tokens)
 
 
 def least_loaded(instances: Sequence[CoupledInstance]) -> CoupledInstance:
-    """With the fewest requests, the first of them."""
+    """Return the instance with the fewest requests, the first of several."""
     return min(instances, key=lambda instance: instance.num_requests)

@@ -41,14 +41,14 @@ class Sequence:
     request: SimulatedRequest
     member: Member
     tbt_slo_s: float | None
-    """None: it must be taken"""
+    """The request's SLO; None if it must be taken."""
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
-    """its wish for pages"""
+    """Callback that takes back its wish for pages."""
     has_begun: bool = False
     has_arrived: bool = False
     is_waiting: bool = False
-    """for a place in the batch"""
+    """Whether it waits for a slot in the batch."""
 
 
 class DecodeInstance:
@@ -79,10 +79,10 @@ class DecodeInstance:
         self._sequence_of: dict[Member, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._turns: deque[Sequence] = deque()
-        """of those for which the batch is too large"""
+        """Sequences that wait because the batch is too large."""
         self._num_begun = self._num_grants = 0
         self._num_outside_tokens = self._num_begun_outside_tokens = 0
-        """of all sequences that are not in the batch, and of those of them that have begun"""
+        """Tokens of all sequences outside the batch, and of the ones among them that have begun."""
         self.num_refusals = self.num_preemptions = 0
         self._num_iterations = self._num_tokens = 0
 
@@ -92,14 +92,14 @@ class DecodeInstance:
 
     @property
     def load(self) -> DecodeLoad:
-        """For heartbeats, as `workers.decode.double_check`."""
+        """The load for heartbeats, as `workers.decode.double_check` reports it."""
         num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
         tbt_s = self._tbt_s(self.num_sequences, num_kv_tokens)
         return DecodeLoad(self.num_sequences, len(self._turns), tbt_s)
 
     @property
     def num_free_tokens(self) -> int:
-        """Of the device's KVCache."""
+        """Free tokens of the device's KVCache."""
         return self.capacity_tokens - self.batch.num_kv_tokens
 
     @property
@@ -115,7 +115,7 @@ class DecodeInstance:
         return DecodeStats(self._num_iterations, self._num_tokens, forward_s=self.node.busy_s)
 
     def receive(self, message: Reserve | Decode | Abort) -> None:
-        """From the Conductor."""
+        """Receive a message from the Conductor."""
         if isinstance(message, Reserve):
             self._reserve(message)
         elif isinstance(message, Decode):
@@ -187,7 +187,7 @@ class DecodeInstance:
         return self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens) is None
 
     def _end_turn(self, sequence: Sequence) -> None:
-        """It may not wait any longer."""
+        """End the wait of a sequence whose time is over."""
         if sequence not in self._turns:
             return
         self._turns.remove(sequence)
@@ -222,7 +222,7 @@ class DecodeInstance:
             self._load(sequence)
 
     def _load(self, sequence: Sequence) -> None:
-        """To the device, beside the batch."""
+        """Load a sequence to the device, beside the batch."""
         num_bytes = sequence.member.num_tokens * self.node.kv_bytes_per_token
         self.node.clock.after(num_bytes / self.node.pcie_bytes_per_s, self._loaded, sequence)
 
@@ -245,7 +245,7 @@ class DecodeInstance:
             self._runner.cut()
 
     def _has_room_for(self, member: Member) -> bool:
-        """And for everybody's next token."""
+        """Whether there is room for a member, and for the next token of all others."""
         num_next = self.batch.size + 1
         return num_next <= self._max_batch and self.num_free_tokens >= member.num_tokens + num_next
 
@@ -314,7 +314,7 @@ class DecodeInstance:
         self._take_turns()
 
     def _forget(self, sequence: Sequence) -> None:
-        """It is in no batch."""
+        """Forget a sequence that is in no batch."""
         del self._sequences[sequence.ref], self._sequence_of[sequence.member]
         self._num_outside_tokens -= sequence.member.num_tokens
         if sequence.has_begun:

@@ -22,7 +22,7 @@ class BatchRunner:
     ) -> None:
         self._clock, self._step_cost, self._batch, self._on_end = clock, step_cost, batch, on_end
         self._num_steps = 0
-        """of the run that is under way; 0: none is"""
+        """Steps of the run in flight; 0 without one."""
         self._cost = StepCost(0.0, 0.0)
         self._began_s = 0.0
         self._version = 0
@@ -32,7 +32,7 @@ class BatchRunner:
         return self._num_steps > 0
 
     def start(self, max_steps: int | None = None) -> None:
-        """Until the first member ends, at most so many steps."""
+        """Start a run until the first member ends, of at most so many steps."""
         batch = self._batch
         self._num_steps = batch.num_steps_to_first_end()
         if max_steps is not None:
@@ -42,7 +42,7 @@ class BatchRunner:
         self._plan_end()
 
     def cut(self) -> None:
-        """Somebody waits for the end of the step that is under way."""
+        """End the run with its present step, for whose end something waits."""
         if self._num_steps > 1:
             elapsed_s = self._clock.now_s - self._began_s
             num_begun = self._cost.steps_by(self._batch.num_kv_tokens, self._batch.size, elapsed_s)

@@ -14,26 +14,28 @@ from typing import Any
 import numpy as np
 
 LONGEST_SHARE = 0.1
-"""of a request's gaps, whose mean is its TBT"""
+"""Share of a request's gaps, the longest ones, whose mean is its TBT."""
 _SEED = 0
 
 
 @dataclass(slots=True)
 class Machine:
-    """While others on it compute, an instance's iterations take `slowdown` times as long. `on_change` of an
-    instance is called when that begins or ends for it."""
+    """One machine for all instances: an instance's iterations take `slowdown` times as long beside others.
+
+    `on_change` of an instance is called when that begins or ends for it.
+    """
 
     slowdown: dict[str, float]
-    """by instance"""
+    """The slowdown of each instance, by name."""
     on_change: dict[str, Callable[[], None]] = field(default_factory=dict)
     _computing: set[str] = field(default_factory=set)
 
     def factor(self, name: str) -> float:
-        """Of the time that something takes now."""
+        """Return the factor of the time that something takes now."""
         return self.slowdown[name] if self._computing - {name} else 1.0
 
     def computes(self, name: str, is_computing: bool) -> None:
-        """From now on, or no longer."""
+        """Record that an instance computes from now on, or no longer."""
         if is_computing == (name in self._computing):
             return
         if is_computing:

@@ -18,7 +18,7 @@ class Port:
 
     bytes_per_s: float
     transfers: dict["Transfer", None] = field(default_factory=dict)
-    """ordered, so that runs are equal"""
+    """Transfers in order of their beginning, so that runs are equal."""
     sent_bytes: float = 0.0
 
     @property
@@ -35,10 +35,10 @@ class Transfer:
     left_bytes: float
     on_end: Callable[[], None]
     since_s: float
-    """when `left_bytes` were left"""
+    """Time at which `left_bytes` were left."""
     bytes_per_s: float = 0.0
     version: int = 0
-    """of the plan for its end"""
+    """Version of the plan for its end."""
 
 
 class Network:
@@ -61,7 +61,7 @@ class Network:
         return max(0.0, transfer.left_bytes - passed_s * transfer.bytes_per_s)
 
     def cancel(self, transfer: Transfer) -> None:
-        """It ends without having come; nothing if it has ended."""
+        """End a transfer before it has arrived; nothing if it has ended."""
         if transfer in transfer.source.transfers:
             self._remove(transfer)
 

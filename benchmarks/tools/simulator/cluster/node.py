@@ -33,19 +33,19 @@ class Node:
     pcie_bytes_per_s: float
     send: Callable[[FromWorker], None]
     peers: Mapping[str, "Node"]
-    """all instances by name"""
+    """All instances by name."""
     machine: Machine | None = None
-    """None: one of its own"""
+    """The machine that it shares; None: one of its own."""
     outgoing: Port = field(init=False)
     incoming: Port = field(init=False)
     traffic: Traffic = field(init=False)
     messenger: MessengerAddress = field(init=False)
     identity: bytes = field(init=False)
-    """of its socket at the Conductor"""
+    """Identity of its socket at the Conductor."""
     block_bytes: int = field(init=False)
     kv_bytes_per_token: float = field(init=False)
     busy_s: float = 0.0
-    """of the device, up to what has ended"""
+    """Seconds for which the device was busy, up to the last end."""
 
     def __post_init__(self) -> None:
         self.outgoing, self.incoming = Port(self.nic_bytes_per_s), Port(self.nic_bytes_per_s)
@@ -60,7 +60,7 @@ class Node:
         return (PoolShard(self.messenger, self.layout),)
 
     def pool_stats(self) -> PoolStats:
-        """For heartbeats. What nobody looks at stays zero."""
+        """Return the pool's counters for heartbeats; unread ones stay zero."""
         allocator, num_pages = self.pool.allocator, self.pool.num_pages
         num_sealed = len(allocator.index)
         return PoolStats(
@@ -91,7 +91,7 @@ class Node:
 
     @property
     def factor(self) -> float:
-        """By which everything takes longer now, because others on this machine compute."""
+        """The factor by which everything takes longer now, because others on this machine compute."""
         return 1.0 if self.machine is None else self.machine.factor(self.name)
 
     def computes(self, is_computing: bool) -> None:

@@ -55,7 +55,7 @@ class Job:
     queued: QueuedPrompt
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
-    """its wish for pages"""
+    """Callback that takes back its wish for pages."""
     fetch: Fetch | None = None
     has_begun: bool = False
     is_computed: bool = False
@@ -99,7 +99,7 @@ class PrefillInstance:
         return sum(costs.iteration_s([PromptShare(p.num_left, p.num_done)], 0) for p in of if p.num_left)
 
     def receive(self, message: Prefill | Abort) -> None:
-        """From the Conductor."""
+        """Receive a message from the Conductor."""
         if isinstance(message, Abort):
             self._abort(message.ref)
             return

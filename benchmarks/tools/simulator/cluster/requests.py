@@ -33,16 +33,16 @@ class SimulatedRequest:
     num_input_tokens: int
     num_output_tokens: int
     block_keys: list[BlockKey]
-    """of its full blocks; none if it shares nothing"""
+    """Keys of its full blocks; none if it shares nothing."""
     block_tokens: int = BLOCK_TOKENS
     num_cached_tokens: int = 0
     num_fetched_tokens: int = 0
-    """of those, from other instances"""
+    """Cached tokens that came from other instances."""
     prefill_s: float = 0.0
-    """of a device's time"""
+    """Seconds of a device."""
     first_token_s: float | None = None
     gaps: list[tuple[int, float]] = field(default_factory=list)
-    """(number, seconds) of the gaps between its tokens"""
+    """Gaps between its tokens, as (number, seconds)."""
 
     @classmethod
     def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":
@@ -55,7 +55,7 @@ class SimulatedRequest:
 
     @property
     def num_pages(self) -> int:
-        """Of the pool, for the prompt."""
+        """Return the pool's pages for the prompt."""
         return -(-self.num_input_tokens // self.block_tokens)
 
     @property

@@ -12,7 +12,7 @@ from benchmarks.tools.simulator.cluster.network import Network, Port, Transfer
 from mooncake.messages.pools import PeerStats
 
 _WEIGHT = 0.3
-"""of the latest transfer's bandwidth, against all before"""
+"""Weight of the latest transfer's bandwidth, against all before."""
 _NUM_STREAMS = 2
 
 
@@ -30,9 +30,9 @@ class Traffic:
         self._clock, self._network = clock, network
         self._peers: dict[str, _Peer] = {}
         self._peer_of: dict[Transfer, _Peer] = {}
-        """transfers that are under way"""
+        """Peers by transfer in flight."""
         self._active: dict[_Peer, None] = {}
-        """peers with which something has been under way since the last report"""
+        """Peers with a transfer in flight since the last report."""
 
     def send(
         self, name: str, source: Port, destination: Port, num_bytes: float, on_end: Callable[[], None]
@@ -54,7 +54,7 @@ class Traffic:
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """It ends without having come; nothing if it has ended."""
+        """End a transfer before it has arrived; nothing if it has ended."""
         if transfer in self._peer_of:
             self._forget(transfer)
             self._network.cancel(transfer)
@@ -63,7 +63,7 @@ class Traffic:
         del self._peer_of.pop(transfer).under_way[transfer]
 
     def stats(self) -> dict[str, PeerStats]:
-        """By peer; without those with which nothing has been under way since the last report."""
+        """Return the counters by peer, of peers with a transfer in flight since the last report."""
         if not self._active:
             return {}
         report = {}
