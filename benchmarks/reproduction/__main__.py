@@ -31,6 +31,7 @@ from benchmarks.reproduction import (
     overload,
     planner,
     pools,
+    prefill_groups,
     scheduling,
     workload,
 )
@@ -58,6 +59,7 @@ EXPERIMENTS = (
     formulas.REUSE,
     formulas.OCCUPANCY,
     interconnects.EXPERIMENT,
+    prefill_groups.EXPERIMENT,
 )
 
 
