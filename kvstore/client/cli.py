@@ -5,7 +5,6 @@ Owns: the command line and what a person sees. Does not know: how pools are aske
 
 import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +12,10 @@ from pathlib import Path
 from types import TracebackType
 
 import msgspec
-import rich.box
-import rich.console
-import rich.table
 
 from kvstore.client.client import KVCachePool
 from kvstore.client.clusters import check_of_one_cluster, pools_of
+from kvstore.client.rows import Rows
 from mooncake.cli.command_line import FAILED, INTERRUPTED, WRONG_USE, Parser
 from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError, MooncakeError, PoolError
@@ -28,8 +25,6 @@ from mooncake.messages.pools import PoolStats, Tier
 _VERIFIED_BYTES = 64 << 20
 """Bytes of the blocks that one call looks at."""
 _MIB = 1 << 20
-_FOLDED = ("instance", "state", "file", "damaged")
-"""Columns of tables whose text may take several lines."""
 
 
 EXAMPLES = """examples:
@@ -110,51 +105,6 @@ class _Pools:
             pool.close()
 
 
-class _Rows:
-    """Output of a command: a table on a terminal, lines with tabs elsewhere, or one JSON object a line.
-
-    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` the last
-    column is no column of a table: each of its values stands below, once.
-    """
-
-    def __init__(self, columns: Sequence[str], *, as_json: bool, last_below: bool = False) -> None:
-        self._as_json = as_json
-        self._below: dict[str, None] = {}
-        self._table: rich.table.Table | None = None
-        if sys.stdout.isatty() and not as_json:
-            self._table = rich.table.Table(
-                box=rich.box.SIMPLE_HEAVY, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
-            )
-            for column in columns[:-1] if last_below else columns:
-                self._table.add_column(column, overflow="fold", no_wrap=column not in _FOLDED)
-        elif not as_json:
-            print(*columns, sep="\t")
-
-    def add(self, cells: Sequence[object], facts: dict[str, object]) -> None:
-        """Add a row: `cells` for people, `facts` for programs."""
-        if self._as_json:
-            print(json.dumps(facts))
-        elif self._table is not None:
-            texts = list(map(str, cells))
-            num_columns = len(self._table.columns)
-            self._table.add_row(*texts[:num_columns])
-            self._below |= dict.fromkeys(f"{texts[0]} is {text}" for text in texts[num_columns:])
-        else:
-            print(*cells, sep="\t")
-
-    def __enter__(self) -> "_Rows":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._table is not None and self._table.row_count:
-            console = rich.console.Console(highlight=False)
-            console.print(self._table)
-            for line in self._below:
-                console.print(line, markup=False, soft_wrap=True)
-
-
 # -- commands ---------------------------------------------------------------------------------------
 
 
@@ -173,7 +123,7 @@ def _stats(options: argparse.Namespace, pools: _Pools) -> int:
         "address",
     )
     is_sound = True
-    with _Rows(columns, as_json=options.json, last_below=True) as rows:
+    with Rows(columns, as_json=options.json, last_below=True) as rows:
         for pool in pools:
             for instance, stats in pool.stats(check_integrity=options.check).items():
                 is_sound &= stats.integrity is None
@@ -200,7 +150,7 @@ def _tier_cells(instance: str, tier: Tier, stats: PoolStats) -> list[object]:
 
 
 def _ls(options: argparse.Namespace, pools: _Pools) -> int:
-    with _Rows(("key", "instance", "tier", "uses", "users"), as_json=options.json) as rows:
+    with Rows(("key", "instance", "tier", "uses", "users"), as_json=options.json) as rows:
         for pool in pools:
             for instance, block in pool.list_blocks():
                 facts: dict[str, object] = {
@@ -225,7 +175,7 @@ def _get(options: argparse.Namespace, pools: _Pools) -> int:
                 "num_bytes": len(block),
                 "file": options.out,
             }
-            with _Rows(list(facts), as_json=options.json) as rows:
+            with Rows(list(facts), as_json=options.json) as rows:
                 rows.add(list(facts.values()), facts)
             return 0
     raise PoolError(f"no pool has an intact block {options.key.hex()}")
@@ -240,7 +190,7 @@ def _layers(wanted: tuple[int, int] | None, num_layers: int) -> range:
 
 def _verify(options: argparse.Namespace, pools: _Pools) -> int:
     num_damaged = 0
-    with _Rows(("instance", "intact", "damaged", "unread"), as_json=options.json) as rows:
+    with Rows(("instance", "intact", "damaged", "unread"), as_json=options.json) as rows:
         for pool in pools:
             ((instance, stats),) = pool.stats().items()
             num_intact, damaged, num_unread = _verify_pool(pool, instance, stats)
@@ -288,7 +238,7 @@ def _drop(options: argparse.Namespace, pools: _Pools) -> int:
         elif options.all:
             raise ConfigError("drop --all asks first, and stdin is no terminal to answer on: add --yes")
     num_dropped = 0
-    with _Rows(("instance", "dropped"), as_json=options.json) as rows:
+    with Rows(("instance", "dropped"), as_json=options.json) as rows:
         for pool in pools:
             (instance,) = pool.stats()
             num_copies = pool.clear() if options.all else pool.remove(options.keys)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore.client.backends import Backend, Backends, Unreachable, connect_all, no_answer
-from kvstore.client.connections import Place, PoolConnection
+from kvstore.client.connections import Place, PoolConnection, key_for
 from kvstore.client.leases import Lease
 from kvstore.client.mapped import MappedConnection
 from kvstore.client.replicas import Replicas, change_replica
@@ -33,7 +33,6 @@ from kvstore.protocol.frames import LONGEST_WAIT_S, max_keys
 from mooncake.errors import ConfigError, PoolError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
 from mooncake.messages.pools import PoolStats, Tier
-from mooncake.security.keys import ClusterKey
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -102,7 +101,7 @@ class KVCachePool:
                 f"a timeout of {timeout_s} s; it must be positive, at most {LONGEST_WAIT_S:g} s"
             )
         places = [Place.parse(address) for address in addresses]
-        key = _key_for(places, key_file)
+        key = key_for(places, key_file)
         return cls(*connect_all(places, key, fingerprint, layout, timeout_s))
 
     @property
@@ -371,20 +370,6 @@ class KVCachePool:
         if writable and view.readonly:
             raise PoolError("a buffer that is to be filled is read-only")
         return view
-
-
-def _key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
-    """Load the key in `key_file`; None if all places are on this host. Raises ConfigError if there must be
-    one."""
-    remote = [place.text for place in places if place.tcp is not None]
-    if not remote:
-        return None
-    if key_file is None:
-        raise ConfigError(
-            f"{remote[0]} listens only to those who know its cluster's key: name the file that has it, as"
-            " key_file=... or mooncake-kv --key-file"
-        )
-    return ClusterKey.load(Path(key_file))
 
 
 def _list_blocks(backend: Backend) -> Iterator[tuple[str, BlockInfo]]:

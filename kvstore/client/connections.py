@@ -13,6 +13,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -40,6 +41,7 @@ from kvstore.protocol.calls import (
 from mooncake.errors import ConfigError, PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import MessengerAddress
+from mooncake.security.keys import ClusterKey
 
 RemoteCall = Call | GetBlocks | PutBlocks
 Expected = TypeVar("Expected", bound=Answer | GotBlocks)
@@ -69,6 +71,22 @@ class Place(NamedTuple):
         if text.startswith("tcp://") and host and port.isdecimal() and 0 < int(port) < 65536:
             return cls(text, None, (host, int(port)))
         raise ConfigError(f"a pool's address is unix:/path/of.sock or tcp://host:port, not {text!r}")
+
+
+def key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
+    """Load the key in `key_file`; None if all places are on this host.
+
+    Raises ConfigError if there must be one.
+    """
+    remote = [place.text for place in places if place.tcp is not None]
+    if not remote:
+        return None
+    if key_file is None:
+        raise ConfigError(
+            f"{remote[0]} listens only to those who know its cluster's key: name the file that has it, as"
+            " key_file=... or mooncake-kv --key-file"
+        )
+    return ClusterKey.load(Path(key_file))
 
 
 class PoolConnection(ABC):

@@ -22,10 +22,8 @@ from kvstore.protocol.answers import (
     CallFailed,
     Count,
     Done,
-    Fetched,
     FromPool,
     Granted,
-    LayersFetched,
     Leased,
     Located,
     Reservation,
@@ -61,6 +59,7 @@ from kvstore.protocol.calls import (
     VerifyBlocks,
 )
 from kvstore.server.listing import list_blocks, pool_stats, verify_block
+from kvstore.server.session_fetches import SessionFetches
 from kvstore.server.store import Store
 from kvstore.transfer.fetches import BlockFetch
 from kvstore.transfer.sends import Sends
@@ -101,7 +100,7 @@ class ClientSession:
         self._send = send
         self._waiting: set[asyncio.Task[None]] = set()
         self._sends = Sends(store.pool, store.segment, store.peers, tasks)
-        self._fetches: dict[int, BlockFetch] = {}
+        self._fetches = SessionFetches(store, tasks, send, self._sends.wake)
 
     def handle(self, message: ToPool) -> None:
         """Handle a message. Raises PoolError for what no correct user sends; the session must end then."""
@@ -117,7 +116,7 @@ class ClientSession:
             case DropIdle(keys):
                 self.store.drop_idle(_checked(keys))
             case StopFetch(reservation_id):
-                self._stop_fetch(reservation_id)
+                self._fetches.stop(reservation_id)
             case FetchBlocks():
                 self._start_fetch(message)
             case AwaitSpace() | AwaitSent() | AwaitArrived() | VerifyBlocks():
@@ -182,7 +181,7 @@ class ClientSession:
             case SealBlocks():
                 self._seal(call)
             case OpenGrant(call_id, reservation_id):
-                if reservation_id in self._fetches:
+                if self._fetches.runs(reservation_id):
                     raise PoolError(f"reservation {reservation_id} is being fetched, it cannot be granted")
                 return Granted(call_id, self.store.grants.grant(self._find(reservation_id)))
             case StartSend():
@@ -255,7 +254,7 @@ class ClientSession:
         """Release a reservation; `reason` is what its writers hear. Idempotent."""
         if self._own(reservation_id) is not None:
             self._sends.cancel(reservation_id)
-            self._stop_fetch(reservation_id)
+            self._fetches.stop(reservation_id)
             self.store.grants.revoke(reservation_id, reason)
             self._pool.release(reservation_id)
 
@@ -297,8 +296,8 @@ class ClientSession:
 
     def _is_written_otherwise(self, reservation: PageReservation, page: int) -> bool:
         """Tell whether other messengers' bytes come, or came, to this page of a reservation."""
-        fetch = self._fetches.get(reservation.reservation_id)
-        return self.store.grants.is_granted(reservation, page) or (fetch is not None and fetch.writes(page))
+        is_fetched = self._fetches.writes(reservation.reservation_id, page)
+        return self.store.grants.is_granted(reservation, page) or is_fetched
 
     def _seal(self, call: SealBlocks) -> None:
         reservation = self._find(call.reservation_id)
@@ -347,45 +346,14 @@ class ClientSession:
     def _start_fetch(self, call: FetchBlocks) -> None:
         """Start a fetch at once: the next message may be the one that stops it."""
         try:
-            fetch = self._new_fetch(call)
+            fetch = self._fetches.begin(call, self._find(call.reservation_id))
         except PoolError as error:
             self._reply(CallFailed.of(call.call_id, error))
             return
-        self._fetches[call.reservation_id] = fetch
         self._spawn(self._run_fetch(call, fetch))
 
-    def _new_fetch(self, call: FetchBlocks) -> BlockFetch:
-        """Make a fetch. Raises PoolError if the reservation cannot be fetched."""
-        reservation = self._find(call.reservation_id)
-        if call.reservation_id in self._fetches:
-            raise PoolError(f"reservation {call.reservation_id} is being fetched already")
-
-        def on_layers(num_blocks: int, num_layers: int) -> None:
-            self._send(LayersFetched(call.call_id, num_blocks, num_layers))
-            self._sends.wake(call.reservation_id)
-
-        store = self.store
-        fetch = BlockFetch(store.pool, store.segment, store.peers, reservation, call.blocks, on_layers)
-        if any(store.grants.is_granted(reservation, reservation.blocks[i].page) for i in call.blocks):
-            raise PoolError(f"reservation {call.reservation_id} has been granted, others write to it")
-        return fetch
-
     async def _run_fetch(self, call: FetchBlocks, fetch: BlockFetch) -> None:
-        answer: Answer
-        try:
-            await fetch.run(call.sources, self._tasks, call.urgency)
-        except MooncakeError as error:
-            answer = CallFailed.of(call.call_id, error)
-        else:
-            num_layers = [block.arrived.bit_length() for block in fetch.blocks]
-            answer = Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
-        finally:
-            del self._fetches[call.reservation_id]
-        self._reply(answer)
-
-    def _stop_fetch(self, reservation_id: int) -> None:
-        if reservation_id in self._fetches:
-            self._fetches[reservation_id].stop()
+        self._reply(await self._fetches.run(call, fetch))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if len(self._waiting) >= _MOST_WAITING:

@@ -34,6 +34,7 @@ from kvstore.protocol.calls import (
 from kvstore.protocol.frames import LONGEST_WAIT_S, SMALL_BYTES, FrameBuffer, encode_frame, max_keys
 from kvstore.protocol.greeting import Doorkeeper, Greeting, Proof
 from kvstore.server.client_session import ClientSession
+from kvstore.server.stalls import StallWatch, longest_s
 from kvstore.server.store import Store
 from messenger.receiver.receiver import UnauthenticatedPeers
 from messenger.transport.handshake import AuthenticationError
@@ -49,10 +50,6 @@ log = logging.getLogger(__name__)
 _DECODER = msgspec.msgpack.Decoder(ToRemotePool)
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 _PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
-_GRACE_S = 30.0
-"""Time that a transfer of any size may take."""
-_LEAST_BYTES_PER_S = 4 << 20
-"""Rate that a transfer must reach: it may take `_GRACE_S`, and what it takes at this speed."""
 _TURN_BYTES = 4 << 20
 """Bytes that are moved before others get their turn."""
 _GROUP_BYTES = 16 << 20
@@ -61,10 +58,6 @@ _MOST_UNANSWERED = 256
 """Most calls of one client that wait for their answers."""
 _MOST_CALLS_AT_ONCE = 16
 """Calls of one client that are handled before others have their turn."""
-_IDLE_S = 120.0
-"""Time that pages stay reserved for a client that says nothing."""
-_WATCH_S = 5.0
-"""Pause between two looks for a stall."""
 Incoming = TypeVar("Incoming")
 Admit = Callable[[Connect, None, Callable[[FromRemotePool], None]], tuple[Connected, ClientSession]]
 """A function that opens a client's session: see `Service.admit`."""
@@ -121,11 +114,7 @@ class _Client:
         """Bytes of the message's payload that have not been taken off the stream."""
         self._num_moved = 0
         """Bytes that were moved since others had their turn."""
-        self._receive_due_s: float | None = None
-        self._send_due_s: float | None = None
-        self._last_message_s = self._loop.time()
-        self._watch: asyncio.TimerHandle | None = None
-        """The next look for a stall; set while there is a session."""
+        self._stalls = StallWatch(stream.shut_down, self._holds_pages)
         self._late_answers: asyncio.Task[None]
 
     async def authenticate(self, key: ClusterKey, timeout_s: float) -> None:
@@ -154,7 +143,7 @@ class _Client:
             raise
         self._store = self._session.store
         self._late_answers = tasks.create_task(self._send_late_answers())
-        self._look_after()
+        self._stalls.start()
         await self.send([encode_frame(answer)])
 
     async def serve(self) -> None:
@@ -171,8 +160,8 @@ class _Client:
                 await self.send([])
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._stalls.is_watching:
+            self._stalls.stop()
             self._late_answers.cancel()
             self._session.end()
         self._stream.close()
@@ -189,7 +178,7 @@ class _Client:
             while (room := self._frames.room_for_message()) is not None:
                 self._frames.received(self._stream.receive_now([room]))
             message, self._payload_left = self._decode(_DECODER)
-            self._last_message_s = self._loop.time()
+            self._stalls.heard()
             if isinstance(message, PutBlocks):
                 return message
             if self._payload_left:
@@ -253,7 +242,7 @@ class _Client:
             waiting, self._outbox = self._outbox, []
             turn: list[bytes | memoryview] = [*waiting]
             total_bytes = sum(map(len, waiting)) + sum(map(len, buffers))
-            self._send_due_s = self._loop.time() + _longest_s(total_bytes)
+            self._stalls.send_due_s = self._stalls.due_s(total_bytes)
             for buffer in buffers:
                 turn.append(buffer)
                 if self._is_others_turn(len(buffer)):
@@ -261,7 +250,7 @@ class _Client:
                     turn.clear()
                     await asyncio.sleep(0)
             await self._send_all(turn)
-            self._send_due_s = None
+            self._stalls.send_due_s = None
 
     async def _send_all(self, buffers: Sequence[bytes | memoryview]) -> None:
         if rest := self._stream.send_now([memoryview(buffer) for buffer in buffers]):
@@ -285,7 +274,7 @@ class _Client:
             )
         _check_number(call.keys, len(layers))
         sent_bytes = len(call.keys) * len(layers) * segment.layout.layer_bytes
-        lease = await self._session.lease(call.keys, _longest_s(sent_bytes))
+        lease = await self._session.lease(call.keys, longest_s(sent_bytes))
         try:
             pages = [page for page in lease.pages if page is not None]
             checksums = b"".join(table.checksums(page, layers) for page in pages)
@@ -312,9 +301,9 @@ class _Client:
         try:
             await self._receive_blocks(call)
         except MooncakeError as error:
-            self._receive_due_s = self._loop.time() + _longest_s(self._payload_left)
+            self._stalls.receive_due_s = self._stalls.due_s(self._payload_left)
             await self._skip(self._payload_left)
-            self._receive_due_s = None
+            self._stalls.receive_due_s = None
             await self.send([encode_frame(CallFailed.of(call.call_id, error))])
         else:
             await self.send([encode_frame(Done(call.call_id))])
@@ -327,13 +316,13 @@ class _Client:
             keys = call.keys[start : start + group_len]
             checksums = call.checksums[start * stride : (start + group_len) * stride]
             reservation = await self._reserve(keys, call.timeout_s)
-            self._receive_due_s = self._loop.time() + _longest_s(len(keys) * layout.block_bytes)
+            self._stalls.receive_due_s = self._stalls.due_s(len(keys) * layout.block_bytes)
             try:
                 for index, block in enumerate(reservation.blocks):
                     expected = checksums[index * stride : (index + 1) * stride]
                     await self._receive_block(reservation, block, expected)
             finally:
-                self._receive_due_s = None
+                self._stalls.receive_due_s = None
                 self._session.release(reservation.reservation_id, "the client's blocks have come")
 
     async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> PageReservation:
@@ -394,26 +383,10 @@ class _Client:
         self._num_moved = 0
         return True
 
-    # -- deadlines --------------------------------------------------------------------------------
-
-    def _look_after(self) -> None:
-        """End the connection of a client that stalls: a transfer only notes when it is due."""
-        now_s = self._loop.time()
-        stalls = any(due_s is not None and due_s < now_s for due_s in (self._receive_due_s, self._send_due_s))
-        if self._last_message_s + _IDLE_S < now_s:
-            self._last_message_s = now_s
-            stalls = stalls or bool(self._store.pool.claims_of(self._session.user.owner)[0])
-        if stalls:
-            log.warning("a client on another host stalls; its connection is ended")
-            self._stream.shut_down()
-        self._watch = self._loop.call_later(_WATCH_S, self._look_after)
+    def _holds_pages(self) -> bool:
+        return bool(self._store.pool.claims_of(self._session.user.owner)[0])
 
 
 def _check_number(keys: Sequence[BlockKey], num_layers: int) -> None:
     if not 0 < len(keys) <= max_keys(num_layers):
         raise PoolError(f"{len(keys)} blocks in one message; 1 to {max_keys(num_layers)} may be")
-
-
-def _longest_s(num_bytes: int) -> float:
-    """Return how long a transfer may take."""
-    return _GRACE_S + num_bytes / _LEAST_BYTES_PER_S

@@ -43,7 +43,7 @@ from kvstore.protocol.calls import (
 )
 from kvstore.protocol.frames import FrameBuffer, encode_frame, max_keys
 from kvstore.protocol.greeting import Challenge, Visitor
-from kvstore.server import remote
+from kvstore.server import stalls
 from kvstore.server.client_session import ClientSession
 from kvstore.server.listing import pool_stats
 from kvstore.server.service import Service
@@ -383,10 +383,10 @@ def with_little_patience(
     test: Callable[[tuple[str, int], Callable[[], PoolStats]], None],
 ) -> None:
     """Runs `test(address, statistics)` beside a messenger that loses patience soon."""
-    monkeypatch.setattr(remote, "_GRACE_S", 0.1)
-    monkeypatch.setattr(remote, "_LEAST_BYTES_PER_S", 1 << 30)
-    monkeypatch.setattr(remote, "_IDLE_S", 0.2)
-    monkeypatch.setattr(remote, "_WATCH_S", 0.02)
+    monkeypatch.setattr(stalls, "_GRACE_S", 0.1)
+    monkeypatch.setattr(stalls, "_LEAST_BYTES_PER_S", 1 << 30)
+    monkeypatch.setattr(stalls, "_IDLE_S", 0.2)
+    monkeypatch.setattr(stalls, "_WATCH_S", 0.02)
     memory = os.memfd_create("remote")
     os.posix_fallocate(memory, 0, 80 << 20)
     config = MessengerProcess(
@@ -468,11 +468,11 @@ def test_client_that_does_not_take_what_it_asked_for_loses_its_lease(
 
         monkeypatch.setattr(ClientSession, "lease", noted)
         for limit in ("_GRACE_S", "_IDLE_S"):  # a busy machine may need long for the block
-            monkeypatch.setattr(remote, limit, DEADLINE_S)
+            monkeypatch.setattr(stalls, limit, DEADLINE_S)
         with Peer(address, LARGE) as peer:
             peer.send(put, block)
             assert peer.receive() == Done(7)
-            monkeypatch.setattr(remote, "_GRACE_S", 0.1)
+            monkeypatch.setattr(stalls, "_GRACE_S", 0.1)
             peer.send(GetBlocks(8, put.keys, 0, 2))
             assert is_leased.wait(DEADLINE_S)
             wait_for(statistics, nothing_reserved)
@@ -517,7 +517,7 @@ def test_put_whose_attempts_look_like_room_themselves_gives_up_in_time_and_holds
     def test(address: tuple[str, int], statistics: Callable[[], PoolStats]) -> None:
         put, block = large_put()
         for limit in ("_GRACE_S", "_IDLE_S"):  # a busy machine may need long for the block
-            monkeypatch.setattr(remote, limit, DEADLINE_S)
+            monkeypatch.setattr(stalls, limit, DEADLINE_S)
         with Peer(address, LARGE) as peer:
             peer.send(msgspec.structs.replace(put, timeout_s=0.05), block)
             failed = peer.receive()
