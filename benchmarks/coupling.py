@@ -49,7 +49,7 @@ OURS = {
 }
 SLO_FLAGS = ("--conductor-ttft-slo-s", f"{SLO.ttft_s:g}", "--conductor-tbt-slo-s", f"{SLO.tbt_s:g}")
 MEMORY = ("--kvcache-pool-bytes", "512MiB", "--kvcache-device-bytes", "512MiB")
-"""of each instance: all sides together must fit"""
+"""Memory of each instance: all sides together must fit."""
 PEERS = {"vllm": (), "vllm 256": ("--max-num-batched-tokens", "256")}
 SIDES = (*OURS, *PEERS)
 
@@ -72,7 +72,7 @@ def _lengths(num_input: int, num_output: int) -> MixSource:
 SHORT, LONG = _lengths(128, 64), _lengths(1500, 16)
 MIXED = MixSource(MIXES["chat-and-documents"], burstiness=1.0)
 CAPACITY_PER_S = 2.0
-"""requests of `MIXED` that the best of the sides answers within the SLOs"""
+"""Requests of `MIXED` a second that the best of the sides answers within the SLOs."""
 SHARED_PREFIX = SyntheticLoad(
     rate_per_s=3.0,
     first_input_tokens=(1060.0, 1100.0, 1180.0),
@@ -171,7 +171,7 @@ def _started(
 
 
 Summaries = dict[str, dict[str, Summary]]
-"""By load, then by side."""
+"""Summaries by load, then by side."""
 
 
 def compare(sides: Sequence[Side], loads: dict[str, Load], num_rounds: int, clients: Clients) -> Summaries:

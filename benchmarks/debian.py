@@ -22,7 +22,7 @@ class CannotFetchError(Exception):
 
 
 def environment(package: str) -> dict[str, str]:
-    """In which programs of this package find its libraries."""
+    """Return the environment in which programs of this package find its libraries."""
     libraries = _cache() / package / LIBRARIES
     private = sorted({str(path.parent) for path in libraries.glob("*/*.so*")})  # found by absolute paths else
     return {**os.environ, "LD_LIBRARY_PATH": ":".join([str(libraries), *private])}

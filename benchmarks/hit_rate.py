@@ -35,7 +35,7 @@ class Prompt(NamedTuple):
 
 
 class HitRate(NamedTuple):
-    """Of blocks, wherever they were found; of tokens, in prefixes only, as a prefill reuses them."""
+    """Hit rates of blocks, wherever found, and of tokens, in prefixes only, as a prefill reuses them."""
 
     blocks: float
     tokens: float

@@ -30,13 +30,13 @@ Body = dict[str, Any]
 MODEL = "m"
 NUM_ROUNDS = 100
 PAUSE_S = 0.1
-"""mean, between two of the small requests"""
+"""Mean pause between two of the small requests."""
 SETTLING_S = 3.0
-"""a load is under way before the small requests begin: a burst of arrivals has its own row"""
+"""Seconds of a load before the small requests begin: a burst of arrivals has its own row."""
 NUM_PROMPT, NUM_LONG_PROMPT = 16, 7000
-"""tokens"""
+"""Tokens of a small request's prompt, and of a long one."""
 FLOOD = 64
-"""requests of a load that are under way at the same time, where it consists of many"""
+"""Requests of a load in flight at the same time, where it consists of many."""
 
 
 class Load(NamedTuple):
@@ -93,7 +93,7 @@ def words(rng: random.Random, num_words: int) -> str:
 
 
 def enum_of(rng: random.Random, num_values: int) -> Body:
-    """A response format that nobody has asked for before."""
+    """Return a request with a response format that is new to the server."""
     schema = {
         "type": "object",
         "properties": {"x": {"enum": words(rng, num_values).split()}},
@@ -103,7 +103,7 @@ def enum_of(rng: random.Random, num_values: int) -> Body:
 
 
 async def keep_asking(http: httpx.AsyncClient, load: Load, rng: random.Random, statuses: set[int]) -> None:
-    """Until it is cancelled."""
+    """Send requests of a load until cancelled."""
     root = "" if load.path == "tokenize" else "/v1"
     while True:
         answer = await http.post(f"{root}/{load.path}", json=load.body(rng))

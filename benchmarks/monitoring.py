@@ -45,7 +45,7 @@ def cpu_s(pid: int) -> float:
 
 
 def counting_s() -> float:
-    """Of one request with an answer of so many tokens; the best of five."""
+    """Return the seconds of one request with an answer of so many tokens; the best of five."""
     metrics = Metrics(CollectorRegistry(), "model", 1.0, 0.1)
     gaps_s = [0.02] * (NUM_OUTPUT - 1)
     best_s = float("inf")
@@ -86,8 +86,11 @@ def streams() -> Run:
 
 
 def watched(url: str, pid: int) -> tuple[list[float], float, list[float]]:
-    """Seconds until each of several scrapes was answered, processor time of one, and seconds until each of
-    as many polls of a dashboard was answered, one a second."""
+    """Watch a server with scrapes and with polls of a dashboard, one a second.
+
+    Returns the seconds until each scrape was answered, the processor time of one, and the seconds until each
+    poll was answered.
+    """
     with httpx.Client(base_url=url, timeout=30) as client:
         client.get("/metrics").raise_for_status()
         before_s = cpu_s(pid)

@@ -43,7 +43,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """The id of the process that was started."""
         return self._process.pid
 
     def pause(self) -> None:
@@ -55,7 +55,7 @@ class Server:
 
 
 def free_port() -> int:
-    """Of loopback."""
+    """Return a free port of loopback."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -24,19 +24,19 @@ NUM_ROUNDS = 5
 PROMPT_LENS = (16, 128, 512, 1024, 2048, 4096)
 CONCURRENCIES = (1, 8, 32)
 NUM_INPUT, NUM_OUTPUT = 128, 64
-"""tokens of a request in the closed loop"""
+"""Tokens of a request in the closed loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one request, from its start: first token and end, in seconds."""
+    """Times of one request, from its start: first token and end, in seconds."""
 
     ttft_s: float
     total_s: float
 
 
 class Completes(Protocol):
-    """Whoever sends a server completions with random prompts."""
+    """Client that sends a server completions with random prompts."""
 
     def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
         """One streamed request."""
@@ -101,7 +101,7 @@ def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple
 
 
 def our_command(port: int, flags: Sequence[str]) -> list[str]:
-    """Of a whole cluster on this machine."""
+    """Return the command of a whole cluster on this machine."""
     return [sys.executable, "-m", "mooncake", "--port", str(port), *flags]
 
 

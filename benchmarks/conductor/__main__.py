@@ -11,7 +11,7 @@ from collections.abc import Callable
 from benchmarks.conductor import decision, index
 
 SECTIONS: dict[str, Callable[[bool], None]] = {"index": index.report, "decision": decision.report}
-"""called with whether all sizes are wanted"""
+"""Sections by name; each is called with whether all sizes are wanted."""
 
 
 def main() -> None:

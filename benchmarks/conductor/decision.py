@@ -46,7 +46,7 @@ BLOCK_SIZE = 256
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=BLOCK_SIZE, dtype="bfloat16")
 REQUESTS_PER_INSTANCE = 8
 NUM_ENDED = 64
-"""requests that have been decoded before"""
+"""Requests that have been decoded before."""
 SLOS, TIGHT_SLOS = SLOs(ttft_s=30.0, tbt_s=0.1), SLOs(ttft_s=30.0, tbt_s=1e-6)
 _SEED = 7
 
@@ -62,12 +62,12 @@ def instance(number: int) -> Instance:
 
 
 def request(name: str, keys: list[BlockKey]) -> Request:
-    """Whose blocks have these keys."""
+    """Return a request whose blocks have these keys."""
     return Request(name, [1] * (BLOCK_SIZE * len(keys) + 1), keys, SamplingParams(200), "front")
 
 
 def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
-    """Of one size, in this process: microseconds."""
+    """Measure one size, in this process. Returns microseconds."""
     rules = Rules(overload=Overload.PREDICTION)
     view = ClusterView(rules)
     for number in range(num_instances):

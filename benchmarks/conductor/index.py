@@ -35,7 +35,7 @@ MOST_BLOCKS = 10_000_000
 MATCH_BARS_US = {16: 20, 100: 30, 1000: 60}
 MEMORY_BAR_BYTES = 200
 LEAST_BLOCKS_FOR_MEMORY = 100_000
-"""with fewer most of the memory is that of the instances"""
+"""Fewest blocks of a measurement of memory: with fewer, most of it is that of the instances."""
 EVENT_BARS = {"ours": 500_000, "vLLM's": 200_000}
 PROMPT_BLOCKS, SHARED_BLOCKS = 64, 8
 NUM_MATCHES = 2_000
@@ -79,7 +79,7 @@ def keys_of_prompt(number: int) -> list[BlockKey]:
 
 
 def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
-    """Of one size, in this process: bytes a block, and microseconds a match."""
+    """Measure one size, in this process. Returns bytes a block, and microseconds a match."""
     index = PrefixIndex()
     gc.collect()
     before_bytes = resident_bytes()
@@ -132,8 +132,10 @@ def vllm_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
 def blocks_per_s(
     messages: Sequence[bytes], num_blocks: int, new_reader: Callable[[], Callable[[bytes], list[KVEvent]]]
 ) -> float:
-    """From the bytes of a message to the index, in seconds of processor time: the median of some rounds, each
-    with an empty index."""
+    """Return the processor seconds from the bytes of a message to the index.
+
+    The median of some rounds, each with an empty index.
+    """
     rates = []
     for _ in range(NUM_ROUNDS):
         index, read = PrefixIndex(), new_reader()

@@ -61,12 +61,12 @@ MIN_RATIO = {
     "transformers": dict.fromkeys(CONCURRENCIES, 1.0),
 }
 MAX_HOST_MS = 1.0
-"""of an iteration, at the highest concurrency"""
+"""Largest host time of an iteration, at the highest concurrency."""
 
 
 @contextlib.contextmanager
 def paused(peer: Peer, log: int) -> Iterator[tuple[Server, str]]:
-    """Its server, which stands still, and its address."""
+    """Start the peer's server, which stands still, and yield it with its address."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     with serving(peer.serve_command(port), f"{url}/health", peer.environment, log) as server:
         server.pause()

@@ -10,15 +10,15 @@ from typing import NamedTuple
 from benchmarks.decode.requests import Answer, Planned, Sender
 
 SHORT, LONG = (120, 64), (1500, 16)
-"""tokens of prompt and answer"""
+"""Tokens of prompt and answer."""
 SHORT_SHARE = 0.8
 TTFT_SLO_S, TBT_SLO_S = 5.0, 0.15
 MIN_RATIO, MIN_RATIO_TUNED = 2.2, 1.75
-"""of our goodput by vLLM's: with its defaults, with its best size of chunks"""
+"""Least ratios of our goodput to vLLM's: with its defaults, with its best size of chunks."""
 MIN_LONG_BY_SHORT = 0.9
 MIN_IN_TIME = 0.5
 OVERLOAD, MIN_OVERLOADED = 2.0, 0.9
-"""times our best rate; of our best goodput"""
+"""Overload in times of our best rate, and the least share of our best goodput there."""
 
 
 def poisson(rate_per_s: float, duration_s: float, seed: int = 0) -> list[Planned]:
@@ -38,7 +38,7 @@ def is_effective(answer: Answer) -> bool:
 
 
 class Row(NamedTuple):
-    """Of one server at one rate; shares are of the requests that were sent, None without any."""
+    """Figures of one server at one rate; shares are of the requests that were sent, None without any."""
 
     rate_per_s: float
     goodput_per_s: float
@@ -88,12 +88,12 @@ async def measure(name: str, sender: Sender, rates_per_s: Sequence[float], durat
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """The most goodput, whoever it is made of."""
+    """Return the row with the most goodput, whatever kinds it is made of."""
     return max(rows, key=lambda row: row.goodput_per_s)
 
 
 def best_that_spares_no_kind(rows: Sequence[Row]) -> Row:
-    """If there is none, `best`."""
+    """Return the best row in which both kinds are served; `best` if there is none."""
     return best([row for row in rows if row.spares_no_kind] or rows)
 
 

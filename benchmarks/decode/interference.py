@@ -56,7 +56,7 @@ async def long_prompts(sender: Sender) -> AsyncIterator[None]:
 
 
 async def decode_gaps(sender: Sender) -> Gaps:
-    """Of `NUM_DECODES` short prompts that are decoded together."""
+    """Return the gaps of `NUM_DECODES` short prompts that are decoded together."""
     answers = await sender.send_all([Planned(0.0, 16, NUM_OUTPUT)] * NUM_DECODES)
     # Not the first ones: the prompts of the others were computed then.
     gaps = sorted(gap for answer in answers for gap in answer.gaps_s[NUM_DECODES:])

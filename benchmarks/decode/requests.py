@@ -26,7 +26,7 @@ class Planned(NamedTuple):
 
 @dataclass(slots=True)
 class Answer:
-    """Of a request: the times at which its tokens came, in seconds since it was sent; none if refused."""
+    """The times at which a request's tokens came, in seconds since it was sent; none if refused."""
 
     request: Planned
     token_times_s: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Answer:
 
 
 class Sender:
-    """Of completions with random prompts, which nothing has cached; to one server."""
+    """Sender of completions with random prompts, which nothing has cached, to one server."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, seed: int = 0) -> None:
         self._url, self._http = url, http
@@ -102,5 +102,5 @@ class Sender:
 
 
 def client() -> httpx.AsyncClient:
-    """With room for everything that is under way."""
+    """Return a client with room for everything in flight."""
     return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))

@@ -13,13 +13,13 @@ from benchmarks.serving import NUM_INPUT, NUM_OUTPUT, Completes, closed_loop
 
 CONCURRENCIES = (1, 8, 32)
 FURTHER_REQUESTS = 4
-"""so that one client alone sends enough"""
+"""Requests beyond the measured ones, so that one client alone sends enough."""
 MinRatio = Mapping[int, float]
-"""how many times a peer's tokens a second ours are to be, by concurrency"""
+"""Least ratio of our tokens a second to a peer's, by concurrency."""
 
 
 class Sample(NamedTuple):
-    """Of one round, or the medians of several."""
+    """Figures of one round, or the medians of several."""
 
     tokens_per_s: float
     ttft_p50_s: float

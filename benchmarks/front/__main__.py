@@ -46,8 +46,10 @@ S = TypeVar("S")
 def in_turn(
     ours: Server, floor: Server, num_rounds: int, measure: Callable[[Server, int], S]
 ) -> tuple[list[S], list[S]]:
-    """Of both, one a round. `measure` gets the round's number as well; each round begins with the other
-    server."""
+    """Return the samples of both servers, one a round.
+
+    `measure` gets the round's number as well; each round begins with the other server.
+    """
     of_ours: list[S] = []
     of_floor: list[S] = []
     sides = [(of_ours, ours), (of_floor, floor)]

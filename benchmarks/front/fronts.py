@@ -31,7 +31,7 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
-    """With so many prefill and decode instances, and fronts beside the Conductor's. Raises ServerError."""
+    """Start so many prefill and decode instances, and fronts beside the Conductor's. Raises ServerError."""
     with heeding_sigterm(), tempfile.TemporaryDirectory() as folder:
         key = Path(folder) / "cluster.key"
         ClusterKey.generate().save(key)
@@ -55,7 +55,7 @@ def front(num_each: int = 1, num_fronts: int = 0) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _node(arguments: Sequence[str]) -> Iterator[Server]:
-    """Of this role."""
+    """Start a node with these arguments."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mooncake", "--port", str(port), "--role", *arguments]

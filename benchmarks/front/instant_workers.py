@@ -90,7 +90,7 @@ class _Running:
 
 
 def _idle_pool(layout: KVLayout, neighbours: Sequence[str]) -> PoolStats:
-    """As a pool says it that holds nothing now: a sample for everything that a real one has samples for."""
+    """Return the counters of an empty pool, with a sample for everything that a real one has."""
     tier = TierStats(num_slots=_NUM_PAGES, num_blocks=0, num_hits=0, num_evictions=0, num_checksum_failures=0)
     return PoolStats(
         num_pages=_NUM_PAGES,
@@ -225,7 +225,7 @@ class InstantInstance:
 
 
 async def serve(config: Config, num_prefill: int, num_decode: int) -> None:
-    """So many instances, until cancelled. Raises ConfigError, ModelError."""
+    """Serve as so many instances, until cancelled. Raises ConfigError, ModelError."""
     if config.security.key_file is None:
         raise ConfigError("security.key_file: give the key that the conductor has")
     key = ClusterKey.load(config.security.key_file)

@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Of one round. `late_s`: what whole answers took beyond their steps."""
+    """Latencies of one round. `late_s`: what whole answers took beyond their steps."""
 
     rate_per_s: float
     ttft_s: list[float]
@@ -55,7 +55,7 @@ class Load(NamedTuple):
 
     @property
     def turn_s(self) -> float:
-        """From one request of a connection to the next, more or less."""
+        """Seconds from one request of a connection to the next, more or less."""
         return self.num_output * STEP_S + self.max_pause_s / 2
 
 

@@ -21,7 +21,7 @@ _SCRIPT = Path(__file__).with_suffix(".lua")
 
 
 class WrkError(Exception):
-    """Not every answer came whole."""
+    """Error of a run in which not every answer came whole."""
 
 
 class Answers(NamedTuple):

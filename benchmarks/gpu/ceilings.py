@@ -36,7 +36,7 @@ class Ceilings:
     copy_rate: float
     matrix_rate: float
     is_met: bool = True
-    """whether every share so far has reached its bar"""
+    """Whether every share so far has reached its bar."""
 
     @classmethod
     def measure(cls) -> "Ceilings":

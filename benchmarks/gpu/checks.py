@@ -83,7 +83,7 @@ def _attention_error(
 
 
 def _largest(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the absolute errors; infinite where a result is not finite."""
+    """Return the largest absolute error; infinite where a result is not finite."""
     return float((result.double() - expected.double()).abs().nan_to_num(nan=float("inf")).max())
 
 
@@ -117,7 +117,7 @@ def _elementwise_errors(dtype: torch.dtype, bound: float) -> Iterator[tuple[str,
 
 
 def _quantise_error(dtype: torch.dtype, encoding: kv_quantise.Encoding) -> float:
-    """In steps of the encoding: numbers may differ by one where a tie is rounded the other way."""
+    """Return the error in steps of the encoding: ties may be rounded to either side."""
     kv_layer, pages = _random(20, 8, 2, 64, 128, dtype=dtype), torch.randperm(20, device="cuda")[:7]
     numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)
     expected, expected_scales = kv_quantise.quantise_reference(kv_layer, pages, encoding)

@@ -52,7 +52,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _spans(query_len: int, num_sequences: int, tile_tokens: int) -> tuple[Spans, Spans]:
-    """Of sequences of CONTEXT_LEN tokens over pages in random order."""
+    """Return the spans of sequences of CONTEXT_LEN tokens over pages in random order."""
     tables = np.random.default_rng(0).permutation(_NUM_PAGES).reshape(-1, CONTEXT_LEN // PAGE_SIZE)
     lens = [query_len] * num_sequences, [CONTEXT_LEN] * num_sequences
     plan: SpanPlan = plan_spans(*lens, list(tables[:num_sequences]), _NUM_PAGES, PAGE_SIZE, tile_tokens)

@@ -17,7 +17,7 @@ from workers.engine.spec import ModelSpec
 
 _CONTEXT_LENS = (1024, 8192)
 _STEP_BAR = 1 / 1.15
-"""a step takes at most 15% longer than reading its weights and KVCache"""
+"""Least share of the ceiling: a step takes at most 15% longer than reading its weights and KVCache."""
 _PREFILL_BAR = 0.60
 _CHUNKS = ((0, 2048), (6144, 2048), (0, 8192))
 _NUM_RUNS = 9

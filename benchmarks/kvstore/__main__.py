@@ -60,7 +60,7 @@ class Effort(NamedTuple):
 
     num_rounds: int
     budget_s: float
-    """of one measurement of one side in one round"""
+    """Seconds of one measurement of one side in one round."""
     num_disk_rounds: int
     disk_budget_s: float
     disk_bytes: int
@@ -73,7 +73,7 @@ FULL = NORMAL._replace(num_index_blocks=(1_000_000, 10_000_000))
 
 
 def metadata(effort: Effort, python: Path | None) -> None:
-    """Who has these keys?"""
+    """Measure how fast the holders of keys are found."""
     num_blocks = WORKING_SET_BYTES // SMALLEST
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(OurStore("unix")))

@@ -13,14 +13,14 @@ from typing import TextIO
 
 
 def take_stdout() -> TextIO:
-    """Where answers go. From now on whatever is printed, also by a library, goes to stderr."""
+    """Take stdout for answers: whatever is printed from now on, also by a library, goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def answer_commands(answers: TextIO, greeting: object, owner: Callable[[str], object]) -> None:
-    """Until stdin ends. `owner` gives the object whose method of that name is called."""
+    """Answer commands until stdin ends. `owner` gives the object whose method of that name is called."""
     print(json.dumps(greeting), file=answers, flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)

@@ -37,7 +37,7 @@ class Disk(Protocol):
     """One way to write and read blocks of one size."""
 
     def sample(self, op: DiskOp, depth: int, budget_s: float) -> Sample:
-        """With `depth` requests under way; items are blocks."""
+        """Measure with `depth` requests in flight; items are blocks."""
 
 
 class SlabFile:
@@ -91,7 +91,7 @@ class FioFile:
         self._engines = [name for name in FIO_ENGINES if self._works(name)]
 
     def engines(self, block_bytes: int) -> dict[str, "FioEngine"]:
-        """Those that this machine has, each with both kinds of memory."""
+        """Return the engines that this machine has, each with both kinds of memory."""
         return {
             f"{name}, {pages} pages": FioEngine(self, name, pages, block_bytes)
             for name in self._engines
@@ -99,7 +99,7 @@ class FioFile:
         }
 
     def run(self, *options: str, environment: Mapping[str, str]) -> dict[str, Any]:
-        """fio's report of one job. `environment`: added to this process's own."""
+        """Return fio's report of one job. `environment`: added to this process's own."""
         command = ["fio", "--name=limit", f"--filename={self._path}", f"--size={self._size_bytes}"]
         command += ["--direct=1", "--fallocate=none", "--output-format=json", *options]
         variables = {**os.environ, **environment}
@@ -116,7 +116,9 @@ class FioFile:
 
 
 class FioEngine:
-    """fio with one of its ways to do IO. psync: by as many threads as requests, else by one thread.
+    """The fio engine of one way to do IO; psync has as many threads as requests, others one.
+
+    Its memory is of 4 KiB pages or of huge ones, which a disk may take much faster: fewer pieces a request.
 
     Its memory is of 4 KiB pages or of huge ones, which a disk may take much faster: fewer pieces a request.
     """
@@ -128,7 +130,7 @@ class FioEngine:
         self._block_bytes = block_bytes
 
     def sample(self, op: DiskOp, depth: int, budget_s: float) -> Sample:
-        """With `depth` requests under way; items are blocks."""
+        """Measure with `depth` requests in flight; items are blocks."""
         is_sync, is_huge = self.name == "psync", self.pages == "huge"
         job = self._file.run(
             f"--rw=rand{op}",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 REQUEST = struct.Struct("<cII")
-"""b"p" (put), b"s" (put, not acknowledged) or b"g" (get), first block, number of blocks
+"""Request: b"p" (put), b"s" (put, not acknowledged) or b"g" (get), first block, number of blocks.
 
 A put's bytes follow, a get's are the answer.
 """
@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 1 << 16
 
 
 def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
-    """In one system call where the socket takes it."""
+    """Send all buffers, in one system call where the socket takes them."""
     num_sent = sock.sendmsg(buffers)
     for buffer in buffers:
         if num_sent < len(buffer):

@@ -23,7 +23,7 @@ from benchmarks.servers import heeding_sigterm
 PACKAGE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mooncake-serve"
 SEGMENT_BYTES = 4 * WORKING_SET_BYTES
-"""so that it never evicts"""
+"""Size of its segment, in which it never evicts."""
 _START_DEADLINE_S = 60.0
 _DRIVER = Path(__file__).with_name("mooncake_store_driver.py")
 # Measured to be its fastest here: no statistics, no line of log for each batch; copies for what is in the

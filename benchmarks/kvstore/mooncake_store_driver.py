@@ -72,7 +72,7 @@ class MooncakeStore:
         _expect([1] * len(indices), codes)
 
     def put_many(self, num_keys: int) -> float:
-        """As many objects of one byte, in batches. Returns seconds."""
+        """Put so many objects of one byte, in batches. Returns seconds."""
         source, batch, elapsed_s = self._sources[0], 1000, 0.0
         for start in range(0, num_keys, batch):
             keys = [f"many-{i:027x}" for i in range(start, min(start + batch, num_keys))]
@@ -90,7 +90,7 @@ def _expect(expected: Sequence[int], codes: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Answer commands until stdin ends."""
     answers = take_stdout()
     store = MooncakeStore(sys.argv[1], int(sys.argv[2]))
 

@@ -27,7 +27,7 @@ from mooncake.security.keys import ClusterKey
 FINGERPRINT = "f" * 32
 TIMEOUT_S = 30.0
 SEGMENT_BYTES = WORKING_SET_BYTES + WORKING_SET_BYTES // 2
-"""so that it never evicts"""
+"""Size of our segment, in which it never evicts."""
 
 _SMALLEST = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype="bfloat16")
 LAYOUTS = {
@@ -45,7 +45,7 @@ LAYOUTS = {
         )
     },
 }
-"""by the bytes of a block"""
+"""Layouts by the bytes of a block."""
 
 
 class Messenger:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """Of one round, or the medians of several."""
+    """Figures of one round, or the medians of several."""
 
     items_per_s: float
     p50_s: float
@@ -48,7 +48,7 @@ class Side(Timed, Protocol):
 def each_round(
     sides: Mapping[str, T], measure: Callable[[T], Sample], num_rounds: int
 ) -> dict[str, list[Sample]]:
-    """By side, round after round. Each round starts with another side."""
+    """Return samples by side, round after round. Each round starts with another side."""
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     names = list(sides)
     for index in range(num_rounds):
@@ -59,7 +59,7 @@ def each_round(
 
 
 def medians(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Sample]:
-    """Of the rounds of each side."""
+    """Return the medians of the rounds of each side."""
     return {
         name: Sample(*map(statistics.median, zip(*rounds, strict=True))) for name, rounds in samples.items()
     }
@@ -101,7 +101,7 @@ def progress(text: str) -> None:
 
 
 def size_name(size_bytes: int) -> str:
-    """As in 64 KiB."""
+    """Return a size's name, as in 64 KiB."""
     return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 WORKING_SET_BYTES = 128 << 20
-"""of the sources, of the destinations, and of what a store holds: each is several times an L3 cache"""
+"""Bytes of the sources, of the destinations, and of a store: each is several times an L3 cache."""
 LINE_BYTES = 64
-"""of a cache"""
+"""Bytes of a line of a cache."""
 _FILL_BYTES = 2 << 20  # in one call; a system call takes up to 1024 pieces
 
 Op = Literal["put", "get", "exists", "lease"]
@@ -65,7 +65,7 @@ class Ring:
         times_s: list[float],
         before: Callable[[Sequence[int]], object] = lambda indices: None,
     ) -> Iterator[list[int]]:
-        """As `time`, for calls that are awaited: what happens until the next one is asked for is timed."""
+        """Time calls that are awaited, like `time`: each until the next one is asked for."""
         deadline_s = time.perf_counter() + budget_s
         while not times_s or time.perf_counter() < deadline_s:
             indices = [(self._next + i) % self.num_blocks for i in range(depth)]
@@ -101,8 +101,10 @@ class Memory:
     SIZE_BYTES = 2 * WORKING_SET_BYTES
 
     def __init__(self, buffer: Bytes | None = None, offset: int | None = None) -> None:
-        """In `buffer` of SIZE_BYTES, the sources first, or in new memory, where destinations begin `offset`
-        bytes behind the start of a cache's line (default: as it comes)."""
+        """Place blocks in `buffer` of SIZE_BYTES, the sources first, or in new memory.
+
+        There destinations begin `offset` bytes behind the start of a cache's line (default: as it comes).
+        """
         if buffer is None:
             buffer = np.empty(self.SIZE_BYTES + 2 * LINE_BYTES, np.uint8)
             start = 0 if offset is None else -buffer.ctypes.data % LINE_BYTES + offset

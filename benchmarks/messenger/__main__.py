@@ -40,7 +40,7 @@ NUM_CONCURRENT = 64
 PEER = "Transfer Engine"
 RAW, STREAMING, MEMCPY = "raw TCP", "raw TCP, streaming", "memcpy"
 LARGE_BYTES = 1 << 20
-"""and more: what the shares of raw TCP, of memcpy and of the peer are asked of"""
+"""Least size of the blocks whose shares of raw TCP, of memcpy and of the peer have bars."""
 SHARES = "Throughputs are medians over rounds, their shares medians of the shares within each round."
 
 
@@ -48,12 +48,12 @@ class Effort(NamedTuple):
     """How much is measured."""
 
     num_rounds: int
-    """of all sides, whose figures are compared round by round: short ones, as the machine's speed changes"""
+    """Rounds of all sides, compared round by round: short ones, as the machine's speed changes."""
     budget_s: float
-    """of one measurement of one side in one round"""
+    """Seconds of one measurement of one side in one round."""
     num_long_rounds: int
     long_budget_s: float
-    """the same, where what is measured takes long to become steady"""
+    """Seconds of a measurement that takes long to become steady."""
     num_round_trips: int
 
     @property
@@ -81,7 +81,7 @@ class Bar(NamedTuple):
     value: float
     bar: float
     is_least: bool = True
-    """`bar` is the least allowed, else the most"""
+    """Whether `bar` is the least allowed; else it is the most."""
     unit: str = ""
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Bar(NamedTuple):
 
 
 def ours_name(transport: str) -> str:
-    """Of a column or row."""
+    """Return the name of a column or row."""
     return f"ours, {transport}"
 
 
@@ -160,7 +160,7 @@ def _time_sides(effort: Effort, sides: Mapping[str, Side], op: Op, depth: int) -
 
 
 def transfer_bars(samples: Mapping[str, Sequence[Sample]], block_bytes: int, depth: int) -> Iterator[Bar]:
-    """Those of one row."""
+    """Return the bars of one row."""
     tcp, shm = ours_name("tcp"), ours_name("shm")
     figures = medians(samples)
     if block_bytes >= LARGE_BYTES:

@@ -95,7 +95,7 @@ class TwoStreams:
 
 
 def time_round_trips(*, is_polling: bool, num_rounds: int) -> Sample:
-    """Of MESSAGE_BYTES over TCP; both ends sleep until something comes, or ask again and again."""
+    """Time round trips of MESSAGE_BYTES over TCP, with ends that sleep until something comes, or poll."""
     sock, other = tcp_pair()
     process = serve("polled-messages" if is_polling else "messages", other, 0, MESSAGE_BYTES)
     message, wait = memoryview(bytearray(MESSAGE_BYTES)), poll if is_polling else receive

@@ -46,27 +46,27 @@ from mooncake.security.keys import ClusterKey
 T = TypeVar("T")
 Transport = Literal["tcp", "shm"]
 Start = Callable[[], AbstractContextManager[Engine]]
-"""both processes are up and connected inside of it"""
+"""Starter of an engine: both processes are up and connected inside its context."""
 
 
 _NUM_TURNS = 3
-"""of the event loop, until all requests of a transfer have been submitted"""
+"""Turns of the event loop until all requests of a transfer have been submitted."""
 _NUM_FETCHES = 4
-"""of one call that are under way at the same time"""
+"""Fetches of one call in flight at the same time."""
 
 
 class _Batch:
-    """Blocks that are moved together, as those of one prompt are. Each is told of by itself."""
+    """Blocks that are moved together, as a prompt's are; each is reported by itself."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         self.task: asyncio.Task[None] | None = None
-        """that moves them, if nobody waits for all of them"""
+        """Task that moves the blocks, if no caller waits for all of them."""
         self.num_missing = num_blocks
         self._missing_bytes = [block_bytes] * num_blocks
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Who waits looks again."""
+        """Let waiters look again."""
         self._changed.set()
 
     async def changed(self) -> None:
@@ -74,7 +74,7 @@ class _Batch:
         await self._changed.wait()
 
     def arrived(self, index: int, num_bytes: int) -> None:
-        """So much more of that block."""
+        """Record that so much more of a block has arrived."""
         self._missing_bytes[index] -= num_bytes
         if not self._missing_bytes[index]:
             self.num_missing -= 1
@@ -89,7 +89,7 @@ class _Batch:
                 self.arrived(index, entry.num_layers * slice_bytes)
 
     async def block(self, index: int) -> None:
-        """Until it is there. Raises what kept it away."""
+        """Wait until a block is there. Raises what kept it away."""
         assert self.task is not None
         while self._missing_bytes[index]:
             if self.task.done():
@@ -112,7 +112,7 @@ class MessengerEngine:
         self._peers = peers
         self._buffer = buffer
         self._checksums: dict[int, bytes] = {}
-        """of all sources, by size of a slice: a pool has them from the one who stored the block"""
+        """Checksums of all sources, by size of a slice: a pool has them from whatever stored the block."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._loop.run_until_complete(work)
@@ -250,7 +250,7 @@ class MessengerEngine:
 
 @functools.cache
 def _page_bytes(block_bytes: int) -> int:
-    """Of the pages that take blocks of this size."""
+    """Return the size of the pages that take blocks of this size."""
     return max(size for size in PAGE_BYTES if size <= block_bytes)
 
 

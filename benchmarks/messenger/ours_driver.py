@@ -39,13 +39,13 @@ from mooncake.security.keys import ClusterKey
 
 INSTANCE = "target"
 GRANT = 1
-"""of all of the memory, for ever"""
+"""Grant of all of the memory, for ever."""
 PAGE_BYTES = (4 << 10, 64 << 10, 256 << 10, 1 << 20)
-"""the largest that fits a block is used; a larger block is several pages"""
+"""Sizes of pages: a block has the largest that fits, a larger block several pages."""
 _LARGEST_SLICE_BYTES = 256 << 10
 _TABLES_BYTES = 4 * HUGE_PAGE_BYTES
 _SEALED = 2
-"""the state of all pages"""
+"""State of all pages."""
 
 
 def slice_bytes_of(page_bytes: int) -> int:
@@ -54,7 +54,7 @@ def slice_bytes_of(page_bytes: int) -> int:
 
 
 def key(page: int) -> bytes:
-    """Of the block that is always in this page."""
+    """Return the key of the block that is always in this page."""
     return page.to_bytes(KEY_BYTES, "little")
 
 
@@ -97,7 +97,7 @@ class Pages:
         self._slice_bytes = layout.layer_bytes
 
     def open(self, grant_id: int, writer: GrantWriter) -> None:
-        """Everybody may write."""
+        """Open the memory: every peer may write."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview:
         layers = range(entry.layer_begin, entry.layer_end)
@@ -118,7 +118,7 @@ class Pages:
         """The next write comes over it."""
 
     def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
-        """Nobody waits for it."""
+        """Close nothing: no caller waits for it."""
 
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None
@@ -142,7 +142,7 @@ class Pages:
         return page * self._page_bytes + layers.start * self._slice_bytes
 
     def _places(self, page: int, layers: range) -> slice:
-        """Of their checksums."""
+        """Return the places of the checksums of a page's layers."""
         first = page * self._num_layers + layers.start
         return slice(first * CHECKSUM_BYTES, (first + len(layers)) * CHECKSUM_BYTES)
 

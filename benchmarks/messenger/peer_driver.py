@@ -48,7 +48,7 @@ class MooncakeEngine:
         self._under_way: set[int] = set()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its calls return when they are through: nothing is awaited."""
+        """Run work whose calls return when they are through: nothing is awaited."""
         try:
             work.send(None)
         except StopIteration as end:
@@ -59,7 +59,7 @@ class MooncakeEngine:
     async def move(
         self, direction: Direction, pairs: Sequence[Pair], block_bytes: int, *, is_latency: bool
     ) -> None:
-        """It has no classes of transfers."""
+        """Submit transfers; the peer has no classes of them."""
         local, remote = self._addresses(direction, pairs, block_bytes)
         if len(pairs) == 1:
             _expect_0(self._one[direction](self._session, local[0], remote[0], block_bytes))
@@ -77,7 +77,7 @@ class MooncakeEngine:
         return [batch] * len(pairs)
 
     async def wait(self, transfers: Sequence[int]) -> None:
-        """It tells of a whole batch, once."""
+        """Wait for a whole batch, which is reported once."""
         for batch in transfers:
             if batch in self._under_way:
                 self._under_way.remove(batch)
@@ -103,7 +103,7 @@ def _expect_0(code: int) -> None:
 
 
 def main() -> None:
-    """Until stdin ends."""
+    """Answer commands until stdin ends."""
     answers = take_stdout()
     engine = TransferEngine()
     _expect_0(engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))

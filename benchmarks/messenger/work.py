@@ -15,15 +15,15 @@ import numpy as np
 from benchmarks.kvstore.workload import WORKING_SET_BYTES, Bytes, Memory, Op, Ring, Workload
 
 CONCURRENT_BYTES = 64 << 20
-"""of all transfers that are under way at the same time"""
+"""Bytes of all transfers in flight at the same time."""
 LATENCY_BYTES = 1 << 20
 BULK_BYTES = 4 << 20
 NUM_BULK = 16
-"""transfers of the bulk stream under way; half of them are fresh whenever a latency transfer starts"""
+"""Transfers of the bulk stream in flight; half of them are fresh whenever a latency transfer starts."""
 
 Direction = Literal["write", "read"]
 Pair = tuple[int, int]
-"""block of the local memory, block of the remote memory; both are cut into blocks of the same size"""
+"""Block of the local memory, block of the remote memory; both have blocks of the same size."""
 T = TypeVar("T")
 
 
@@ -35,7 +35,7 @@ class Engine(Protocol):
     """
 
     memory: Memory
-    """registered, or whatever the engine wants of memory; see Memory for how to give it a buffer"""
+    """Memory as the engine wants it, perhaps registered; see Memory for how to give it a buffer."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """`work`, which may await what follows. An engine with an event loop is called on it."""
@@ -50,7 +50,7 @@ class Engine(Protocol):
         way."""
 
     async def wait(self, transfers: Sequence[Any]) -> None:
-        """Until they are through. Once for each that was submitted, in any order."""
+        """Wait until transfers are through, once for each submitted one, in any order."""
 
 
 class Transfers:

@@ -43,11 +43,11 @@ TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06
 SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=NUM_INPUT)
 MIX = Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), SLO.ttft_s, SLO.tbt_s)
 OVERLOAD = 3.0
-"""times the rate with the best goodput"""
+"""Overload in times of the rate with the best goodput."""
 MIN_GOODPUT, MAX_REJECTION_S, MIN_DAMPING = 0.9, 0.05, 0.3
-"""the bars: of the best goodput; of the slowest 429; of the standard deviation"""
+"""Bars: of the best goodput; of the slowest 429; of the standard deviation."""
 WARM_UP_S = 15.0
-"""before that nothing is known of decoding times"""
+"""Seconds of a warm-up; before that nothing is known of decoding times."""
 
 
 class Overloaded(NamedTuple):
@@ -60,7 +60,7 @@ class Overloaded(NamedTuple):
 
 @contextlib.contextmanager
 def cluster(policy: Overload, flags: Sequence[str], log: int) -> Iterator[str]:
-    """Its address."""
+    """Start a cluster, and yield its address."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.tools.load.outcomes import Kind, Outcome
 
 _AT_ARRIVAL = "the cluster is overloaded"
-"""what the Conductor says at once; what a decode instance refuses later has another text"""
+"""Beginning of the Conductor's rejections at arrival; later refusals have another text."""
 _HISTOGRAM = "mooncake_time_to_rejection_seconds_bucket"
 
 
@@ -24,21 +24,23 @@ class Rejections(NamedTuple):
     servers: dict[float, int]
 
     def percentiles_s(self) -> list[float]:
-        """p50, p99 and the longest of those at arrival; empty without any."""
+        """Times of rejections at arrival: p50, p99 and the longest; empty without any."""
         if not self.at_arrival_s:
             return []
         return [float(value) for value in np.percentile(self.at_arrival_s, [50, 99, 100])]
 
     def servers_bound_s(self, share: float) -> float | None:
-        """Within which the server had answered so many of those at arrival, which are the quickest; None
-        without any."""
+        """Return the time within which the server had answered this share of rejections at arrival.
+
+        The quickest ones count; None without any.
+        """
         num_at_arrival = len(self.at_arrival_s)
         bounds = [bound for bound, count in sorted(self.servers.items()) if count >= share * num_at_arrival]
         return bounds[0] if num_at_arrival and bounds else None
 
 
 def rejections(outcomes: Iterable[Outcome], before: dict[float, int], after: dict[float, int]) -> Rejections:
-    """Of one run; `before` and `after` it: `servers_histogram`."""
+    """Return the rejections of one run; `before` and `after` it: `servers_histogram`."""
     rejected = [outcome for outcome in outcomes if outcome.kind is Kind.REJECTED]
     return Rejections(
         _seconds(outcome for outcome in rejected if _AT_ARRIVAL in outcome.error),

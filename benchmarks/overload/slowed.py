@@ -40,7 +40,7 @@ _CONFIG = {
 
 
 def write_model(folder: Path) -> None:
-    """Without weights, which are drawn; its tokens are bytes."""
+    """Write a model without weights, which are drawn; its tokens are bytes."""
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
@@ -50,7 +50,7 @@ def write_model(folder: Path) -> None:
 
 
 def use_slow_workers() -> None:
-    """Of the nodes that this process supervises."""
+    """Give slow workers to the nodes that this process supervises."""
     child_spec: Any = node.ChildSpec
 
     def with_slow_worker(name: str, module: str, *arguments: Any, **options: Any) -> Any:

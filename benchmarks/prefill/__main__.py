@@ -144,7 +144,7 @@ async def reuse(bench: Bench, holder: WorkerClient, num_rounds: int) -> bool:
 
 
 async def windows(bench: Bench, num_rounds: int, sizes: Sequence[int]) -> None:
-    """No bar: what the smaller memory costs."""
+    """Measure what the smaller memory costs; there is no bar."""
     benches: dict[int | None, Bench] = {None: bench}
     for window in WINDOWS:
         benches[window] = Bench(bench.pool, window)

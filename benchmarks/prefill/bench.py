@@ -138,12 +138,12 @@ class Bench:
         self._generator = torch.Generator().manual_seed(0)
 
     def new_prompt(self, num_tokens: int) -> list[int]:
-        """Of which no pool has a block."""
+        """Return a prompt of which no pool has a block."""
         tokens: list[int] = torch.randint(1000, 40000, (num_tokens,), generator=self._generator).tolist()
         return tokens
 
     def transfers(self, *, overlap: bool = True, seconds_per_copy: float | None = None) -> LayerTransfers:
-        """As a worker has them, or with slow stores."""
+        """Return transfers as a worker has them, or with slow stores."""
         copies = copies_for(self._executor.kv, self.pool.segment)
         if seconds_per_copy is not None:
             copies = Throttled(copies, seconds_per_copy)
@@ -187,7 +187,7 @@ class Bench:
 
 
 def keys_of(tokens: list[int]) -> list[BlockKey]:
-    """Of the full blocks of a prompt."""
+    """Return the keys of the full blocks of a prompt."""
     return block_keys(tokens, BLOCK_SIZE, root_key(FINGERPRINT))
 
 

@@ -1,5 +1,4 @@
-"""Prefill instances as `mooncake-serve` runs them, the processes of each stage on one core, and a Conductor
-that gives one order after the other.
+"""Prefill instances as `mooncake-serve` runs them, each stage on one core, ordered by a Conductor.
 
 Owns: processes, one timed prefill. Does not know: what is compared.
 """
@@ -78,7 +77,7 @@ class Rig:
                     self._answer.set_result(message)
 
     async def prefill_s(self, num_stages: int, tokens: list[int]) -> float:
-        """From the order to the first token. Raises RuntimeError if it fails."""
+        """Return the seconds from the order to the first token. Raises RuntimeError if it fails."""
         instance = self.instances[num_stages]
         self._num_orders += 1
         ref = Ref(1, f"b{self._num_orders}", 1)

@@ -33,7 +33,7 @@ class Side(Protocol):
     """An engine that computes one prompt at a time."""
 
     def prefill_s(self, tokens: Sequence[int]) -> float:
-        """From the prompt to its first token."""
+        """Return the seconds from the prompt to its first token."""
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
         self._kv = DeviceKVCache(spec, layers, -(-most_tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16)
 
     def prefill_s(self, tokens: Sequence[int]) -> float:
-        """From the prompt to its first token."""
+        """Return the seconds from the prompt to its first token."""
         pages = self._kv.allocate(-(-len(tokens) // BLOCK_SIZE))
         started_s = time.perf_counter()
         for start in range(0, len(tokens), PREFILL_CHUNK):
@@ -65,7 +65,7 @@ class Engine:
 
 @contextlib.contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """This thread, and those that it starts."""
+    """Bind this thread, and all threads that it starts, to a core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

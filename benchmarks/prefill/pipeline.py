@@ -17,7 +17,7 @@ MIN_SPEEDUP = {4096: 1.7, 8160: 1.8}
 MIN_OF_BOUND = 0.92
 MAX_EXTRA, SHORT = 0.03, 128
 SHORT_ROUNDS = 40
-"""a prompt of `SHORT` tokens takes so little time that it is measured so often in each round"""
+"""Prompts of `SHORT` tokens in each round: each takes so little time."""
 
 
 class Measured:

@@ -1,4 +1,4 @@
-"""When which stage computed which chunk: as a Chrome trace (ui.perfetto.dev shows it) and as a picture.
+"""The times of stages and chunks: as a Chrome trace (ui.perfetto.dev shows it) and as a picture.
 
 Owns: the two formats. Does not know: how it was measured.
 """
@@ -16,7 +16,7 @@ class Computed(NamedTuple):
 
     stage: int
     start: int
-    """the chunk's first token"""
+    """Position of the chunk's first token."""
     num_tokens: int
     begin_s: float
     end_s: float

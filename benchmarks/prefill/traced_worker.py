@@ -23,7 +23,7 @@ TRACE_VARIABLE = "BENCH_TRACE"
 
 
 class TracedExecutor(Executor):
-    """Times are those of the machine's monotonic clock, the same in all processes."""
+    """Executor that traces passes, by the machine's monotonic clock, the same in all processes."""
 
     def prefill(
         self, parts: Sequence[PassPart], transfers: LayerTransfers, hidden: torch.Tensor | None = None

@@ -85,7 +85,10 @@ def main() -> None:
 
 
 def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_processes: int) -> dict[str, Found]:
-    """By name. What fails is told and lacks; the longest begin first. Pictures are put into `folder`."""
+    """Run the experiments, the longest first, and return what they found, by name.
+
+    What fails is told and lacks. Pictures are put into `folder`.
+    """
     found: dict[str, Found] = {}
     longest_first = sorted(chosen, key=lambda experiment: -experiment.cost)
     with Progress(console=Console(stderr=True)) as progress, ProcessPoolExecutor(num_processes) as pool:
@@ -104,7 +107,7 @@ def run_all(chosen: Sequence[Experiment], trace: Trace, folder: Path, num_proces
 
 
 def run_one(name: str, trace: Trace, folder: Path) -> Found:
-    """In this process."""
+    """Run one experiment in this process."""
     experiment = next(e for e in EXPERIMENTS if e.name == name)
     began_s = time.monotonic()
     outcome = experiment.run(trace, folder)
@@ -112,7 +115,7 @@ def run_one(name: str, trace: Trace, folder: Path) -> Found:
 
 
 def _machine() -> str:
-    """For people."""
+    """Return the machine's name for people."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.machine()

@@ -23,7 +23,7 @@ POLICIES = (
     Scheduling.KVCACHE_CENTRIC,
 )
 NUM_PREFIXES, PREFIX_BLOCKS, SKEW = 64, 8, 1.2
-"""the n-th prefix is wanted n ** -SKEW times as often as the first"""
+"""Prefixes, of which the n-th is wanted n ** -SKEW times as often as the first."""
 NEW_TOKENS, OUTPUT_TOKENS = 512, 100
 RATES_PER_S = (20.0, 40.0, 60.0)
 NUM_REQUESTS = 2000

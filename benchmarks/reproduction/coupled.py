@@ -17,12 +17,12 @@ TTFT_SLO_S = 30.0
 CHUNK = 2048
 SPEEDS = (1.0, 2.0, 3.0, 4.0, 6.0)
 ATTAINMENT = 0.9
-"""share of the requests that must be effective where a cluster counts as good enough"""
+"""Share of the requests that must be effective where a cluster counts as good enough."""
 PUBLISHED_GAINS = {0.1: 498, 0.2: 157, 0.3: 59}
 
 
 def systems(num_nodes: int, model: str) -> list[Setup]:
-    """With equally many nodes."""
+    """Return the systems with equally many nodes."""
     half = num_nodes // 2
     base = Setup(model=model, ttft_slo_s=TTFT_SLO_S, rejects=False)
     return [
@@ -102,8 +102,11 @@ def _sweep(setup: Setup, trace: Trace) -> list[tuple[float, Results]]:
 
 
 def capacity_per_s(sweep: Sequence[tuple[float, Results]], slos: SLOs) -> float:
-    """The rate at which the share of effective requests falls below `ATTAINMENT`, between the measured ones;
-    the highest measured one if it does not, and below the lowest in proportion."""
+    """Return the rate at which the share of effective requests falls below `ATTAINMENT`.
+
+    The rate lies between the measured ones; it is the highest measured one if the share stays above, and
+    below the lowest in proportion.
+    """
     rates = [0.0, *(rate for rate, _ in sweep)]
     shares = [1.0, *(summarize(results, slos).effective_share for _, results in sweep)]
     below = next((index for index, share in enumerate(shares) if share < ATTAINMENT), None)
@@ -114,7 +117,7 @@ def capacity_per_s(sweep: Sequence[tuple[float, Results]], slos: SLOs) -> float:
 
 
 def real_workload_remark(outcome: Outcome) -> str:
-    """Who wins."""
+    """Return which system wins."""
     ours, whole, chunked = outcome.tables[0].rows
     wins = number(ours[2]) > max(number(whole[2]), number(chunked[2]))
     return (

@@ -12,10 +12,10 @@ from benchmarks.tools.simulator.summary import Summary
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
 
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0
-"""SLOs, of the 90th percentiles at the lowest rate"""
+"""SLOs in times of the 90th percentiles at the lowest rate."""
 LOWEST_RATE_PER_S, HIGHEST_RATE_PER_S = 0.01, 16.0
 NUM_ALONE, NUM_REQUESTS = 20, 200
-"""at the lowest rate, and at others"""
+"""Requests at the lowest rate, and at others."""
 NUM_HALVINGS = 8
 
 BASE = Setup(model="llama2-70b", rejects=False)
@@ -78,7 +78,7 @@ def _summary(
 
 
 def remark(outcome: Outcome) -> str:
-    """Who wins where."""
+    """Return which system wins where."""
     rows = outcome.tables[0].rows
     wins = sum(number(row[3]) > max(number(row[5]), number(row[6])) for row in rows)
     more = sum(number(row[3]) > number(row[4]) for row in rows)

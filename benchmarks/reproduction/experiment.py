@@ -17,7 +17,7 @@ from benchmarks.tools.traces.replay import TICK_S, at_speed, jittered
 from benchmarks.tools.traces.request import TraceRequest
 
 SWEEP_REQUESTS = 3000
-"""where many loads are compared, the first of the trace stand for it"""
+"""First requests of the trace, which stand for it where many loads are compared."""
 SEED = 0
 
 Cell = str | float | None
@@ -30,7 +30,7 @@ class Table(msgspec.Struct, frozen=True):
     rows: list[list[Cell]]
 
     def markdown(self) -> str:
-        """Of the whole table."""
+        """The whole table in Markdown."""
         lines = ["| " + " | ".join(self.header) + " |", "|---" * len(self.header) + "|"]
         lines += ["| " + " | ".join(map(_shown, row)) + " |" for row in self.rows]
         return "\n".join(lines)
@@ -49,7 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     tables: list[Table]
     pictures: list[str] = []
-    """names of files in the folder that it was given"""
+    """Names of files in the folder that the experiment was given."""
 
 
 def text_of(setup: Setup) -> str:
@@ -58,7 +58,7 @@ def text_of(setup: Setup) -> str:
 
 
 def number(cell: Cell) -> float:
-    """Of a cell that has one."""
+    """Return the number of a cell that has one."""
     assert isinstance(cell, int | float)
     return float(cell)
 
@@ -77,7 +77,7 @@ class Trace:
     def load(
         self, speed: float = 1.0, num_requests: int | None = None, seed: int = SEED
     ) -> Iterator[TraceRequest]:
-        """Its first requests, without the ticks of its clock: where in a tick is drawn by `seed`."""
+        """Yield the trace's first requests, without the ticks of its clock: `seed` draws where in a tick."""
         requests = islice(jittered(TraceFile(self.path), TICK_S, seed), num_requests)
         return at_speed(requests, speed)
 
@@ -90,9 +90,9 @@ class Experiment:
     name: str
     title: str
     published: str
-    """where, and what in a sentence"""
+    """Where the result was published, and what in a sentence."""
     setting: str
     remark: Callable[[Outcome], str]
     run: Callable[[Trace, Path], Outcome]
     cost: float = 1.0
-    """in relation to others: who takes longest begins first"""
+    """Cost in relation to others: the one that takes longest begins first."""

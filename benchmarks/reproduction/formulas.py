@@ -10,7 +10,7 @@ from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 2048
-"""tokens of each request of a batch in Figure 2"""
+"""Tokens of each request of a batch in Figure 2."""
 LONG, HIT = 131_072, 0.95
 PREFIX = 8192
 CHUNK, RUNNING = 2048, 32
@@ -49,7 +49,7 @@ def needed_bytes_per_s(model: ModelCard, hardware: HardwareCard, prefix: int) ->
 
 
 def run_reuse(trace: Trace, folder: Path) -> Outcome:
-    """When fetching is quicker than computing, and what a long prefix saves."""
+    """Show when fetching is quicker than computing, and what a long prefix saves."""
     model = MODELS["llama3-70b"]
     rows: list[list[str | float | None]] = [
         [

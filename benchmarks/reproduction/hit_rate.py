@@ -13,7 +13,7 @@ PUBLISHED = {
     EvictionPolicy.LENGTH_AWARE: (0.50, 0.48, 0.42, 0.35, 0.30),
 }
 CAPACITIES_M = (1, 3, 10, 30, 50)
-"""millions of tokens"""
+"""Capacities in millions of tokens."""
 
 
 def run(trace: Trace, folder: Path) -> Outcome:
@@ -40,7 +40,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def remark(outcome: Outcome) -> str:
-    """Where the order is the published one."""
+    """Return where the order is the published one."""
     rows = {str(row[0]): row for row in outcome.tables[0].rows}
     ours = [rows[f"{policy}, ours"] for policy in PUBLISHED]
     same = [

@@ -19,7 +19,7 @@ MODEL, NODE = "llama2-70b", "a100"
 RUNNING, CONTEXT = 30, 2048
 PROMPT = 4096
 ALONE_S, PREFILL_TOKENS_PER_S = 0.032, 48_200.0
-"""published: a step without prefills, and prefill without steps"""
+"""Published figures: a step without prefills, and prefill without steps."""
 PUBLISHED_BESIDE_MS = {512: 58.0, 1024: 89.0, 2048: 134.0, 4096: 178.0}
 PUBLISHED_CHUNKED_MS = {2048: 112.0, 1024: 71.0, 512: 48.0, 256: 38.0}
 
@@ -58,7 +58,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _goodputs(costs: Roofline, step_s: float) -> Table:
-    """With the published SLOs, and with the same multiples of what one request takes."""
+    """Return goodputs with the published SLOs, and with the same multiples of what one request takes."""
     prefill_s = costs.iteration_s([PromptShare(INPUT, 0)], 0)
     ttft_s = TTFT_SLO_S / (INPUT / PREFILL_TOKENS_PER_S) * prefill_s
     tbt_s = TBT_SLO_S / ALONE_S * step_s
@@ -81,7 +81,7 @@ def _goodputs(costs: Roofline, step_s: float) -> Table:
 
 
 def remark(outcome: Outcome) -> str:
-    """Which way both go."""
+    """Return which way both go."""
     steps, goodputs = outcome.tables
     whole, chunked, disaggregated = (number(row[3]) for row in goodputs.rows)
     longest = steps.rows[len(PUBLISHED_BESIDE_MS)]

@@ -134,7 +134,7 @@ def _row(name: str, runs: list[_Run]) -> list[str | float | None]:
 
 
 def _middle(load: np.ndarray) -> np.ndarray:
-    """Without the beginning and the end."""
+    """Return a load without its beginning and its end."""
     return load[len(load) // 10 : -(len(load) // 10)]
 
 

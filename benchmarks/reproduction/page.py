@@ -1,4 +1,4 @@
-"""docs/reproduction.md, from what the experiments of one run have found.
+"""The page docs/reproduction.md, from what the experiments of one run have found.
 
 Owns: the page. Does not know: how anything was found.
 """
@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.reproduction.experiment import Experiment, Outcome
 
 PICTURES = "reproduction"
-"""folder of the pictures, beside the page"""
+"""Folder of the pictures, beside the page."""
 
 _HEAD = """\
 # Published results, reproduced
@@ -53,7 +53,7 @@ _NOT_REPRODUCED = """\
 
 
 class Found(msgspec.Struct, frozen=True):
-    """By one experiment, in so many seconds."""
+    """What one experiment found, in so many seconds."""
 
     outcome: Outcome
     seconds: float
@@ -96,7 +96,7 @@ def _stamp(run: Run) -> str:
 
 
 def section(experiment: Experiment, found: Found) -> str:
-    """Of one experiment, in Markdown."""
+    """Return the section of one experiment, in Markdown."""
     lines = [f"## {experiment.title}", "", f"Published: {experiment.published}", "", experiment.setting, ""]
     for table in found.outcome.tables:
         lines += [table.markdown(), ""]

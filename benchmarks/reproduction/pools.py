@@ -76,7 +76,7 @@ def global_remark(outcome: Outcome) -> str:
 
 
 def ratio_remark(outcome: Outcome) -> str:
-    """Which division is best."""
+    """Return which division is best."""
     best = max(outcome.tables[0].rows, key=lambda row: number(row[1]))
     even = f"{NUM_NODES // 2}P+{NUM_NODES // 2}D"
     if best[0] == even:
