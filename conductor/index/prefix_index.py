@@ -54,7 +54,12 @@ class PrefixMatch(NamedTuple):
             The match; this one if all of that is held already.
         """
         held = list(zip(self.depths, self.masks, strict=True))
-        if not any(depth > less and mask & slots for depth, mask in coming for less, slots in held):
+        gaining = 0
+        for depth, mask in coming:
+            for less, slots in held:
+                if less < depth:
+                    gaining |= mask & slots
+        if not gaining:
             return self
         depths, masks, left = list[int](), list[int](), (1 << self.num_slots) - 1
         for depth, mask in sorted([*held, *coming], reverse=True):

@@ -3,9 +3,9 @@
 `Scheduler` has the order and names of the listing. The compiled loops (`conductor.scheduling.native`) have
 the same results to the last bit; these serve where nothing can be compiled. Where the paper leaves room:
 
-    line 4   prefixes that placed prompts are yet to compute count for their instances, but are not fetched:
-             the prompt waits for them in the queue, as T_queue is the time of the prompts before it
     line 4   holders include the pools of decode instances; of several the one that can send first
+    line 6   prefixes that placed prompts are yet to compute count for their instances, but are not fetched:
+             the prompt waits for them in the queue, as T_queue is the time of the prompts before it
     line 8   is a product, as prefix_len may be 0; at equality the instance's own prefix is used
     line 9   includes the way of the prefix's blocks from SSD to DRAM; at least one token is computed
     line 10  an instance that would compute a prefix which is coming elsewhere must save the time that takes
@@ -141,19 +141,21 @@ class Scheduler:
         num_blocks = layout.num_blocks(num_tokens)
         held = match = view.prefixes.match(request.block_keys)
         fetch = self._best_fetch(held) if self._fetches else NO_FETCH
+        num_stored_blocks = held.num_best_blocks
+        num_coming_blocks = 0
+        if coming := view.coming.match(request.block_keys, request.priority, now_s):
+            match = held.with_coming(coming)
+            if match is not held and not may_compute_again:
+                num_coming_blocks = max(coming)[0]
         prompt = Prompt(
             num_tokens,
             num_blocks,
             layout.block_size,
-            held.num_best_blocks,
-            0,
+            num_stored_blocks,
+            num_coming_blocks,
             load_block_s,
             request.priority,
         )
-        if coming := view.coming.match(request.block_keys, request.priority, now_s):
-            match = held.with_coming(coming)
-            if match is not held and not may_compute_again:
-                prompt = prompt._replace(num_coming_blocks=max(coming)[0])
         candidates = self.estimate_ttft(prompt, match, fetch, now_s)
         p = self._choose(candidates, view.loads)
         can_prefill = candidates.ttft_s.item(p) < math.inf
@@ -166,7 +168,7 @@ class Scheduler:
             return None
         d, tbt_s = chosen
         num_local_blocks = match.num_blocks_at(p)
-        num_coming_blocks = num_local_blocks - held.num_blocks_at(p)
+        num_coming_blocks = 0 if match is held else num_local_blocks - held.num_blocks_at(p)
         if fetch.best_matched_instance is not None and candidates.is_remote.item(p):
             source, num_source_blocks = view.instance_at(fetch.best_matched_instance), fetch.num_blocks
             transfer_s = fetch.transfer_s(num_local_blocks)
