@@ -177,8 +177,3 @@ def test_the_engine_and_the_kernels_need_only_torch_numpy_and_triton() -> None:
         "print('fine')"
     )
     assert run(probe) == ["fine"]
-
-
-def test_the_simulator_needs_no_torch() -> None:
-    probe = "import sys; sys.modules['torch'] = None; import benchmarks.tools.simulator.cli; print('fine')"
-    assert run(probe) == ["fine"]

@@ -35,6 +35,10 @@ _MAX_ROUNDS = 100
 _CONVERGED = 1e-6
 """Relative change of the costs below which another round is of no use."""
 
+HOLD_SHARE = 0.9
+"""The largest share of the time until a first token is due for which the token may be held: it still has to
+reach the client."""
+
 
 def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
     """Return by how much a predicted iteration must stay below a TBT SLO.

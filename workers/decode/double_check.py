@@ -1,16 +1,18 @@
 """The double check: a decode instance's own test of the TBT SLO (Mooncake, section 3, the local scheduler).
 
 With the TBT that it predicts, an instance may let a request wait or refuse it until the first token leaves.
+That leaves late, so that the second one follows within the SLO.
 
-Owns: what a request would do to the batch, which requests wait for a smaller one. Does not know: who is
-told, how anything is measured.
+Owns: what a request would do to the batch, which requests wait for a smaller one, first tokens that are held.
+Does not know: who is told, how anything is measured.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from mooncake.messages.costs import batch_share, tbt_margin_s
+from mooncake.messages.costs import HOLD_SHARE, batch_share, tbt_margin_s
+from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.workers import DecodeLoad
 from workers.decode.sequence import Sequence
 from workers.decode.tbt import IterationPredictors
@@ -104,3 +106,36 @@ class DoubleCheck:
         if predicted_s + margin_s <= sequence.tbt_slo_s:
             return None
         return TooSlowError(len(batch) + 1, predicted_s, margin_s, sequence.tbt_slo_s)
+
+
+class HeldTokens:
+    """First tokens that wait until their sequences join the batch, as far as the TTFT SLO allows.
+
+    The gap to the second token counts for the TBT SLO, and contains no transfer of KVCache then.
+    """
+
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        """`on_release` is called when tokens can be taken."""
+        self._on_release = on_release
+        self._held: dict[Sequence, tuple[str, TokenOutput]] = {}
+        self._released: list[tuple[str, TokenOutput]] = []
+
+    def hold(self, sequence: Sequence, time_left_s: float) -> None:
+        """Hold the newest token, which is due in `time_left_s`."""
+        self._held[sequence] = sequence.newest_output
+        asyncio.get_running_loop().call_later(HOLD_SHARE * time_left_s, self.release, sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let the sequence's token go, if one is held."""
+        if sequence in self._held:
+            self._released.append(self._held.pop(sequence))
+            self._on_release()
+
+    def take_released(self) -> list[tuple[str, TokenOutput]]:
+        """Return the tokens to be sent, addressed to the requests' fronts."""
+        released, self._released = self._released, []
+        return released
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget the token of a request that has ended."""
+        self._held.pop(sequence, None)

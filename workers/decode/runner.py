@@ -35,7 +35,7 @@ from mooncake.messages.workers import (
 )
 from workers.decode.batch import DecodeBatch
 from workers.decode.block_transfers import BlockTransfers
-from workers.decode.double_check import DoubleCheck, TooSlowError
+from workers.decode.double_check import DoubleCheck, HeldTokens, TooSlowError
 from workers.decode.group_blocks import GroupBlocks
 from workers.decode.inlining import PromptChunks
 from workers.decode.iterations import Iterations
@@ -90,6 +90,7 @@ class DecodeRunner:
         self._prefix_turns = PrefixTurns(page_size)
         predictors = self.meter.predictors
         self._double_check = DoubleCheck(predictors, max_batch)
+        self._held_tokens = HeldTokens(self._changed.set)
         self._chunks = PromptChunks(PromptBudget(predictors, chunk_limits))
         self._pauses = DecodePauses(predictors, max_batch)
         self._resumption: asyncio.TimerHandle | None = None
@@ -147,7 +148,7 @@ class DecodeRunner:
                 await self._changed.wait()
                 self._changed.clear()
                 with self.meter.host_time():
-                    outputs = self._receive()
+                    outputs = self._held_tokens.take_released() + self._receive()
                     self._double_check.recheck()
                     self._plan()
                     if outputs:
@@ -203,6 +204,7 @@ class DecodeRunner:
             await self._seal(sequence)
         finally:
             self._prefix_turns.stored(sequence.ref)
+            self._held_tokens.drop(sequence)
             try:
                 await self._give_back(sequence)
             finally:
@@ -233,16 +235,20 @@ class DecodeRunner:
         """Get the prompt's KVCache from prefill, with the first token.
 
         The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
-        Conductor could only predict.
+        Conductor could only predict. With both SLOs the first token is held while its KVCache comes.
         """
         sequence.ordered_s = self._now_s()
+        due_s = None if decode.time_left_s is None else sequence.ordered_s + decode.time_left_s
         if may_refuse:
             await self._double_check.wait_turn(sequence, lambda: self._begun_sequences, decode.time_left_s)
         sequence.turn_s = self._now_s()
         sequence.num_cached_tokens = decode.num_cached_tokens
         sequence.tokens.append(decode.first_token)
         sequence.newest_logprobs = decode.first_logprobs
-        await self._emit([sequence.newest_output])
+        if due_s is None or sequence.tbt_slo_s is None or sequence.finish_reason is not None:
+            await self._emit([sequence.newest_output])
+        else:
+            self._held_tokens.hold(sequence, due_s - sequence.turn_s)
         await self._blocks.wait_arrived(sequence)
         sequence.arrived_s = self._now_s()
         self._note_joining(sequence)
@@ -262,6 +268,7 @@ class DecodeRunner:
             if sequence.error is None:
                 await self._blocks.load(sequence)
                 self._batch.join(sequence)
+                self._held_tokens.release(sequence)
                 if sequence.joined_s is None:
                     sequence.joined_s = self._now_s()
                     self._note_joining(sequence)

@@ -152,7 +152,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the request is here to stay: its first token has left, or will be drawn here."""
+        """Whether the request is here to stay: its first token may leave, or will be drawn here."""
         return self.has_drawn or self.state is not SequenceState.NEW
 
     def note_left(self) -> None:

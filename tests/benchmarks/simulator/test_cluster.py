@@ -126,6 +126,16 @@ def test_prefills_do_not_disturb_decode_instances() -> None:
     assert disaggregated.summary.tbt_s.p90 < coupled.summary.tbt_s.p90
 
 
+def test_with_both_slos_the_first_token_waits_for_the_kvcache() -> None:
+    slow = msgspec.structs.replace(SMALL, nic_gbps=20.0, tbt_slo_s=10.0)
+    sent, at_once = simulate(slow, LOAD[:60])
+    kept, held = simulate(msgspec.structs.replace(slow, ttft_slo_s=60.0), LOAD[:60])
+    assert sent.summary.num_finished == kept.summary.num_finished == 60
+    assert kept.summary.tbt_s.p90 < 0.5 * sent.summary.tbt_s.p90
+    assert held["ttft_s"].mean() > at_once["ttft_s"].mean()
+    assert held["ttft_s"].max() < 60
+
+
 def test_a_batch_that_outgrows_the_device_preempts_and_goes_on() -> None:
     cluster = SMALL.cluster()
     assert isinstance(cluster, DisaggregatedCluster)

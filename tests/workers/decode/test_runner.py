@@ -433,6 +433,65 @@ async def test_checks_when_prefill_has_ended_and_is_placed_elsewhere(
         await cluster.assert_nothing_is_held()
 
 
+# -- first tokens that are held ---------------------------------------------------------------------
+
+BOTH_SLOS = Sizes(ttft_slo_s=3600.0, tbt_slo_s=3600.0)
+
+
+async def test_with_both_slos_the_first_token_leaves_when_its_sequence_joins_the_batch(
+    start_cluster: StartCluster, reference: Reference
+) -> None:
+    gate, prompts = Gate(load=1), [prompt_of(1, 20), prompt_of(2, 30)]
+    async with start_cluster(BOTH_SLOS, decode_copies=gate.make) as cluster:
+        first = cluster.submit("first", prompts[0], greedy(12))
+        await gate.reached()
+        only_one = cluster.submit("only one", prompts[1], greedy(1))
+        assert await tokens_of(only_one) == reference(prompts[1], 1), "no second one follows"
+        assert first.tokens == []
+        gate.open()
+        assert await tokens_of(first) == reference(prompts[0], 12)
+        await cluster.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(ttft_slo_s=3600.0), Sizes(tbt_slo_s=3600.0)])
+async def test_without_both_slos_the_first_token_leaves_when_prefill_has_ended(
+    start_cluster: StartCluster, sizes: Sizes
+) -> None:
+    gate = Gate(load=1)
+    async with start_cluster(sizes, decode_copies=gate.make) as cluster:
+        answer = cluster.submit("r", prompt_of(1, 20), greedy(12))
+        await until(lambda: len(answer.tokens) == 1)
+        gate.open()
+        await tokens_of(answer)
+
+
+async def test_a_first_token_is_not_held_until_it_is_late(
+    start_cluster: StartCluster, reference: Reference
+) -> None:
+    gate = Gate(load=1)
+    async with start_cluster(BOTH_SLOS, decode_copies=gate.make) as cluster:
+        decode = decode_of(cluster)
+        decode.obey = lambda order: InstanceUnderTest.obey(  # type: ignore[method-assign]
+            decode, msgspec.structs.replace(order, time_left_s=0.1) if isinstance(order, Decode) else order
+        )
+        answer = cluster.submit("r", prompt_of(1, 20), greedy(12))
+        await gate.reached()
+        await until(lambda: len(answer.tokens) == 1)
+        gate.open()
+        assert await tokens_of(answer) == reference(prompt_of(1, 20), 12)
+
+
+async def test_a_held_token_of_a_cancelled_request_never_leaves(start_cluster: StartCluster) -> None:
+    gate = Gate(load=1)
+    async with start_cluster(BOTH_SLOS, decode_copies=gate.make) as cluster:
+        answer = cluster.submit("r", prompt_of(1, 20), greedy(12))
+        await gate.reached()
+        cluster.cancel("r")
+        gate.open()
+        await cluster.assert_nothing_is_held()
+        assert answer.tokens == []
+
+
 # -- cancel -----------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from benchmarks.tools.simulator.cluster.cache import Reservation
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
-from mooncake.messages.costs import batch_share, tbt_margin_s
+from mooncake.messages.costs import HOLD_SHARE, batch_share, tbt_margin_s
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -35,7 +35,7 @@ from workers.decode.tbt import TBTPredictor
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request. It has begun once its first token has left."""
+    """One request. It has begun once its first token may leave."""
 
     ref: Ref
     request: SimulatedRequest
@@ -45,6 +45,12 @@ class Sequence:
     reservation: Reservation | None = None
     take_back: Callable[[], None] | None = None
     """Callback that takes back its wish for pages."""
+    holds_first: bool = False
+    """Whether the first token is held, with both SLOs: as `workers.decode.double_check.HeldTokens`."""
+    due_s: float | None = None
+    """Time when the first token is due."""
+    held_until_s: float | None = None
+    """Time when the first token leaves if it does not join the batch before; None: it is not held."""
     has_begun: bool = False
     has_arrived: bool = False
     is_waiting: bool = False
@@ -129,7 +135,7 @@ class DecodeInstance:
         request = self._find_request(order.ref.request_id)
         member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
         tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
-        sequence = Sequence(order.ref, request, member, tbt_slo_s)
+        sequence = Sequence(order.ref, request, member, tbt_slo_s, holds_first=order.tbt_slo_s is not None)
         if self._checks_reservations:
             tbt_s = self._too_slow_s(sequence, len(self._sequences), self._num_outside_tokens)
             if tbt_s is not None:
@@ -173,6 +179,8 @@ class DecodeInstance:
         if sequence is None:
             return
         self._turns.append(sequence)
+        if time_left_s is not None:
+            sequence.due_s = self.node.clock.now_s + time_left_s
         if time_left_s is not None and time_left_s > 0:
             self.node.clock.after(time_left_s, self._end_turn, sequence)
             self._take_turns()
@@ -204,7 +212,10 @@ class DecodeInstance:
         sequence.has_begun = True
         self._num_begun += 1
         self._num_begun_outside_tokens += sequence.member.num_tokens
-        sequence.request.first_token_s = sequence.member.left_s = now_s
+        if sequence.holds_first and sequence.due_s is not None and sequence.member.num_left:
+            sequence.held_until_s = now_s + HOLD_SHARE * max(0.0, sequence.due_s - now_s)
+        else:
+            sequence.request.first_token_s = sequence.member.left_s = now_s
         if not sequence.member.num_left:
             self._finish(sequence)
         elif sequence.has_arrived:
@@ -255,7 +266,10 @@ class DecodeInstance:
             sequence.is_waiting = False
             self._num_outside_tokens -= sequence.member.num_tokens
             self._num_begun_outside_tokens -= sequence.member.num_tokens
-            self.batch.add(sequence.member, self.node.clock.now_s)
+            now_s = self.node.clock.now_s
+            if sequence.held_until_s is not None and sequence.request.first_token_s is None:
+                sequence.request.first_token_s = sequence.member.left_s = min(now_s, sequence.held_until_s)
+            self.batch.add(sequence.member, now_s)
         while self.batch.size > 1 and self.num_free_tokens < self.batch.size:
             self._preempt(self._sequence_of[self.batch.newest()])
         if self.batch.size:
