@@ -89,9 +89,9 @@ class Admission:
         """
         prediction, num_tokens = placement.prediction, len(request.token_ids)
         queue_s = prediction.queue_s - min(freed.prefill_s, prediction.queue_s)
-        prompt_s = prediction.transfer_s + prediction.prefill_s
+        prompt_s = prediction.transfer_s + prediction.prefill_s + prediction.beside_s
         if slos.ttft_s is not None and not self._is_probe(placement, now_s):
-            factor = self._view.ttft_correction.factor(slos.ttft_s, now_s)
+            factor = self._view.ttft_correction(placement).factor(slos.ttft_s, now_s)
             # No longer than that: devices would have to run out of work for the prompt.
             slow_prompt_s = min(factor * prompt_s, max(prompt_s, MAX_SHARE * slos.ttft_s))
             first_token_s = waited_s + factor * queue_s + slow_prompt_s

@@ -156,7 +156,7 @@ class Assignments:
         seconds = self._leave_prefill(assignment, now_s, was_computed=True)
         ttft_s = now_s - assignment.assigned_s
         self._stats.first_token(placement, ttft_s)
-        view.ttft_correction.learn(
+        view.ttft_correction(placement).learn(
             placement.prediction, assignment.delay_s, ttft_s, assignment.slos.ttft_s, now_s
         )
         if seconds is not None and placement.source is None:  # else it has waited for a fetch

@@ -26,6 +26,7 @@ from conductor.view.estimators import (
 from conductor.view.forecast import forecast_of
 from conductor.view.instances import Instance
 from conductor.view.loads import Loads
+from conductor.view.placement import Placement
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs, batch_share, prefill_quantities
@@ -100,7 +101,8 @@ class ClusterView:
         self.transfers = TransferEstimator()
         self.balancing = BalancingThreshold(rules.kvcache_balancing_threshold)
         self.forecast = forecast_of(rules.overload)
-        self.ttft_correction, self.tbt_correction = TTFTCorrection(), TBTCorrection()
+        self._pairs_ttft_correction, self._inlined_ttft_correction = TTFTCorrection(), TTFTCorrection()
+        self.tbt_correction = TBTCorrection()
         self.layout: KVLayout | None = None
         """The block layout of all instances; None before the first one."""
         self.block_bytes = 0
@@ -127,6 +129,13 @@ class ClusterView:
         """Whether this life of the instance still has the slot."""
         occupant = self._occupants.get(slot)
         return occupant is not None and occupant.instance is instance
+
+    def ttft_correction(self, placement: Placement) -> TTFTCorrection:
+        """The correction for pairs or for instances that inline prompts, which err for other reasons.
+
+        Chunks are as long as the batch of the moment allows, and other requests join it meanwhile.
+        """
+        return self._inlined_ttft_correction if placement.is_inlined else self._pairs_ttft_correction
 
     def slot_of(self, name: str) -> int | None:
         """The slot of a registered instance; None if no instance has this name."""

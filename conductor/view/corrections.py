@@ -81,7 +81,7 @@ class _LatestErrors:
 
 
 class TTFTCorrection:
-    """A factor for each TTFT SLO, for all prefill instances together.
+    """A factor for each TTFT SLO, for all pairs together, or all instances that inline prompts.
 
     An error of 10 ms near an SLO of 50 ms says nothing about one of 30 s.
     """
