@@ -15,7 +15,7 @@ from benchmarks.tools.traces.fitting import fit, values_of
 from benchmarks.tools.traces.mixes import MIXES, mixed
 from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.replay import at_speed, jittered, until
-from benchmarks.tools.traces.request import TraceError, TraceRequest
+from benchmarks.tools.traces.request import TraceError, TraceRequest, in_blocks
 from benchmarks.tools.traces.synthetic import Sampler, SyntheticLoad, synthesize
 
 
@@ -229,3 +229,11 @@ def test_parameters_survive_a_file_and_bad_ones_are_refused(tmp_path: Path) -> N
         path.write_text(text)
         with pytest.raises(TraceError, match=rf"load\.json: .*{reason}"):
             SyntheticLoad.load(path)
+
+
+def test_blocks_are_divided_into_equal_parts() -> None:
+    load = [TraceRequest(0.0, 1000, 5, (7, 8)), TraceRequest(1.0, 600, 5, (7, 9))]
+    first, second = in_blocks(load, 256)
+    assert first == TraceRequest(0.0, 1000, 5, (14, 15, 16, 17))
+    assert second.hash_ids == (14, 15, 18, 19)
+    assert list(in_blocks(load, 512)) == load

@@ -76,28 +76,30 @@ def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
     return 0
 
 
+_PAIRS, _COUPLED = "--prefill and --decode instances", "--coupled instances"
+_CONDUCTOR = "instances under a Conductor"
+_NEEDED = {
+    "chunk_tokens": ("--chunk", _COUPLED),
+    "inlining": ("--inlining", _PAIRS),
+    "prefill_layer_window": ("--prefill-layer-window", _PAIRS),
+    "scheduling": ("--scheduling", _PAIRS),
+    "kvcache_balancing_threshold": ("--kvcache-balancing-threshold", _PAIRS),
+    "nic_gbps": ("--nic-gbps", _PAIRS),
+    "prefill_chunk": ("--prefill-chunk", _CONDUCTOR),
+    "overload": ("--overload", _CONDUCTOR),
+    "max_waiting": ("--max-waiting", _CONDUCTOR),
+}
+"""by field: the option, and where alone it changes something"""
+
+
 def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
     """Raises ConfigError for an option that changes nothing in this cluster."""
-    if setup.num_coupled:
-        idle, needed = _DISAGGREGATED_ONLY, "--prefill and --decode instances"
-    else:
-        idle, needed = {"chunk_tokens": "--chunk"}, "--coupled instances"
-    for name, option in idle.items():
-        if getattr(options, name) not in (None, False):
+    has = {_COUPLED} if setup.num_coupled else {_CONDUCTOR, _PAIRS} if setup.num_prefill else {_CONDUCTOR}
+    for name, (option, needed) in _NEEDED.items():
+        if getattr(options, name) not in (None, False) and needed not in has:
             raise ConfigError(f"{option} is for {needed}: it changes nothing in {setup.name}")
     if setup.num_coupled and not options.rejects:
         raise ConfigError("--no-rejection is for a Conductor: coupled instances reject nothing")
-
-
-_DISAGGREGATED_ONLY = {
-    "prefill_chunk": "--prefill-chunk",
-    "prefill_layer_window": "--prefill-layer-window",
-    "scheduling": "--scheduling",
-    "overload": "--overload",
-    "max_waiting": "--max-waiting",
-    "kvcache_balancing_threshold": "--kvcache-balancing-threshold",
-    "nic_gbps": "--nic-gbps",
-}
 
 
 def _watched(load: Iterable[TraceRequest], show: Callable[[int], None]) -> Iterator[TraceRequest]:
@@ -180,6 +182,10 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prefill", type=count, dest="num_prefill", metavar="N", help="prefill instances")
     group.add_argument("--decode", type=count, dest="num_decode", metavar="N", help="decode instances")
+    both_help = "instances with both roles, under the Conductor"
+    group.add_argument("--both", type=count, dest="num_both", metavar="N", help=both_help)
+    inlining_help = "decode instances compute prompts too, where that adds the least waiting"
+    group.add_argument("--inlining", action="store_true", help=inlining_help)
     coupled_help = "instances that do both, without Conductor"
     group.add_argument("--coupled", type=count, dest="num_coupled", metavar="N", help=coupled_help)
     chunk_help = "tokens of an iteration of coupled ones (default: whole prompts)"
@@ -187,6 +193,8 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     add_instances(group)
     gpus_help = "of an instance (default: the whole node)"
     group.add_argument("--gpus", type=count, dest="num_gpus", metavar="N", help=gpus_help)
+    block_help = "of a block of KVCache, and least of a chunk (default: 512, as in traces)"
+    group.add_argument("--block-tokens", type=count, metavar="TOKENS", help=block_help)
     group.add_argument("--prefill-chunk", type=count, metavar="TOKENS", help="tokens of a prefill pass")
     window_help = "prefill with device memory for some layers at a time"
     group.add_argument("--prefill-layer-window", action="store_true", help=window_help)

@@ -23,7 +23,7 @@ from benchmarks.tools.simulator.cluster.costs import Costs, Profiled, PromptShar
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.report import SimulatedRun
 from benchmarks.tools.simulator.summary import SLOs, summarize
-from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
+from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest, in_blocks
 from conductor.rules import Limits, Rules
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 from mooncake.config.profile import load_profile
@@ -33,8 +33,8 @@ OnSecond = Callable[[DisaggregatedCluster], None]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster: `num_prefill` and `num_decode` instances, or `num_coupled`. Defaults are those of the
-    server, and Mooncake's testbed."""
+    """A cluster: `num_prefill` and `num_decode` instances, `num_both` of them or beside them, or
+    `num_coupled`. Defaults are those of the server, and Mooncake's testbed."""
 
     model: str = "llama3-70b"
     hardware: str = "a800"
@@ -44,6 +44,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """File of costs that replace the cards'."""
     num_prefill: int = 0
     num_decode: int = 0
+    num_both: int = 0
+    """instances with both roles, under the Conductor"""
+    inlining: bool = False
+    """decode instances too compute prompts, where that adds the least waiting"""
     num_coupled: int = 0
     chunk_tokens: int | None = None
     """Chunks of coupled instances, which compute whole prompts without."""
@@ -53,6 +57,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int = 0
     """The requests that are deferred instead of rejected while decode's load is too high."""
     eviction: EvictionPolicy = EvictionPolicy.LRU
+    block_tokens: int = BLOCK_TOKENS
+    """of a block of KVCache; the blocks of loads consist of whole ones"""
     pool_tokens: int | None = None
     """Tokens of an instance's part of the pool; None: what its DRAM holds."""
     nic_gbps: float | None = None
@@ -76,7 +82,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The cluster's name for tables."""
         if not self.num_coupled:
-            return f"{self.num_prefill}P+{self.num_decode}D"
+            pairs = f"{self.num_prefill}P+{self.num_decode}D" if self.num_prefill else ""
+            both = f"{self.num_both} both" if self.num_both else ""
+            return "+".join(filter(None, (pairs, both))) + (", inlining" if self.inlining else "")
         return f"{self.num_coupled} coupled" + (
             f", chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
         )
@@ -97,19 +105,27 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             hardware,
             costs,
             STATED,
-            None if self.pool_tokens is None else max(1, self.pool_tokens // BLOCK_TOKENS),
+            None if self.pool_tokens is None else max(1, self.pool_tokens // self.block_tokens),
             self.eviction,
             self.prefill_chunk,
             self.max_batch,
             self.checks_reservations,
+            self.block_tokens,
             prefill_layer_window=self.prefill_layer_window,
         )
 
     def _check(self, costs: Costs) -> None:
-        is_coupled = self.num_coupled > 0
-        if is_coupled == (self.num_prefill > 0 and self.num_decode > 0):
+        has_pairs = self.num_prefill > 0 and self.num_decode > 0
+        is_whole = has_pairs or (self.num_both > 0 and not self.num_prefill and not self.num_decode)
+        if (self.num_coupled > 0) == is_whole or (self.num_coupled and self.num_both):
             raise ConfigError(
-                "a cluster has prefill and decode instances, or coupled ones: say how many of which"
+                "a cluster has prefill and decode instances, some with both roles, or coupled ones: say how"
+                " many of which"
+            )
+        if BLOCK_TOKENS % self.block_tokens:
+            raise ConfigError(
+                f"the blocks of loads, {BLOCK_TOKENS} tokens, cannot be divided into blocks of"
+                f" {self.block_tokens}"
             )
         for name, slo_s, least_s in (
             ("TTFT", self.ttft_slo_s, costs.iteration_s([PromptShare(1, 0)], 0)),
@@ -133,11 +149,21 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             tbt_slo_s=self.tbt_slo_s if self.rejects else None,
             max_waiting=self.max_waiting,
         )
-        rules = Rules(self.scheduling, self.kvcache_balancing_threshold, self.overload, self.seed)
-        if on_second is None:
-            return DisaggregatedCluster(shape, self.num_prefill, self.num_decode, limits, rules)
+        rules = Rules(
+            self.scheduling,
+            self.kvcache_balancing_threshold,
+            self.overload,
+            self.seed,
+            has_inlining=self.inlining,
+        )
         return DisaggregatedCluster(
-            shape, self.num_prefill, self.num_decode, limits, rules, on_second=on_second
+            shape,
+            self.num_prefill,
+            self.num_decode,
+            limits,
+            rules,
+            on_second=on_second or (lambda cluster: None),
+            num_both=self.num_both,
         )
 
 
@@ -159,7 +185,7 @@ def simulate(
     cluster = setup.cluster(on_second)
     began_s = time.process_time()
     with _seldom_collected():
-        results = cluster.run(load)
+        results = cluster.run(in_blocks(load, setup.block_tokens))
     seconds = time.process_time() - began_s
     arrivals_s = results["arrival_s"]
     span_s = float(arrivals_s.max() - arrivals_s.min()) if len(results) else 0.0
@@ -171,6 +197,7 @@ def simulate(
             "mean_predicted_ttft_s": outcomes.ttft.predicted_s / max(1, sum(outcomes.ttft.counts)),
             "mean_ttft_error_s": outcomes.ttft.sum_s / max(1, sum(outcomes.ttft.counts)),
             "num_fetches": float(outcomes.num_fetches),
+            "num_inlined": float(sum(decode.inlined.num_computed for decode in cluster.decodes)),
         }
     run = SimulatedRun(
         setup.name,

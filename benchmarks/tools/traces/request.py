@@ -3,6 +3,7 @@
 Owns: the vocabulary of loads. Does not know: where they come from, or whom they are sent to.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from mooncake.errors import MooncakeError
@@ -29,3 +30,13 @@ class TraceRequest(NamedTuple):
 def num_blocks_of(num_tokens: int) -> int:
     """Blocks of a prompt, the partial one included."""
     return -(-num_tokens // BLOCK_TOKENS)
+
+
+def in_blocks(load: Iterable[TraceRequest], block_tokens: int) -> Iterator[TraceRequest]:
+    """The same requests with ids of shorter blocks: each block is divided into equal ones."""
+    num_parts = BLOCK_TOKENS // block_tokens
+    for request in load:
+        if num_parts > 1:
+            parts = (of * num_parts + part for of in request.hash_ids for part in range(num_parts))
+            request = request._replace(hash_ids=tuple(parts))
+        yield request

@@ -41,6 +41,21 @@ def test_reports_a_run_for_each_speed(
     assert {path.name for path in out.glob("*.svg")} == {"latencies.svg", "load.svg", "goodput.svg"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--prefill", "1", "--decode", "1", "--inlining"], "1P+1D, inlining"),
+        (["--both", "2"], "2 both"),
+        (["--both", "1", "--prefill", "1", "--decode", "1"], "1P+1D+1 both"),
+    ],
+)
+def test_instances_that_compute_and_decode(
+    trace: Path, arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["--trace", str(trace), *arguments, *CLUSTER, "--block-tokens", "64"]) == 0
+    assert name in capsys.readouterr().out
+
+
 def test_the_simulated_requests_are_told_without_a_terminal(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +82,13 @@ def test_the_simulated_requests_are_told_without_a_terminal(
         (["--coupled", "2", "--prefill-layer-window"], "--prefill-layer-window is for"),
         (["--coupled", "2", "--no-rejection"], "coupled instances reject nothing"),
         (["--prefill", "2", "--decode", "1", "--chunk", "256"], "--chunk is for --coupled instances"),
+        (["--coupled", "2", "--inlining"], "--inlining is for --prefill and --decode instances"),
+        (["--both", "2", "--inlining"], "--inlining is for --prefill and --decode instances"),
+        (["--both", "2", "--nic-gbps", "100"], "it changes nothing in 2 both"),
+        (["--both", "2", "--chunk", "256"], "--chunk is for --coupled instances"),
+        (["--both", "2", "--coupled", "2"], "say how many of which"),
+        (["--both", "2", "--decode", "2"], "say how many of which"),
+        (["--both", "2", "--block-tokens", "48"], "cannot be divided into blocks of 48"),
         (["--prefill", "2"], "say how many of which"),
         (["--prefill", "2", "--decode", "1", "--coupled", "2"], "say how many of which"),
     ],

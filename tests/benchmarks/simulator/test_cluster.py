@@ -8,21 +8,26 @@ import pytest
 
 import benchmarks.tools.simulator.cluster.cache
 import benchmarks.tools.simulator.cluster.cluster
+import benchmarks.tools.simulator.cluster.inlining
 import benchmarks.tools.simulator.cluster.prefill
 import conductor.policy
 import kvstore.pool.allocator
+import workers.decode.prompt_budget
 import workers.prefill.queue
-from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
-from benchmarks.tools.simulator.cluster.requests import Outcome, Results
+from benchmarks.tools.simulator.cluster.cluster import FRONT, DisaggregatedCluster
+from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.traces.mixes import Mix, RequestClass, mixed
 from benchmarks.tools.traces.request import TraceRequest
 from conductor.view.placement import Reason
 from mooncake.config.policies import Overload, Scheduling
+from mooncake.messages.fronts import Cancel
 from tests.benchmarks.simulator.loads import SMALL, conversations
 from tests.deadline import DEADLINE_S
 
 COUPLED = msgspec.structs.replace(SMALL, num_prefill=0, num_decode=0, num_coupled=4)
+INLINING = msgspec.structs.replace(SMALL, inlining=True, block_tokens=64)
+BOTH = msgspec.structs.replace(SMALL, num_prefill=0, num_decode=0, num_both=4, block_tokens=64)
 LOAD = conversations(250, rate_per_s=20.0, seed=1)
 
 
@@ -38,6 +43,9 @@ def test_drives_the_servers_own_code() -> None:
     assert type(cluster.conductor) is conductor.policy.Conductor
     assert type(cluster.prefills[0].node.pool.allocator) is kvstore.pool.allocator.PageAllocator
     assert benchmarks.tools.simulator.cluster.prefill.PrefillQueue is workers.prefill.queue.PrefillQueue
+    assert (
+        benchmarks.tools.simulator.cluster.inlining.PromptBudget is workers.decode.prompt_budget.PromptBudget
+    )
 
 
 def test_needs_no_torch() -> None:
@@ -50,13 +58,64 @@ def test_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("scheduling", list(Scheduling))
 def test_every_request_ends_once_with_all_its_tokens(scheduling: Scheduling) -> None:
-    cluster, results = run(msgspec.structs.replace(SMALL, scheduling=scheduling))
+    assert_all_end(msgspec.structs.replace(SMALL, scheduling=scheduling))
+
+
+def assert_all_end(setup: Setup) -> DisaggregatedCluster:
+    cluster, results = run(setup)
     assert results.num(Outcome.FINISHED) == len(results) == len(LOAD)
     assert sum(results["num_output_tokens"]) == sum(request.num_output_tokens for request in LOAD)
     assert sum(results["num_input_tokens"]) == sum(request.num_input_tokens for request in LOAD)
     assert (results["num_cached_tokens"] < results["num_input_tokens"]).all()
     assert (results["ttft_s"] > 0).all()
     assert_is_empty(cluster)
+    return cluster
+
+
+def test_decode_instances_compute_prompts_where_that_adds_the_least_waiting() -> None:
+    cluster = assert_all_end(INLINING)
+    num_inlined = sum(decode.inlined.num_computed for decode in cluster.decodes)
+    assert 0 < num_inlined < len(LOAD)
+    assert any(prefill.node.busy_s for prefill in cluster.prefills)
+
+
+def test_instances_with_both_roles_compute_all_prompts() -> None:
+    cluster = assert_all_end(BOTH)
+    assert sum(decode.inlined.num_computed for decode in cluster.decodes) == len(LOAD)
+
+
+@pytest.mark.parametrize("setup", [INLINING, BOTH], ids=["inlining", "both"])
+def test_chunks_keep_the_tbt_slo_of_others_and_serve_more_prompts_than_two_prefill_instances(
+    setup: Setup,
+) -> None:
+    slos = {"ttft_slo_s": 5.0, "tbt_slo_s": 0.05}
+    cluster, results = run(msgspec.structs.replace(setup, **slos))
+    _, pairs = run(msgspec.structs.replace(SMALL, **slos))
+    assert results.num(Outcome.FINISHED) > 1.3 * pairs.num(Outcome.FINISHED)
+    assert np.nanquantile(results["tbt_s"], 0.95) <= 0.05
+    assert_is_empty(cluster)
+
+
+def test_prompts_that_are_aborted_leave_nothing_behind() -> None:
+    """A front that gives up on each request after a while, wherever its prompt is by then."""
+    for after_s in (0.01, 0.05, 0.2):
+        cluster = BOTH.cluster()
+        assert isinstance(cluster, DisaggregatedCluster)
+        submit = cluster._submit
+
+        def and_cancel(request: SimulatedRequest) -> None:
+            submit(request)  # noqa: B023
+            cluster.clock.after(after_s, cancel, str(request.number))  # noqa: B023
+
+        def cancel(request_id: str) -> None:
+            if request_id in cluster._live:  # noqa: B023
+                cluster._tell(FRONT, Cancel(request_id))  # noqa: B023
+                cluster.results.end(cluster._live.pop(request_id), Outcome.FAILED, 0.0)  # noqa: B023
+
+        cluster._submit = and_cancel  # type: ignore[method-assign]
+        results = cluster.run(LOAD)
+        assert results.num(Outcome.FAILED) > 0
+        assert_is_empty(cluster)
 
 
 @pytest.mark.parametrize("overload", list(Overload))
@@ -88,10 +147,13 @@ def assert_is_empty(cluster: DisaggregatedCluster) -> None:
         assert not instance.node.outgoing.transfers
     assert all(not prefill.num_queued for prefill in cluster.prefills)
     assert all(not decode.num_sequences and not decode.batch.size for decode in cluster.decodes)
+    assert not any(decode.inlined or decode.inlined.num_device_tokens for decode in cluster.decodes)
     assert not cluster.conductor.requests
 
 
-@pytest.mark.parametrize("setup", [SMALL, COUPLED], ids=["disaggregated", "coupled"])
+@pytest.mark.parametrize(
+    "setup", [SMALL, INLINING, BOTH, COUPLED], ids=["disaggregated", "inlining", "both", "coupled"]
+)
 def test_equal_seeds_give_equal_runs(setup: Setup) -> None:
     (first, results), (again, results_again) = (simulate(setup, LOAD) for _ in range(2))
     assert first.summary == again.summary

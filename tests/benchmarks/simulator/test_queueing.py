@@ -17,7 +17,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs as Polynomial
 from mooncake.messages.pools import Grant, MessengerAddress
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from mooncake.messages.workers import Prefill, Prefilled
+from mooncake.messages.workers import Prefill, Prefilled, Role
 from workers.prefill.queue import PrefillQueue
 
 CHUNK = 512
@@ -62,6 +62,7 @@ def ends_of(
 
     node = Node(
         "prefill-0",
+        Role.PREFILL,
         clock,
         service,
         Network(clock),

@@ -43,6 +43,7 @@ from mooncake.messages.workers import (
     Role,
     ToWorker,
 )
+from workers.decode.prompt_budget import ChunkLimits
 from workers.prefill.queue import PrefillQueue
 
 FRONT = b"front"
@@ -133,7 +134,8 @@ class Feed:
 
 
 class DisaggregatedCluster:
-    """`num_prefill` and `num_decode` instances under the Conductor. `on_second` is called each second.
+    """`num_prefill`, `num_decode` and `num_both` instances under the Conductor. `on_second` is called each
+    second.
 
     `max_tokens` is what clients allow an answer to have; what it will have nobody knows.
     """
@@ -147,12 +149,13 @@ class DisaggregatedCluster:
         rules: Rules,
         max_tokens: int = 2048,
         on_second: Callable[["DisaggregatedCluster"], None] = lambda cluster: None,
+        num_both: int = 0,
     ) -> None:
         self.clock = Clock()
         self.conductor = Conductor(1, FINGERPRINT, limits, rules, shape.costs.profiled)
         self.results = Results(shape.jitter)
         self._machine = Machine({}) if shape.slowdowns is not None else None
-        self.limits = limits
+        self.limits, self._rules = limits, rules
         self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
         self._num_device_blocks = shape.num_device_blocks
         self._network = Network(self.clock)
@@ -160,7 +163,8 @@ class DisaggregatedCluster:
         self._nodes: dict[str, Node] = {}
         self._receivers: dict[bytes, Callable[..., None]] = {}
         self.prefills = [self._add_prefill(f"prefill-{number}") for number in range(num_prefill)]
-        self.decodes = [self._add_decode(f"decode-{number}") for number in range(num_decode)]
+        roles = [(Role.DECODE, num_decode), (Role.BOTH, num_both)]
+        self.decodes = [self._add_decode(f"{role}-{n}", role) for role, num in roles for n in range(num)]
         self._decode_of = {instance.node.name: instance for instance in self.decodes}
         self._feed: Feed | None = None
 
@@ -172,9 +176,8 @@ class DisaggregatedCluster:
     def run(self, load: Iterable[TraceRequest]) -> Results:
         """All of `load`, until every request has ended."""
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
-        for role, instances in ((Role.PREFILL, self.prefills), (Role.DECODE, self.decodes)):
-            for instance in instances:
-                self._tell(instance.node.identity, self._registration(instance.node, role))
+        for node in self._nodes.values():
+            self._tell(node.identity, self._registration(node))
         self._feed = Feed(self.clock, load, self._shape.block_tokens, self._submit)
         self._each_second()
         self.clock.run()
@@ -200,15 +203,15 @@ class DisaggregatedCluster:
         self._receivers[node.identity] = instance.receive
         return instance
 
-    def _add_decode(self, name: str) -> DecodeInstance:
-        node = self._add_node(name, Role.DECODE)
-        num_tokens = self._num_device_blocks * self._shape.block_tokens
+    def _add_decode(self, name: str, role: Role) -> DecodeInstance:
+        node, shape = self._add_node(name, role), self._shape
         instance = DecodeInstance(
             node,
-            self._shape.max_batch,
-            num_tokens,
+            shape.max_batch,
+            self._num_device_blocks * shape.block_tokens,
+            ChunkLimits(shape.block_tokens, self._rules.mixed_chunk_tokens, shape.prefill_chunk),
             self._live.__getitem__,
-            checks_reservations=self._shape.checks_reservations,
+            checks_reservations=shape.checks_reservations,
         )
         self._receivers[node.identity] = instance.receive
         return instance
@@ -216,9 +219,10 @@ class DisaggregatedCluster:
     def _add_node(self, name: str, role: Role) -> Node:
         shape, identity = self._shape, f"{name}#{INCARNATION}".encode()
         if shape.slowdowns is not None and self._machine is not None:
-            self._machine.slowdown[name] = shape.slowdowns[role is Role.DECODE]
+            self._machine.slowdown[name] = shape.slowdowns[role is not Role.PREFILL]
         node = self._nodes[name] = Node(
             name,
+            role,
             self.clock,
             shape.costs,
             self._network,
@@ -237,14 +241,14 @@ class DisaggregatedCluster:
         )
         return node
 
-    def _registration(self, node: Node, role: Role) -> Register:
+    def _registration(self, node: Node) -> Register:
         shape = self._shape
         capacity = Capacity(node.pool.num_pages, self._num_device_blocks, shape.max_batch)
         return Register(
             PROTOCOL_VERSION,
             node.name,
             INCARNATION,
-            role,
+            node.role,
             FINGERPRINT,
             node.layout,
             node.shards,

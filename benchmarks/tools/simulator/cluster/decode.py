@@ -2,22 +2,24 @@
 
 The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
 again whenever somebody leaves the batch, while there is time until the first token is due. A
-batch that outgrows the device preempts its newest member, which joins again later.
+batch that outgrows the device preempts its newest member, which joins again later. Prompts that are inlined
+(`inlining`) keep their pages, in the pool until they are computed.
 
-Owns: sequences and the batch. Does not know: who placed them here, prefill.
+Owns: sequences and the batch. Does not know: who placed them here, prefill instances.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
 from benchmarks.tools.simulator.cluster.cache import Reservation
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
+from benchmarks.tools.simulator.cluster.inlining import InlinedPrompts, Mixed, Prompt
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
-from mooncake.messages.costs import HOLD_SHARE, batch_share, tbt_margin_s
+from benchmarks.tools.simulator.cluster.sequence import Sequence
+from mooncake.messages.costs import batch_share, tbt_margin_s
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -26,39 +28,19 @@ from mooncake.messages.workers import (
     DecodeLoad,
     DecodeStats,
     Finished,
+    Prefilled,
     Refused,
     Reserve,
     Reserved,
 )
-from workers.decode.tbt import TBTPredictor
+from workers.decode.prompt_budget import ChunkLimits
+from workers.decode.tbt import IterationPredictors
 
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request. It has begun once its first token may leave."""
-
-    ref: Ref
-    request: SimulatedRequest
-    member: Member
-    tbt_slo_s: float | None
-    """The request's SLO; None if it must be taken."""
-    reservation: Reservation | None = None
-    take_back: Callable[[], None] | None = None
-    """Callback that takes back its wish for pages."""
-    holds_first: bool = False
-    """Whether the first token is held, with both SLOs: as `workers.decode.double_check.HeldTokens`."""
-    due_s: float | None = None
-    """Time when the first token is due."""
-    held_until_s: float | None = None
-    """Time when the first token leaves if it does not join the batch before; None: it is not held."""
-    has_begun: bool = False
-    has_arrived: bool = False
-    is_waiting: bool = False
-    """Whether it waits for a slot in the batch."""
+ANY_TOKEN = 0
 
 
 class DecodeInstance:
-    """Takes `Reserve`, `Decode` and `Abort`; sends `Reserved`, `Refused` and `Finished`.
+    """Takes `Reserve`, `Decode` and `Abort`; sends `Reserved`, `Prefilled`, `Refused` and `Finished`.
 
     `capacity_tokens`: of KVCache on the device. Without `checks_reservations` the double check is made only
     when prefill has ended.
@@ -69,6 +51,7 @@ class DecodeInstance:
         node: Node,
         max_batch: int,
         capacity_tokens: int,
+        chunk_limits: ChunkLimits,
         find_request: Callable[[str], SimulatedRequest],
         *,
         checks_reservations: bool = False,
@@ -80,7 +63,9 @@ class DecodeInstance:
         self._runner = BatchRunner(node.clock, self._step_cost, self.batch, self._run_ended)
         if node.machine is not None:
             node.machine.on_change[node.name] = self._runner.cut
-        self._tbt = TBTPredictor()
+        self.predictors = IterationPredictors()
+        self.inlined = InlinedPrompts(self.predictors, chunk_limits)
+        self._is_mixed = False  # whether an iteration with prompts is under way
         self._sequences: dict[Ref, Sequence] = {}
         self._sequence_of: dict[Member, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -89,8 +74,7 @@ class DecodeInstance:
         self._num_begun = self._num_grants = 0
         self._num_outside_tokens = self._num_begun_outside_tokens = 0
         """Tokens of all sequences outside the batch, and of the ones among them that have begun."""
-        self.num_refusals = self.num_preemptions = 0
-        self._num_iterations = self._num_tokens = 0
+        self.num_refusals = self.num_preemptions = self._num_iterations = self._num_tokens = 0
 
     @property
     def num_sequences(self) -> int:
@@ -101,12 +85,14 @@ class DecodeInstance:
         """The load for heartbeats, as `workers.decode.double_check` reports it."""
         num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
         tbt_s = self._tbt_s(self.num_sequences, num_kv_tokens)
-        return DecodeLoad(self.num_sequences, len(self._turns), tbt_s)
+        num_left = sum(s.prompt.num_left for s in self._sequences.values() if s.prompt is not None)
+        token_s = self.predictors.prompt_cost.predict_s(1) or 0.0
+        return DecodeLoad(self.num_sequences, len(self._turns), tbt_s, num_left, token_s)
 
     @property
     def num_free_tokens(self) -> int:
         """Free tokens of the device's KVCache."""
-        return self.capacity_tokens - self.batch.num_kv_tokens
+        return self.capacity_tokens - self.batch.num_kv_tokens - self.inlined.num_device_tokens
 
     @property
     def step_s(self) -> float:
@@ -118,7 +104,13 @@ class DecodeInstance:
 
     def stats(self) -> DecodeStats:
         """Totals, for heartbeats."""
-        return DecodeStats(self._num_iterations, self._num_tokens, forward_s=self.node.busy_s)
+        return DecodeStats(
+            self._num_iterations,
+            self._num_tokens,
+            forward_s=self.node.busy_s,
+            num_inlined=self.inlined.num_computed,
+            mixed=self.inlined.mixed,
+        )
 
     def receive(self, message: Reserve | Decode | Abort) -> None:
         """Receive a message from the Conductor."""
@@ -136,7 +128,9 @@ class DecodeInstance:
         member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
         tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
         sequence = Sequence(order.ref, request, member, tbt_slo_s, holds_first=order.tbt_slo_s is not None)
-        if self._checks_reservations:
+        if order.inline:
+            sequence.prompt = Prompt(request, member, order.tbt_slo_s)
+        elif self._checks_reservations:
             tbt_s = self._too_slow_s(sequence, len(self._sequences), self._num_outside_tokens)
             if tbt_s is not None:
                 self._refuse(sequence, len(self._sequences), tbt_s)
@@ -152,6 +146,22 @@ class DecodeInstance:
         self._num_grants += 1
         pages = [GrantedPage(index, reservation.pages[index], 0) for index in reservation.missing]
         self.node.send(Reserved(sequence.ref, Grant(self._num_grants, self.node.messenger, pages)))
+        if sequence.prompt is not None:
+            self._begin_inlined(sequence, sequence.prompt, reservation)
+
+    def _begin_inlined(self, sequence: Sequence, prompt: Prompt, reservation: Reservation) -> None:
+        """Begin a prompt that is computed behind what the pool holds of it."""
+        num_found = reservation.num_found * prompt.request.block_tokens
+        prompt.request.num_cached_tokens = prompt.num_done = min(
+            num_found, prompt.request.num_reusable_tokens
+        )
+        self._note_begun(sequence)
+        self._load(sequence, prompt.num_done)
+
+    def _note_begun(self, sequence: Sequence) -> None:
+        sequence.has_begun = True
+        self._num_begun += 1
+        self._num_begun_outside_tokens += sequence.member.num_tokens
 
     def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
         """The predicted TBT if it exceeds the SLO. As `workers.decode.double_check`, which needs torch."""
@@ -159,7 +169,8 @@ class DecodeInstance:
         if slo_s is None or not num_others:
             return None
         num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
-        empty_s, predicted_s = self._tbt.predict_s(0, 0), self._tbt_s(num_others + 1, num_kv_tokens)
+        empty_s = self.predictors.tbt.predict_s(0, 0)
+        predicted_s = self._tbt_s(num_others + 1, num_kv_tokens)
         if empty_s is None or predicted_s is None:
             return None
         margin_s = tbt_margin_s(predicted_s, empty_s)
@@ -167,7 +178,7 @@ class DecodeInstance:
 
     def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
         batched, delay = batch_share(num_requests, self._max_batch)
-        step_s = self._tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
+        step_s = self.predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
         return None if step_s is None else delay * step_s
 
     def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
@@ -208,42 +219,43 @@ class DecodeInstance:
         self._take_turns()
 
     def _begin(self, sequence: Sequence) -> None:
-        now_s = self.node.clock.now_s
-        sequence.has_begun = True
-        self._num_begun += 1
-        self._num_begun_outside_tokens += sequence.member.num_tokens
-        if sequence.holds_first and sequence.due_s is not None and sequence.member.num_left:
-            sequence.held_until_s = now_s + HOLD_SHARE * max(0.0, sequence.due_s - now_s)
-        else:
-            sequence.request.first_token_s = sequence.member.left_s = now_s
+        self._note_begun(sequence)
+        sequence.first_may_leave(self.node.clock.now_s)
         if not sequence.member.num_left:
             self._finish(sequence)
         elif sequence.has_arrived:
-            self._load(sequence)
+            self._load(sequence, sequence.member.num_tokens)
 
     def arrived(self, ref: Ref) -> None:
         """All its KVCache is in the pool."""
         sequence = self._sequences.get(ref)
         if sequence is None:
             return
-        assert sequence.reservation is not None
-        self.node.pool.arrived(sequence.reservation, range(len(sequence.reservation.keys)))
+        self._arrive(sequence)
         sequence.has_arrived = True
         if sequence.has_begun:
-            self._load(sequence)
+            self._load(sequence, sequence.member.num_tokens)
 
-    def _load(self, sequence: Sequence) -> None:
-        """Load a sequence to the device, beside the batch."""
-        num_bytes = sequence.member.num_tokens * self.node.kv_bytes_per_token
+    def _arrive(self, sequence: Sequence) -> None:
+        assert sequence.reservation is not None
+        self.node.pool.arrived(sequence.reservation, range(len(sequence.reservation.keys)))
+
+    def _load(self, sequence: Sequence, num_tokens: int) -> None:
+        """Load tokens of a sequence to the device, beside the batch."""
+        num_bytes = num_tokens * self.node.kv_bytes_per_token
         self.node.clock.after(num_bytes / self.node.pcie_bytes_per_s, self._loaded, sequence)
 
     def _loaded(self, sequence: Sequence) -> None:
         if sequence.ref not in self._sequences:
             return
+        if sequence.prompt is None:
+            self._release(sequence)
+        self._wait(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         assert sequence.reservation is not None
         self.node.pool.release(sequence.reservation)
         sequence.reservation = None
-        self._wait(sequence)
 
     # -- the batch ----------------------------------------------------------------------------------
 
@@ -251,30 +263,40 @@ class DecodeInstance:
         sequence.is_waiting = True
         self._waiting.append(sequence)
         if not self._runner.is_running:
-            self._run()
+            if not self._is_mixed:
+                self._run()
         elif self._has_room_for(sequence.member):
             self._runner.cut()
 
     def _has_room_for(self, member: Member) -> bool:
         """Whether there is room for a member, and for the next token of all others."""
-        num_next = self.batch.size + 1
+        num_next = self.batch.size + len(self.inlined) + 1
         return num_next <= self._max_batch and self.num_free_tokens >= member.num_tokens + num_next
 
     def _run(self) -> None:
         while self._waiting and self._has_room_for(self._waiting[0].member):
             sequence = self._waiting.popleft()
             sequence.is_waiting = False
-            self._num_outside_tokens -= sequence.member.num_tokens
-            self._num_begun_outside_tokens -= sequence.member.num_tokens
-            now_s = self.node.clock.now_s
-            if sequence.held_until_s is not None and sequence.request.first_token_s is None:
-                sequence.request.first_token_s = sequence.member.left_s = min(now_s, sequence.held_until_s)
-            self.batch.add(sequence.member, now_s)
+            if sequence.prompt is not None and sequence.prompt.num_left:
+                self.inlined.add(sequence.prompt)
+            else:
+                self._join(sequence)
         while self.batch.size > 1 and self.num_free_tokens < self.batch.size:
             self._preempt(self._sequence_of[self.batch.newest()])
-        if self.batch.size:
-            self._runner.start(max(1, self.num_free_tokens // self.batch.size))
-        self.node.computes(self.batch.size > 0)
+        mixed = self.inlined.plan(self.batch)
+        if mixed is not None:
+            self._run_mixed(mixed)
+        elif self.batch.size:
+            most = 1 if self.inlined else max(1, self.num_free_tokens // self.batch.size)
+            self._runner.start(most)
+        self.node.computes(self._is_mixed or self.batch.size > 0)
+
+    def _join(self, sequence: Sequence) -> None:
+        """Let a sequence take part in the next iteration."""
+        sequence.first_leaves(self.node.clock.now_s)
+        self._num_outside_tokens -= sequence.member.num_tokens
+        self._num_begun_outside_tokens -= sequence.member.num_tokens
+        self.batch.add(sequence.member, self.node.clock.now_s)
 
     def _step_cost(self) -> StepCost:
         factor, costs = self.node.factor, self.node.costs
@@ -295,16 +317,51 @@ class DecodeInstance:
     def _run_ended(self, num_steps: int, seconds: float, ended: list[Member]) -> None:
         size = self.batch.size + len(ended)
         num_ended_tokens = sum(member.num_tokens for member in ended)
-        self._tbt.observe(size, self.batch.num_kv_tokens + num_ended_tokens, seconds / num_steps)
+        num_kv_tokens = self.batch.num_kv_tokens + num_ended_tokens
+        self.predictors.observe(size, num_kv_tokens, 0, seconds / num_steps)
         self._num_iterations += num_steps
         self._num_tokens += num_steps * size
         self.node.busy_s += seconds
+        self._leave(ended)
+        self._take_turns()
+        self._run()
+
+    def _leave(self, ended: list[Member]) -> None:
         for member in ended:
             sequence = self._sequence_of[member]
             self._leave_batch(sequence)
             self._finish(sequence)
+
+    def _run_mixed(self, mixed: Mixed) -> None:
+        """Run one iteration with chunks of prompts."""
+        self._is_mixed = True
+        node, costs = self.node, self.node.costs
+        seconds = costs.iteration_s(mixed.shares, mixed.batch_size) + costs.kv_token_s * mixed.num_kv_tokens
+        node.clock.after(node.factor * seconds, self._mixed_ended, mixed, node.factor * seconds)
+
+    def _mixed_ended(self, mixed: Mixed, seconds: float) -> None:
+        self._is_mixed = False
+        computed = self.inlined.ended(mixed, seconds)
+        self._num_iterations += 1
+        self._num_tokens += mixed.batch_size + len(computed)
+        self.node.busy_s += seconds
+        if mixed.batch_size:
+            self._leave(self.batch.advance(1, seconds))
+        for prompt in computed:
+            self._prefilled(self._sequence_of[prompt.member])
         self._take_turns()
         self._run()
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        """Note that an inlined prompt has its first token; others find its blocks."""
+        self._arrive(sequence)
+        self._release(sequence)
+        sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
+        self.node.send(Prefilled(sequence.ref, ANY_TOKEN, sequence.request.num_cached_tokens))
+        if sequence.member.num_left:
+            self._join(sequence)
+        else:
+            self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.request.gaps = sequence.member.gaps
@@ -324,6 +381,8 @@ class DecodeInstance:
         if sequence.member.is_running:
             self.batch.remove(sequence.member)
             self._leave_batch(sequence)
+        if sequence.prompt is not None:
+            self.inlined.remove(sequence.prompt)
         self._forget(sequence)
         self._take_turns()
 

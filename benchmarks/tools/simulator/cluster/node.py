@@ -14,7 +14,7 @@ from benchmarks.tools.simulator.cluster.network import Network, Port
 from benchmarks.tools.simulator.cluster.traffic import Traffic
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard, PoolStats
-from mooncake.messages.workers import FromWorker
+from mooncake.messages.workers import FromWorker, Role
 
 INCARNATION = 1
 
@@ -24,6 +24,7 @@ class Node:
     """One instance's hardware. `send` brings a message to the Conductor."""
 
     name: str
+    role: Role
     clock: Clock
     costs: Costs
     network: Network

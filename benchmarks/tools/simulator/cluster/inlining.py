@@ -1,0 +1,112 @@
+"""Prompts that a simulated decode instance computes itself, in iterations of its batch.
+
+How many tokens an iteration carries is the server's own rule, with its own predictors (`workers.decode`).
+
+Owns: these prompts and their next chunks. Does not know: the clock, pools, what is done with a computed one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.tools.simulator.cluster.batch import Batch, Member
+from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from mooncake.messages.workers import MixedIterations
+from workers.decode.prompt_budget import ChunkLimits, PromptBudget, divide_budget
+from workers.decode.tbt import IterationPredictors
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt, of whose tokens `num_done` have KVCache."""
+
+    request: SimulatedRequest
+    member: Member
+    tbt_slo_s: float | None
+    """The SLO, the same for all requests of a simulation."""
+    num_done: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens to be computed."""
+        return self.request.num_input_tokens - self.num_done
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """An iteration with chunks of prompts, and the batch as it was when the iteration began."""
+
+    chunks: Sequence[tuple[Prompt, int]]
+    batch_size: int
+    num_kv_tokens: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of all chunks."""
+        return sum(num_tokens for _, num_tokens in self.chunks)
+
+    @property
+    def shares(self) -> list[PromptShare]:
+        """The chunks for the cost model."""
+        return [PromptShare(num_tokens, prompt.num_done) for prompt, num_tokens in self.chunks]
+
+
+class InlinedPrompts:
+    """The prompts that have device pages and are not computed yet, the first one to be computed first."""
+
+    def __init__(self, predictors: IterationPredictors, limits: ChunkLimits) -> None:
+        self._predictors, self._budget = predictors, PromptBudget(predictors, limits)
+        self._prompts: dict[Prompt, None] = {}
+        self.num_device_tokens = self.num_computed = 0
+        self.mixed = MixedIterations()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Number of tokens of all prompts to be computed."""
+        return sum(prompt.num_left for prompt in self._prompts)
+
+    def add(self, prompt: Prompt) -> None:
+        """Add a prompt behind the others."""
+        self._prompts[prompt] = None
+        self.num_device_tokens += prompt.request.num_input_tokens
+
+    def remove(self, prompt: Prompt) -> None:
+        """Remove a prompt that is computed, or not wanted any more. Idempotent."""
+        if prompt in self._prompts:
+            del self._prompts[prompt]
+            self.num_device_tokens -= prompt.request.num_input_tokens
+
+    def plan(self, batch: Batch) -> Mixed | None:
+        """Plan the next iteration with this batch; None for one without prompts."""
+        prompts = list(self._prompts)
+        if not prompts:
+            return None
+        slo_s, decodes = prompts[0].tbt_slo_s, batch.size > 0
+        budget = self._budget.num_tokens(batch.size, batch.num_kv_tokens, slo_s, decodes=decodes)
+        divided = zip(prompts, divide_budget(budget, [prompt.num_left for prompt in prompts]), strict=True)
+        chunks = [(prompt, num_tokens) for prompt, num_tokens in divided if num_tokens]
+        return Mixed(chunks, batch.size, batch.num_kv_tokens) if chunks else None
+
+    def ended(self, iteration: Mixed, seconds: float) -> list[Prompt]:
+        """Learn from an iteration. Returns the prompts that are computed now; they are no longer here."""
+        num_tokens = iteration.num_prompt_tokens
+        self._predictors.observe(iteration.batch_size, iteration.num_kv_tokens, num_tokens, seconds)
+        computed = []
+        for prompt, num_new in iteration.chunks:
+            prompt.request.prefill_s += seconds * num_new / num_tokens
+            prompt.num_done += num_new
+            if prompt in self._prompts and not prompt.num_left:
+                self.remove(prompt)
+                computed.append(prompt)
+        self.num_computed += len(computed)
+        mixed = self.mixed
+        self.mixed = MixedIterations(
+            mixed.num_iterations + 1,
+            mixed.num_tokens + iteration.batch_size + len(computed),
+            mixed.forward_s + seconds,
+            mixed.num_prompt_tokens + num_tokens,
+        )
+        return computed
