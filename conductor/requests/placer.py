@@ -100,13 +100,23 @@ class Placer:
         return effects
 
     def _schedule(
-        self, tracked: TrackedRequest, now_s: float, *, may_compute_again: bool = False
+        self,
+        tracked: TrackedRequest,
+        now_s: float,
+        *,
+        may_compute_again: bool = False,
+        inlined: bool | None = None,
     ) -> Placement | None:
         if self._requests.suspicion.must_wait(tracked.request_id):
             return None
         tbt_slo_s = self._requests.slos_in_batch(tracked).tbt_s
         return self._scheduler.schedule(
-            tracked.request, now_s, tracked.refused_by, tbt_slo_s, may_compute_again=may_compute_again
+            tracked.request,
+            now_s,
+            tracked.refused_by,
+            tbt_slo_s,
+            may_compute_again=may_compute_again,
+            inlined=inlined,
         )
 
     def _checked(
@@ -115,7 +125,8 @@ class Placer:
         """Check the SLOs of a request that must meet them.
 
         If its first token would be late where it waits for blocks that others compute, it computes them again
-        elsewhere: the placement is another one then.
+        elsewhere. If it is late with a pair, it may be in time where it is inlined, and the other way round: what
+        adds the least waiting is not always in time. The placement is another one then.
         """
         if not tracked.must_meet_slos:
             return placement, None
@@ -123,7 +134,15 @@ class Placer:
         if rejection is not None and rejection.reason is Reason.TTFT and placement.num_coming_blocks:
             soonest = self._schedule(tracked, now_s, may_compute_again=True)
             assert soonest is not None
-            return soonest, self._check(tracked, soonest, now_s)
+            placement, rejection = soonest, self._check(tracked, soonest, now_s)
+        if (
+            rejection is not None
+            and rejection.reason is Reason.TTFT
+            and self._requests.view.loads.inlines.any()
+        ):
+            other = self._schedule(tracked, now_s, may_compute_again=True, inlined=not placement.is_inlined)
+            if other is not None and self._check(tracked, other, now_s) is None:
+                return other, None
         return placement, rejection
 
     def _check(

@@ -119,8 +119,9 @@ class Scheduler:
         tbt_slo_s: float | None = None,
         *,
         may_compute_again: bool = False,
+        inlined: bool | None = None,
     ) -> Placement | None:
-        """Choose the pair of instances for a request.
+        """Choose the pair of instances for a request, or the one that inlines its prompt.
 
         Args:
             request: The request to place.
@@ -129,6 +130,7 @@ class Scheduler:
                 no other one has room.
             tbt_slo_s: The strictest TBT SLO of those that may share its batch; None without any.
             may_compute_again: Whether only the TTFT counts, even if blocks are computed that are coming.
+            inlined: Whether the prompt is to be inlined; None if what adds less waiting is to be chosen.
 
         Returns:
             The pair with its predicted times; None if no pair has room.
@@ -160,10 +162,12 @@ class Scheduler:
         p = self._choose(candidates, view.loads)
         can_prefill = candidates.ttft_s.item(p) < math.inf
         decoding = self._decoding(request, refused_by, layout)
-        inlined = self._inlined(prompt, match, decoding, tbt_slo_s, now_s)
-        if inlined is not None and not (can_prefill and self._waiting_s(candidates, p) < inlined.waiting_s):
-            return self._inlined_placement(inlined, decoding.num_tokens, held, match)
-        chosen = self._decoding_instance(decoding) if can_prefill else None
+        best = None if inlined is False else self._inlined(prompt, match, decoding, tbt_slo_s, now_s)
+        if best is not None and (
+            inlined or not can_prefill or best.waiting_s <= self._waiting_s(candidates, p)
+        ):
+            return self._inlined_placement(best, decoding.num_tokens, held, match)
+        chosen = self._decoding_instance(decoding) if can_prefill and not inlined else None
         if chosen is None:
             return None
         d, tbt_s = chosen
