@@ -125,8 +125,8 @@ class Placer:
         """Check the SLOs of a request that must meet them.
 
         If its first token would be late where it waits for blocks that others compute, it computes them again
-        elsewhere. If it is late with a pair, it may be in time where it is inlined, and the other way round: what
-        adds the least waiting is not always in time. The placement is another one then.
+        elsewhere. If it is late with a pair, it may be in time where it is inlined, or the other way round:
+        the placement is another one then.
         """
         if not tracked.must_meet_slos:
             return placement, None

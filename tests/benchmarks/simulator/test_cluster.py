@@ -18,7 +18,7 @@ from benchmarks.tools.simulator.cluster.cluster import FRONT, DisaggregatedClust
 from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.traces.mixes import Mix, RequestClass, mixed
-from benchmarks.tools.traces.request import TraceRequest
+from benchmarks.tools.traces.request import TraceRequest, in_blocks
 from conductor.view.placement import Reason
 from mooncake.config.policies import Overload, Scheduling
 from mooncake.messages.fronts import Cancel
@@ -34,7 +34,7 @@ LOAD = conversations(250, rate_per_s=20.0, seed=1)
 def run(setup: Setup) -> tuple[DisaggregatedCluster, Results]:
     cluster = setup.cluster()
     assert isinstance(cluster, DisaggregatedCluster)
-    return cluster, cluster.run(LOAD)
+    return cluster, cluster.run(in_blocks(LOAD, setup.block_tokens))
 
 
 def test_drives_the_servers_own_code() -> None:
@@ -113,7 +113,7 @@ def test_prompts_that_are_aborted_leave_nothing_behind() -> None:
                 cluster.results.end(cluster._live.pop(request_id), Outcome.FAILED, 0.0)  # noqa: B023
 
         cluster._submit = and_cancel  # type: ignore[method-assign]
-        results = cluster.run(LOAD)
+        results = cluster.run(in_blocks(LOAD, BOTH.block_tokens))
         assert results.num(Outcome.FAILED) > 0
         assert_is_empty(cluster)
 

@@ -15,11 +15,11 @@ from functools import partial
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
 from benchmarks.tools.simulator.cluster.cache import Reservation
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
+from benchmarks.tools.simulator.cluster.double_check import DoubleCheck
 from benchmarks.tools.simulator.cluster.inlining import InlinedPrompts, Mixed, Prompt
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from benchmarks.tools.simulator.cluster.sequence import Sequence
-from mooncake.messages.costs import batch_share, tbt_margin_s
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -64,6 +64,7 @@ class DecodeInstance:
         if node.machine is not None:
             node.machine.on_change[node.name] = self._runner.cut
         self.predictors = IterationPredictors()
+        self._double_check = DoubleCheck(self.predictors, max_batch)
         self.inlined = InlinedPrompts(self.predictors, chunk_limits)
         self._is_mixed = False  # whether an iteration with prompts is under way
         self._sequences: dict[Ref, Sequence] = {}
@@ -84,7 +85,7 @@ class DecodeInstance:
     def load(self) -> DecodeLoad:
         """The load for heartbeats, as `workers.decode.double_check` reports it."""
         num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
-        tbt_s = self._tbt_s(self.num_sequences, num_kv_tokens)
+        tbt_s = self._double_check.tbt_s(self.num_sequences, num_kv_tokens)
         num_left = sum(s.prompt.num_left for s in self._sequences.values() if s.prompt is not None)
         token_s = self.predictors.prompt_cost.predict_s(1) or 0.0
         return DecodeLoad(self.num_sequences, len(self._turns), tbt_s, num_left, token_s)
@@ -137,6 +138,13 @@ class DecodeInstance:
                 return
         self._sequences[order.ref] = self._sequence_of[member] = sequence
         self._num_outside_tokens += member.num_tokens
+        if sequence.prompt is None:
+            self._reserve_pages(sequence)
+        else:
+            self.inlined.turns.add(sequence.prompt, partial(self._reserve_pages, sequence))
+
+    def _reserve_pages(self, sequence: Sequence) -> None:
+        request = sequence.request
         sequence.take_back = self.node.pool.reserve(
             request.block_keys, request.num_private_pages, partial(self._reserved, sequence)
         )
@@ -157,6 +165,7 @@ class DecodeInstance:
         )
         self._note_begun(sequence)
         self._load(sequence, prompt.num_done)
+        self.inlined.turns.reserved(prompt, reservation.num_found)
 
     def _note_begun(self, sequence: Sequence) -> None:
         sequence.has_begun = True
@@ -164,22 +173,8 @@ class DecodeInstance:
         self._num_begun_outside_tokens += sequence.member.num_tokens
 
     def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
-        """The predicted TBT if it exceeds the SLO. As `workers.decode.double_check`, which needs torch."""
-        slo_s = sequence.tbt_slo_s
-        if slo_s is None or not num_others:
-            return None
         num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
-        empty_s = self.predictors.tbt.predict_s(0, 0)
-        predicted_s = self._tbt_s(num_others + 1, num_kv_tokens)
-        if empty_s is None or predicted_s is None:
-            return None
-        margin_s = tbt_margin_s(predicted_s, empty_s)
-        return None if predicted_s + margin_s <= slo_s else predicted_s
-
-    def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
-        batched, delay = batch_share(num_requests, self._max_batch)
-        step_s = self.predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
-        return None if step_s is None else delay * step_s
+        return self._double_check.too_slow_s(sequence.tbt_slo_s, num_others, num_kv_tokens)
 
     def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
         self.num_refusals += 1
@@ -349,6 +344,7 @@ class DecodeInstance:
             self._leave(self.batch.advance(1, seconds))
         for prompt in computed:
             self._prefilled(self._sequence_of[prompt.member])
+            self.inlined.turns.end(prompt)
         self._take_turns()
         self._run()
 
@@ -381,9 +377,10 @@ class DecodeInstance:
         if sequence.member.is_running:
             self.batch.remove(sequence.member)
             self._leave_batch(sequence)
+        self._forget(sequence)
         if sequence.prompt is not None:
             self.inlined.remove(sequence.prompt)
-        self._forget(sequence)
+            self.inlined.turns.end(sequence.prompt)
         self._take_turns()
 
     def _forget(self, sequence: Sequence) -> None:

@@ -5,7 +5,8 @@ How many tokens an iteration carries is the server's own rule, with its own pred
 Owns: these prompts and their next chunks. Does not know: the clock, pools, what is done with a computed one.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member
@@ -14,6 +15,7 @@ from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.workers import MixedIterations
 from workers.decode.prompt_budget import ChunkLimits, PromptBudget, divide_budget
 from workers.decode.tbt import IterationPredictors
+from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiting
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +53,56 @@ class Mixed:
         return [PromptShare(num_tokens, prompt.num_done) for prompt, num_tokens in self.chunks]
 
 
+class PrefixTurns:
+    """Turns of prompts with a common prefix: a later one begins when an earlier one has stored it.
+
+    The rule is the server's (`workers.kvcache.shared_prefixes`).
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._num_blocks = num_blocks_worth_waiting(block_tokens)
+        self._num_held: dict[Prompt, int] = {}
+        """Blocks that are not computed, by prompt in order of arrival; 0 until it has its pages."""
+        self._waiting: dict[Prompt, Callable[[], None]] = {}
+
+    def add(self, prompt: Prompt, begin: Callable[[], None]) -> None:
+        """Call `begin` when none before the prompt computes blocks that it can reuse."""
+        self._num_held[prompt], self._waiting[prompt] = 0, begin
+        self._begin_next()
+
+    def reserved(self, prompt: Prompt, num_held: int) -> None:
+        """Note that a prompt has its pages, and how many of its leading blocks the pool held."""
+        self._num_held[prompt] = num_held
+        self._begin_next()
+
+    def end(self, prompt: Prompt) -> None:
+        """Remove a prompt whose blocks are stored, or will not be. Idempotent."""
+        self._waiting.pop(prompt, None)
+        if self._num_held.pop(prompt, None) is not None:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        for prompt, begin in list(self._waiting.items()):
+            if prompt in self._waiting and not self._must_wait(prompt):
+                del self._waiting[prompt]
+                begin()
+
+    def _must_wait(self, prompt: Prompt) -> bool:
+        keys = prompt.request.block_keys
+        before = itertools.takewhile(lambda of: of[0] is not prompt, self._num_held.items())
+        return any(
+            computes_for(other.request.block_keys, num_held, keys, self._num_blocks)
+            for other, num_held in before
+        )
+
+
 class InlinedPrompts:
     """The prompts that have device pages and are not computed yet, the first one to be computed first."""
 
     def __init__(self, predictors: IterationPredictors, limits: ChunkLimits) -> None:
         self._predictors, self._budget = predictors, PromptBudget(predictors, limits)
         self._prompts: dict[Prompt, None] = {}
+        self.turns = PrefixTurns(limits.least)
         self.num_device_tokens = self.num_computed = 0
         self.mixed = MixedIterations()
 

@@ -1,0 +1,31 @@
+"""The rule of the double check, as in `workers.decode.double_check`, which needs torch.
+
+Owns: the predicted TBT of a batch, and whether it is too long. Does not know: who waits or is refused.
+"""
+
+from mooncake.messages.costs import batch_share, tbt_margin_s
+from workers.decode.tbt import IterationPredictors
+
+
+class DoubleCheck:
+    """The rule for an instance that decodes at most `max_batch` requests together."""
+
+    def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
+        self._predictors, self._max_batch = predictors, max_batch
+
+    def tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
+        """Return the predicted TBT of requests that share the batch; None while too little is known."""
+        batched, delay = batch_share(num_requests, self._max_batch)
+        step_s = self._predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
+        return None if step_s is None else delay * step_s
+
+    def too_slow_s(self, slo_s: float | None, num_others: int, num_kv_tokens: int) -> float | None:
+        """Return the predicted TBT of a request beside others if it exceeds the SLO (None: no limit)."""
+        if slo_s is None or not num_others:
+            return None
+        empty_s = self._predictors.tbt.predict_s(0, 0)
+        predicted_s = self.tbt_s(num_others + 1, num_kv_tokens)
+        if empty_s is None or predicted_s is None:
+            return None
+        margin_s = tbt_margin_s(predicted_s, empty_s)
+        return None if predicted_s + margin_s <= slo_s else predicted_s
