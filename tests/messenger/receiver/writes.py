@@ -1,0 +1,22 @@
+"""Frames of a sender that are written by hand."""
+
+from messenger.wire.messages import (
+    Message,
+    Write,
+    WriteEntry,
+)
+from tests.messenger.fabric import Fabric
+
+SESSION = b"s" * 16
+Said = tuple[Message, bytes]
+
+
+def entry(node: Fabric, of_page: int, **changed: object) -> WriteEntry:
+    fields = {name: getattr(node.entry(of_page), name) for name in WriteEntry.__struct_fields__}
+    return WriteEntry(**{**fields, **changed})
+
+
+def write(node: Fabric, *entries: WriteEntry, grant_id: int = 1) -> Said:
+    """With the bytes of the sender's memory that belong to it."""
+    payload = b"".join(bytes(node.sender_memory.page(e.page)) for e in entries)
+    return Write(7, grant_id, list(entries)), payload
