@@ -173,11 +173,13 @@ class InstantInstance:
             case Reserve(ref, request):
                 self._reserved[ref] = request
                 await self._tell(Reserved(ref, Grant(0, self._address, [])))
+                if message.inline:
+                    await self._tell(Prefilled(ref, request.token_ids[0], 0))
+                    await self._begin(ref)
             case Prefill(ref, request):
                 await self._tell(Prefilled(ref, request.token_ids[0], 0))
             case Decode(ref) if ref in self._reserved:
-                self._running[ref] = _Running(self._reserved.pop(ref))
-                await self._advance([ref])
+                await self._begin(ref)
             case Abort(ref):
                 self._reserved.pop(ref, None)
                 self._running.pop(ref, None)
@@ -187,6 +189,10 @@ class InstantInstance:
                 await self._tell(self._registration)
             case RegisterRefused(reason):
                 raise ConfigError(f"the conductor refused {self._registration.instance}: {reason}")
+
+    async def _begin(self, ref: Ref) -> None:
+        self._running[ref] = _Running(self._reserved.pop(ref))
+        await self._advance([ref])
 
     async def _tell(self, message: FromWorker) -> None:
         await self._conductor.send(message)

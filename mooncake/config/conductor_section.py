@@ -95,7 +95,7 @@ class ConductorConfig(Section):
         ByteSize(256 << 20), description="of copies that are under way, and that are ordered in one period"
     )
     inlining: bool = Field(
-        False,
+        True,
         description="decode instances too compute prompts, in chunks beside what they decode, where that"
         " adds less waiting than a prefill instance",
     )

@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.front.instant_workers import InstantInstance
 from conductor.effects import ToConductor
 from conductor.front.generation.link import Link
@@ -11,7 +13,7 @@ from conductor.front.generation.reception import Event, Received
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
 from conductor.process.service import ConductorService
-from conductor.rules import Limits
+from conductor.rules import Limits, Rules
 from conductor.telemetry.history import History
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import Router
@@ -37,11 +39,11 @@ async def tokens_of(inbox: Inbox[Event]) -> list[int]:
             return token_ids
 
 
-async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
+async def cluster_answers(folder: Path, has_inlining: bool) -> tuple[list[list[int]], int]:
     """The answers to two requests, and how many requests the Conductor then still has."""
     key = ClusterKey.generate()
     control, replies = f"ipc://{folder}/control", f"ipc://{folder}/replies"
-    conductor = Conductor(1, FINGERPRINT, Limits())
+    conductor = Conductor(1, FINGERPRINT, Limits(), Rules(has_inlining=has_inlining))
     router: Router[ToConductor] = Router(control, ToConductor, key)
     from_front, to_front = Inbox[FromFront](), Inbox[Any]()
     link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size)
@@ -69,7 +71,8 @@ async def cluster_answers(folder: Path) -> tuple[list[list[int]], int]:
     return answers, conductor.num_running
 
 
-def test_every_request_gets_its_tokens_and_ends(tmp_path: Path) -> None:
-    answers, num_running = asyncio.run(cluster_answers(tmp_path))
+@pytest.mark.parametrize("has_inlining", [False, True])
+def test_every_request_gets_its_tokens_and_ends(tmp_path: Path, has_inlining: bool) -> None:
+    answers, num_running = asyncio.run(cluster_answers(tmp_path, has_inlining))
     assert answers == [[7, 8, 9, 7, 8], [7, 8, 9, 7, 8, 9]]
     assert num_running == 0

@@ -10,7 +10,7 @@ import pytest
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import eventually
-from tests.cluster.tiny_cluster import body, post, tiny_server
+from tests.cluster.tiny_cluster import TRANSFERS, body, post, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.relay import relay_to
@@ -31,7 +31,7 @@ def test_a_request_whose_order_was_lost_is_answered(
 
     def server(role: str, conductor_port: int, until: str) -> ForkedServer:
         endpoint = f"--conductor-endpoint=tcp://127.0.0.1:{conductor_port}"
-        return tiny_server(tiny, run_dir, f"--role={role}", *common, endpoint, until=until)
+        return tiny_server(tiny, run_dir, TRANSFERS, f"--role={role}", *common, endpoint, until=until)
 
     with contextlib.ExitStack() as stack:
         relay = stack.enter_context(relay_to(port))

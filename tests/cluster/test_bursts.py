@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.cluster.harness import Server, eventually
-from tests.cluster.tiny_cluster import complete, samples, text_of, tiny_server, wait_until_idle
+from tests.cluster.tiny_cluster import TRANSFERS, complete, samples, text_of, tiny_server, wait_until_idle
 from tests.deadline import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -24,7 +24,7 @@ NUM_OWN = sum(map(len, BURST)) - len(BURST) * NUM_SHARED
 NUM_TOKENS = 8
 PREFILL = ("prefill-0", "prefill-1")
 FLAGS = {
-    (*PREFILL, "decode-0"): ["--num-prefill=2"],
+    (*PREFILL, "decode-0"): [TRANSFERS, "--num-prefill=2"],
     ("both-0", "both-1"): ["--num-both=2"],
 }
 
@@ -88,7 +88,7 @@ def test_burst_whose_instance_is_killed_is_answered_as_ever(
     long_tiny: Path, run_dir: Path, burst: ThreadPoolExecutor, expected: list[str]
 ) -> None:
     patience = ["--conductor-peer-timeout-s=60", "--hang-timeout-s=120", "--kvcache-pool-bytes=16MiB"]
-    with tiny_server(long_tiny, run_dir, "--num-prefill=2", *patience) as server:
+    with tiny_server(long_tiny, run_dir, TRANSFERS, "--num-prefill=2", *patience) as server:
         workers = {name: server.pid_of(name) for name in PREFILL}
         for pid in workers.values():
             os.kill(pid, signal.SIGSTOP)  # so that all are placed before the first has been computed

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.cluster.harness import ROOT, Server, eventually
-from tests.cluster.tiny_cluster import cached_tokens, complete, metric, tiny_server
+from tests.cluster.tiny_cluster import TRANSFERS, cached_tokens, complete, metric, tiny_server
 from tests.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.cluster
@@ -22,7 +22,7 @@ PREFIX = list(range(3, 3 + NUM_BLOCKS * BLOCK_SIZE))
 @pytest.fixture
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
     """DRAM for few prompts and no SSD."""
-    with tiny_server(tiny, run_dir, "--kvcache-pool-bytes=200KiB") as started:
+    with tiny_server(tiny, run_dir, TRANSFERS, "--kvcache-pool-bytes=200KiB") as started:
         yield started
 
 

@@ -11,6 +11,7 @@ from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
     PAIR,
     PROMPT,
+    TRANSFERS,
     complete,
     kill_at_random,
     metric,
@@ -21,7 +22,7 @@ from tests.cluster.tiny_cluster import (
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 COUPLED = ("both-0",)
-FLAGS = {COUPLED: ["--num-both=1"], PAIR: ["--conductor-inlining=true"]}
+FLAGS = {COUPLED: ["--num-both=1"], PAIR: []}
 SHORT_CHUNKS = "--worker-mixed-chunk-tokens=16"
 PROMPTS = [[3 + index, *PROMPT[: 7 * index]] for index in range(1, 11)]
 
@@ -39,7 +40,7 @@ def answers(server: Server) -> list[str]:
 @pytest.fixture(scope="module")
 def expected(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The answers of a pair that transfers all KVCache."""
-    with tiny_server(tiny, tmp_path_factory.mktemp("mc")) as server:
+    with tiny_server(tiny, tmp_path_factory.mktemp("mc"), TRANSFERS) as server:
         return answers(server)
 
 
@@ -66,7 +67,7 @@ def test_kills_change_no_answer(tiny: Path, run_dir: Path, instances: tuple[str,
 
 
 def test_decode_instances_that_inline_serve_while_prefill_has_gone(tiny: Path, run_dir: Path) -> None:
-    with tiny_server(tiny, run_dir, "--conductor-inlining=true") as server:
+    with tiny_server(tiny, run_dir) as server:
         before = text_of(complete(server, num_tokens=20))
         prefill = server.pid_of("prefill-0")
         os.kill(prefill, signal.SIGSTOP)

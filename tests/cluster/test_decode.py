@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import Server, eventually
-from tests.cluster.tiny_cluster import body, cached_tokens, complete, metric, post, streaming, tiny_server
+from tests.cluster.tiny_cluster import (
+    TRANSFERS,
+    body,
+    cached_tokens,
+    complete,
+    metric,
+    post,
+    streaming,
+    tiny_server,
+)
 
 pytestmark = pytest.mark.cluster
 BLOCK_SIZE = 8
@@ -23,7 +32,7 @@ COUPLED = ("--num-both=1",)
 
 @pytest.mark.parametrize(
     ("arguments", "instance", "num_expected"),
-    [((), "decode-0", 0), (COUPLED, "both-0", 3)],
+    [((TRANSFERS,), "decode-0", 0), (COUPLED, "both-0", 3)],
     ids=["pair", "both roles"],
 )
 def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(
@@ -52,7 +61,7 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer(
 
 def test_what_would_be_too_slow_is_refused_before_its_first_token(tiny: Path, run_dir: Path) -> None:
     with (
-        tiny_server(tiny, run_dir, "--conductor-tbt-slo-s=0.000001") as server,
+        tiny_server(tiny, run_dir, TRANSFERS, "--conductor-tbt-slo-s=0.000001") as server,
         streaming(server, prompt=PROMPT, num_tokens=400) as events,
     ):
         for _ in range(30):  # enough to learn from

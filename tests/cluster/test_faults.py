@@ -14,6 +14,7 @@ from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
     NUM_PAGES,
     PROMPT,
+    TRANSFERS,
     body,
     cached_tokens,
     complete,
@@ -37,7 +38,7 @@ OTHER = [token + 1 for token in PROMPT]
 
 @pytest.fixture
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    with tiny_server(tiny, run_dir) as running:
+    with tiny_server(tiny, run_dir, TRANSFERS) as running:
         yield running
 
 
@@ -86,7 +87,7 @@ def test_a_request_in_whose_passes_a_worker_fails_again_and_again_ends_with_an_e
     tiny_model("smollm2", directory, num_hidden_layers=num_layers)
     write_tiny_tokenizer(directory)
     error, num_events, faulted = "", Counter[int](), set[int]()
-    with tiny_server(directory, run_dir) as server:
+    with tiny_server(directory, run_dir, TRANSFERS) as server:
         expected = text_of(complete(server, prompt=OTHER, num_tokens=20))
         with streaming(server) as events:
             for event in events:
@@ -136,7 +137,7 @@ def test_preempted_requests_finish_unchanged(tiny: Path, run_dir: Path) -> None:
     prompts = [[3 + index, *PROMPT[:30]] for index in range(6)]
     # 20 pages of 8 tokens: two of these sequences at their full length of 71 tokens, never six.
     page_bytes = 8 * 4 * 1 * 2 * 16 * 4
-    with tiny_server(tiny, run_dir, f"--kvcache-device-bytes={20 * page_bytes}") as server:
+    with tiny_server(tiny, run_dir, TRANSFERS, f"--kvcache-device-bytes={20 * page_bytes}") as server:
         expected = [text_of(complete(server, prompt=prompt, num_tokens=40)) for prompt in prompts]
         with ThreadPoolExecutor(6) as threads:
             answers = threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=40), prompts)

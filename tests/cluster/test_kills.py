@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.cluster.harness import Server, eventually
-from tests.cluster.tiny_cluster import PROMPT, body, complete, is_ready, post, text_of, tiny_server
+from tests.cluster.tiny_cluster import PROMPT, TRANSFERS, body, complete, is_ready, post, text_of, tiny_server
 from tests.deadline import DEADLINE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -26,7 +26,7 @@ ANSWER_DEADLINE_S = 300.0
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
     """Two instances of each role. However long they take to start, requests wait for them."""
     patience = f"--conductor-placement-timeout-s={ANSWER_DEADLINE_S:g}"
-    with tiny_server(tiny, run_dir, "--num-prefill=2", "--num-decode=2", patience) as running:
+    with tiny_server(tiny, run_dir, TRANSFERS, "--num-prefill=2", "--num-decode=2", patience) as running:
         yield running
 
 

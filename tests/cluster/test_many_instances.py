@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
+    TRANSFERS,
     body,
     complete,
     is_ready,
@@ -35,7 +36,7 @@ HOT_PREFIX = list(range(3, 163))
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
     """Two prefill and two decode instances."""
     hopeless = '--conductor-slo-classes={"hopeless": {"ttft_slo_s": 1e-9}}'
-    with tiny_server(tiny, run_dir, "--num-prefill=2", "--num-decode=2", hopeless) as running:
+    with tiny_server(tiny, run_dir, TRANSFERS, "--num-prefill=2", "--num-decode=2", hopeless) as running:
         yield running
 
 

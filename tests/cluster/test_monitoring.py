@@ -17,7 +17,7 @@ import yaml
 
 from tests.browser import Browser
 from tests.cluster.harness import ROOT, Server, eventually
-from tests.cluster.tiny_cluster import tiny_server
+from tests.cluster.tiny_cluster import TRANSFERS, tiny_server
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
 from tests.ports import free_port
@@ -86,6 +86,7 @@ def monitored(tiny: Path) -> Iterator[Monitored]:
         tiny_server(
             tiny,
             Path(run_dir),
+            TRANSFERS,
             *("--conductor-ttft-slo-s=5", "--conductor-tbt-slo-s=1", "--conductor-max-running-requests=2"),
             *("--worker-metrics-listen", f"127.0.0.1:{port}"),
         ) as server,

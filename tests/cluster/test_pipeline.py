@@ -13,6 +13,7 @@ from mooncake.security.keys import ClusterKey
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
     PROMPT,
+    TRANSFERS,
     cached_tokens,
     complete,
     is_ready,
@@ -34,7 +35,7 @@ CHUNK = "--worker-prefill-chunk=32"
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
     """A stage that a test stops is not missed before the test goes on."""
     patient = ["--conductor-peer-timeout-s=30", "--hang-timeout-s=never"]
-    with tiny_server(tiny, run_dir, CHUNK, *patient, f"--pipeline-stages={NUM_STAGES}") as running:
+    with tiny_server(tiny, run_dir, TRANSFERS, CHUNK, *patient, f"--pipeline-stages={NUM_STAGES}") as running:
         yield running
 
 
@@ -42,7 +43,7 @@ def test_text_is_that_of_an_unsplit_instance(tiny: Path, server: Server, run_dir
     prompts = [LONG, PROMPT, LONG[:200] + PROMPT, PROMPT[:3]]
     folder = run_dir / "unsplit"
     folder.mkdir()
-    with tiny_server(tiny, folder, CHUNK) as unsplit:
+    with tiny_server(tiny, folder, TRANSFERS, CHUNK) as unsplit:
         expected = [text_of(complete(unsplit, prompt=prompt, num_tokens=20)) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         for _ in range(2):
@@ -127,7 +128,7 @@ def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_f
     for folder in folders:
         folder.mkdir()
     with (
-        tiny_server(tiny, run_dir, "--role=conductor", *common) as front,
+        tiny_server(tiny, run_dir, TRANSFERS, "--role=conductor", *common) as front,
         tiny_server(tiny, folders[0], "--role=decode", *common),
         tiny_server(tiny, folders[1], *stages[1], *common, "--hang-timeout-s=8", until=waiting) as last,
         tiny_server(tiny, folders[2], *stages[0], *common),

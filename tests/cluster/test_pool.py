@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, STOP_DEADLINE_S, Server, eventually
-from tests.cluster.tiny_cluster import SMALL, cached_tokens, complete, metric, streaming, text_of
+from tests.cluster.tiny_cluster import SMALL, TRANSFERS, cached_tokens, complete, metric, streaming, text_of
 from tests.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.cluster
@@ -24,7 +24,7 @@ def arguments(tiny: Path, tmp_path: Path) -> list[str]:
     """DRAM for few prompts and SSD for many."""
     (tmp_path / "ssd").mkdir()
     few = ["--kvcache-pool-bytes=200KiB", f"--kvcache-ssd-dirs={tmp_path / 'ssd'}"]
-    return [f"--model={tiny}", *SMALL, *few, "--kvcache-ssd-bytes=16MiB"]
+    return [f"--model={tiny}", *SMALL, TRANSFERS, *few, "--kvcache-ssd-bytes=16MiB"]
 
 
 def answer_to(server: Server, prompt: list[int], num_tokens: int = 2) -> tuple[str, int]:

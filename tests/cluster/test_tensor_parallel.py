@@ -14,7 +14,7 @@ from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference
-from tests.cluster.tiny_cluster import body, is_ready, samples
+from tests.cluster.tiny_cluster import TRANSFERS, body, is_ready, samples
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -53,7 +53,7 @@ def common(model: tuple[Path, object], run_dir: Path) -> list[str]:
 
 @pytest.fixture
 def front(common: list[str], run_dir: Path) -> Iterator[Server]:
-    with ForkedServer("--role=conductor", *common, run_dir=run_dir) as running:
+    with ForkedServer("--role=conductor", TRANSFERS, *common, run_dir=run_dir) as running:
         yield running
 
 

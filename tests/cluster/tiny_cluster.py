@@ -104,6 +104,8 @@ def samples(server: Server, *names: str) -> list[dict[str, float]]:
     return [{labels: float(value) for labels, value in of_metric} for of_metric in found]
 
 
+TRANSFERS = "--conductor-inlining=false"
+"""Flag of servers whose tests are about pairs: an idle decode instance would compute prompts itself."""
 PAIR = ("prefill-0", "decode-0")
 """The instances of a cluster that is started with no other flags."""
 

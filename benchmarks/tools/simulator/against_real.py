@@ -106,6 +106,7 @@ def measure(of: Replay, profile: Path, folder: Path) -> None:
         "--port": port,
         "--worker-num-threads": 1,
         "--conductor-profile": profile,
+        "--conductor-inlining": "false",
         "--conductor-ttft-slo-s": of.ttft_slo_s,
         "--conductor-tbt-slo-s": of.tbt_slo_s,
     }
