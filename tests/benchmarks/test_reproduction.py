@@ -3,9 +3,10 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from benchmarks.reproduction import banaserve, interconnects, scheduling
+from benchmarks.reproduction import banaserve, inlining, interconnects, scheduling
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
 from benchmarks.reproduction.coupled import capacity_per_s
 from benchmarks.reproduction.experiment import Outcome, Table, Trace
@@ -117,3 +118,21 @@ def test_skewed_prefixes_are_shared_the_more_the_earlier() -> None:
     assert uses[0][1] > 5 * uses[20][1]
     ends = {request.hash_ids[-1] for request in islice(banaserve.skewed(10.0), 2000)}
     assert len(ends) == 2000
+
+
+def test_drawn_loads_offer_a_little_more_than_the_nodes_can_compute() -> None:
+    loads = [inlining.drawn_load(seed) for seed in range(3)]
+    assert len({load.first_input_tokens for load in loads}) == 3
+    assert loads == [inlining.drawn_load(seed) for seed in range(3)]
+    for load in loads:
+        slow = msgspec.structs.replace(load, rate_per_s=1.0)
+        assert load.rate_per_s == pytest.approx(1.1 * inlining.capacity_per_s(slow))
+
+
+def test_what_is_chosen_is_compared_with_the_better_of_the_two() -> None:
+    rows: list[list[str | float | None]] = [
+        ["a", 1.0, 0.5, 0.8, 0.8, 1.0, 0.5],
+        ["b", 1.0, 0.8, 0.5, 0.72, 0.9, 0.5],
+    ]
+    said = inlining.remark(Outcome([Table([], rows)]))
+    assert "on 1 of 2 loads, 90.0% at worst and 95.0% in the mean" in said

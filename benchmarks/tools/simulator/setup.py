@@ -34,7 +34,7 @@ OnSecond = Callable[[DisaggregatedCluster], None]
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster: `num_prefill` and `num_decode` instances, `num_both` of them or beside them, or
-    `num_coupled`. Defaults are those of the server, and Mooncake's testbed."""
+    `num_coupled`. Defaults are those of the server, but for `inlining`, and Mooncake's testbed."""
 
     model: str = "llama3-70b"
     hardware: str = "a800"
