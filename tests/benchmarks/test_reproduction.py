@@ -131,8 +131,8 @@ def test_drawn_loads_offer_a_little_more_than_the_nodes_can_compute() -> None:
 
 def test_what_is_chosen_is_compared_with_the_better_of_the_two() -> None:
     rows: list[list[str | float | None]] = [
-        ["a", 1.0, 0.5, 0.8, 0.8, 1.0, 0.5],
-        ["b", 1.0, 0.8, 0.5, 0.72, 0.9, 0.5],
+        ["a", 1.0, 0.5, 0.8, 0.8, 1.0, 1.0, 0.5],
+        ["b", 1.0, 0.8, 0.5, 0.72, 0.9, 1.1, 0.5],
     ]
     said = inlining.remark(Outcome([Table([], rows)]))
-    assert "on 1 of 2 loads, 90.0% at worst and 95.0% in the mean" in said
+    assert "on 1 of 2 loads. The worst is b: 90.0% as many, with 110.0% as many prompt tokens" in said
