@@ -85,7 +85,7 @@ double estimate_prefill_execution_time(const Columns& at, int64_t p, const Promp
     return at.constant_s[p] + num_new * at.token_s[p] + num_pairs * at.pair_s[p];
 }
 
-// Seconds of a prefill behind `prefix_blocks` for blocks that no instance holds and that are coming.
+// The part of a prefill behind `prefix_blocks` for blocks that are coming elsewhere and that no instance holds.
 double estimate_time_again(const Columns& at, int64_t p, const Prompt& prompt, int64_t prefix_blocks) {
     prefix_blocks = std::max(prefix_blocks, prompt.num_stored_blocks);
     if (prefix_blocks >= prompt.num_coming_blocks) return 0;

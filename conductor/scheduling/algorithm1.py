@@ -50,7 +50,8 @@ class Prompt(NamedTuple):
     num_stored_blocks: int
     """The longest prefix that any instance holds."""
     num_coming_blocks: int
-    """The longest prefix that prompts before it are yet to compute; 0 if it may be computed again."""
+    """The longest prefix that prompts before it have yet to compute, if computing it again counts against an
+    instance; else 0."""
     load_block_s: float
     """Seconds to bring one of its blocks from SSD to DRAM."""
     priority: int
@@ -99,7 +100,8 @@ class Inlined(NamedTuple):
     beside_s: float
     """Seconds of the iterations that its chunks share with other requests."""
     waiting_s: float
-    """Seconds until its first token, by which it delays others, and of what is coming elsewhere."""
+    """The waiting that it adds: its own until its first token, that of the requests that it delays, and the
+    time of blocks that are computed here though they are coming elsewhere."""
 
 
 class Scheduler:
@@ -129,7 +131,8 @@ class Scheduler:
             refused_by: Names of decode instances that have refused the request. One of them is chosen only if
                 no other one has room.
             tbt_slo_s: The strictest TBT SLO of those that may share its batch; None without any.
-            may_compute_again: Whether only the TTFT counts, even if blocks are computed that are coming.
+            may_compute_again: Whether only its TTFT counts: computing blocks here that are coming elsewhere
+                costs nothing then.
             inlined: Whether the prompt is to be inlined; None if what adds less waiting is to be chosen.
 
         Returns:
@@ -141,22 +144,19 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         load_block_s = view.block_bytes / SSD_BYTES_PER_S
         num_blocks = layout.num_blocks(num_tokens)
-        held = match = view.prefixes.match(request.block_keys)
+        held = view.prefixes.match(request.block_keys)
         fetch = self._best_fetch(held) if self._fetches else NO_FETCH
-        num_stored_blocks = held.num_best_blocks
-        num_coming_blocks = 0
-        if coming := view.coming.match(request.block_keys, request.priority, now_s):
-            match = held.with_coming(coming)
-            if match is not held and not may_compute_again:
-                num_coming_blocks = max(coming)[0]
+        coming = view.coming.match(request.block_keys, request.priority, now_s)
+        match = held.with_coming(coming) if coming else held
+        pays_again = match is not held and not may_compute_again
         prompt = Prompt(
             num_tokens,
             num_blocks,
             layout.block_size,
-            num_stored_blocks,
-            num_coming_blocks,
-            load_block_s,
-            request.priority,
+            num_stored_blocks=held.num_best_blocks,
+            num_coming_blocks=max(coming)[0] if pays_again else 0,
+            load_block_s=load_block_s,
+            priority=request.priority,
         )
         candidates = self.estimate_ttft(prompt, match, fetch, now_s)
         p = self._choose(candidates, view.loads)
@@ -170,7 +170,7 @@ class Scheduler:
         chosen = self._decoding_instance(decoding) if can_prefill and not inlined else None
         if chosen is None:
             return None
-        d, tbt_s = chosen
+        d, _ = chosen
         num_local_blocks = match.num_blocks_at(p)
         num_coming_blocks = 0 if match is held else num_local_blocks - held.num_blocks_at(p)
         if fetch.best_matched_instance is not None and candidates.is_remote.item(p):
@@ -180,7 +180,8 @@ class Scheduler:
             source, num_source_blocks = None, 0
             transfer_s = match.num_ssd_blocks_at(p) * load_block_s
         prefill_s = candidates.rest_s.item(p) - transfer_s
-        prediction = Prediction(candidates.queue_s.item(p), transfer_s, prefill_s, tbt_s)
+        gap_s = view.next_gap_s(d, num_tokens)
+        prediction = Prediction(candidates.queue_s.item(p), transfer_s, prefill_s, gap_s)
         prefill, decode = view.instance_at(p), view.instance_at(d)
         return Placement(
             prefill, decode, num_local_blocks, num_coming_blocks, source, num_source_blocks, prediction
@@ -214,8 +215,8 @@ class Scheduler:
         self, inlined: Inlined, num_tokens: int, held: PrefixMatch, match: PrefixMatch
     ) -> Placement:
         view, slot = self._view, inlined.instance
-        tbt_s = view.next_step_s.item(slot) + num_tokens * view.decode_costs.second_s.item(slot)
-        prediction = Prediction(inlined.queue_s, inlined.load_s, inlined.prefill_s, tbt_s, inlined.beside_s)
+        gap_s = view.next_gap_s(slot, num_tokens)
+        prediction = Prediction(inlined.queue_s, inlined.load_s, inlined.prefill_s, gap_s, inlined.beside_s)
         instance, num_local_blocks = view.instance_at(slot), match.num_blocks_at(slot)
         num_coming_blocks = num_local_blocks - held.num_blocks_at(slot)
         return Placement(instance, instance, num_local_blocks, num_coming_blocks, None, 0, prediction)
@@ -300,7 +301,10 @@ class Scheduler:
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
     def _estimate_time_again(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """Seconds of a prefill behind `prefix_blocks` for blocks that are coming and that nobody holds."""
+        """The part of a prefill behind `prefix_blocks` for blocks that are coming elsewhere, in seconds.
+
+        Blocks that some instance holds already do not count.
+        """
         prefix_blocks = max(prefix_blocks, prompt.num_stored_blocks)
         if prefix_blocks >= prompt.num_coming_blocks:
             return 0.0

@@ -40,7 +40,7 @@ class Candidates(NamedTuple):
     is_remote: NDArray[np.bool_]
     """Whether the best prefix is fetched; else the instance uses its own."""
     again_s: Floats
-    """The part of these times for blocks that no instance holds and prompts before it compute elsewhere."""
+    """The part of `rest_s` for blocks that are coming to another instance, and that no instance holds."""
     least: int
     """The slot with the least sum of TTFT and `again_s`, the first of several."""
 

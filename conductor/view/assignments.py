@@ -104,15 +104,15 @@ class Assignments:
             source,
             fetched_bytes,
             coming=view.coming.add(prefill, request.priority, request.block_keys),
-            stay=view.forecast.expect(request, now_s + prediction.ttft_s, prediction.tbt_s),
+            stay=view.forecast.expect(request, now_s + prediction.ttft_s, prediction.gap_s),
             device_s=self._device_s(placement, decode),
         )
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
         """The prefill, and the request's part of the iterations of a mean decode."""
         decode_s = self._view.forecast.decode_s
-        part_s = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.tbt_s
-        return placement.prediction.prefill_s + (part_s * decode_s if decode_s < math.inf else 0.0)
+        share = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.gap_s
+        return placement.prediction.prefill_s + (share * decode_s if decode_s < math.inf else 0.0)
 
     def order_prefill(
         self, assignment: Assignment, num_held_blocks: int, time_left_s: float | None, now_s: float

@@ -84,10 +84,21 @@ class _Occupant:
 class ClusterView:
     """All slots.
 
+    `next_step_s`, `next_token_s` and `next_delay` predict decoding with one more request, for which line 24
+    of Algorithm 1 looks at all slots: an iteration has `next_step_s + n * next_token_s` if its prompt has n
+    tokens, and its TBT is `next_delay` times that.
+
     Args:
         rules: How the Conductor decides: the balancing threshold, what the forecast predicts.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
     """
+
+    next_step_s: Floats
+    """Predicted seconds of an iteration, without the tokens of that request."""
+    next_token_s: Floats
+    """Seconds that each token of its prompt adds."""
+    next_delay: Floats
+    """Its TBT in iterations: 1 while there is a slot for it."""
 
     def __init__(self, rules: Rules | None = None, profiled: tuple[Costs, Costs] | None = None) -> None:
         self._rules = rules = rules or Rules()
@@ -116,10 +127,9 @@ class ClusterView:
         self._slot_of_messenger: dict[str, int] = {}
 
     def _set_next(self, rows: Floats) -> None:
-        """Name the rows of a matrix that predicts decoding with one more request, by slot."""
+        """Name the rows of a matrix, whose columns are the slots."""
         self._next = rows
         self.next_step_s, self.next_token_s, self.next_delay = rows
-        """Seconds of an iteration without the request's tokens, seconds of each token, TBT in iterations."""
 
     def instance_at(self, slot: int) -> Instance:
         """The instance in this slot."""
@@ -239,6 +249,15 @@ class ClusterView:
         )
         self.next_token_s[slot] = batched * self.decode_costs.second_s.item(slot)
 
+    def next_gap_s(self, slot: int, num_tokens: int) -> float:
+        """Predict the mean time between two tokens of one more request with `num_tokens` of prompt.
+
+        Unlike the TBT it is not the mean of the longest gaps: where r requests share s < r slots, each gets a
+        token every r / s iterations.
+        """
+        batched, _ = batch_share(self.loads.batch_size.item(slot) + 1, self.loads.max_batch.item(slot))
+        return (self.next_step_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
+
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """Seconds since a prefill last showed whether its costs here are predicted well."""
         return now_s - self._occupants[slot].checked_s
@@ -272,7 +291,8 @@ class ClusterView:
 
         Args:
             slot: The instance's.
-            num_requests: The number of requests that share its batch; further ones wait for their turn.
+            num_requests: The requests that it counts, with a slot or without; those that wait for their turn
+                at its double check are not among them.
             tbt_s: What the instance predicts.
         """
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))

@@ -59,9 +59,9 @@ class DecisionStats:
         """Record the time from a placement to the first token."""
         self.ttft.add(placement.prediction.ttft_s, ttft_s)
 
-    def decoded(self, placement: Placement, tbt_s: float) -> None:
+    def decoded(self, placement: Placement, gap_s: float) -> None:
         """Record the mean time between the tokens of a request."""
-        self.tbt.add(placement.prediction.tbt_s, tbt_s)
+        self.tbt.add(placement.prediction.gap_s, gap_s)
 
     def rejected(self, reason: Reason) -> None:
         """Record that a request was refused."""

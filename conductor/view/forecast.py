@@ -90,8 +90,8 @@ class Forecast(ABC):
         return self._prefills.latest
 
     @abstractmethod
-    def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        """Enter a request whose prefill will end at `prefilled_s`, and whose tokens will be `tbt_s` apart."""
+    def expect(self, request: Request, prefilled_s: float, gap_s: float) -> Stay:
+        """Enter a request whose prefill will end at `prefilled_s`, and whose tokens will be `gap_s` apart."""
 
     @abstractmethod
     def begin(self, request: Request, now_s: float) -> Stay:
@@ -118,7 +118,7 @@ class SystemForecast(Forecast):
         super().__init__()
         self._lifetimes = Lifetimes()
 
-    def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
+    def expect(self, request: Request, prefilled_s: float, gap_s: float) -> Stay:
         return _entered(request, (self._prefills, prefilled_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
@@ -157,8 +157,8 @@ class RequestForecast(Forecast):
         self._leaves = Timeline(BUCKET_S)
         """Expected requests by the expected end of their decode."""
 
-    def expect(self, request: Request, prefilled_s: float, tbt_s: float) -> Stay:
-        decode_s = self._lengths.expected(request) * tbt_s
+    def expect(self, request: Request, prefilled_s: float, gap_s: float) -> Stay:
+        decode_s = self._lengths.expected(request) * gap_s
         return _entered(request, (self._prefills, prefilled_s), (self._leaves, prefilled_s + decode_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:

@@ -22,7 +22,8 @@ class Prediction(NamedTuple):
     queue_s: float
     transfer_s: float
     prefill_s: float
-    tbt_s: float
+    gap_s: float
+    """The mean time between two tokens. (The TBT, which SLOs limit, is the mean of the longest gaps.)"""
     beside_s: float = 0.0
     """Iterations of other requests between the chunks of an inlined prompt."""
 
@@ -40,7 +41,7 @@ class Placement(NamedTuple):
     num_local_blocks: int
     """The prompt's leading blocks that `prefill` holds, or will hold when the prompt's turn comes."""
     num_coming_blocks: int
-    """The last ones of these, which prompts before it are yet to compute.
+    """The last of `num_local_blocks`: those that prompts before this one have yet to compute.
 
     `0 <= num_coming_blocks <= num_local_blocks`
     """

@@ -377,7 +377,7 @@ class Transcript:
         return (
             f"{placement.prefill.name} {placement.decode.name} local={placement.num_local_blocks}{source}"
             f" queue={times.queue_s:.4g} transfer={times.transfer_s:.4g} prefill={prefill}"
-            f" tbt={times.tbt_s:.4g}"
+            f" gap={times.gap_s:.4g}"
         )
 
 

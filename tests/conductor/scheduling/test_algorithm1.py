@@ -16,7 +16,9 @@ from conductor.scheduling.native import NativeScheduler, new_scheduler
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.blocks import KVLayout
+from mooncake.messages.costs import Costs
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard
+from mooncake.messages.requests import Request, SamplingParams
 from mooncake.messages.workers import PROTOCOL_VERSION, Register, Role
 from tests.conductor.transcript import replay
 from tests.examples import num_examples
@@ -116,6 +118,23 @@ def test_without_a_compiler_the_same_is_decided(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(native, "load_or_do_without", lambda *_, **__: None)
     transcript = GOLDEN / f"{name}.txt"
     assert replay(transcript) == transcript.read_text()
+
+
+@pytest.mark.parametrize("inlined", [False, True])
+def test_beyond_the_slots_a_prediction_is_the_mean_gap_of_requests_that_take_turns(*, inlined: bool) -> None:
+    costs = Costs(2e-2, 1e-4, 2e-8)
+    view = ClusterView(Rules(has_inlining=True), (Costs(1e-3, 2e-5, 1e-9), costs))
+    view.add(instance(0, Role.PREFILL), 0.0)
+    view.add(instance(1, Role.DECODE, max_batch=2), 0.0)
+    for _ in range(5):
+        view.loads.assign_decode(1, 100)
+    view.decode_changed(1)
+    request = Request("r", list(range(40)), [], SamplingParams(5), "front")
+    placement = Scheduler(view, Rules(has_inlining=True)).schedule(request, 0.0, inlined=inlined)
+    assert placement is not None
+    assert placement.is_inlined == inlined
+    num_tokens_of_two = (5 * 100 + 40) * 2 / 6
+    assert placement.prediction.gap_s == pytest.approx(6 / 2 * costs.seconds(2, num_tokens_of_two))
 
 
 def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_gone() -> None:

@@ -73,7 +73,7 @@ def test_steps_of_requests_that_have_all_ended_teach_nothing() -> None:
 def test_late_inlined_prompts_say_nothing_about_pairs() -> None:
     view, instance, _ = new_view()
     prefill = Instance(registration("p0", Role.PREFILL), b"p0#1", 0.0)
-    prediction = Prediction(queue_s=9.0, transfer_s=0.5, prefill_s=0.5, tbt_s=0.1)
+    prediction = Prediction(queue_s=9.0, transfer_s=0.5, prefill_s=0.5, gap_s=0.1)
     inlined, pair = (Placement(of, instance, 0, 0, None, 0, prediction) for of in (instance, prefill))
     view.ttft_correction(inlined).learn(prediction, 0.0, 12.0, 11.0, 1.0)
     assert view.ttft_correction(inlined).factor(11.0, 1.0) == pytest.approx(1.2)

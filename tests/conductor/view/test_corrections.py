@@ -12,7 +12,7 @@ from conductor.view.corrections import (
 from conductor.view.placement import Prediction
 
 NOW_S = 100.0
-QUEUED = Prediction(queue_s=9.0, transfer_s=0.5, prefill_s=0.5, tbt_s=0.1)
+QUEUED = Prediction(queue_s=9.0, transfer_s=0.5, prefill_s=0.5, gap_s=0.1)
 SLO_S = 11.0
 
 
@@ -69,7 +69,7 @@ def test_what_was_learned_in_an_overload_that_is_over_is_forgotten() -> None:
 
 def test_each_slo_has_a_limit_of_its_own() -> None:
     correction = TTFTCorrection()
-    strict = Prediction(queue_s=0.04, transfer_s=0.0, prefill_s=0.005, tbt_s=0.1)
+    strict = Prediction(queue_s=0.04, transfer_s=0.0, prefill_s=0.005, gap_s=0.1)
     correction.learn(strict, 0.0, 0.5, 0.05, NOW_S)
     assert correction.factor(0.05, NOW_S) == MOST_TTFT
     assert correction.factor(SLO_S, NOW_S) == 1.0
