@@ -23,7 +23,7 @@ EVENT_DELAY_S = 0.5
 """Seconds in which events tell of the blocks of a prefill that has ended; until then they count as coming."""
 
 Coming = list[tuple[int, int]]
-"""Numbers of leading blocks of a prompt, each with the mask of the slots that will hold as many or more."""
+"""Numbers of leading blocks of a prompt, each with the mask of the slots that will hold at least so many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,7 @@ class ComingPrompt:
     priority: int
     keys: Sequence[BlockKey]
     is_coming: bool = True
+    """Whether the prompt is in the tree of its priority. A prompt without blocks never is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +53,7 @@ class _Node:
     """The nodes behind this one by their first block."""
 
     def common_end(self, keys: Sequence[BlockKey]) -> int:
-        """The end of the blocks that `keys`, which share the first block of this node, have in common."""
+        """The end of the blocks that this node and `keys` have in common: its first one at least."""
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:
             return end
@@ -76,7 +77,7 @@ class _Node:
         self.end, self.children = end, {self.keys[end]: rest}
 
     def join(self) -> None:
-        """Take in an only child that has the same prompts."""
+        """Merge with an only child if no prompt ends between them."""
         if len(self.children) == 1:
             (child,) = self.children.values()
             if child.num_prompts == self.num_prompts:
@@ -92,7 +93,7 @@ class ComingPrefixes:
         self._coming: dict[int, set[ComingPrompt]] = {}
         """The prompts by slot."""
         self._ended: deque[tuple[float, ComingPrompt]] = deque()
-        """Prompts whose prefill has ended, and the time from which on the prefix index is believed."""
+        """Prompts whose prefill has ended, each with the time at which it is removed."""
 
     def add(self, slot: int, priority: int, keys: Sequence[BlockKey]) -> ComingPrompt:
         """Add a prompt that has been placed on the instance in `slot`."""
@@ -134,7 +135,7 @@ class ComingPrefixes:
             del self._roots[prompt.priority]
 
     def stored(self, prompt: ComingPrompt, now_s: float) -> None:
-        """Remove a prompt whose prefill has ended, when events must have told of its blocks."""
+        """Record that a prompt's prefill has ended: remove it when events must have told of it."""
         self._ended.append((now_s + EVENT_DELAY_S, prompt))
 
     def forget(self, slot: int) -> None:
@@ -143,9 +144,10 @@ class ComingPrefixes:
             self.remove(prompt)
 
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
-        """Find the leading blocks of a prompt that are coming, computed by prompts that go before it.
+        """Find the leading blocks of a prompt that are coming.
 
-        Prompts of higher priority numbers do not count: it goes before them, and computes the prefix itself.
+        Only prompts that go before it count. It goes before those of higher priority numbers, and computes
+        the prefix itself.
         """
         while self._ended and self._ended[0][0] <= now_s:
             self.remove(self._ended.popleft()[1])

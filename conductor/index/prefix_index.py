@@ -45,13 +45,13 @@ class PrefixMatch(NamedTuple):
         return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
 
     def with_coming(self, coming: Sequence[tuple[int, int]]) -> "PrefixMatch":
-        """The match as it will be when blocks have been stored that are still being computed.
+        """The match as it will be when the blocks that are coming have been stored.
 
         Args:
-            coming: Numbers of leading blocks, each with the mask of the slots that will hold as many.
+            coming: Numbers of leading blocks, each with the slots that will hold at least so many.
 
         Returns:
-            The match; this one if all of that is held already.
+            The match; this very object if no slot gains by it.
         """
         held = list(zip(self.depths, self.masks, strict=True))
         gaining = 0

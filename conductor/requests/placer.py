@@ -122,11 +122,14 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Check the SLOs of a request that must meet them.
+        """Check the SLOs of a request that must meet them, and choose again if its first token would be late.
 
-        If its first token would be late where it waits for blocks that others compute, it computes them again
-        elsewhere. If it is late with a pair, it may be in time where it is inlined, or the other way round:
-        the placement is another one then.
+        1. A prompt that waits for blocks which others compute goes where its first token is soonest, though
+           the blocks are computed again there.
+        2. If that is late as well, it gets a pair instead of inlining, or the other way round, if in time so.
+
+        Returns:
+            The placement in the end, and why it misses an SLO; None if it does not.
         """
         if not tracked.must_meet_slos:
             return placement, None
@@ -206,13 +209,14 @@ class Placer:
     def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
         """Place, in order, the queued requests for which there is room; `reject` those without slack.
 
-        A request behind one that found no room is tried if its prompt is shorter, or its SLO another one.
+        A request for which there is no room holds up those of its TBT SLO with as long a prompt or a longer
+        one, which need no less.
         """
         if not self._requests.admission_queue:
             return []
         effects: list[Effect] = []
         blocked: dict[float | None, int] = {}
-        """The fewest tokens that found no room, by TBT SLO."""
+        """Tokens of the shortest prompt for which there was no room, by TBT SLO."""
         for tracked in self._preemption.in_order(self._requests.admission_queue.values(), now_s):
             num_tokens, tbt_slo_s = len(tracked.request.token_ids), tracked.slos.tbt_s
             if num_tokens >= blocked.get(tbt_slo_s, math.inf):
@@ -224,6 +228,7 @@ class Placer:
         return effects
 
     def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Reject a queued request that is held up if it has no slack any more."""
         placement = self._schedule(tracked, now_s)
         if placement is not None:
             placement, rejection = self._checked(tracked, placement, now_s)

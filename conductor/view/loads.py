@@ -54,7 +54,7 @@ class _Prefills:
 
 
 class Loads:
-    """Arrays with `num_slots` entries. Entries of slots without an instance are zero."""
+    """Arrays with `num_slots` entries. Those of slots without an instance are zero, but for `max_batch`."""
 
     is_prefill: NDArray[np.bool_]
     is_decode: NDArray[np.bool_]
@@ -85,11 +85,13 @@ class Loads:
     num_decoding_tokens: Floats
     """The tokens of the prompts whose prefill has ended."""
     num_awaiting_turn: Floats
-    """Decoding requests that a full batch keeps waiting: as of the last heartbeat, corrected since."""
+    """Decoding requests that wait at the double check, for the TBT of the batch: as of the last heartbeat,
+    corrected since. Those that wait for a slot are not among them."""
     num_prompts: Floats
     """Prompts that were assigned and have not been computed."""
     max_batch: Floats
-    """The most requests that an instance decodes together; others wait."""
+    """The slots of an instance's batch: the most requests that it decodes together, others wait. 1 without an
+    instance."""
 
     def __init__(self) -> None:
         self._prefills: list[_Prefills] = []

@@ -90,18 +90,15 @@ def load_profile(path: Path) -> Profile:
 def load_profile_of(path: Path, model: str, shape: ModelShape, dtype: str) -> Profile:
     """Read the profile in `path`, which must be of this model. Raises ConfigError."""
     profile = load_profile(path)
+    if (profile.model, profile.dtype, profile.shape) == (model, dtype, shape):
+        return profile
     if (profile.model, profile.dtype) != (model, dtype):
         theirs, ours = f"{profile.model} in {profile.dtype}", f"{model} in {dtype}"
-    elif profile.shape != shape:
-        differing = [
-            name
-            for name in msgspec.structs.asdict(shape)
-            if getattr(profile.shape, name) != getattr(shape, name)
-        ]
-        theirs = f"a {model} of " + ", ".join(f"{name} {getattr(profile.shape, name)}" for name in differing)
-        ours = "one of " + ", ".join(f"{name} {getattr(shape, name)}" for name in differing)
     else:
-        return profile
+        measured, served = msgspec.structs.asdict(profile.shape), msgspec.structs.asdict(shape)
+        differing = [name for name in served if measured[name] != served[name]]
+        theirs = f"a {model} of " + ", ".join(f"{name} {measured[name]}" for name in differing)
+        ours = "one of " + ", ".join(f"{name} {served[name]}" for name in differing)
     raise ConfigError(f"conductor.profile: {path} was measured with {theirs}, this is {ours}; {_ADVICE}")
 
 

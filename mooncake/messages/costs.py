@@ -51,7 +51,7 @@ def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
 
 
 class BatchShare(NamedTuple):
-    """What each of several requests has of a batch in which there may not be a slot for each."""
+    """How several requests share a batch that may have fewer slots."""
 
     batched: float
     """The share of the requests that are in the batch at a time."""
@@ -62,10 +62,11 @@ class BatchShare(NamedTuple):
 def batch_share(num_requests: float, max_batch: float) -> BatchShare:
     """Return how `num_requests` share a batch of at most `max_batch`.
 
-    Where r requests share s < r slots, the last one waits behind its first token until k = r - s others
-    have left. Slots come free by chance, s in the time that a request is decoded. So the wait is k / s of
-    that time, with two standard deviations (k + 2 * sqrt(k)) / s. It is one gap of many, and TBT is the mean
-    of the longest tenth of them.
+    Of r requests in s < r slots the last one has its first token and then waits until k = r - s others have
+    left. In the time of one decode s of them leave, at random moments, so it waits k / s decodes, and with
+    two standard deviations (k + 2 * sqrt(k)) / s. That wait is a single gap, but the longest. TBT is the mean
+    of the longest tenth of the gaps, so the wait adds ten times as many iterations to it as to the mean of
+    all gaps.
     """
     if num_requests <= max_batch:
         return BatchShare(1.0, 1.0)

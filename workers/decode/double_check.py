@@ -1,7 +1,8 @@
 """The double check: a decode instance's own test of the TBT SLO (Mooncake, section 3, the local scheduler).
 
-With the TBT that it predicts, an instance may let a request wait or refuse it until the first token leaves.
-That leaves late, so that the second one follows within the SLO.
+An instance predicts the TBT of its batch with a request before that one's first token may leave: the request
+joins, waits for a smaller batch, or is refused. A token that may leave can still be held, so that the gap to
+the second one is within the SLO.
 
 Owns: what a request would do to the batch, which requests wait for a smaller one, first tokens that are held.
 Does not know: who is told, how anything is measured.
@@ -111,7 +112,8 @@ class DoubleCheck:
 class HeldTokens:
     """First tokens that wait until their sequences join the batch, as far as the TTFT SLO allows.
 
-    The gap to the second token counts for the TBT SLO, and contains no transfer of KVCache then.
+    The gap to the second token counts as TBT. A token that leaves at once has the rest of the transfer, the
+    load and the wait for a slot in that gap; one that is held has them in its TTFT.
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
@@ -137,5 +139,5 @@ class HeldTokens:
         return released
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget the token of a request that has ended."""
+        """Forget the token of a request that has ended, if one is held."""
         self._held.pop(sequence, None)

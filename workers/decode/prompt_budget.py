@@ -65,17 +65,17 @@ class PromptBudget:
     ) -> int:
         """Return the most prompt tokens of the next iteration.
 
-        With an SLO an iteration is not longer if no sequence waits: one may come while the iteration runs.
+        An SLO limits an iteration that decodes nothing as well: a sequence may come while it runs.
 
         Args:
             num_decoded: The number of sequences that wait for their next tokens.
             num_kv_tokens: The tokens of all these together.
             tbt_slo_s: Their strictest TBT SLO, or that of the prompts if there are none; None without any.
-            decodes: Whether the iteration computes those sequences, so that it may do without prompts.
+            decodes: Whether the iteration decodes any of those sequences: else it has prompts alone.
 
         Returns:
-            The tokens. 0 if the iteration is to show what decoding takes: an SLO needs that, and iterations
-            with prompts do not show it. The first few of a session are enough.
+            The tokens. 0 for the first iterations with an SLO that decode: without prompts they teach what
+            decoding takes, which the budget needs to know.
         """
         if not num_decoded and tbt_slo_s is None:
             return self._limits.most

@@ -135,9 +135,10 @@ class IterationPredictors:
     def observe(self, num_decoded: int, num_kv_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from one measured iteration.
 
-        One without prompts teaches what decoding takes, all others what prompts add. A prompt token's cost
-        contains its share of what an iteration takes in any case, so what it leaves of an iteration with
-        prompts is less than decoding takes: that teaches only where nothing better does.
+        An iteration without prompts teaches `tbt`, one with prompts `prompt_cost`. The latter would teach
+        `tbt` too little: prompts that were computed alone have put a part of the constant time of an
+        iteration into the cost of their tokens, and less than decoding takes is left. It teaches `tbt` only
+        behind `MAX_MIXED_IN_A_ROW` others, where no iteration without prompts does.
 
         Args:
             num_decoded: The number of sequences that were decoded.

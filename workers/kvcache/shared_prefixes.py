@@ -1,6 +1,7 @@
-"""What prompts of an instance have in common: whether one waits for another, to find its blocks in the pool.
+"""Prompts of an instance with a common prefix: one waits for another, and finds its blocks in the pool.
 
-Owns: that rule, turns of prompts that have no queue. Does not know: who stores blocks, pages.
+Owns: the rule which one waits (`workers.prefill.queue` applies it to its prompts), and turns for the prompts
+of decode instances, which have no queue. Does not know: who stores blocks, pages.
 """
 
 import asyncio
@@ -22,20 +23,22 @@ def num_blocks_worth_waiting(block_size: int) -> int:
 def computes_for(
     keys: Sequence[BlockKey], num_held: int, others: Sequence[BlockKey], num_blocks: int
 ) -> bool:
-    """Return whether a prompt computes `num_blocks` or more that another one begins with too.
+    """Return whether a prompt computes at least `num_blocks` blocks that another prompt begins with as well.
 
     Args:
-        keys: Its block keys. They are chained, so one that is equal says that all before it are.
-        num_held: Its leading blocks that it does not compute.
-        others: The block keys of the other prompt.
+        keys: The block keys of the prompt that computes.
+        num_held: The number of its leading blocks that it found in the pool.
+        others: The block keys of the prompt that may wait.
         num_blocks: The least number of blocks.
     """
     last = num_held + num_blocks - 1
-    return last < len(keys) and last < len(others) and keys[last] == others[last]
+    return last < len(keys) and last < len(others) and keys[last] == others[last]  # keys are chained
 
 
 @dataclass(slots=True)
 class _Computing:
+    """A prompt that waits or is computed."""
+
     rank: tuple[float, int]
     keys: Sequence[BlockKey]
     num_held: int = 0

@@ -12,9 +12,9 @@ move, and sooner or later all prompts that arrive have later ones, of whatever p
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
 (`workers.prefill.fair_order`).
 
-A prompt waits, without memory, while one before it computes blocks that both begin with. Then it finds them
-in the pool: all, or as many as were stored when the other one was aborted. It waits for admitted prompts, and
-these never wait for another one: there is no deadlock.
+A WAITING prompt stays so while an admitted one before it computes blocks that both begin with. Then it finds
+them in the pool: all, or as many as were stored when the other one was aborted. Admitted prompts never wait
+for another one, so there is no deadlock.
 
 A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
 
@@ -212,7 +212,7 @@ class PrefillQueue:
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
         """Return the first WAITING prompt, unless earlier prompts are work enough for the next passes.
 
-        Prompts that wait for blocks of another one are left out.
+        Prompts that wait for blocks which another one computes are passed over.
 
         `admitted` is a prompt that waits for its memory, which may take long: the next one must come before
         it, be of a tenant with little to compute, and take little memory.

@@ -89,7 +89,7 @@ _NEEDED = {
     "overload": ("--overload", _CONDUCTOR),
     "max_waiting": ("--max-waiting", _CONDUCTOR),
 }
-"""by field: the option, and where alone it changes something"""
+"""The option of a field, and the only clusters in which it changes something."""
 
 
 def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:

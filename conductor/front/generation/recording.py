@@ -95,7 +95,7 @@ class Recorder:
             self._queue.put(_Ended(request_id, num_output_tokens))
 
     def close(self) -> None:
-        """Write what is left, and end. Requests that run have the tokens that are known: none."""
+        """Write what is left, and end. Requests that still run are written with an `output_length` of 0."""
         self._queue.put(None)
         self._thread.join()
         if self._num_left_out:
@@ -137,7 +137,10 @@ class _Trace:
         self._waiting[request.request_id] = TraceLine(timestamp, len(prompt), 0, ids)
 
     def end(self, request_id: str, num_output_tokens: int) -> bool:
-        """Write the lines that wait for no request any more. Returns whether they had room."""
+        """Set a line's output length, and write all lines up to the first request that runs.
+
+        Returns whether the file had room for them.
+        """
         line = self._waiting.get(request_id)
         if line is None:
             return True  # it was left out

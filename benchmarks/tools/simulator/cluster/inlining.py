@@ -109,11 +109,6 @@ class InlinedPrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    @property
-    def num_tokens_left(self) -> int:
-        """Number of tokens of all prompts to be computed."""
-        return sum(prompt.num_left for prompt in self._prompts)
-
     def add(self, prompt: Prompt) -> None:
         """Add a prompt behind the others."""
         self._prompts[prompt] = None
