@@ -115,9 +115,8 @@ class Request(msgspec.Struct, frozen=True):
         return self.token_ids[self.num_prompt_tokens :]
 
     def continued(self, output: list[int], block_size: int) -> "Request":
-        """Return the request to be continued behind `output`; only for one without output."""
-        assert not self.num_output_tokens
-        token_ids = self.token_ids + output
+        """Return the request to be continued behind `output`, which begins with the output it has."""
+        token_ids = self.token_ids[: self.num_prompt_tokens] + output
         keys = extended_keys(self.block_keys, token_ids, block_size, self.root_key)
         return msgspec.structs.replace(
             self, token_ids=token_ids, block_keys=keys, num_output_tokens=len(output)

@@ -13,11 +13,12 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.migration import FromMigration, MigrationOrder
 from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
@@ -67,6 +68,8 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """Cores of its host on which it computes as long as other processes leave them idle."""
     device: str = ""
     """Name of its GPU or processor; that of the first stage or rank of several."""
+    can_decode: bool = True
+    """Whether all layers are on its device, so that its role may become one that decodes."""
 
 
 class MixedIterations(msgspec.Struct, frozen=True):
@@ -221,7 +224,10 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
-    """An attempt has failed here. `retryable`: another attempt may succeed."""
+    """An attempt has failed here. `retryable`: another attempt may succeed.
+
+    From the destination of a migration: the request stays where it is.
+    """
 
     ref: Ref
     reason: str
@@ -315,6 +321,12 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
     time_left_s: float | None = None
 
 
+class SwitchRole(msgspec.Struct, tag=True, frozen=True):
+    """Tell a worker its role from now on. It has no requests of its earlier one. Needs no answer."""
+
+    role: Role
+
+
 class Abort(msgspec.Struct, tag=True, frozen=True):
     """Stop an attempt, whatever its step, and release everything. Needs no answer."""
 
@@ -363,7 +375,17 @@ BlockOrder = Pin | Unpin | Replicate | DropCopies
 
 
 FromWorker = (
-    Register | Returning | Heartbeat | Leave | Retire | Reserved | Prefilled | Finished | Refused | WorkFailed
+    Register
+    | Returning
+    | Heartbeat
+    | Leave
+    | Retire
+    | Reserved
+    | Prefilled
+    | Finished
+    | Refused
+    | WorkFailed
+    | FromMigration
 )
 ToWorker = (
     Registered
@@ -374,6 +396,8 @@ ToWorker = (
     | Reserve
     | Prefill
     | Decode
+    | MigrationOrder
+    | SwitchRole
     | Abort
     | BlockOrder
 )

@@ -1,0 +1,108 @@
+"""The messages of a migration: a running request moves from one decode instance to another.
+
+    Conductor                 source                      destination
+    PreCopy           ->      stores full blocks
+                      <-      PreCopied(output)
+    Prepare(output)   ->                                  fetches and loads them, holds a slot
+                                                    <-    Prepared
+    ... rounds, as long as the source draws more than a block in one of them ...
+    HandOver          ->      the request leaves its batch
+                      <-      HandedOver(output)
+    TakeOver(output)  ->                                  decodes the request
+
+All pass through the Conductor, so the request always has one owner: the source until the Conductor has
+`HandedOver`, the destination from then on. Whatever fails before ends the migration, not the request.
+
+Owns: this vocabulary. Does not know: sockets, why a request moves.
+"""
+
+import msgspec
+
+from mooncake.messages.pools import PoolShard
+from mooncake.messages.quantities import Count, TokenId
+from mooncake.messages.requests import Ref, Request
+
+# -- Conductor -> worker ----------------------------------------------------------------------------
+
+
+class PreCopy(msgspec.Struct, tag=True, frozen=True):
+    """Order to the source of a migration: store the full blocks of a running request in the own pool.
+
+    The request goes on being decoded meanwhile. Answered by `PreCopied`; a request that ends first is
+    answered by `Finished` alone.
+    """
+
+    ref: Ref
+
+
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Order to the destination of a migration: make room for a running request, and get its KVCache.
+
+    The destination fetches the full blocks of `request`, output so far included, from the source's pool
+    (`shards`), as far as its own pool lacks them, and loads them to its device. The request gets a slot of
+    the batch and pages, and is not decoded yet. Repeated with a longer output in each round of copies.
+    Answered by `Prepared`, or by `WorkFailed` if there is no room or the blocks do not come in `timeout_s`.
+    """
+
+    ref: Ref
+    """The attempt that the request will have at the destination."""
+    request: Request
+    shards: tuple[PoolShard, ...]
+    timeout_s: float
+    tbt_slo_s: float | None = None
+
+
+class HandOver(msgspec.Struct, tag=True, frozen=True):
+    """Order to the source of a migration: stop decoding a request between two iterations.
+
+    Answered by `HandedOver`; a request that ends first is answered by `Finished` alone.
+    """
+
+    ref: Ref
+
+
+class TakeOver(msgspec.Struct, tag=True, frozen=True):
+    """Order to the destination of a migration: decode a prepared request from now on.
+
+    `request` has the whole output so far. The destination computes the tokens behind the blocks that it has
+    loaded again, and goes on behind the output. Tokens and `Finished` follow, as for any request.
+    """
+
+    ref: Ref
+    request: Request
+
+
+# -- worker -> Conductor ----------------------------------------------------------------------------
+
+
+class PreCopied(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `PreCopy`: the full blocks of these tokens are in the pool of the source.
+
+    `output` are all tokens that the request has drawn, in earlier attempts too. The newest has no KVCache.
+    """
+
+    ref: Ref
+    output: list[TokenId]
+
+
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `Prepare`: the request has a slot, and its first `num_tokens` tokens' KVCache is loaded."""
+
+    ref: Ref
+    num_tokens: Count
+
+
+class HandedOver(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `HandOver`: the request has left the source's batch, and no further token is drawn there.
+
+    `output` are all tokens that the request has drawn; the source has sent them to the front.
+    """
+
+    ref: Ref
+    output: list[TokenId]
+
+
+FromMigration = PreCopied | Prepared | HandedOver
+"""Answers of source and destination."""
+MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
+"""Orders to source and destination."""
