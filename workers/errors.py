@@ -8,3 +8,7 @@ from mooncake.errors import MooncakeError
 
 class SessionLostError(MooncakeError):
     """A peer that the session needs is lost, or no longer knows this worker."""
+
+
+class NoRoomError(MooncakeError):
+    """An instance has no room, at once, for a request that is to move to it."""

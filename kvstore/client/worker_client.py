@@ -231,11 +231,14 @@ class WorkerClient:
 
     async def fetch_ahead(
         self, reservation_id: int, sources: Sequence[PoolShard], blocks: Sequence[int]
-    ) -> None:
-        """Fetch without anybody waiting: behind the transfers that a request waits for."""
+    ) -> list[int]:
+        """Fetch without anybody waiting: behind the transfers that a request waits for.
+
+        Returns of each block how many layers have come.
+        """
         call_id = self._calls.new_id()
         call = FetchBlocks(call_id, reservation_id, list(sources), list(blocks), Urgency.BULK)
-        await self._calls.ask(call, Fetched)
+        return (await self._calls.ask(call, Fetched)).num_layers
 
     async def stop_fetch(self, reservation_id: int) -> None:
         """End the fetch of this reservation early, if there is one."""

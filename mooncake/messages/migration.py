@@ -76,13 +76,15 @@ class TakeOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreCopied(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `PreCopy`: the full blocks of these tokens are in the pool of the source.
+    """Answer to `PreCopy`: the first full blocks of these tokens are in the pool of the source.
 
     `output` are all tokens that the request has drawn, in earlier attempts too. The newest has no KVCache.
     """
 
     ref: Ref
     output: list[TokenId]
+    num_stored_tokens: Count
+    """Number of leading tokens, prompt included, in these blocks; 0 if the pool had no room for them."""
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):

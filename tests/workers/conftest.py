@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from tests.tiny_models import tiny_model
+from tests.workers.decode_lab import StartDecodeLab, decode_lab
 from tests.workers.mini_cluster import StartCluster, mini_cluster
 from tests.workers.prefill_lab import StartLab, prefill_lab
 from tests.workers.references import Reference, greedy_tokens
@@ -21,6 +22,12 @@ def model() -> transformers.PreTrainedModel:
 def start_cluster(model: transformers.PreTrainedModel, tmp_path: Path) -> StartCluster:
     """Start a `mini_cluster` of the model."""
     return functools.partial(mini_cluster, model, tmp_path)
+
+
+@pytest.fixture
+def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
+    """Start a `decode_lab` of the model."""
+    return functools.partial(decode_lab, model, tmp_path)
 
 
 @pytest.fixture

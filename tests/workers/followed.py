@@ -11,8 +11,8 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.messages.pools import Capacity, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
-from workers.decode.block_transfers import BlockTransfers
-from workers.decode.sequence_blocks import SequenceBlocks
+from workers.decode.blocks.block_transfers import BlockTransfers
+from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.execution.executor import Executor
 from workers.groups.followers import Followers, Hear
 from workers.groups.next_stage import NextStage

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
@@ -28,12 +29,14 @@ from mooncake.messages.fronts import (
     Submit,
     TokenOutput,
 )
+from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
 from mooncake.messages.requests import Request, SamplingParams, TokenLogprobs
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
+    FromWorker,
     Prefill,
     Register,
     Reserve,
@@ -46,7 +49,7 @@ from tests.kvstore.nodes import DEADLINE_S, Node
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
-from workers.decode.block_transfers import BlockTransfers
+from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
 from workers.engine.kvcache import DeviceKVCache
@@ -132,8 +135,8 @@ class InstanceUnderTest:
         followers = self.ranks.followers if self.ranks else None
         self.prefill_jobs, self.decode_jobs = Jobs(cluster.group), Jobs(cluster.group)
 
-        async def send(message: object) -> None:
-            cluster.take(cluster.conductor.handle(self.identity, message, time.monotonic()))  # type: ignore[arg-type]
+        async def send(message: FromWorker) -> None:
+            cluster.hear(self, message)
 
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
         stage = Stage(self.executor, pool, transfers, followers=followers)
@@ -172,6 +175,14 @@ class InstanceUnderTest:
                 self.decode.reserve(message)
             case Decode():
                 self.decode.decode(message)
+            case PreCopy():
+                self.decode.pre_copy(message)
+            case Prepare():
+                self.decode.prepare(message)
+            case HandOver():
+                self.decode.hand_over(message)
+            case TakeOver():
+                self.decode.take_over(message)
             case Abort(ref=ref):
                 self.prefill_jobs.cancel(ref)
                 self.decode_jobs.cancel(ref)
@@ -214,6 +225,8 @@ class MiniCluster:
         )
         self.conductor = Conductor(1, FINGERPRINT, limits)
         self.instances: list[InstanceUnderTest] = []
+        self.nodes: dict[str, Node] = {}
+        """Messengers by name"""
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT), time.monotonic())
@@ -248,6 +261,10 @@ class MiniCluster:
         """As `executors`."""
         num_ranks = self.sizes.num_ranks
         return [self.layout.of_heads(kv_heads_of(self.spec, rank, num_ranks)) for rank in range(num_ranks)]
+
+    def hear(self, instance: InstanceUnderTest, message: FromWorker) -> None:
+        """What an instance says goes to the Conductor."""
+        self.take(self.conductor.handle(instance.identity, message, time.monotonic()))
 
     def take(self, effects: list[Effect]) -> None:
         """Deliver messages at once."""
@@ -325,6 +342,9 @@ class MiniCluster:
                 assert all(held.is_empty for held in instance.ranks.held)
 
 
+Cluster = TypeVar("Cluster", bound=MiniCluster)
+
+
 @contextlib.asynccontextmanager
 async def mini_cluster(
     model: transformers.PreTrainedModel,
@@ -332,12 +352,13 @@ async def mini_cluster(
     sizes: Sizes | None = None,
     decode_copies: MakeCopies = copies_for,
     timeout_s: float = 6 * DEADLINE_S,
-) -> AsyncIterator[MiniCluster]:
+    make: type[Cluster] = MiniCluster,
+) -> AsyncIterator[Cluster]:
     """Starts messengers and runners; ends them all."""
     sizes = sizes or Sizes()
     with contextlib.ExitStack() as nodes:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-            cluster = MiniCluster(model, sizes, folder, group, decode_copies)
+            cluster = make(model, sizes, folder, group, decode_copies)
             loops = []
             role = Role.BOTH if sizes.inline else Role.DECODE
             decodes = [(f"d{number}", role) for number in range(sizes.num_decode)]
@@ -348,6 +369,7 @@ async def mini_cluster(
                     segment_bytes = sizes.num_pool_pages * (stride + 256) + 16384
                     node = Node(folder, f"{name}.{rank}" if rank else name, segment_bytes, "auto")
                     nodes.callback(node.close)
+                    cluster.nodes[node.name] = node
                     node.start()
                     pools.append(await node.connect(fingerprint=FINGERPRINT, layout=layout))
                 instance = InstanceUnderTest(cluster, name, role, pools)

@@ -33,7 +33,7 @@ from mooncake.node.process_config import StageProcess
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
-from workers.decode.block_transfers import BlockPair
+from workers.decode.blocks.block_transfers import BlockPair
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel

@@ -22,7 +22,9 @@ _by_rank = attrgetter("rank")
 class DecodeBatch:
     """A decode instance's sequences: `enter`, `join` once it is loaded, `leave`, `free` in the end.
 
-    Invariant: a page is free, or one sequence has it that is LOADING, RUNNING or LEAVING.
+    A sequence that migrates here does not `enter`: `prepare` gives it a slot and pages beforehand.
+
+    Invariant: a page is free, or one sequence has it that is LOADING, PREPARED, RUNNING or LEAVING.
     """
 
     def __init__(self, kv: DeviceKVCache, max_batch: int) -> None:
@@ -30,6 +32,7 @@ class DecodeBatch:
         self._max_batch = max_batch
         self._waiting: list[Sequence] = []
         self._loading: list[Sequence] = []
+        self._prepared: list[Sequence] = []
         self._running: list[Sequence] = []
         self._leaving: list[Sequence] = []
 
@@ -50,10 +53,35 @@ class DecodeBatch:
         sequence.prefilled.clear()
         insort(self._waiting, sequence, key=_by_rank)
 
+    def prepare(self, sequence: Sequence) -> bool:
+        """Give a sequence a slot, and pages for its tokens and the next one, if that is possible at once.
+
+        Nothing is preempted for it, and others that wait go first. A sequence that is prepared already gets
+        the pages that it lacks. It keeps slot and pages until `leave` and `free`, or runs after `join`.
+        """
+        assert sequence.state in (SequenceState.NEW, SequenceState.PREPARED)
+        self._admit()
+        is_new = sequence.state is SequenceState.NEW
+        is_alone = not (self._running or self._loading or self._leaving or self._prepared)
+        num_pages = -(-(len(sequence.tokens) + 1) // self._kv.page_size) - len(sequence.pages)
+        if self._waiting or (is_new and self._lacks_slot):
+            return False
+        if self._kv.num_free_pages < num_pages + (not is_alone):
+            return False
+        sequence.pages += self._kv.allocate(num_pages)
+        if is_new:
+            sequence.state = SequenceState.PREPARED
+            self._prepared.append(sequence)
+        return True
+
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence to the next iteration; its KVCache is in its device pages."""
-        if sequence.state is SequenceState.LOADING:
-            self._loading.remove(sequence)
+        """Add a sequence to the next iteration; its KVCache is in its device pages.
+
+        The rest of a prepared sequence's KVCache is computed in that iteration.
+        """
+        beside = {SequenceState.LOADING: self._loading, SequenceState.PREPARED: self._prepared}
+        if sequence.state in beside:
+            beside[sequence.state].remove(sequence)
             sequence.state = SequenceState.RUNNING
             insort(self._running, sequence, key=_by_rank)
 
@@ -62,6 +90,7 @@ class DecodeBatch:
         lists = {
             SequenceState.WAITING: self._waiting,
             SequenceState.LOADING: self._loading,
+            SequenceState.PREPARED: self._prepared,
             SequenceState.RUNNING: self._running,
         }
         if sequence.state in lists:
@@ -134,6 +163,8 @@ class DecodeBatch:
         if last is sequence and self._loading:
             return 0  # these are about to run
         if len(self._running) == 1:
+            if self._prepared:
+                return 0  # these are about to run, or to leave
             self._fail(sequence, sequence.num_pages_needed(self._kv.page_size))
             return 0
         self.leave(last)
@@ -151,7 +182,7 @@ class DecodeBatch:
         kv = self._kv
         while self._waiting:
             sequence = self._first_waiting()
-            is_first = not (self._running or self._loading or self._leaving)
+            is_first = not (self._running or self._loading or self._leaving or self._prepared)
             num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
             if is_first and kv.num_free_pages < num_pages:
                 self._fail(sequence, num_pages)
@@ -169,7 +200,11 @@ class DecodeBatch:
 
     @property
     def _lacks_slot(self) -> bool:
-        return len(self._running) + len(self._loading) >= self._max_batch
+        return self._num_slots_taken >= self._max_batch
+
+    @property
+    def _num_slots_taken(self) -> int:
+        return len(self._running) + len(self._loading) + len(self._prepared)
 
     def _first_waiting(self) -> Sequence:
         """Return the next sequence to admit: among those of the first's priority, by the smallest share."""
@@ -185,7 +220,7 @@ class DecodeBatch:
         Each is the newest of the tenant or answer that has most.
         """
         shares, chosen = self._shares(), list[Sequence]()
-        num_slots = len(self._running) + len(self._loading)
+        num_slots = self._num_slots_taken
         num_slots -= sum(sequence.ends_in_flight for sequence in self._running)
         num_free = self._kv.num_free_pages + self._num_coming_pages
         left = self._newest_first
@@ -202,4 +237,5 @@ class DecodeBatch:
         return chosen
 
     def _shares(self) -> BatchShares:
-        return BatchShares([*self._running, *self._loading], self._max_batch, self._kv.num_pages)
+        members = [*self._running, *self._loading, *self._prepared]
+        return BatchShares(members, self._max_batch, self._kv.num_pages)

@@ -120,7 +120,7 @@ class HeldTokens:
         """`on_release` is called when tokens can be taken."""
         self._on_release = on_release
         self._held: dict[Sequence, tuple[str, TokenOutput]] = {}
-        self._released: list[tuple[str, TokenOutput]] = []
+        self._released: dict[Sequence, tuple[str, TokenOutput]] = {}
 
     def hold(self, sequence: Sequence, time_left_s: float) -> None:
         """Hold the newest token, which is due in `time_left_s`."""
@@ -130,13 +130,17 @@ class HeldTokens:
     def release(self, sequence: Sequence) -> None:
         """Let the sequence's token go, if one is held."""
         if sequence in self._held:
-            self._released.append(self._held.pop(sequence))
+            self._released[sequence] = self._held.pop(sequence)
             self._on_release()
 
     def take_released(self) -> list[tuple[str, TokenOutput]]:
         """Return the tokens to be sent, addressed to the requests' fronts."""
-        released, self._released = self._released, []
-        return released
+        released, self._released = self._released, {}
+        return list(released.values())
+
+    def take(self, sequence: Sequence) -> tuple[str, TokenOutput] | None:
+        """Return the sequence's token, to be sent now, if it has not been taken."""
+        return self._held.pop(sequence, None) or self._released.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:
         """Forget the token of a request that has ended, if one is held."""

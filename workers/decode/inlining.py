@@ -2,7 +2,8 @@
 
 The Conductor orders which prompts a decode instance computes itself. Their chunks share iterations with the
 sequences that are decoded, and are as long as the strictest TBT SLO of these allows (Sarathi-Serve, OSDI
-2024, section 4).
+2024, section 4). The tokens that a migrated request lacks are computed like a prompt's, but they are few, and
+somebody waits for the next token: they go first, and no budget delays them.
 
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.
@@ -22,10 +23,12 @@ class PromptChunks:
     def plan(self, ready: list[Sequence]) -> list[PlannedChunk]:
         """Return the next iteration of these sequences, which are in the batch's order."""
         sharing = _sharing(ready)
-        prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan]
-        budget = self._num_tokens(ready, sharing, prompts) if prompts else 0
-        of_prompts = divide_budget(budget, [sequence.num_tokens_to_plan for sequence in prompts])
-        num_tokens = dict(zip(prompts, of_prompts, strict=True))
+        moved = [sequence for sequence in sharing if sequence.num_tokens_to_plan and not sequence.is_inlined]
+        prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan and sequence.is_inlined]
+        num_tokens = _divided(self._budget.most, moved)
+        if prompts:
+            budget = self._num_tokens(ready, sharing, prompts) - sum(num_tokens.values())
+            num_tokens |= _divided(max(0, budget), prompts)
         planned = [
             PlannedChunk(sequence, num_tokens.get(sequence, 1), of_prompt=sequence in num_tokens)
             for sequence in sharing
@@ -34,7 +37,9 @@ class PromptChunks:
 
     def _num_tokens(self, ready: list[Sequence], sharing: list[Sequence], prompts: list[Sequence]) -> int:
         """Return the tokens of `prompts` in an iteration of the sequences `sharing`."""
-        decoded = [sequence for sequence in ready if not sequence.num_tokens_to_plan]
+        decoded = [
+            sequence for sequence in ready if not (sequence.num_tokens_to_plan and sequence.is_inlined)
+        ]
         slos_s = [sequence.tbt_slo_s for sequence in decoded or prompts if sequence.tbt_slo_s is not None]
         return self._budget.num_tokens(
             len(decoded),
@@ -42,6 +47,11 @@ class PromptChunks:
             min(slos_s, default=None),
             decodes=len(prompts) < len(sharing),
         )
+
+
+def _divided(budget: int, sequences: list[Sequence]) -> dict[Sequence, int]:
+    chunks = divide_budget(budget, [sequence.num_tokens_to_plan for sequence in sequences])
+    return dict(zip(sequences, chunks, strict=True))
 
 
 def _sharing(ready: list[Sequence]) -> list[Sequence]:

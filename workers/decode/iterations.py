@@ -226,7 +226,7 @@ def _announced(batch: Batch) -> DecodePass:
 def _row(sequence: Sequence, position: int) -> Row:
     """Return a sequence's next draw. Its output is needed for rules only."""
     rules = sequence.rules
-    output = sequence.tokens[sequence.request.num_prompt_tokens :] if rules is not None else ()
+    output = sequence.output if rules is not None else ()
     return Row(sequence.request.sampling, position, rules, output)
 
 

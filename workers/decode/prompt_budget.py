@@ -60,6 +60,11 @@ class PromptBudget:
     def __init__(self, predictors: IterationPredictors, limits: ChunkLimits) -> None:
         self._predictors, self._limits = predictors, limits
 
+    @property
+    def most(self) -> int:
+        """Most tokens of any iteration."""
+        return self._limits.most
+
     def num_tokens(
         self, num_decoded: int, num_kv_tokens: int, tbt_slo_s: float | None, *, decodes: bool
     ) -> int:

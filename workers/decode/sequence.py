@@ -18,13 +18,15 @@ class SequenceState(Enum):
     """A sequence's place on its way through the batch.
 
     NEW ──> WAITING ──> LOADING ──> RUNNING ──> LEAVING ──> OUT        LEAVING from any
-               ^                                               │
-               └───────────── preempted sequences ─────────────┘
+     │         ^                       ^                       │
+     │         └───────────── preempted sequences ─────────────┘
+     └──────────> PREPARED ────────────┘
     """
 
     NEW = auto()  # prefill has not ended, or its KVCache is in flight
     WAITING = auto()  # for memory of the device
     LOADING = auto()  # its KVCache is being copied to its pages
+    PREPARED = auto()  # it migrates here, with pages, and is decoded elsewhere
     RUNNING = auto()
     LEAVING = auto()  # has left the batch, its pages are in use
     OUT = auto()  # without pages
@@ -36,8 +38,8 @@ class Sequence:
 
     Invariants: `tokens` is the prompt followed by the output, that of earlier attempts included. The newest
     token has no KVCache yet; of an inlined prompt only the cached and the computed tokens have, until its
-    first token is drawn. `pages` is empty unless `state` is LOADING, RUNNING or LEAVING; until then the
-    KVCache is in the pool or in host memory (`SequenceBlocks`).
+    first token is drawn. `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING; until then
+    the KVCache is in the pool or in host memory (`SequenceBlocks`).
     """
 
     number: int
@@ -64,6 +66,10 @@ class Sequence:
     """Set when the first token of an inlined prompt is drawn, or with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sequence has left the batch, its tokens are sent, and nothing computes with its pages."""
+    copy_ordered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while a migration wants the full blocks in the pool."""
+    is_wanted_elsewhere: bool = False
+    """Whether another instance is to go on with the sequence: it leaves the batch as soon as it can."""
     error: Exception | None = None
     must_be_alone: bool = False
     """Whether the next iteration is shared with no other sequence: this one is a suspect."""
@@ -99,10 +105,19 @@ class Sequence:
         known = request.block_keys[:num_blocks]
         return extended_keys(known, self.tokens[: num_blocks * block_size], block_size, request.root_key)
 
+    def continue_behind(self, request: Request) -> None:
+        """Go on behind the output of `request`, which another instance has drawn."""
+        self.request, self.tokens = request, list(request.token_ids)
+
     @property
     def num_output_tokens(self) -> int:
         """Number of tokens drawn so far, in earlier attempts too."""
         return len(self.tokens) - self.request.num_prompt_tokens
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens drawn so far, in earlier attempts too."""
+        return self.tokens[self.request.num_prompt_tokens :]
 
     @property
     def has_drawn(self) -> bool:
@@ -131,7 +146,7 @@ class Sequence:
 
     @property
     def num_tokens_to_plan(self) -> int:
-        """Number of prompt tokens that no iteration has computed or computes now."""
+        """Number of tokens that this attempt began with and no iteration has computed or computes now."""
         return max(0, len(self.request.token_ids) - self.next_start)
 
     @property

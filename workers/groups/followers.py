@@ -23,9 +23,9 @@ from workers.groups.rank_messages import (
     Call,
     CallDone,
     FailureKind,
-    PromptReserved,
     RankAnswer,
     RankCallFailed,
+    RankResult,
     RankWork,
     StopCall,
 )
@@ -67,7 +67,7 @@ class Followers:
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[msgspec.Struct] = asyncio.Queue()
         self._call_ids = itertools.count(1)
-        self._answers: dict[int, list[asyncio.Future[PromptReserved | None]]] = {}
+        self._answers: dict[int, list[asyncio.Future[RankResult | None]]] = {}
         """Answers to calls, by rank."""
         self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
         """Messages about a prompt that some followers have sent, and not all."""
@@ -127,7 +127,7 @@ class Followers:
         """Send to all followers, from any thread."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
 
-    async def call(self, work: RankWork) -> list[PromptReserved | None]:
+    async def call(self, work: RankWork) -> list[RankResult | None]:
         """Have all followers do `work`, and return their answers.
 
         All have stopped when this returns or raises.
@@ -176,8 +176,8 @@ class Followers:
     def _take(self, rank: int, answer: RankAnswer) -> None:
         waiting = self._answers[answer.call_id][rank]
         match answer:
-            case CallDone(reserved=reserved):
-                waiting.set_result(reserved)
+            case CallDone(result=result):
+                waiting.set_result(result)
             case RankCallFailed(kind=FailureKind.STOPPED):
                 waiting.cancel()
             case RankCallFailed(kind=kind, reason=reason):

@@ -22,7 +22,8 @@ from enum import StrEnum
 import msgspec
 
 from mooncake.messages.blocks import BlockKey
-from mooncake.messages.pools import Grant, Tier
+from mooncake.messages.pools import Grant, PoolShard, Tier
+from mooncake.messages.quantities import Count
 from mooncake.messages.requests import Request
 from workers.groups.stage_messages import FromBefore, FromBehind, PassShare
 
@@ -49,6 +50,17 @@ class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
     """Wait until all granted pages have arrived."""
 
     number: int
+
+
+class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Reserve blocks, and fetch those that this pool lacks from the pools of another instance.
+
+    Answered with `BlocksFetched`. Earlier pages of the sequence are released.
+    """
+
+    number: int
+    keys: list[BlockKey]
+    shards: tuple[PoolShard, ...]
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -86,7 +98,9 @@ class ReleaseSequence(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-RankWork = ReservePrompt | AwaitArrival | LoadBlocks | StoreBlocks | SaveToHost | ReleaseSequence
+RankWork = (
+    ReservePrompt | AwaitArrival | FetchBlocks | LoadBlocks | StoreBlocks | SaveToHost | ReleaseSequence
+)
 
 
 # -- leader -> follower -------------------------------------------------------------------------------
@@ -128,18 +142,27 @@ class StopCall(msgspec.Struct, tag=True, frozen=True):
 # -- follower -> leader -------------------------------------------------------------------------------
 
 
-class PromptReserved(msgspec.Struct, frozen=True):
+class PromptReserved(msgspec.Struct, tag=True, frozen=True):
     """The result of `ReservePrompt`: a grant, and the tiers of the leading blocks that need none."""
 
     grant: Grant
     cached_tiers: list[Tier | None]
 
 
+class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
+    """The result of `FetchBlocks`: so many leading blocks are in this pool now."""
+
+    num_blocks: Count
+
+
+RankResult = PromptReserved | BlocksFetched
+
+
 class CallDone(msgspec.Struct, tag=True, frozen=True):
-    """A call has been done; `reserved` answers `ReservePrompt`."""
+    """A call has been done, with its result if such work has one."""
 
     call_id: int
-    reserved: PromptReserved | None = None
+    result: RankResult | None = None
 
 
 class FailureKind(StrEnum):

@@ -25,6 +25,7 @@ from prometheus_client import (
 from mooncake.config.settings import host_and_port
 from mooncake.errors import ConfigError
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
+from mooncake.messages.workers import Role
 from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_CONNECTIONS = 8
@@ -35,6 +36,8 @@ _CLIENT_TIMEOUT_S = 5.0
 class InstanceStatus:
     """The state that the listener reports: written by the session, read by the listener's threads."""
 
+    role: Role
+    """The instance's role: the configured one until the Conductor switches it."""
     report: InstanceReport | None = None
     """The latest heartbeat's report; None before the first."""
     is_registered: bool = False

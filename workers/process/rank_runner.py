@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 from mooncake.errors import MooncakeError, PoolFullError, TransferError
-from workers.decode.sequence_blocks import SequenceBlocks
+from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.engine.batch import Chunk
 from workers.engine.tensor_parallel import RankLost
 from workers.execution.executor import Executor
@@ -24,9 +24,9 @@ from workers.groups.rank_messages import (
     FailureKind,
     Meet,
     PrefillPass,
-    PromptReserved,
     RankAnswer,
     RankCallFailed,
+    RankResult,
     StopCall,
     ToFollower,
 )
@@ -127,7 +127,7 @@ class _Calls:
         group: asyncio.TaskGroup,
     ) -> None:
         self._blocks, self._answer, self._group = blocks, answer, group
-        self._tasks: dict[int, asyncio.Task[PromptReserved | None]] = {}
+        self._tasks: dict[int, asyncio.Task[RankResult | None]] = {}
 
     def start(self, call: Call) -> None:
         """Begin a call, which is answered later."""
@@ -140,7 +140,7 @@ class _Calls:
         if task is not None:
             task.cancel()
 
-    async def _answer_at_end(self, call_id: int, task: asyncio.Task[PromptReserved | None]) -> None:
+    async def _answer_at_end(self, call_id: int, task: asyncio.Task[RankResult | None]) -> None:
         answer: RankAnswer
         try:
             answer = CallDone(call_id, await wait_to_end(task, on_cancel=task.cancel))

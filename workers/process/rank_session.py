@@ -10,8 +10,8 @@ from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from mooncake.node.process import Progress, Ready, report
-from workers.decode.block_transfers import BlockTransfers
-from workers.decode.sequence_blocks import SequenceBlocks
+from workers.decode.blocks.block_transfers import BlockTransfers
+from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.groups.meeting import meeting
 from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage

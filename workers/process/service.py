@@ -41,7 +41,7 @@ async def serve(process: WorkerProcess) -> None:
         group.create_task(say_returning(process, record.take()))
         executor = await asyncio.to_thread(load_executor, checkpoint, layout, process, record)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
-    status, retirement = InstanceStatus(), Retirement()
+    status, retirement = InstanceStatus(process.role), Retirement()
     with contextlib.ExitStack() as stack:
         leads = process.stage.number == 0 and process.rank.number == 0
         if leads:

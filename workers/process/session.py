@@ -19,6 +19,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
 from mooncake.messages.instance_metrics import InstanceReport
+from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
@@ -39,13 +40,14 @@ from mooncake.messages.workers import (
     Retire,
     Retired,
     ReturnNoted,
+    SwitchRole,
     ToWorker,
     Unpin,
     WorkFailed,
 )
 from mooncake.node.process import Progress, Ready, report
 from mooncake.node.process_config import WorkerProcess
-from workers.decode.block_transfers import BlockTransfers
+from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
 from workers.errors import SessionLostError
@@ -225,13 +227,21 @@ class LeaderSession:
             match message:
                 case Prefill():
                     self._prefill.start(message)
-                case Reserve(ref=ref) if self._next is not None or self._executor.kv.window is not None:
+                case Reserve(ref=ref) | Prepare(ref=ref) if not self._can_decode:
                     reason = "an instance that has not all layers on its device does not decode"
                     await self._tell(WorkFailed(ref, reason, retryable=True))
                 case Reserve():
                     self._decode.reserve(message)
                 case Decode():
                     self._decode.decode(message)
+                case PreCopy():
+                    self._decode.pre_copy(message)
+                case Prepare():
+                    self._decode.prepare(message)
+                case HandOver():
+                    self._decode.hand_over(message)
+                case TakeOver():
+                    self._decode.take_over(message)
                 case Abort(ref=ref):
                     self._prefill_jobs.cancel(ref)
                     self._decode_jobs.cancel(ref)
@@ -243,7 +253,11 @@ class LeaderSession:
                 case Registered():
                     if not self.is_registered:
                         self.is_registered = self._status.is_registered = True
-                        report(Ready(f"{self._process.role.value} on {self._engines}"))
+                        self._report_ready()
+                case SwitchRole(role=role):
+                    log.info("the role is %s from now on, and was %s", role.value, self._status.role.value)
+                    self._status.role = role
+                    self._report_ready()
                 case Retired():
                     self._retirement.granted.set()
                 case RegisterRefused(message=reason, retryable=retryable):
@@ -253,6 +267,14 @@ class LeaderSession:
                     pass  # the answer to `Returning`, which has a connection of its own
                 case _:
                     assert_never(message)
+
+    def _report_ready(self) -> None:
+        report(Ready(f"{self._status.role.value} on {self._engines}"))
+
+    @property
+    def _can_decode(self) -> bool:
+        """Whether all layers are on this instance's device."""
+        return self._next is None and self._executor.kv.window is None
 
     async def _tell(self, message: FromWorker) -> None:
         """Send to the Conductor; one that does not read is lost."""
@@ -303,7 +325,7 @@ class LeaderSession:
             PROTOCOL_VERSION,
             self._process.instance,
             self._incarnation,
-            self._process.role,
+            self._status.role,
             self._fingerprint,
             self._layout,
             shards_of(PoolShard(pool.address, pool.segment.layout), self._behind),
@@ -314,6 +336,7 @@ class LeaderSession:
             self._engines,
             self._executor.model.idle_cores,
             self._executor.device_name,
+            self._can_decode,
         )
 
     @property

@@ -13,15 +13,19 @@ from typing import NamedTuple
 import msgspec
 
 from mooncake.errors import TransferError
-from mooncake.messages.pools import COMPUTED, Grant, Tier
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import COMPUTED, Grant, PoolShard, Tier
+from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.decode.sequence import Sequence
-from workers.decode.sequence_blocks import SequenceBlocks
 from workers.execution.jobs import together
 from workers.groups.followers import Followers
 from workers.groups.rank_messages import (
     AwaitArrival,
+    BlocksFetched,
+    FetchBlocks,
     LoadBlocks,
     PromptReserved,
+    RankResult,
     RankWork,
     ReleaseSequence,
     ReservePrompt,
@@ -78,7 +82,7 @@ class GroupBlocks:
     async def reserve(self, sequence: Sequence) -> ReservedPages:
         """Reserve pool pages for a sequence's prompt, waiting for room."""
         results = await self._perform(ReservePrompt(sequence.number, sequence.request))
-        own, *others = [result for result in results if result is not None]
+        own, *others = [result for result in results if isinstance(result, PromptReserved)]
         grant = msgspec.structs.replace(own.grant, others=tuple(other.grant for other in others))
         num_cached = min(len(rank.cached_tiers) for rank in (own, *others))
         return ReservedPages(grant, own.cached_tiers[:num_cached])
@@ -91,16 +95,38 @@ class GroupBlocks:
         except TimeoutError:
             raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
+    async def fetch(self, sequence: Sequence, keys: list[BlockKey], shards: tuple[PoolShard, ...]) -> int:
+        """Fetch blocks from another instance, as far as pools lack them.
+
+        Return how many leading blocks all ranks have.
+        """
+        results = await self._perform(FetchBlocks(sequence.number, keys, shards))
+        return min(result.num_blocks for result in results if isinstance(result, BlocksFetched))
+
     async def load(self, sequence: Sequence) -> None:
         """Load the sequence's KVCache into its device pages, beside the batch."""
-        await self._perform(LoadBlocks(sequence.number, self._filled_pages(sequence)))
+        await self.load_to(sequence, self._filled_pages(sequence))
 
-    async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
-        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`."""
+    async def load_to(self, sequence: Sequence, pages: list[int]) -> None:
+        """Load the first blocks that the sequence has in the pools into these device pages."""
+        await self._perform(LoadBlocks(sequence.number, pages))
+
+    async def store(self, sequence: Sequence, *, is_parked: bool) -> int:
+        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`.
+
+        Return the number of tokens in the full blocks.
+        """
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
         await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked))
+        return len(keys) * self._page_size
+
+    def num_stored_tokens(self, sequence: Sequence) -> int:
+        """Return the number of tokens in full blocks of a sequence outside the batch that the pool keeps."""
+        if not self._own.has_pages(sequence.number):
+            return 0
+        return sequence.num_kv_tokens // self._page_size * self._page_size
 
     async def save_to_host(self, sequence: Sequence) -> None:
         """Copy the sequence's KVCache to host memory, from which `load` restores it."""
@@ -113,7 +139,7 @@ class GroupBlocks:
     def _filled_pages(self, sequence: Sequence) -> list[int]:
         return sequence.pages[: -(-sequence.num_kv_tokens // self._page_size)]
 
-    async def _perform(self, work: RankWork) -> list[PromptReserved | None]:
+    async def _perform(self, work: RankWork) -> list[RankResult | None]:
         """Have all ranks perform `work`, and return their results, the own one first."""
         own = self._own.perform(work)
         if self._followers is None:

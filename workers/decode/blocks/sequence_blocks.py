@@ -18,11 +18,14 @@ from kvstore.client.worker_client import WorkerClient
 from kvstore.protocol.answers import Reservation
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey
-from workers.decode.block_transfers import BlockPair, BlockTransfers
+from workers.decode.blocks.block_transfers import BlockPair, BlockTransfers
 from workers.groups.rank_messages import (
     AwaitArrival,
+    BlocksFetched,
+    FetchBlocks,
     LoadBlocks,
     PromptReserved,
+    RankResult,
     RankWork,
     ReleaseSequence,
     ReservePrompt,
@@ -69,18 +72,25 @@ class SequenceBlocks:
             return 0
         return _num_missing(holding.reservation)
 
+    def has_pages(self, number: int) -> bool:
+        """Whether the pool keeps pages for a sequence."""
+        holding = self._holdings.get(number)
+        return holding is not None and holding.reservation is not None
+
     def close(self) -> None:
         """Accept no further work."""
         self._transfers.close()
 
-    async def perform(self, work: RankWork) -> PromptReserved | None:
-        """Perform `work` on a sequence; `ReservePrompt` has a result. Raises PoolError or TransferError."""
+    async def perform(self, work: RankWork) -> RankResult | None:
+        """Perform `work` on a sequence, and return its result. Raises PoolError or TransferError."""
         holding = self._holdings.setdefault(work.number, _Holding())
         match work:
             case ReservePrompt():
                 return await self._reserve_prompt(holding, work)
             case AwaitArrival():
                 await self._pool.wait_arrived(holding.reserved.reservation_id)
+            case FetchBlocks():
+                return await self._fetch(holding, work)
             case LoadBlocks(pages=pages) if holding.saved:
                 await self._transfers.restore(pages, holding.saved)
                 holding.saved = []
@@ -103,6 +113,20 @@ class SequenceBlocks:
         grant = await self._pool.grant(reservation.reservation_id)
         cached = itertools.takewhile(lambda block: block.sealed, reservation.blocks)
         return PromptReserved(grant, [block.tier for block in cached])
+
+    async def _fetch(self, holding: _Holding, work: FetchBlocks) -> BlocksFetched:
+        if holding.reservation is not None:
+            await self._pool.release(holding.reservation.reservation_id)
+            holding.reservation = None
+        reservation = await self._pool.reserve(work.keys, 0)
+        holding.reservation, holding.keys = reservation, work.keys
+        lacking = [index for index, block in enumerate(reservation.blocks) if not block.sealed]
+        are_there = [block.sealed for block in reservation.blocks]
+        if lacking:
+            nums_layers = await self._pool.fetch_ahead(reservation.reservation_id, work.shards, lacking)
+            for index, num_layers in zip(lacking, nums_layers, strict=True):
+                are_there[index] = num_layers == self._pool.segment.layout.num_layers
+        return BlocksFetched(sum(itertools.takewhile(bool, are_there)))
 
     async def _load(self, holding: _Holding, pages: list[int]) -> None:
         if not pages:

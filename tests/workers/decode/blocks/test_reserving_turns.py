@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from mooncake.messages.requests import Flow
-from workers.decode.reserving_turns import ReservingTurns
+from workers.decode.blocks.reserving_turns import ReservingTurns
 
 A, B = Flow("a", "n=128"), Flow("b", "1")
 

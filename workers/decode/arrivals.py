@@ -1,0 +1,120 @@
+"""A request's way into the batch: its prompt's pages, prefill elsewhere or here, its KVCache (Mooncake,
+section 3, step 4).
+
+Owns: the order of events until the sequence enters the batch. Does not know: who decides, how bytes travel,
+what becomes of the sequence in the batch.
+"""
+
+import asyncio
+
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import Decode, Reserve, Reserved
+from workers.decode.batch import DecodeBatch
+from workers.decode.batch_loop import Emit
+from workers.decode.blocks.group_blocks import GroupBlocks
+from workers.decode.blocks.reserving_turns import ReservingTurns
+from workers.decode.double_check import DoubleCheck, HeldTokens
+from workers.decode.generation import Generation, Send
+from workers.decode.meter import DecodeMeter
+from workers.decode.pauses import DecodePauses
+from workers.decode.sequence import Sequence
+from workers.execution.executor import Executor
+from workers.kvcache.shared_prefixes import PrefixTurns
+
+
+class Arrivals:
+    """Requests that are placed on this instance: `serve` each, and pass on its `decode` order."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        batch: DecodeBatch,
+        blocks: GroupBlocks,
+        generation: Generation,
+        double_check: DoubleCheck,
+        held_tokens: HeldTokens,
+        pauses: DecodePauses,
+        reserving: ReservingTurns,
+        prefix_turns: PrefixTurns,
+        meter: DecodeMeter,
+        sequences: dict[Ref, Sequence],
+        send: Send,
+        emit: Emit,
+    ) -> None:
+        self._executor, self._batch, self._blocks, self._generation = executor, batch, blocks, generation
+        self._double_check, self._held_tokens, self._pauses = double_check, held_tokens, pauses
+        self._reserving, self._prefix_turns, self._meter = reserving, prefix_turns, meter
+        self._sequences = sequences
+        self._send, self._emit = send, emit
+        self._orders: dict[Ref, asyncio.Future[Decode]] = {}
+        self._now_s = asyncio.get_running_loop().time
+
+    def decode(self, order: Decode) -> None:
+        """Continue a reserved request whose prefill is done. An unknown one has just been aborted."""
+        future = self._orders.get(order.ref)
+        if future is not None and not future.done():
+            future.set_result(order)
+
+    async def serve(self, order: Reserve) -> None:
+        """Serve a request from the reservation of its pages to its end.
+
+        Raises TooSlowError if the instance refuses it, and what else makes it fail.
+        """
+        ref, request = order.ref, order.request
+        grammar = await self._executor.follow(request.sampling.grammar)
+        async with self._generation.begun(ref, request, grammar, order.tbt_slo_s) as sequence:
+            sequence.must_be_alone, sequence.is_inlined = order.alone, order.inline
+            self._orders[ref] = asyncio.get_running_loop().create_future()
+            try:
+                await self._enter(sequence, order)
+            finally:
+                del self._orders[ref]
+            await self._generation.complete(sequence)
+
+    async def _enter(self, sequence: Sequence, order: Reserve) -> None:
+        """Reserve pages, and let the sequence enter the batch: at once if its prompt is computed there."""
+        num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
+        if order.inline:
+            await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)
+        async with self._reserving.turn(order.request.flow, -(-num_tokens // page_size)):
+            reserved = await self._blocks.reserve(sequence)
+        if order.inline:
+            self._prefix_turns.reserved(order.ref, len(reserved.cached_tiers))
+            sequence.num_cached_tokens = min(len(reserved.cached_tiers) * page_size, num_tokens - 1)
+            sequence.num_tokens_by_source = reserved.num_tokens_by_source(num_tokens, page_size)
+            self._batch.enter(sequence)
+            await self._send(Reserved(order.ref, reserved.grant))
+            return
+        self._meter.num_not_inlined += 1
+        with self._pauses.prefill(shares_cores=order.shares_cores):
+            await self._send(Reserved(order.ref, reserved.grant))
+            decode = await self._orders[order.ref]
+        await self._receive_kvcache(sequence, decode, may_refuse=order.may_refuse)
+
+    async def _receive_kvcache(self, sequence: Sequence, decode: Decode, *, may_refuse: bool) -> None:
+        """Get the prompt's KVCache from prefill, with the first token.
+
+        The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
+        Conductor could only predict. With both SLOs the first token is held while its KVCache comes.
+        """
+        sequence.ordered_s = self._now_s()
+        due_s = None if decode.time_left_s is None else sequence.ordered_s + decode.time_left_s
+        if may_refuse:
+            await self._double_check.wait_turn(sequence, lambda: self._begun_sequences, decode.time_left_s)
+        sequence.turn_s = self._now_s()
+        sequence.num_cached_tokens = decode.num_cached_tokens
+        sequence.tokens.append(decode.first_token)
+        sequence.newest_logprobs = decode.first_logprobs
+        if due_s is None or sequence.tbt_slo_s is None or sequence.finish_reason is not None:
+            await self._emit([sequence.newest_output])
+        else:
+            self._held_tokens.hold(sequence, due_s - sequence.turn_s)
+        await self._blocks.wait_arrived(sequence)
+        sequence.arrived_s = self._now_s()
+        self._generation.note_joining(sequence)
+        if sequence.finish_reason is None:
+            self._batch.enter(sequence)
+
+    @property
+    def _begun_sequences(self) -> list[Sequence]:
+        return [sequence for sequence in self._sequences.values() if sequence.has_begun]

@@ -1,0 +1,102 @@
+"""The loop of a decode batch: receive tokens, plan the next iteration, send the tokens while one runs.
+
+Owns: that loop. Does not know: how a sequence gets into the batch, what becomes of one that has left it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from mooncake.errors import GrammarError
+from mooncake.messages.fronts import TokenOutput
+from workers.decode.batch import DecodeBatch
+from workers.decode.double_check import HeldTokens
+from workers.decode.inlining import PromptChunks
+from workers.decode.iterations import Iterations
+from workers.decode.meter import DecodeMeter
+from workers.decode.pauses import DecodePauses
+
+Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
+"""Sends pairs of (front's endpoint, output) of one iteration."""
+
+
+class BatchLoop:
+    """The loop of one batch. It goes round once `changed` is set: an iteration has begun or ended, a sequence
+    has come or is to leave, tokens may be sent.
+
+    `recheck` is called each time, so that those who wait for a smaller batch, or for pages, look again.
+    """
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        iterations: Iterations,
+        chunks: PromptChunks,
+        pauses: DecodePauses,
+        held_tokens: HeldTokens,
+        meter: DecodeMeter,
+        changed: asyncio.Event,
+        recheck: Callable[[], None],
+        emit: Emit,
+    ) -> None:
+        self._batch, self._iterations, self._chunks, self._pauses = batch, iterations, chunks, pauses
+        self._held_tokens, self._meter = held_tokens, meter
+        self._changed, self._recheck, self._emit = changed, recheck, emit
+        self._resumption: asyncio.TimerHandle | None = None
+        """Timer that ends a pause between two iterations."""
+
+    async def run(self) -> None:
+        """Run until cancelled. Then no iteration runs any more."""
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                with self._meter.host_time():
+                    outputs = self._held_tokens.take_released() + self._receive()
+                    self._recheck()
+                    self._plan()
+                    if outputs:
+                        await self._emit(outputs)
+                    self._batch.settle()
+        finally:
+            await self._iterations.close()
+
+    def _receive(self) -> list[tuple[str, TokenOutput]]:
+        """Return the tokens of iterations that have ended."""
+        outputs = []
+        for iteration in self._iterations.receive():
+            self._meter.ended(iteration)
+            self._pauses.ended(iteration.ended_s)
+            for sequence, end, token, logprobs in iteration.results:
+                if sequence.finish_reason is not None:
+                    continue  # it had been planned before its last token was known
+                if token is None:
+                    sequence.num_computed_tokens = end - sequence.num_cached_tokens
+                    continue
+                sequence.tokens.append(token)
+                sequence.prefilled.set()
+                sequence.must_be_alone = False
+                sequence.newest_logprobs = logprobs
+                if sequence.grammar is not None and sequence.grammar.error is not None:
+                    sequence.error = GrammarError(f"the grammar failed: {sequence.grammar.error}")
+                    self._batch.leave(sequence)
+                    continue
+                outputs.append(sequence.newest_output)
+                if sequence.finish_reason is not None:
+                    self._batch.leave(sequence)
+        return outputs
+
+    def _plan(self) -> None:
+        if self._resumption is not None:
+            self._resumption.cancel()
+        chunks = self._chunks.plan(self._batch.plan())
+        if not chunks:
+            self._meter.idle()
+            return
+        is_running = self._iterations.is_running
+        left_s = self._pauses.remaining_s(chunks, time.perf_counter(), is_running=is_running)
+        if not left_s:
+            self._iterations.plan(chunks)
+        elif not is_running:
+            self._meter.pauses()
+            self._resumption = asyncio.get_running_loop().call_later(left_s, self._changed.set)

@@ -1,0 +1,206 @@
+"""A sequence's way through the batch: it joins, is preempted, ends or moves to another instance.
+
+The sequence's own task goes this way, so one task owns its pages: what is copied is not freed meanwhile.
+
+Owns: the sequences of an instance, the order of events from the batch to the end. Does not know: how a
+sequence's KVCache comes here, iterations.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from mooncake.errors import PoolError
+from mooncake.messages.migration import FromMigration, HandedOver
+from mooncake.messages.requests import Ref, Request
+from mooncake.messages.workers import (
+    TO_HOST,
+    TO_POOL,
+    Finished,
+    Joining,
+    Prefilled,
+    Refused,
+    Reserved,
+    WorkFailed,
+)
+from mooncake.model.grammar import GrammarState
+from workers.decode.batch import DecodeBatch
+from workers.decode.batch_loop import Emit
+from workers.decode.blocks.group_blocks import GroupBlocks
+from workers.decode.double_check import HeldTokens
+from workers.decode.meter import DecodeMeter
+from workers.decode.migration.source import MigrationSource
+from workers.decode.sequence import Sequence, SequenceState
+from workers.execution.jobs import wait_to_end
+from workers.kvcache.shared_prefixes import PrefixTurns
+
+log = logging.getLogger(__name__)
+Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed | FromMigration], Awaitable[None]]
+"""Sends to the Conductor."""
+
+
+class Generation:
+    """The sequences of one instance, by the attempt that they serve.
+
+    `begun` adds a sequence, which enters the batch, or is prepared and joins it; `complete` does the rest.
+    """
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        blocks: GroupBlocks,
+        source: MigrationSource,
+        held_tokens: HeldTokens,
+        prefix_turns: PrefixTurns,
+        meter: DecodeMeter,
+        sequences: dict[Ref, Sequence],
+        changed: asyncio.Event,
+        pool_closed: asyncio.Event,
+        send: Send,
+        emit: Emit,
+    ) -> None:
+        self._batch, self._blocks, self._source = batch, blocks, source
+        self._held_tokens, self._prefix_turns, self._meter = held_tokens, prefix_turns, meter
+        self._sequences, self._changed, self._pool_closed = sequences, changed, pool_closed
+        self._send, self._emit = send, emit
+        self._numbers = itertools.count()
+        self._now_s = asyncio.get_running_loop().time
+        self._joining: list[Joining] = []
+
+    def take_joining(self) -> list[Joining]:
+        """Return the progress of requests into the batch since the last call, and forget it."""
+        joining, self._joining = self._joining, []
+        return joining
+
+    def note_joining(self, sequence: Sequence) -> None:
+        """Note a step of a sequence into the batch."""
+        self._joining.append(Joining(sequence.ref, sequence.arrival_s, sequence.joining_s))
+
+    @contextlib.asynccontextmanager
+    async def begun(
+        self, ref: Ref, request: Request, grammar: GrammarState | None, tbt_slo_s: float | None
+    ) -> AsyncIterator[Sequence]:
+        """Add a sequence while the block runs. In the end everything that it has is released."""
+        tokens, now_s = list(request.token_ids), self._now_s()
+        sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
+        sequence.tbt_slo_s = tbt_slo_s
+        self._sequences[ref] = sequence
+        try:
+            yield sequence
+        finally:
+            self._prefix_turns.stored(ref)
+            self._held_tokens.drop(sequence)
+            try:
+                await self._give_back(sequence)
+            finally:
+                del self._sequences[ref]
+                self._changed.set()
+
+    async def complete(self, sequence: Sequence) -> None:
+        """Decode a sequence to its end, or until it is handed over, and tell the Conductor."""
+        await self._generate(sequence)
+        ref = sequence.ref
+        if sequence.finish_reason is not None:
+            await self._send(
+                Finished(
+                    ref,
+                    sequence.finish_reason,
+                    sequence.num_output_tokens,
+                    sequence.arrival_s,
+                    sequence.joining_s,
+                )
+            )
+        else:
+            held = self._held_tokens.take(sequence)
+            if held is not None:
+                await self._emit([held])
+            await self._send(HandedOver(ref, sequence.output))
+        await self._seal(sequence)
+
+    async def release(self, sequence: Sequence) -> None:
+        """Release what a sequence has in the pools."""
+        await self._blocks.release(sequence)
+        self._changed.set()
+
+    async def _generate(self, sequence: Sequence) -> None:
+        """Decode a sequence through as many preemptions as there are."""
+        while sequence.finish_reason is None:
+            self._changed.set()
+            if sequence.is_wanted_elsewhere:
+                self._batch.leave(sequence)
+            if sequence.state is SequenceState.WAITING:
+                await self._source.copying_until(sequence.admitted, sequence)
+            if sequence.state is SequenceState.LOADING:
+                await self._join(sequence)
+            await self._source.copying_until(sequence.left, sequence)
+            if sequence.error is not None:
+                raise sequence.error
+            if sequence.is_wanted_elsewhere:
+                return
+            if sequence.finish_reason is None:
+                await self._park(sequence)
+                self._batch.enter(sequence)
+
+    async def _join(self, sequence: Sequence) -> None:
+        """Load an admitted sequence and let it join the batch; wait for the first token of an inlined
+        prompt."""
+        awaits_prefill = sequence.is_inlined and not sequence.has_drawn
+        await self._blocks.load(sequence)
+        self._batch.join(sequence)
+        self._held_tokens.release(sequence)
+        if sequence.joined_s is None:
+            sequence.joined_s = self._now_s()
+            self.note_joining(sequence)
+        await self.release(sequence)
+        if awaits_prefill:
+            await sequence.prefilled.wait()
+            await self._end_prefill(sequence)
+
+    async def _end_prefill(self, sequence: Sequence) -> None:
+        """Tell the Conductor that an inlined prompt has its first token, and store its blocks for others."""
+        if not sequence.has_drawn or sequence.error is not None:
+            return
+        self._meter.inlined(sequence.num_tokens_by_source)
+        first_token = sequence.tokens[len(sequence.request.token_ids)]
+        await self._send(Prefilled(sequence.ref, first_token, sequence.num_cached_tokens))
+        if sequence.finish_reason is None:
+            with contextlib.suppress(PoolError):
+                await self._blocks.store(sequence, is_parked=False)
+            self._prefix_turns.stored(sequence.ref)
+
+    async def _park(self, sequence: Sequence) -> None:
+        """Move a preempted sequence's KVCache to the pool, or to host memory if the pool has no room."""
+        try:
+            await self._blocks.store(sequence, is_parked=True)
+            self._meter.num_preemptions[TO_POOL] += 1
+        except PoolError:
+            if self._pool_closed.is_set():
+                raise
+            await self.release(sequence)  # another rank may have had room
+            await self._blocks.save_to_host(sequence)
+            self._meter.num_preemptions[TO_HOST] += 1
+        self._prefix_turns.stored(sequence.ref)
+        self._batch.free(sequence)
+        self._changed.set()
+
+    async def _seal(self, sequence: Sequence) -> None:
+        """Seal the output's blocks, so that prompts can reuse them, if the pool has room."""
+        if sequence.pages:
+            try:
+                await self._blocks.store(sequence, is_parked=False)
+                self._meter.num_sealed_blocks = self._blocks.num_sealed_blocks
+            except PoolError as error:
+                self._meter.num_unsealed += 1
+                log.info("the answer of %s is not kept: %s", sequence.ref.request_id, error)
+
+    async def _give_back(self, sequence: Sequence) -> None:
+        self._batch.leave(sequence)
+        self._changed.set()
+        try:
+            if sequence.is_in_flight:
+                await wait_to_end(asyncio.ensure_future(sequence.left.wait()))
+        finally:
+            self._batch.free(sequence)
+            await self.release(sequence)

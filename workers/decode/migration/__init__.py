@@ -1,0 +1,1 @@
+"""Migrations of running requests: what their source does, and their destination."""

@@ -1,0 +1,82 @@
+"""The source of migrations: a sequence's blocks go to the own pool while it is decoded, then it leaves.
+
+Orders come at any time. What they need of a sequence's pages is done by the sequence's own task, which waits
+in `copying_until` while the batch has the sequence, or it waits for the batch. A sequence whose KVCache is
+not complete yet comes to that later, and its orders wait for it.
+
+Owns: the answers to `PreCopy`, when a sequence leaves. Does not know: destinations, what is handed over.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from mooncake.errors import PoolError
+from mooncake.messages.migration import HandOver, PreCopied, PreCopy
+from mooncake.messages.requests import Ref
+from workers.decode.batch import DecodeBatch
+from workers.decode.blocks.group_blocks import GroupBlocks
+from workers.decode.sequence import Sequence
+
+
+class MigrationSource:
+    """The orders to one instance's sequences. An order for an unknown one is dropped: it has just ended."""
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        blocks: GroupBlocks,
+        sequences: dict[Ref, Sequence],
+        changed: asyncio.Event,
+        pool_closed: asyncio.Event,
+        send: Callable[[PreCopied], Awaitable[None]],
+    ) -> None:
+        self._batch, self._blocks, self._sequences = batch, blocks, sequences
+        self._changed, self._pool_closed, self._send = changed, pool_closed, send
+
+    def pre_copy(self, order: PreCopy) -> None:
+        """Have the sequence's full blocks stored in the pool, as far as it lacks them."""
+        sequence = self._sequences.get(order.ref)
+        if sequence is not None:
+            sequence.copy_ordered.set()
+
+    def hand_over(self, order: HandOver) -> None:
+        """Let a sequence leave the batch, or its wait for it: an iteration that runs is its last one here."""
+        sequence = self._sequences.get(order.ref)
+        if sequence is not None:
+            sequence.is_wanted_elsewhere = True
+            self._batch.leave(sequence)
+            self._changed.set()
+
+    async def copying_until(self, event: asyncio.Event, sequence: Sequence) -> None:
+        """Wait for `event`, and store the sequence's blocks meanwhile if that is ordered."""
+        while not event.is_set():
+            await _first_set(event, sequence.copy_ordered)
+            if not event.is_set():
+                sequence.copy_ordered.clear()
+                await self._pre_copy(sequence)
+
+    async def _pre_copy(self, sequence: Sequence) -> None:
+        """Store the full blocks of a sequence that goes on, or has been preempted, and say how many they are.
+
+        A pool without room is no failure: the destination then finds fewer blocks.
+        """
+        output = sequence.output
+        num_tokens = self._blocks.num_stored_tokens(sequence)
+        if sequence.pages:
+            try:
+                num_tokens = await self._blocks.store(sequence, is_parked=False)
+            except PoolError:
+                if self._pool_closed.is_set():
+                    raise
+        if sequence.finish_reason is None and sequence.error is None:
+            await self._send(PreCopied(sequence.ref, output, num_tokens))
+
+
+async def _first_set(*events: asyncio.Event) -> None:
+    """Return when one of these events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
