@@ -6,6 +6,7 @@ Owns: an instance's way into the cluster and out of it. Does not know: sockets, 
 from conductor.effects import Effect
 from conductor.fronts import Fronts, why_unfit
 from conductor.requests.dispatcher import Dispatcher
+from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
@@ -36,9 +37,11 @@ class Membership:
         requests: Requests,
         placer: Placer,
         dispatcher: Dispatcher,
+        migrations: Migrations,
     ) -> None:
         self._fingerprint, self._profiled_device, self._fronts = fingerprint, profiled_device, fronts
         self._requests, self._placer, self._dispatcher = requests, placer, dispatcher
+        self._migrations = migrations
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
 
     # -- coming -------------------------------------------------------------------------------------
@@ -113,7 +116,7 @@ class Membership:
         if not self._instances.move(instance, state):
             return []
         self._view.close(instance)
-        effects = self._placer.drain(instance, now_s)
+        effects = self._migrations.call_off(instance) + self._placer.drain(instance, now_s)
         return effects + self._fronts.tell() + self.retire()
 
     def _serve_again(self, instance: Instance, now_s: float) -> list[Effect]:

@@ -17,6 +17,7 @@ from conductor.replication.contexts import Contexts
 from conductor.replication.copies import Replication
 from conductor.requests.dispatcher import Dispatcher
 from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.rules import Limits, Rules
@@ -34,6 +35,7 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     KeepContext,
+    Migrate,
     Submit,
     Unknown,
 )
@@ -79,10 +81,17 @@ class Conductor:
         self._requests = Requests(epoch, self.instances, self.view, limits, rules)
         self._admission = Admission(self.view, rules.overload)
         self._placer = Placer(self._requests, new_scheduler(self.view, rules), self._admission)
-        self._dispatcher = Dispatcher(self._requests, self._placer, self._admission)
+        self.migrations = Migrations(self._requests)
+        self._dispatcher = Dispatcher(self._requests, self._placer, self._admission, self.migrations)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self._membership = Membership(
-            fingerprint, profiled_device, self._fronts, self._requests, self._placer, self._dispatcher
+            fingerprint,
+            profiled_device,
+            self._fronts,
+            self._requests,
+            self._placer,
+            self._dispatcher,
+            self.migrations,
         )
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
@@ -134,6 +143,8 @@ class Conductor:
                 return self._on_cancel(sender, message, now_s)
             case Drain():
                 return self._membership.on_drain(sender, message, now_s)
+            case Migrate():
+                return self.migrations.on_migrate(sender, message, now_s)
             case KeepContext(context_id, keys, ttl_s):
                 return self.contexts.keep(context_id, keys, ttl_s, now_s)
             case DropContext(context_id):
@@ -155,6 +166,7 @@ class Conductor:
         self.instances.forget_lost(now_s)
         self._requests.suspicion.forget(now_s - self.limits.return_grace_s)
         effects += self._membership.drop(self.instances.silent_since(deadline_s), "stopped answering", now_s)
+        effects += self._dispatcher.end_late_migrations(now_s)
         effects += self._placer.retry_waiting(now_s)
         effects += self._dispatcher.ask_again()
         effects += self._membership.retire()
@@ -235,9 +247,13 @@ class Conductor:
 
     def _on_continue(self, sender: bytes, answer: Continue, now_s: float) -> list[Effect]:
         tracked = self.requests.get(answer.request.request_id)
-        if tracked is None or tracked.front != sender or tracked.state is not RequestState.INTERRUPTED:
-            return []  # the front was asked twice
-        return self._dispatcher.resubmit(tracked, answer.request, now_s)
+        if tracked is None or tracked.front != sender:
+            return []
+        if tracked.state is RequestState.INTERRUPTED:
+            return self._dispatcher.resubmit(tracked, answer.request, now_s)
+        if tracked.state is RequestState.DECODING and answer.attempt == tracked.ref.attempt:
+            return self._dispatcher.resubmit_behind_gap(tracked, answer.request, now_s)
+        return []  # the front was asked twice, or has asked twice
 
     def _drop_front(self, front: bytes, now_s: float) -> list[Effect]:
         """Fail the requests of a lost front, and tell it, for it may live after all."""

@@ -77,6 +77,10 @@ class Limits:
     placement_timeout_s: float = 60.0
     return_grace_s: float = 10.0
     retry_after_s: float = 1.0
+    migration_timeout_s: float = 10.0
+    """The time that a request's copies may take, and its hand-over."""
+    max_migrations: int = 8
+    """Migrations of an instance, from it and to it, at one time."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)

@@ -7,21 +7,26 @@ instances there are, which request gets which pair (`conductor.requests.placer`)
 from conductor.admission.overload import Admission
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
 from mooncake.messages.fronts import Ended, Interrupted
+from mooncake.messages.migration import FromMigration, HandedOver, PreCopied, Prepared
 from mooncake.messages.requests import Ref, Request
 from mooncake.messages.workers import Abort, Finished, Prefilled, Refused, Reserved, WorkFailed
 
-FromWork = Reserved | Prefilled | Finished | Refused | WorkFailed
+FromWork = Reserved | Prefilled | Finished | Refused | WorkFailed | FromMigration
 
 
 class Dispatcher:
     """Moves placed requests from state to state as workers report."""
 
-    def __init__(self, requests: Requests, placer: Placer, admission: Admission) -> None:
+    def __init__(
+        self, requests: Requests, placer: Placer, admission: Admission, migrations: Migrations
+    ) -> None:
         self._requests, self._placer, self._admission = requests, placer, admission
+        self._migrations = migrations
 
     # -- resubmission -------------------------------------------------------------------------------
 
@@ -29,6 +34,14 @@ class Dispatcher:
         """Place an interrupted request, whose front has said how far its output has come."""
         self._requests.resume(tracked, request)
         return self._placer.place(tracked, now_s)
+
+    def resubmit_behind_gap(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
+        """Place a decoded request again, whose front lacks tokens before others: the attempt has failed."""
+        reason = f"tokens from {request.num_output_tokens} on were lost on their way"
+        if self._count_failure(tracked):
+            return self._placer.fail(tracked, reason, now_s)
+        effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
+        return effects + self.resubmit(tracked, request, now_s)
 
     def ask_again(self) -> list[Effect]:
         """Ask the fronts of interrupted requests that have not said how far the output has come."""
@@ -47,7 +60,7 @@ class Dispatcher:
             self._requests.suspicion.instance_lost(instance.name, self._computed_by(instance), now_s)
             for tracked in by_id.values():
                 tracked.failures = [pair for pair in tracked.failures if instance.identity not in pair]
-        effects = []
+        effects = self._migrations.lose(lost)
         for instance in lost:
             for request_id in list(instance.requests):
                 tracked = by_id[request_id]
@@ -91,6 +104,8 @@ class Dispatcher:
     def on_work(self, sender: Instance, message: FromWork, now_s: float) -> list[Effect]:
         """React to a step of a request, done or failed."""
         tracked = self._requests.current(message.ref)
+        if tracked is None and (coming := self._requests.coming(message.ref)) is not None:
+            return self._on_destination(coming, message, now_s)
         if tracked is None:
             return [] if isinstance(message, Finished) else [Effect(sender.identity, Abort(message.ref))]
         match message:
@@ -99,13 +114,38 @@ class Dispatcher:
             case Prefilled() if tracked.state is RequestState.PREFILLING:
                 return self._on_prefilled(tracked, message, now_s)
             case Finished() if tracked.state is RequestState.DECODING:
-                self._requests.finish(tracked, message.num_output_tokens, now_s)
-                return [Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
+                effects = self._requests.finish(tracked, message.num_output_tokens, now_s)
+                return [*effects, Effect(tracked.front, Ended(tracked.request_id, message.num_output_tokens))]
+            case PreCopied() if tracked.state is RequestState.DECODING:
+                return self._migrations.on_pre_copied(tracked, message, now_s)
+            case HandedOver() if tracked.state is RequestState.DECODING:
+                return self._on_handed_over(tracked, message, now_s)
             case Refused():
                 return self._on_refused(tracked, sender, message, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # also a duplicate of a step already taken
+
+    def _on_destination(self, tracked: TrackedRequest, message: FromWork, now_s: float) -> list[Effect]:
+        """React to what the destination of a migration says."""
+        match message:
+            case Prepared():
+                return self._migrations.on_prepared(tracked, message, now_s)
+            case WorkFailed():
+                return self._migrations.on_destination_failed(tracked)
+        return []
+
+    def _on_handed_over(self, tracked: TrackedRequest, handed_over: HandedOver, now_s: float) -> list[Effect]:
+        if self._migrations.may_take_over(tracked):
+            return self._migrations.take_over(tracked, handed_over.output, now_s)
+        return self._retry(tracked, f"{tracked.decode} has handed it over, and nobody takes it", now_s)
+
+    def end_late_migrations(self, now_s: float) -> list[Effect]:
+        """End the migrations that have taken too long."""
+        effects, stopped = self._migrations.end_late(now_s)
+        for tracked in stopped:
+            effects += self._retry(tracked, f"{tracked.decode} has not handed it over in time", now_s)
+        return effects
 
     def _on_prefilled(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
         num_tokens = len(tracked.request.token_ids)
@@ -132,24 +172,33 @@ class Dispatcher:
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """Retry the request, unless it fails for good.
+        """Retry the request, unless it fails for good."""
+        if self._count_failure(tracked) or not retryable:
+            return self._placer.fail(tracked, reason, now_s)
+        return self._retry(tracked, reason, now_s)
+
+    def _count_failure(self, tracked: TrackedRequest) -> bool:
+        """Count a failed attempt. Returns whether the request may have no further one.
 
         An attempt counts if no instance of its pair is lost, which would explain the failure.
         """
         pair = tracked.placed.placement.identities
         if all(self._requests.instances.by_identity(identity) is not None for identity in pair):
             tracked.failures.append(pair)
-        if not retryable or len(tracked.failures) >= self._requests.limits.max_attempts:
-            return self._placer.fail(tracked, reason, now_s)
-        return self._retry(tracked, reason, now_s)
+        return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
         """Run the request elsewhere: from its beginning, or behind what the front has of its output."""
-        begun = tracked.may_have_begun
-        state = RequestState.INTERRUPTED if begun else RequestState.WAITING
+        if tracked.may_have_begun:
+            effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
+            return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]
+        effects = self._release(tracked, RequestState.WAITING, reason, now_s)
+        return effects + self._placer.place(tracked, now_s)
+
+    def _release(
+        self, tracked: TrackedRequest, state: RequestState, reason: str, now_s: float
+    ) -> list[Effect]:
         effects = self._requests.release(tracked, state, now_s)
         tracked.refused_by.clear()
         tracked.is_promised, tracked.last_failure = True, reason
-        if begun:
-            return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]
-        return effects + self._placer.place(tracked, now_s)
+        return effects

@@ -14,6 +14,7 @@ Invariant: every accepted request reaches exactly one of the three ends, once.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from conductor.requests.migration import Migration
 from conductor.rules import SLOs
 from conductor.view.assignments import Assignment
 from mooncake.messages.requests import Ref, Request
@@ -59,7 +60,7 @@ class TrackedRequest:
     front: bytes
     slos: SLOs
     ref: Ref
-    """The name of the current attempt, which is another one after each placement."""
+    """The name of the current attempt, which is another one after each placement and after each move."""
     submitted_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
@@ -74,6 +75,10 @@ class TrackedRequest:
     may_have_begun: bool = False
     """Whether tokens of its output may have left, so that no instance may refuse it any more."""
     last_failure: str = ""
+    num_attempts: int = 0
+    """Numbers of attempts that were given, those of destinations of migrations too. None is given twice."""
+    migration: Migration | None = None
+    """The migration in progress, if `state` is DECODING."""
     num_unlisted: int = 0
     """Consecutive heartbeats of its front that did not name the request."""
 
@@ -107,6 +112,11 @@ class TrackedRequest:
     def why_it_waits(self) -> str:
         """The last failure as the end of a message; empty without one."""
         return f" ({self.last_failure})" if self.last_failure else ""
+
+    def new_ref(self) -> Ref:
+        """The name of another attempt."""
+        self.num_attempts += 1
+        return Ref(self.ref.epoch, self.request_id, self.num_attempts)
 
     def time_left_s(self, now_s: float) -> float | None:
         """Seconds until the first token is due, less than 0 when it is late; None without a TTFT SLO."""

@@ -8,13 +8,15 @@ from collections import Counter
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
+from conductor.requests.migration import Migration, MigrationStep
 from conductor.requests.suspicion import Suspicion
 from conductor.rules import Limits, Rules, SLOs
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
-from conductor.view.decision_stats import DecisionStats
+from conductor.view.decision_stats import DecisionStats, MigrationOutcome, MigrationReason
 from conductor.view.instances import Instance, Instances
 from conductor.view.placement import Placement
+from mooncake.messages.migration import PreCopy, TakeOver
 from mooncake.messages.pools import Grant
 from mooncake.messages.requests import Ref, Request
 from mooncake.messages.workers import Abort, Decode, Prefill, Prefilled, Reserve
@@ -29,6 +31,8 @@ class Requests:
     - It has an assignment exactly if its state is in `PLACED`. Then both instances of its pair have it among
       their `requests`, the prefill instance until its prefill has ended.
     - It is in `admission_queue` exactly if its state is QUEUED.
+    - It is in `migrating` exactly if it has a migration. Then its state is DECODING, and the destination, if
+      that is still wanted, has it among its `requests`, too.
     """
 
     def __init__(
@@ -40,8 +44,9 @@ class Requests:
         self.suspicion = Suspicion(limits.max_attempts)
         self.by_id: dict[str, TrackedRequest] = {}
         self.admission_queue: dict[str, TrackedRequest] = {}
+        self.migrating: dict[str, TrackedRequest] = {}
         self.num_released = 0
-        """The number of pairs that requests have left."""
+        """The number of times that requests have left instances."""
         self._assignments = Assignments(view, rules, self.stats)
         self._has_double_check = rules.has_double_check
         self._num_of_tenant: Counter[str] = Counter()
@@ -78,6 +83,12 @@ class Requests:
         tracked = self.by_id.get(ref.request_id)
         return tracked if tracked is not None and tracked.ref == ref and tracked.state in PLACED else None
 
+    def coming(self, ref: Ref) -> TrackedRequest | None:
+        """The migrating request whose attempt at its destination will be `ref`."""
+        tracked = self.migrating.get(ref.request_id)
+        is_meant = tracked is not None and tracked.migration is not None and tracked.migration.ref == ref
+        return tracked if is_meant else None
+
     # -- a request's steps --------------------------------------------------------------------------
 
     def new(self, front: bytes, request: Request, now_s: float) -> TrackedRequest:
@@ -100,7 +111,7 @@ class Requests:
         """Give the request this pair, and order pages from its decode instance."""
         request, prefill, decode = tracked.request, placement.prefill, placement.decode
         self.admission_queue.pop(tracked.request_id, None)
-        tracked.ref = Ref(self.epoch, tracked.request_id, tracked.ref.attempt + 1)
+        tracked.ref = tracked.new_ref()
         for instance in (prefill, decode):
             instance.requests[tracked.request_id] = len(request.token_ids)
         tracked.assignment = self._assignments.assign(request, placement, tracked.slos, now_s)
@@ -154,8 +165,9 @@ class Requests:
         return [Effect(placement.decode.identity, order)]
 
     def release(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """Take the request off its pair for another attempt. `state` is WAITING or INTERRUPTED."""
-        effects = self._leave_pair(tracked, now_s)
+        """Take the request off its instances for another attempt. `state` is WAITING or INTERRUPTED."""
+        effects = self.end_migration(tracked, MigrationOutcome.SOURCE_FAILED)
+        effects += self._leave_pair(tracked, now_s)
         tracked.waiting_since_s = now_s
         tracked.move_to(state)
         return effects
@@ -165,17 +177,94 @@ class Requests:
         tracked.request = request
         tracked.move_to(RequestState.WAITING)
 
-    def finish(self, tracked: TrackedRequest, num_output_tokens: int, now_s: float) -> None:
+    def finish(self, tracked: TrackedRequest, num_output_tokens: int, now_s: float) -> list[Effect]:
         """End a request that has all its tokens."""
+        effects = self.end_migration(tracked, MigrationOutcome.ENDED)
         self._assignments.end_decode(tracked.placed, now_s, num_output_tokens)
         self._leave_pair(tracked, now_s)
         self._end(tracked, RequestState.FINISHED)
+        return effects
 
     def cut_short(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
         """End the request, and tell its instances to stop. `state` is ABORTED or FAILED."""
-        effects = self._leave_pair(tracked, now_s)
+        effects = self.end_migration(tracked, MigrationOutcome.ENDED)
+        effects += self._leave_pair(tracked, now_s)
         self._end(tracked, state)
         return effects
+
+    # -- migrations ---------------------------------------------------------------------------------
+
+    def begin_migration(
+        self,
+        tracked: TrackedRequest,
+        destination: Instance,
+        reason: MigrationReason,
+        copied_bytes: int,
+        deadline_s: float,
+        now_s: float,
+    ) -> list[Effect]:
+        """Reserve a share of `destination` for a request that is decoded, and order the first copies."""
+        assert tracked.migration is None
+        share = self._assignments.reserve(tracked.placed, destination, copied_bytes)
+        destination.requests[tracked.request_id] = share.num_tokens
+        tracked.migration = Migration(tracked.new_ref(), share, reason, now_s, deadline_s)
+        self.migrating[tracked.request_id] = tracked
+        return [Effect(tracked.placed.placement.decode.identity, PreCopy(tracked.ref))]
+
+    def strand(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
+        """Give the destination up, while the source may have handed the request over already."""
+        migration = tracked.migration
+        assert migration is not None
+        migration.move_to(MigrationStep.STRANDED)
+        migration.outcome = outcome
+        return self._leave_destination(tracked, migration)
+
+    def end_migration(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
+        """End a migration, if there is one, without a move: the order to stop for its destination."""
+        migration, tracked.migration = tracked.migration, None
+        if migration is None:
+            return []
+        del self.migrating[tracked.request_id]
+        self.stats.migrations.num_ended[migration.reason, migration.outcome or outcome] += 1
+        if migration.step is MigrationStep.STRANDED:
+            return []
+        return self._leave_destination(tracked, migration)
+
+    def move(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
+        """Let the destination of a migration decode a request from now on.
+
+        Args:
+            tracked: The request, which the source has handed over.
+            request: The same with its whole output so far.
+            now_s: The time.
+        """
+        migration, tracked.migration = tracked.migration, None
+        assert migration is not None
+        assert migration.step is MigrationStep.HANDING_OVER
+        del self.migrating[tracked.request_id]
+        stats = self.stats.migrations
+        stats.num_ended[migration.reason, MigrationOutcome.MOVED] += 1
+        stats.seconds += now_s - migration.began_s
+        stats.num_recomputed_tokens += max(0, len(request.token_ids) - migration.num_loaded_tokens)
+        placement = tracked.placed.placement
+        for source in (placement.prefill, placement.decode):
+            source.requests.pop(tracked.request_id, None)
+        destination = migration.destination
+        destination.instance.requests[tracked.request_id] = destination.num_tokens
+        self._assignments.move(tracked.placed, destination, now_s)
+        self.num_released += 1
+        tracked.ref, tracked.request = migration.ref, request
+        return [Effect(destination.instance.identity, TakeOver(migration.ref, request))]
+
+    def _leave_destination(self, tracked: TrackedRequest, migration: Migration) -> list[Effect]:
+        instance = migration.destination.instance
+        self._assignments.give_back(migration.destination)
+        self.num_released += 1
+        instance.requests.pop(tracked.request_id, None)
+        is_alive = self.instances.by_identity(instance.identity) is not None
+        return [Effect(instance.identity, Abort(migration.ref))] if is_alive else []
+
+    # -- ends ---------------------------------------------------------------------------------------
 
     def _end(self, tracked: TrackedRequest, state: RequestState) -> None:
         tracked.move_to(state)

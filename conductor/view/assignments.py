@@ -2,7 +2,7 @@
 
 From its placement to its end a request is part of the queue of its prefill instance and of the prefixes that
 are coming there, of the batch of its decode instance, of the traffic of its source, and of the forecast:
-exactly once in each, however it ends.
+exactly once in each, however it ends. While it migrates it is part of the batch of its destination as well.
 
 Owns: these memberships. Does not know: messages, states, why a request ends.
 """
@@ -46,6 +46,8 @@ class Assignment:
     delay_s: float = 0.0
     """Predicted seconds of prefills that were assigned later and go first."""
     decode_began_s: float | None = None
+    has_moved: bool = False
+    """Whether another instance decodes it than the one that the placement's prediction is about."""
 
     @property
     def first_token_s(self) -> float:
@@ -56,6 +58,20 @@ class Assignment:
     def num_tokens(self) -> int:
         """The length of the prompt."""
         return len(self.request.token_ids)
+
+
+@dataclass(slots=True)
+class Destination:
+    """The share of a migrating request in the load of the instance to which it moves."""
+
+    instance: Instance
+    slot: int
+    num_tokens: int
+    """The length of the prompt, as the source counts it."""
+    source: Instance
+    source_slot: int
+    copied_bytes: float
+    """Bytes that the copies are predicted to move."""
 
 
 class Assignments:
@@ -175,8 +191,44 @@ class Assignments:
         assert assignment.decode_began_s is not None
         seconds = now_s - assignment.decode_began_s
         self._view.forecast.learn(assignment.request, assignment.stay, seconds, num_output_tokens, now_s)
-        if num_output_tokens > 1:
+        if num_output_tokens > 1 and not assignment.has_moved:
             self._stats.decoded(assignment.placement, seconds / (num_output_tokens - 1))
+
+    def reserve(self, assignment: Assignment, instance: Instance, copied_bytes: float) -> Destination:
+        """Enter a decoded request into the batch of the instance to which it moves, too."""
+        view, source = self._view, assignment.placement.decode
+        slot = view.slot_of(instance.name)
+        assert slot is not None
+        view.loads.assign_decode(slot, assignment.num_tokens)
+        view.decode_changed(slot)
+        view.transfers.ordered_bytes[assignment.decode_slot] += copied_bytes
+        return Destination(
+            instance, slot, assignment.num_tokens, source, assignment.decode_slot, copied_bytes
+        )
+
+    def give_back(self, destination: Destination) -> None:
+        """Undo `reserve`: the request does not move."""
+        self._end_copies(destination)
+        if self._view.holds(destination.slot, destination.instance):
+            self._view.loads.end_decode(destination.slot, destination.num_tokens, has_begun=False)
+            self._view.decode_changed(destination.slot)
+
+    def move(self, assignment: Assignment, destination: Destination, now_s: float) -> None:
+        """Let the destination decode a request from now on, alone: the source has none of it any more."""
+        view, num_tokens = self._view, assignment.num_tokens
+        self._end_copies(destination)
+        view.loads.end_decode(assignment.decode_slot, num_tokens, has_begun=True)
+        view.decode_changed(assignment.decode_slot)
+        view.loads.begin_decode(destination.slot, num_tokens)
+        self._steps_change(now_s)
+        instance = destination.instance
+        assignment.placement = assignment.placement._replace(prefill=instance, decode=instance)
+        assignment.prefill_slot = assignment.decode_slot = destination.slot
+        assignment.has_moved = True
+
+    def _end_copies(self, destination: Destination) -> None:
+        if self._view.holds(destination.source_slot, destination.source):
+            self._view.transfers.ordered_bytes[destination.source_slot] -= destination.copied_bytes
 
     def release(self, assignment: Assignment, now_s: float) -> None:
         """Take a request out that has ended, or that is going to be placed again. Call it once."""

@@ -6,6 +6,7 @@ Owns: totals since the Conductor began. Does not know: who reads them.
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from conductor.view.placement import Placement, Reason, Reuse
 
@@ -33,11 +34,59 @@ class Errors:
         self.actual_s += actual_s
 
 
+class MigrationReason(StrEnum):
+    """Reason for which a request migrates."""
+
+    RELIEVE = "relieve"
+    """The source would miss a TBT SLO."""
+    CONSOLIDATE = "consolidate"
+    """The source is to be emptied, as few requests are on many instances."""
+    DEFRAGMENT = "defragment"
+    """The source makes room for a long prompt."""
+    PRIORITY = "priority"
+    """The source makes room for a stricter class."""
+    DRAIN = "drain"
+    SWITCH = "switch"
+    """The source changes its role."""
+    BY_HAND = "by_hand"
+    """An operator has asked for it."""
+
+
+class MigrationOutcome(StrEnum):
+    """The end of a migration. Only with the first the request has moved."""
+
+    MOVED = "moved"
+    ENDED = "ended"
+    """The request ended before."""
+    SOURCE_FAILED = "source_failed"
+    """The source was lost, or has failed the request."""
+    DESTINATION_LOST = "destination_lost"
+    REFUSED = "refused"
+    """The destination had no room, or has failed."""
+    CALLED_OFF = "called_off"
+    """The destination drains, or the request has become a suspect."""
+    LATE = "late"
+
+
+@dataclass(slots=True)
+class MigrationStats:
+    """Migrations that have ended."""
+
+    num_ended: Counter[tuple[MigrationReason, MigrationOutcome]] = field(default_factory=Counter)
+    seconds: float = 0.0
+    """From the beginning to the hand-over, over all requests that have moved."""
+    num_copied_bytes: int = 0
+    """Bytes of the blocks that destinations were told to fetch and were believed to lack."""
+    num_recomputed_tokens: int = 0
+    """Tokens that destinations computed again, as their KVCache was in no full block."""
+
+
 class DecisionStats:
     """Totals."""
 
     def __init__(self) -> None:
         self.ttft, self.tbt = Errors(), Errors()
+        self.migrations = MigrationStats()
         self.num_placements: Counter[Reuse] = Counter()
         self.num_rejections: Counter[Reason] = Counter()
         self.num_preempted = 0

@@ -27,9 +27,25 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 
 class Continue(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Interrupted`: the request with its output so far, to be continued."""
+    """Run a request again behind the output that the front has.
+
+    The answer to `Interrupted`. Sent without that too, if tokens before others have not come: then `attempt`
+    is the latest one whose tokens have, and the message is void if the request has another one by now. It is
+    repeated until the tokens come.
+    """
 
     request: Request
+    attempt: Count | None = None
+
+
+class Migrate(msgspec.Struct, tag=True, frozen=True):
+    """Move a running request to another decode instance, as an operator asks. Answered by `Migrates`.
+
+    Without `instance` the Conductor chooses one. The id of an answer stands for its first choice.
+    """
+
+    request_id: str
+    instance: str | None = None
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
@@ -107,6 +123,16 @@ class InstanceDrains(msgspec.Struct, tag=True, frozen=True):
     num_requests: int
 
 
+class Migrates(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `Migrate`: source and destination of the migration that has begun, or why none has."""
+
+    request_id: str
+    source: str | None = None
+    """None if no running request has this id."""
+    destination: str | None = None
+    refusal: str = ""
+
+
 class Rejected(msgspec.Struct, tag=True, frozen=True):
     """A request is refused before any token.
 
@@ -166,7 +192,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     outputs: list[TokenOutput]
 
 
-FromFront = FrontHello | InFlight | Submit | Continue | Cancel | Drain | KeepContext | DropContext
+FromFront = FrontHello | InFlight | Submit | Continue | Cancel | Drain | Migrate | KeepContext | DropContext
 ToFront = (
     ClusterState
     | RegisterRefused
@@ -176,5 +202,6 @@ ToFront = (
     | Ended
     | Unknown
     | InstanceDrains
+    | Migrates
     | Tokens
 )

@@ -17,7 +17,13 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N]    prefilled R [cached=N]    finished R tokens=N
     refused R [batch=N]    failed R            continue R output=N
+    migrate R [to=INSTANCE]                    somebody asks for it
+    precopied R output=N    prepared R tokens=N    unprepared R    handedover R output=N
+                               source and destination say; with `unprepared` there is no room
+    lacks R output=N [attempt=N]               its front has later tokens, not the next ones
     returning INSTANCE [failed_in=R,R]         its next life; in whose pass the one before failed (?: unknown)
+    loads                      what each decode instance is believed to have
+    migrations                 how many ended so far, by reason and outcome
     displaced                  how many requests gave way so far
     learned                    what the Conductor has learned about prefills
 """
@@ -44,10 +50,13 @@ from mooncake.messages.fronts import (
     FrontHello,
     InstanceDrains,
     Interrupted,
+    Migrate,
+    Migrates,
     Rejected,
     Submit,
 )
 from mooncake.messages.kv_events import KVStored
+from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
 from mooncake.messages.pools import (
     Capacity,
     Grant,
@@ -313,6 +322,55 @@ class Transcript:
         request = self._submitted[request_id].continued([42] * int(output), self._block_size)
         return self._shown(self._conductor.handle(FRONT, Continue(request), self._now_s))
 
+    # -- migrations ---------------------------------------------------------------------------------
+
+    def _do_migrate(self, request_id: str, to: str | None = None) -> list[str]:
+        return self._shown(self._conductor.handle(FRONT, Migrate(request_id, to), self._now_s))
+
+    def _do_precopied(self, request_id: str, output: str) -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        return self._tell(tracked.decode, PreCopied(tracked.ref, [42] * int(output)))
+
+    def _do_prepared(self, request_id: str, tokens: str) -> list[str]:
+        ref, destination = self._coming(request_id)
+        return self._tell(destination, Prepared(ref, int(tokens)))
+
+    def _do_unprepared(self, request_id: str) -> list[str]:
+        ref, destination = self._coming(request_id)
+        return self._tell(destination, WorkFailed(ref, "no room", retryable=True))
+
+    def _do_handedover(self, request_id: str, output: str) -> list[str]:
+        tracked = self._conductor.requests[request_id]
+        return self._tell(tracked.decode, HandedOver(tracked.ref, [42] * int(output)))
+
+    def _coming(self, request_id: str) -> tuple[Ref, str]:
+        migration = self._conductor.requests[request_id].migration
+        assert migration is not None
+        return migration.ref, migration.destination.instance.name
+
+    def _do_lacks(self, request_id: str, output: str, attempt: str | None = None) -> list[str]:
+        request = self._submitted[request_id].continued([42] * int(output), self._block_size)
+        latest = self._conductor.requests[request_id].ref.attempt if attempt is None else int(attempt)
+        return self._shown(self._conductor.handle(FRONT, Continue(request, latest), self._now_s))
+
+    def _do_migrations(self) -> list[str]:
+        migrations = self.stats.migrations
+        lines = [
+            f"{count} {reason} {outcome}" for (reason, outcome), count in sorted(migrations.num_ended.items())
+        ]
+        totals = f"{migrations.seconds:g} s, {migrations.num_copied_bytes} bytes"
+        return [*lines, f"{totals}, {migrations.num_recomputed_tokens} tokens computed again"]
+
+    def _do_loads(self) -> list[str]:
+        view = self._conductor.view
+        loads = view.loads
+        return [
+            f"{name}: {loads.batch_size[slot]:g} assigned, {loads.num_decoding[slot]:g} decoded,"
+            f" {loads.num_kv_tokens[slot]:g} tokens, {view.transfers.ordered_bytes[slot]:g} bytes to send"
+            for name, slot in view.prefixes.slots.items()
+            if loads.is_decode[slot]
+        ]
+
     # -- what is shown ------------------------------------------------------------------------------
 
     def _tell(self, name: str | None, message: object) -> list[str]:
@@ -337,6 +395,25 @@ class Transcript:
                 return None
             case InstanceDrains(name, state, num_requests):
                 return f"{name} is {state or 'unknown'}, {num_requests} requests"
+            case Migrates(request_id, source, destination, refusal):
+                return (
+                    f"{request_id} moves from {source} to {destination}"
+                    if not refusal
+                    else (f"{request_id} stays: {refusal}")
+                )
+            case PreCopy(ref):
+                return f"precopy {ref.request_id}#{ref.attempt}"
+            case Prepare(ref, request, shards, timeout_s, tbt_slo_s):
+                slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}"
+                name = shards[0].messenger.instance
+                return (
+                    f"prepare {ref.request_id}#{ref.attempt} output={request.num_output_tokens}"
+                    f" blocks={len(request.block_keys)} from {name} within {timeout_s:g}{slo}"
+                )
+            case HandOver(ref):
+                return f"handover {ref.request_id}#{ref.attempt}"
+            case TakeOver(ref, request):
+                return f"takeover {ref.request_id}#{ref.attempt} output={request.num_output_tokens}"
             case Interrupted(request_id):
                 return f"interrupted {request_id}"
             case Retired():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
-from conductor.front.generation.reception import Lost, Receive, Received, Reception
+from conductor.front.generation.reception import Lost, Receive, Reception
 from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.messages.bus import PeerGoneError, Router
 from mooncake.messages.costs import Costs
@@ -34,6 +34,8 @@ from mooncake.messages.fronts import (
     InstanceDrains,
     Interrupted,
     KeepContext,
+    Migrate,
+    Migrates,
     Rejected,
     Submit,
     TokenOutput,
@@ -60,7 +62,15 @@ STREAM_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 
 FromConductor = (
-    ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Unknown | InstanceDrains
+    ClusterState
+    | RegisterRefused
+    | Rejected
+    | Failed
+    | Interrupted
+    | Ended
+    | Unknown
+    | InstanceDrains
+    | Migrates
 )
 
 
@@ -97,6 +107,7 @@ class Link:
         self._on_dropped, self._kept = on_dropped, kept
         self._in_flight: dict[str, Reception] = {}
         self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
+        self._migrations: dict[str, asyncio.Future[Migrates]] = {}
         self._cluster: ClusterState | None = None
         self._num_unanswered = 0
         self.first_answer = asyncio.Event()
@@ -168,6 +179,15 @@ class Link:
         except (PeerGoneError, TimeoutError):
             raise UnavailableError("the conductor does not answer") from None
 
+    async def migrate(self, request_id: str, instance: str | None) -> Migrates:
+        """Tell a request to move to another decode instance. Raises UnavailableError."""
+        answer = self._migrations.setdefault(request_id, asyncio.get_running_loop().create_future())
+        try:
+            await self._conductor.send(Migrate(request_id, instance))
+            return await asyncio.wait_for(asyncio.shield(answer), CONDUCTOR_TIMEOUT_S)
+        except (PeerGoneError, TimeoutError):
+            raise UnavailableError("the conductor does not answer") from None
+
     async def tell(self, message: KeepContext | DropContext) -> None:
         """Tell the Conductor of a context cache. Raises UnavailableError."""
         try:
@@ -197,11 +217,17 @@ class Link:
                 await self._conductor.send(self._hello)
                 await self._conductor.send(InFlight(list(self._in_flight)))
             await asyncio.sleep(HEARTBEAT_S)
+            await self._ask_for_lost_tokens()
             self._fail_what_lost_its_end()
             if self.cluster is None:
                 oldest_s = _now() - STREAM_TIMEOUT_S
                 for request_id in [key for key, value in self._in_flight.items() if value.last_s < oldest_s]:
                     self._end(request_id, GenerationFailedError("the conductor is gone and no tokens arrive"))
+
+    async def _ask_for_lost_tokens(self) -> None:
+        for reception in list(self._in_flight.values()):
+            if reception.beat():
+                await self._say(Continue(self._continued(reception), reception.attempt[1]))
 
     def _fail_what_lost_its_end(self) -> None:
         for request_id, reception in list(self._in_flight.items()):
@@ -227,6 +253,9 @@ class Link:
                 case InstanceDrains(instance) as drains:
                     if (answer := self._drains.pop(instance, None)) is not None:
                         answer.set_result(drains)
+                case Migrates(request_id) as migrates:
+                    if (begun := self._migrations.pop(request_id, None)) is not None:
+                        begun.set_result(migrates)
                 case Interrupted(request_id):
                     await self._continue(request_id)
                 case Failed(request_id, message):
@@ -244,13 +273,18 @@ class Link:
     async def _continue(self, request_id: str) -> None:
         """Resubmit a request whose decode instance is lost, with the answer so far."""
         reception = self._in_flight.get(request_id)
-        answer = (
-            Cancel(request_id)  # it ended in the meantime
-            if reception is None
-            else Continue(reception.request.continued(reception.token_ids, self._block_size))
-        )
-        with contextlib.suppress(PeerGoneError):  # it will ask again
-            await self._conductor.send(answer)
+        if reception is None:  # it ended in the meantime
+            await self._say(Cancel(request_id))
+        else:
+            await self._say(Continue(self._continued(reception)))
+
+    def _continued(self, reception: Reception) -> Request:
+        return reception.request.continued(reception.token_ids, self._block_size)
+
+    async def _say(self, message: Cancel | Continue) -> None:
+        """Tell the Conductor something that it asks for again, or that is repeated, if it is lost."""
+        with contextlib.suppress(PeerGoneError):
+            await self._conductor.send(message)
 
     async def _adopt(self, cluster: ClusterState) -> None:
         restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch
@@ -292,18 +326,15 @@ class Link:
         if reception is None:
             self._on_dropped()
             return
-        new = reception.accept(output)
-        if new is None:
+        received = reception.accept(output)
+        if received is None:
             self._on_dropped()
             return
         reception.last_s, reception.num_silent_beats = now_s, 0
-        if output.finish_reason is not None:
-            del self._in_flight[request_id]
-        if new or output.finish_reason is not None:
-            logprobs = output.logprobs and output.logprobs[len(output.token_ids) - len(new) :]
-            reception.receive(
-                Received(request_id, new, output.num_cached_tokens, output.finish_reason, logprobs)
-            )
+        for event in received:
+            if event.finish_reason is not None:
+                del self._in_flight[request_id]
+            reception.receive(event)
 
     def _end(self, request_id: str, error: RequestError) -> None:
         reception = self._in_flight.pop(request_id, None)

@@ -1,9 +1,14 @@
 """Tokens that arrive for one request, and how far they have come.
 
+Source and destination of a migration send over two connections, so the first tokens of the destination may
+overtake the last ones of the source. Tokens that come early wait until the gap before them is filled, by
+whichever attempt: every attempt gives the same token at the same position.
+
 Owns: which tokens are new, whatever attempt they are of; what is said of those that are missing.
 Does not know: connections, who waits for the tokens.
 """
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,16 +43,24 @@ Receive = Callable[[Event], None]
 """Callback for the events of one request, in order, as soon as they come; raises nothing."""
 
 
+MAX_BEATS_FOR_GAP = 2
+"""Heartbeats of the front for which tokens may be missing before others."""
+
+
 @dataclass(slots=True)
 class Reception:
-    """How far one request's tokens have arrived. Every attempt gives the same token at the same position."""
+    """How far one request's tokens have arrived."""
 
     request: Request
     receive: Receive
     last_s: float
     attempt: tuple[int, int] = (0, 0)
-    """Epoch of the Conductor that placed the request, and attempt."""
+    """The latest attempt of which tokens have come, behind the epoch of its Conductor."""
     token_ids: list[int] = field(default_factory=list)
+    early: list[TokenOutput] = field(default_factory=list)
+    """Outputs with a gap before them, by position: each is behind the end of `token_ids`."""
+    num_gap_beats: int = 0
+    """Consecutive heartbeats at which there was a gap before `early`."""
     num_sent: int | None = None
     """Number of tokens there are, once the Conductor has said that all were sent."""
     num_silent_beats: int = 0
@@ -66,30 +79,63 @@ class Reception:
             return GenerationFailedError(f"what became of it after {num_received} tokens was lost")
         return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
 
-    def accept(self, output: TokenOutput) -> list[int] | None:
-        """Return the new tokens of `output`, or None if it belongs to an attempt that has been replaced.
+    def beat(self) -> bool:
+        """Count a heartbeat of the front. Returns whether tokens have been missing for too long."""
+        self.num_gap_beats = self.num_gap_beats + 1 if self.early else 0
+        return self.num_gap_beats >= MAX_BEATS_FOR_GAP and self.num_sent is None
 
-        Raises GenerationFailedError when tokens before these are missing, or differ from those that an
-        earlier attempt has given: what the client has read cannot be taken back.
+    def accept(self, output: TokenOutput) -> list[Received] | None:
+        """Return what is new with `output`, or None if it belongs to an attempt that has been replaced.
+
+        Raises GenerationFailedError when its tokens differ from those that an earlier attempt has given: what
+        the client has read cannot be taken back.
         """
-        attempt = (output.ref.epoch, output.ref.attempt)
-        if attempt < self.attempt:
+        attempt = _attempt(output)
+        is_stale = attempt < self.attempt
+        if is_stale and not self.early:
             return None
-        self.attempt = attempt
-        num_received = len(self.token_ids)
-        if output.position == num_received:
-            self.token_ids += output.token_ids
-            return output.token_ids
-        if output.position > num_received:
-            raise GenerationFailedError(
-                f"internal error: tokens {num_received} to {output.position - 1} "
-                f"of attempt {self.attempt[1]} did not arrive"
-            )
-        known = self.token_ids[output.position : output.position + len(output.token_ids)]
-        if known != output.token_ids[: len(known)]:
-            raise GenerationFailedError(
-                f"attempt {self.attempt[1]} drew other tokens from {output.position} on than were sent"
-            )
-        new = output.token_ids[len(known) :]
+        self.attempt = max(self.attempt, attempt)
+        if output.position > len(self.token_ids):
+            insort(self.early, output, key=_position)
+            return []
+        received = self._new(output, is_stale=is_stale)
+        return self._with_early(attempt, received) if self.early else received
+
+    def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
+        """Add the early outputs that have no gap before them any more, now that tokens of `attempt` came."""
+        if attempt == self.attempt:  # it gives the rest itself, and what earlier ones have given may differ
+            self.early = [output for output in self.early if _attempt(output) == attempt]
+        while self.early and self.early[0].position <= len(self.token_ids):
+            if received and received[-1].finish_reason is not None:
+                break
+            output = self.early.pop(0)
+            received += self._new(output, is_stale=_attempt(output) < self.attempt)
+        return received
+
+    def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
+        """Add the tokens of an output without a gap before it. Returns what is new, if anything is."""
+        new = output.token_ids
+        if output.position < len(self.token_ids):
+            known = self.token_ids[output.position : output.position + len(new)]
+            if known != new[: len(known)]:
+                if is_stale:
+                    return []
+                raise GenerationFailedError(
+                    f"attempt {output.ref.attempt} drew other tokens from {output.position} on than were sent"
+                )
+            new = new[len(known) :]
         self.token_ids += new
-        return new
+        if not new and output.finish_reason is None:
+            return []
+        logprobs = output.logprobs and output.logprobs[len(output.token_ids) - len(new) :]
+        return [
+            Received(output.ref.request_id, new, output.num_cached_tokens, output.finish_reason, logprobs)
+        ]
+
+
+def _position(output: TokenOutput) -> int:
+    return output.position
+
+
+def _attempt(output: TokenOutput) -> tuple[int, int]:
+    return (output.ref.epoch, output.ref.attempt)

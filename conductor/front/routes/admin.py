@@ -1,4 +1,4 @@
-"""Routes and listener for operators: to take instances out of service, and back in.
+"""Routes and listener for operators: to take instances out of service, and back in, to move requests.
 
 Owns: these paths, what the listener of `http.admin_listen` serves. Does not know: who may use them
 (`admin_access`), how an instance drains (`conductor.policy`), what the other routes show (`monitoring`).
@@ -16,7 +16,10 @@ from mooncake.errors import RequestError
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
-    """Return the routes `POST /admin/instances/{name}/drain`, and `.../serve`, which undoes it."""
+    """Return the routes of operators.
+
+    `POST /admin/instances/{name}/drain`, and `.../serve`, which undoes it; `/admin/requests/{id}/migrate`.
+    """
     router = APIRouter(prefix=ADMIN, dependencies=[Depends(access.check_acting)])
 
     async def told(name: str, *, is_wanted: bool) -> Response:
@@ -32,6 +35,18 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     @router.post("/instances/{name}/serve")
     async def serve(name: str) -> Response:
         return await told(name, is_wanted=False)
+
+    @router.post("/requests/{request_id}/migrate")
+    async def migrate(request_id: str, to: str | None = None) -> Response:
+        migrates = await link.migrate(request_id, to)
+        if migrates.source is None:
+            raise RequestError(f"no request {request_id!r} is running", status=404, code="unknown_request")
+        if migrates.destination is None:
+            reason = f"request {request_id!r} stays: {migrates.refusal}"
+            raise RequestError(reason, status=409, code="cannot_migrate")
+        return JSONResponse(
+            {"id": request_id, "source": migrates.source, "destination": migrates.destination}
+        )
 
     return router
 

@@ -42,6 +42,8 @@ from mooncake.messages.fronts import (
     InFlight,
     InstanceDrains,
     KeepContext,
+    Migrate,
+    Migrates,
     Rejected,
     Submit,
     TokenOutput,
@@ -160,6 +162,9 @@ class FakeCluster:
         self.unknown: set[str] = set()
         """requests that it says it does not have"""
         self.continued: list[Request] = []
+        self.attempts_to_replace: list[int | None] = []
+        """of each in `continued`: the attempt of which tokens came that others should have come before"""
+        self.migrates: list[Migrate] = []
         self.contexts: list[KeepContext | DropContext] = []
 
     async def run(self) -> None:
@@ -181,10 +186,18 @@ class FakeCluster:
                         task = asyncio.create_task(self._behave(request))
                         self._tasks.add(task)
                         task.add_done_callback(self._tasks.discard)
-                    case Continue(request):
+                    case Continue(request, attempt):
                         self.continued.append(request)
+                        self.attempts_to_replace.append(attempt)
                     case Drain(instance):
                         await self.to_front(InstanceDrains(instance, None, 0))
+                    case Migrate(request_id, instance):
+                        self.migrates.append(message)
+                        refusal = "" if instance == "d1" else "it stays"
+                        source = "d0" if request_id == "r" else None
+                        await self.to_front(
+                            Migrates(request_id, source, None if refusal else instance, refusal)
+                        )
                     case KeepContext() | DropContext():
                         self.contexts.append(message)
                     case Cancel(request_id):

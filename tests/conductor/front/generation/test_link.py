@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conductor.front.errors import GenerationFailedError, UnavailableError
 from conductor.front.generation import link as link_module
@@ -18,38 +20,114 @@ from mooncake.messages.fronts import ClusterState, Ended, Interrupted, TokenOutp
 from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
+from tests.examples import num_examples
 
 BLOCK_SIZE = 4
 REQUEST = Request("r", [1, 2], [], SamplingParams(max_tokens=9), "ep")
 
 
-def output(position: int, token_ids: list[int], attempt: int = 1) -> TokenOutput:
-    return TokenOutput(Ref(1, "r", attempt), position, token_ids, 0)
+def output(
+    position: int, token_ids: list[int], attempt: int = 1, finish: FinishReason | None = None
+) -> TokenOutput:
+    return TokenOutput(Ref(1, "r", attempt), position, token_ids, 0, finish)
+
+
+def new_reception() -> Reception:
+    return Reception(REQUEST, Inbox[Event]().put_nowait, 0.0)
+
+
+def accepted(reception: Reception, *outputs: TokenOutput) -> list[int] | None:
+    """The tokens that are new with these outputs; None if the last one is stale."""
+    new: list[int] = []
+    received: list[Received] | None = []
+    for one in outputs:
+        received = reception.accept(one)
+        new += [token_id for event in received or [] for token_id in event.token_ids]
+    return None if received is None else new
 
 
 def test_only_new_tokens_of_the_latest_attempt_are_accepted() -> None:
-    reception = Reception(REQUEST, Inbox[Event]().put_nowait, 0.0)
-    assert reception.accept(output(0, [1, 2])) == [1, 2]
-    assert reception.accept(output(2, [3])) == [3]
-    assert reception.accept(output(0, [1], attempt=2)) == []
-    assert reception.accept(output(3, [9], attempt=1)) is None
-    assert reception.accept(output(1, [2, 3, 4], attempt=2)) == [4]
-    assert reception.accept(output(4, [], attempt=2)) == []
+    reception = new_reception()
+    assert accepted(reception, output(0, [1, 2])) == [1, 2]
+    assert accepted(reception, output(2, [3])) == [3]
+    assert accepted(reception, output(0, [1], attempt=2)) == []
+    assert accepted(reception, output(3, [9], attempt=1)) is None
+    assert accepted(reception, output(1, [2, 3, 4], attempt=2)) == [4]
+    assert accepted(reception, output(4, [], attempt=2)) == []
 
 
 def test_another_attempt_with_other_tokens_fails_the_request() -> None:
-    reception = Reception(REQUEST, Inbox[Event]().put_nowait, 0.0)
+    reception = new_reception()
     reception.accept(output(0, [1, 2, 3]))
     assert reception.accept(output(0, [1], attempt=2)) == []
     with pytest.raises(GenerationFailedError, match="attempt 2 drew other tokens from 1 on than"):
         reception.accept(output(1, [9, 3], attempt=2))
 
 
-def test_missing_tokens_fail_the_request() -> None:
-    reception = Reception(REQUEST, Inbox[Event]().put_nowait, 0.0)
-    reception.accept(output(0, [1, 2]))
-    with pytest.raises(GenerationFailedError, match="tokens 2 to 3 of attempt 1"):
-        reception.accept(output(4, [5]))
+def test_tokens_that_overtake_others_wait_for_them() -> None:
+    reception = new_reception()
+    assert accepted(reception, output(0, [1])) == [1]
+    assert accepted(reception, output(3, [4], attempt=2)) == []
+    assert accepted(reception, output(4, [5], attempt=2, finish=FinishReason.LENGTH)) == []
+    assert accepted(reception, output(1, [2], attempt=1)) == [2]
+    assert accepted(reception, output(0, [1, 2], attempt=1)) == []
+    received = reception.accept(output(2, [3], attempt=1))
+    assert received is not None
+    assert [event.token_ids for event in received] == [[3], [4], [5]]
+    assert [event.finish_reason for event in received] == [None, None, FinishReason.LENGTH]
+
+
+def test_an_attempt_behind_what_has_come_replaces_what_came_early() -> None:
+    reception = new_reception()
+    assert accepted(reception, output(0, [1]), output(3, [9], attempt=2)) == [1]
+    assert accepted(reception, output(1, [2], attempt=3)) == [2]
+    assert accepted(reception, output(4, [9], attempt=2)) is None
+    assert accepted(reception, output(2, [3, 4], attempt=3)) == [3, 4]
+
+
+@st.composite
+def _arrivals(draw: st.DrawFn) -> tuple[int, list[TokenOutput]]:
+    """The outputs of a source and of its destination, each in order, mixed; some of them come twice."""
+    num_tokens, moved = draw(st.integers(1, 12)), draw(st.integers(0, 12))
+    ends = [min(moved, num_tokens), num_tokens]
+    lanes: list[list[TokenOutput]] = []
+    start = 0
+    for attempt, end in enumerate(ends, start=1):
+        lane = list[TokenOutput]()
+        position = draw(st.integers(0, start)) if attempt == 2 else 0
+        while position < end:
+            count = draw(st.integers(1, end - position))
+            finish = FinishReason.STOP if position + count == num_tokens and attempt == 2 else None
+            tokens = list(range(position, position + count))
+            lane += [output(position, tokens, attempt, finish)] * draw(
+                st.integers(1, 2 if finish is None else 1)
+            )
+            position += count
+        lanes.append(lane)
+        start = end
+    if not lanes[1]:
+        lanes[1] = [output(num_tokens, [], 2, FinishReason.STOP)]
+    arrivals = []
+    while any(lanes):
+        lane = draw(st.sampled_from([lane for lane in lanes if lane]))
+        arrivals.append(lane.pop(0))
+    return num_tokens, arrivals
+
+
+@given(_arrivals())
+@settings(max_examples=num_examples(200))
+def test_tokens_of_two_attempts_come_once_and_in_order(arrivals: tuple[int, list[TokenOutput]]) -> None:
+    num_tokens, outputs = arrivals
+    reception, token_ids, ends = new_reception(), list[int](), 0
+    for one in outputs:
+        for event in reception.accept(one) or []:
+            assert not ends
+            token_ids += event.token_ids
+            ends += event.finish_reason is not None
+        if ends:
+            break
+    assert token_ids == list(range(num_tokens))
+    assert ends == 1
 
 
 def request_to(link: Link, request_id: str = "r") -> Request:
@@ -141,15 +219,18 @@ async def test_tokens_reach_their_request_and_others_are_counted(tmp_path: Path)
         assert cluster.cancelled == []
 
 
-async def test_gap_fails_and_cancels_the_request(tmp_path: Path) -> None:
-    async with connected(tmp_path) as (link, cluster, _):
-        inbox = Inbox[Event]()
-        await link.submit(request := request_to(link), inbox.put_nowait)
-        await cluster.send_tokens(request, [1], 5)
-        event = await inbox.get()
-        assert isinstance(event, Lost)
-        assert event.error.status == 500
-        await until(lambda: cluster.cancelled == ["r"])
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_tokens_that_do_not_come_are_asked_for(tmp_path: Path) -> None:
+    async with in_flight(tmp_path) as (link, cluster, request, inbox):
+        await cluster.send_tokens(request, [1], 0)
+        await cluster.send_tokens(request, [4], 3, attempt=2)
+        await until(lambda: len(cluster.continued) >= 2)
+        assert cluster.continued[0].output == [1]
+        assert set(cluster.attempts_to_replace) == {2}
+        await cluster.send_tokens(request, [2, 3, 4], 1, FinishReason.LENGTH, attempt=3)
+        assert await inbox.get() == Received("r", [1], 16, None, [])
+        assert await inbox.get() == Received("r", [2, 3, 4], 16, FinishReason.LENGTH, [])
+        assert link.num_in_flight == 0
 
 
 @pytest.mark.usefixtures("_quick_heartbeats")

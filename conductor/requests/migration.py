@@ -1,0 +1,73 @@
+"""One migration as the Conductor sees it: its steps, the ways between them, and all that is known of it.
+
+    COPYING ──> PREPARING ──> HANDING_OVER ──> (moved)
+       ^ │          │           ^     │
+       │ └──────────│───────────┘     └──> STRANDED
+       └────────────┘
+
+    every step ──> (ended without a move)
+
+The request is in `RequestState.DECODING` all the time, and has its source's attempt and pair until it has
+moved. Before HANDING_OVER whatever goes wrong ends the migration only: the source just goes on. From then on
+the source may have stopped, so the migration is `STRANDED` until the source has said so.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from conductor.view.assignments import Destination
+from conductor.view.decision_stats import MigrationOutcome, MigrationReason
+from mooncake.messages.requests import Ref
+
+
+class MigrationStep(Enum):
+    """The steps of a migration, each with the message that ends it."""
+
+    COPYING = auto()  # the source stores the request's full blocks: PreCopied
+    PREPARING = auto()  # the destination fetches and loads them: Prepared
+    HANDING_OVER = auto()  # the source lets the request leave its batch: HandedOver
+    STRANDED = auto()  # the same, and the destination is gone: HandedOver
+
+    __hash__ = object.__hash__
+
+
+_NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
+    MigrationStep.COPYING: frozenset({MigrationStep.PREPARING, MigrationStep.HANDING_OVER}),
+    MigrationStep.PREPARING: frozenset({MigrationStep.COPYING, MigrationStep.HANDING_OVER}),
+    MigrationStep.HANDING_OVER: frozenset({MigrationStep.STRANDED}),
+    MigrationStep.STRANDED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Migration:
+    """A migration that has not ended. Only `conductor.requests.registry` begins and ends it."""
+
+    ref: Ref
+    """The attempt that the request will have at its destination."""
+    destination: Destination
+    """The destination, and the request's share of the load there."""
+    reason: MigrationReason
+    began_s: float
+    deadline_s: float
+    """The time at which it is given up."""
+    step: MigrationStep = MigrationStep.COPYING
+    num_rounds: int = 0
+    """Rounds of copies that have ended."""
+    num_copied_tokens: int = 0
+    """The length of the output whose full blocks the source has stored."""
+    num_loaded_tokens: int = 0
+    """Tokens whose KVCache the destination has loaded."""
+    outcome: MigrationOutcome | None = None
+    """Why it is `STRANDED`."""
+
+    @property
+    def has_ordered_hand_over(self) -> bool:
+        """Whether the source may have stopped, so that it does not just go on."""
+        return self.step in (MigrationStep.HANDING_OVER, MigrationStep.STRANDED)
+
+    def move_to(self, step: MigrationStep) -> None:
+        """Change the step along the table above."""
+        is_allowed = step in _NEXT[self.step]
+        assert is_allowed, f"{self.ref}: {self.step.name} -> {step.name}"
+        self.step = step

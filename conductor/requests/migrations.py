@@ -1,0 +1,270 @@
+"""Migrations: running requests move from one decode instance to another (Llumnix' staged pre-copy).
+
+    C -> source PreCopy, -> PreCopied       the source stores the request's full blocks
+    C -> destination Prepare, -> Prepared   the destination fetches and loads them
+    ... again, until at most a block of tokens was drawn since, or `MAX_ROUNDS` are over ...
+    C -> source HandOver, -> HandedOver     the request leaves the source's batch
+    C -> destination TakeOver               its destination decodes it from now on
+
+Owns: which orders follow which answers, what ends a migration. Does not know: why a request moves, and the
+steps of requests that do not (`conductor.requests.dispatcher`).
+"""
+
+from collections.abc import Iterable
+
+from conductor.effects import Effect
+from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.migration import Migration, MigrationStep
+from conductor.requests.registry import Requests
+from conductor.view.decision_stats import MigrationOutcome, MigrationReason
+from conductor.view.instances import Instance
+from conductor.view.migration_costs import MigrationCost, migration_cost, num_tokens_so_far
+from conductor.view.placement import num_tokens_held
+from mooncake.messages.fronts import Migrate, Migrates
+from mooncake.messages.migration import HandOver, PreCopied, PreCopy, Prepare, Prepared
+from mooncake.messages.workers import InstanceState, Role
+
+MAX_ROUNDS = 3
+"""Rounds of copies. A source that draws more than a block in each of them hands over nevertheless."""
+
+
+class Migrations:
+    """Moves requests of the registry."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests, self._view, self._limits = requests, requests.view, requests.limits
+
+    # -- questions ----------------------------------------------------------------------------------
+
+    def may_move(self, tracked: TrackedRequest) -> bool:
+        """Whether the request is decoded, and may leave its instance now."""
+        return not self._why_it_stays(tracked)
+
+    def may_begin(self, tracked: TrackedRequest, destination: Instance) -> bool:
+        """Whether the request may move to this instance now."""
+        return self.may_move(tracked) and not self._why_not_there(tracked, destination)
+
+    def num_in_flight(self, instance: Instance) -> int:
+        """The number of migrations from and to an instance."""
+        return sum(
+            instance in (migration.destination.instance, migration.destination.source)
+            for migration in self._in_flight()
+        )
+
+    def cost(self, tracked: TrackedRequest, destination: Instance, now_s: float) -> MigrationCost:
+        """Predict the cost of moving a request that is decoded."""
+        return migration_cost(self._view, tracked.request, tracked.placed, destination, now_s)
+
+    def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
+        """The instance with the least predicted TBT that has a batch slot and pages for a decoded request.
+
+        None if there is none, or the request may not move.
+        """
+        if not self.may_move(tracked):
+            return None
+        num_tokens = num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
+        instances = self._requests.instances.serving(Role.DECODE)
+        able = [
+            (self._next_tbt_s(instance, tracked), index)
+            for index, instance in enumerate(instances)
+            if not self._why_not_there(tracked, instance) and self._has_room(instance, num_tokens)
+        ]
+        return instances[min(able)[1]] if able else None
+
+    def _in_flight(self) -> Iterable[Migration]:
+        for tracked in self._requests.migrating.values():
+            assert tracked.migration is not None
+            yield tracked.migration
+
+    def _why_it_stays(self, tracked: TrackedRequest) -> str:
+        if tracked.state is not RequestState.DECODING:
+            return "it is not decoded"
+        if tracked.migration is not None:
+            return "it migrates already"
+        if self._requests.suspicion.is_suspect(tracked.request_id):
+            return "it may have ended an instance, and is computed alone"
+        if self.num_in_flight(tracked.placed.placement.decode) >= self._limits.max_migrations:
+            return f"{tracked.decode} has {self._limits.max_migrations} migrations, the limit"
+        return ""
+
+    def _why_not_there(self, tracked: TrackedRequest, destination: Instance) -> str:
+        name = destination.name
+        if name == tracked.decode:
+            return f"it is decoded by {name}"
+        if destination.state is not InstanceState.SERVING:
+            return f"{name} is {destination.state.value}"
+        if destination not in self._requests.instances.serving(Role.DECODE):
+            return f"{name} does not decode"
+        if not destination.can_hold(num_tokens_held(tracked.request, Role.DECODE)):
+            return f"the KVCache of {name} cannot hold it"
+        if self.num_in_flight(destination) >= self._limits.max_migrations:
+            return f"{name} has {self._limits.max_migrations} migrations, the limit"
+        return ""
+
+    def _next_tbt_s(self, instance: Instance, tracked: TrackedRequest) -> float:
+        view, slot = self._view, self._view.slot_of(instance.name)
+        assert slot is not None
+        step_s = view.next_step_s.item(slot) + tracked.placed.num_tokens * view.next_token_s.item(slot)
+        return step_s * view.next_delay.item(slot)
+
+    def _has_room(self, instance: Instance, num_tokens: int) -> bool:
+        loads, slot = self._view.loads, self._view.slot_of(instance.name)
+        assert slot is not None
+        if loads.batch_size.item(slot) >= loads.max_batch.item(slot):
+            return False
+        heartbeat, num_blocks = instance.heartbeat, instance.registration.layout.num_blocks(num_tokens)
+        return heartbeat is None or num_blocks <= heartbeat.num_free_device_pages
+
+    # -- beginning ----------------------------------------------------------------------------------
+
+    def begin(
+        self, tracked: TrackedRequest, destination: Instance, reason: MigrationReason, now_s: float
+    ) -> list[Effect]:
+        """Begin to move a request; nothing happens if it may not move there.
+
+        Args:
+            tracked: A request that is decoded.
+            destination: The instance to which it moves.
+            reason: Why, for the counts.
+            now_s: The time.
+        """
+        if not self.may_begin(tracked, destination):
+            return []
+        num_bytes = self.cost(tracked, destination, now_s).num_bytes
+        deadline_s = now_s + self._limits.migration_timeout_s
+        return self._requests.begin_migration(tracked, destination, reason, num_bytes, deadline_s, now_s)
+
+    def on_migrate(self, sender: bytes, order: Migrate, now_s: float) -> list[Effect]:
+        """Move a request, as an operator asks."""
+        by_id = self._requests.by_id
+        tracked = by_id.get(order.request_id) or by_id.get(f"{order.request_id}-0")
+        if tracked is None:
+            return [Effect(sender, Migrates(order.request_id, refusal="no such request is running"))]
+        source, refusal = tracked.decode or "", self._why_it_stays(tracked)
+        destination: Instance | None = None
+        if not refusal and order.instance is None:
+            destination = self.best_destination(tracked, now_s)
+            refusal = "" if destination is not None else "no other decode instance has room for it"
+        elif not refusal:
+            destination = self._requests.instances.get(order.instance)
+            if destination is None:
+                refusal = f"no instance {order.instance!r} is registered"
+            else:
+                refusal = self._why_not_there(tracked, destination)
+        if refusal or destination is None:
+            return [Effect(sender, Migrates(order.request_id, source, refusal=refusal))]
+        effects = self.begin(tracked, destination, MigrationReason.BY_HAND, now_s)
+        return [*effects, Effect(sender, Migrates(order.request_id, source, destination.name))]
+
+    # -- what workers say ---------------------------------------------------------------------------
+
+    def on_pre_copied(self, tracked: TrackedRequest, pre_copied: PreCopied, now_s: float) -> list[Effect]:
+        """Order the destination to fetch the copies, or the source to hand over if they are hardly more."""
+        migration = tracked.migration
+        if migration is None or migration.step is not MigrationStep.COPYING:
+            return []
+        if self._requests.suspicion.is_suspect(tracked.request_id):
+            return self._requests.end_migration(tracked, MigrationOutcome.CALLED_OFF)
+        num_tokens = len(pre_copied.output)
+        num_drawn, migration.num_copied_tokens = num_tokens - migration.num_copied_tokens, num_tokens
+        if migration.num_rounds and num_drawn <= self._block_size:
+            return self._hand_over(tracked, migration, now_s)
+        migration.move_to(MigrationStep.PREPARING)
+        prepare = Prepare(
+            migration.ref,
+            tracked.request.continued(pre_copied.output, self._block_size),
+            tracked.placed.placement.decode.registration.shards,
+            max(0.0, migration.deadline_s - now_s),
+            self._requests.slos_in_batch(tracked).tbt_s,
+        )
+        return [Effect(migration.destination.instance.identity, prepare)]
+
+    def on_prepared(self, tracked: TrackedRequest, prepared: Prepared, now_s: float) -> list[Effect]:
+        """Order another round of copies, or after the last one the source to hand over."""
+        migration = tracked.migration
+        if migration is None or migration.step is not MigrationStep.PREPARING:
+            return []
+        migration.num_rounds += 1
+        migration.num_loaded_tokens = prepared.num_tokens
+        if migration.num_rounds >= MAX_ROUNDS:
+            return self._hand_over(tracked, migration, now_s)
+        migration.move_to(MigrationStep.COPYING)
+        return [Effect(tracked.placed.placement.decode.identity, PreCopy(tracked.ref))]
+
+    def _hand_over(self, tracked: TrackedRequest, migration: Migration, now_s: float) -> list[Effect]:
+        migration.move_to(MigrationStep.HANDING_OVER)
+        migration.deadline_s = now_s + self._limits.migration_timeout_s
+        return [Effect(tracked.placed.placement.decode.identity, HandOver(tracked.ref))]
+
+    def may_take_over(self, tracked: TrackedRequest) -> bool:
+        """Whether a request that its source has handed over has a destination."""
+        migration = tracked.migration
+        if migration is None or migration.step is not MigrationStep.HANDING_OVER:
+            return False
+        return not self._requests.suspicion.is_suspect(tracked.request_id)
+
+    def take_over(self, tracked: TrackedRequest, output: list[int], now_s: float) -> list[Effect]:
+        """Let the destination decode a request that the source has handed over."""
+        return self._requests.move(tracked, tracked.request.continued(output, self._block_size), now_s)
+
+    @property
+    def _block_size(self) -> int:
+        layout = self._view.layout
+        assert layout is not None
+        return layout.block_size
+
+    # -- ends ---------------------------------------------------------------------------------------
+
+    def on_destination_failed(self, tracked: TrackedRequest) -> list[Effect]:
+        """End a migration whose destination has no room, or has failed. It costs the request no attempt."""
+        return self._give_up(tracked, MigrationOutcome.REFUSED)
+
+    def lose(self, lost: list[Instance]) -> list[Effect]:
+        """End the migrations to instances that are lost."""
+        return self._give_up_all(lost, MigrationOutcome.DESTINATION_LOST)
+
+    def call_off(self, instance: Instance) -> list[Effect]:
+        """End the migrations to an instance that takes no requests any more, but for those that hand over."""
+        return [
+            effect
+            for tracked in self._to([instance])
+            if tracked.migration is not None and not tracked.migration.has_ordered_hand_over
+            for effect in self._requests.end_migration(tracked, MigrationOutcome.CALLED_OFF)
+        ]
+
+    def end_late(self, now_s: float) -> tuple[list[Effect], list[TrackedRequest]]:
+        """End migrations that have taken too long.
+
+        Returns:
+            The effects, and the requests that their sources may have stopped, so that they must be placed
+            again.
+        """
+        effects, stopped = list[Effect](), list[TrackedRequest]()
+        for tracked in list(self._requests.migrating.values()):
+            assert tracked.migration is not None
+            if tracked.migration.deadline_s > now_s:
+                continue
+            if tracked.migration.has_ordered_hand_over:
+                stopped.append(tracked)
+            else:
+                effects += self._requests.end_migration(tracked, MigrationOutcome.LATE)
+        return effects, stopped
+
+    def _give_up_all(self, instances: list[Instance], outcome: MigrationOutcome) -> list[Effect]:
+        return [effect for tracked in self._to(instances) for effect in self._give_up(tracked, outcome)]
+
+    def _to(self, instances: list[Instance]) -> list[TrackedRequest]:
+        return [
+            tracked
+            for tracked in self._requests.migrating.values()
+            if tracked.migration is not None and tracked.migration.destination.instance in instances
+        ]
+
+    def _give_up(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
+        """Let the source go on, or, if it may have stopped, wait for its word."""
+        assert tracked.migration is not None
+        if tracked.migration.step is MigrationStep.STRANDED:
+            return []
+        if tracked.migration.step is MigrationStep.HANDING_OVER:
+            return self._requests.strand(tracked, outcome)
+        return self._requests.end_migration(tracked, outcome)
