@@ -148,6 +148,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Pool counters by the messengers' names: one, or one of each stage or rank."""
     num_prefill_tokens: dict[str, Count] = {}
     """Prompt tokens of finished prefills by the source of their KVCache (`PREFILL_SOURCES`)."""
+    prefill_s: Seconds = 0.0
+    """Seconds of forward passes over prompts, inlined ones left out."""
     decode: DecodeStats = DecodeStats()
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []

@@ -45,6 +45,8 @@ class PrefillRunner:
         """Number of prompts that are here, the running ones included."""
         self.num_tokens: Counter[str] = Counter()
         """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
+        self.seconds = 0.0
+        """Seconds of passes."""
 
     def start(self, order: Prefill) -> None:
         """Queue a prompt. `Jobs.cancel` stops it and releases everything."""
@@ -67,13 +69,16 @@ class PrefillRunner:
 
     async def run(self) -> None:
         """Loop: plan a pass, compute it."""
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                shares = self._queue.plan()
-                if shares and self._stage.can_cut_in:
-                    await self._compute_with_cut_ins(shares)
-                elif shares:
-                    await self._compute(shares)
+                shares, began_s = self._queue.plan(), loop.time()
+                if shares:
+                    if self._stage.can_cut_in:
+                        await self._compute_with_cut_ins(shares)
+                    else:
+                        await self._compute(shares)
+                    self.seconds += loop.time() - began_s
                 else:
                     self._ready.clear()
                     await self._ready.wait()

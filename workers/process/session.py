@@ -354,6 +354,7 @@ class LeaderSession:
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
             pools=pools | (self._behind.pools if self._behind else {}),
+            prefill_s=self._prefill.seconds,
             num_prefill_tokens=dict(self._prefill.num_tokens + self._decode.meter.num_prompt_tokens),
             decode=self._decode.meter.stats,
             decode_load=self._decode.load,

@@ -137,6 +137,11 @@ class Batch:
             if num_steps:
                 member.gaps.append((num_steps, seconds))
 
+    def num_left_of(self, member: Member) -> int:
+        """Tokens that a member has still to draw."""
+        num_drawn = self.num_steps - member.joined_step if member.is_running else 0
+        return member.num_left - num_drawn
+
     def newest(self) -> Member:
         """Return the member that is preempted first."""
         return max(self._members, key=lambda member: member.number)

@@ -6,9 +6,12 @@ Conductor is ticked and hears heartbeats as often as in the server.
 Owns: who is connected to whom, the life of the requests. Does not know: what anything costs, who is compared.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+
+import msgspec
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
 from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
@@ -16,6 +19,7 @@ from benchmarks.tools.simulator.cluster.clock import Clock
 from benchmarks.tools.simulator.cluster.costs import Costs
 from benchmarks.tools.simulator.cluster.coupled import CoupledInstance, least_loaded, num_pages_of
 from benchmarks.tools.simulator.cluster.decode import DecodeInstance
+from benchmarks.tools.simulator.cluster.instance import Instance
 from benchmarks.tools.simulator.cluster.machine import Machine, StepJitter
 from benchmarks.tools.simulator.cluster.network import Network
 from benchmarks.tools.simulator.cluster.node import INCARNATION, Node
@@ -29,18 +33,22 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import ConfigError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.fronts import Ended, Failed, FromFront, FrontHello, Rejected, Submit, ToFront
-from mooncake.messages.pools import Capacity, PoolStats
+from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
+from mooncake.messages.pools import Capacity
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
     FromWorker,
-    Heartbeat,
     Prefill,
     Register,
+    Replicate,
     Reserve,
+    Retire,
+    Retired,
     Role,
+    SwitchRole,
     ToWorker,
 )
 from workers.decode.prompt_budget import ChunkLimits
@@ -52,7 +60,19 @@ MESSAGE_S = 0.0005
 """Seconds of one message on the control plane."""
 HEARTBEAT_S = 1.0
 UNLIMITED = 1 << 62
-_ORDERS = (Reserve, Prefill, Decode, Abort)
+_ORDERS = (
+    Reserve,
+    Prefill,
+    Decode,
+    Abort,
+    PreCopy,
+    Prepare,
+    HandOver,
+    TakeOver,
+    SwitchRole,
+    Replicate,
+    Retired,
+)
 """Messages on which workers act."""
 
 
@@ -102,6 +122,14 @@ class InstanceShape:
                 f" for KVCache on {self.hardware.num_gpus} {self.hardware.name}; use more devices"
             )
         return num_blocks
+
+
+class _CountedRequest(Request, frozen=True):
+    """A request of whose tokens only the number matters. The blocks of its output have no keys."""
+
+    def continued(self, output: list[int], block_size: int) -> Request:
+        num_tokens = self.num_prompt_tokens + len(output)
+        return msgspec.structs.replace(self, token_ids=range(num_tokens), num_output_tokens=len(output))
 
 
 class Feed:
@@ -161,12 +189,28 @@ class DisaggregatedCluster:
         self._network = Network(self.clock)
         self._live: dict[str, SimulatedRequest] = {}
         self._nodes: dict[str, Node] = {}
-        self._receivers: dict[bytes, Callable[..., None]] = {}
-        self.prefills = [self._add_prefill(f"prefill-{number}") for number in range(num_prefill)]
-        roles = [(Role.DECODE, num_decode), (Role.BOTH, num_both)]
-        self.decodes = [self._add_decode(f"{role}-{n}", role) for role, num in roles for n in range(num)]
-        self._decode_of = {instance.node.name: instance for instance in self.decodes}
+        self._instances: dict[bytes, Instance] = {}
+        """Instances by identity, those that have left among them."""
+        self._num_of_role = Counter[Role]()
+        for role, number in ((Role.PREFILL, num_prefill), (Role.DECODE, num_decode), (Role.BOTH, num_both)):
+            for _ in range(number):
+                self._add(role)
         self._feed: Feed | None = None
+
+    @property
+    def instances(self) -> list[Instance]:
+        """All instances that have not left."""
+        return [instance for instance in self._instances.values() if not instance.has_left]
+
+    @property
+    def prefills(self) -> list[PrefillInstance]:
+        """The instances that prefill at present."""
+        return [of.prefill for of in self.instances if of.node.role is Role.PREFILL]
+
+    @property
+    def decodes(self) -> list[DecodeInstance]:
+        """The instances that decode at present."""
+        return [of.decode for of in self.instances if of.node.role is not Role.PREFILL]
 
     @property
     def num_submitted(self) -> int:
@@ -176,8 +220,8 @@ class DisaggregatedCluster:
     def run(self, load: Iterable[TraceRequest]) -> Results:
         """All of `load`, until every request has ended."""
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
-        for node in self._nodes.values():
-            self._tell(node.identity, self._registration(node))
+        for instance in self.instances:
+            self._tell(instance.node.identity, self._registration(instance.node))
         self._feed = Feed(self.clock, load, self._shape.block_tokens, self._submit)
         self._each_second()
         self.clock.run()
@@ -186,9 +230,24 @@ class DisaggregatedCluster:
 
     # -- instances ----------------------------------------------------------------------------------
 
-    def _add_prefill(self, name: str) -> PrefillInstance:
-        node, shape = self._add_node(name, Role.PREFILL), self._shape
-        instance = PrefillInstance(
+    def join_at(self, at_s: float, role: Role) -> None:
+        """Let one more instance join then."""
+        self.clock.at(at_s, self._join, role)
+
+    def leave_at(self, at_s: float, name: str) -> None:
+        """Let an instance drain then, and leave. Raises ConfigError if there is none of this name."""
+        if name not in self._nodes:
+            raise ConfigError(f"there is no instance {name!r}; there are {', '.join(self._nodes)}")
+        self.clock.at(at_s, self._tell, self._nodes[name].identity, Retire())
+
+    def _join(self, role: Role) -> None:
+        node = self._add(role).node
+        self._tell(node.identity, self._registration(node))
+
+    def _add(self, role: Role) -> Instance:
+        node, shape = self._add_node(f"{role}-{self._num_of_role[role]}", role), self._shape
+        self._num_of_role[role] += 1
+        prefill = PrefillInstance(
             node,
             PrefillQueue(
                 shape.prefill_chunk,
@@ -197,15 +256,10 @@ class DisaggregatedCluster:
                 block_size=shape.block_tokens,
             ),
             self._live.__getitem__,
-            lambda name: self._decode_of[name],
+            lambda name: self._instances[self._nodes[name].identity].decode,
             is_windowed=shape.prefill_layer_window,
         )
-        self._receivers[node.identity] = instance.receive
-        return instance
-
-    def _add_decode(self, name: str, role: Role) -> DecodeInstance:
-        node, shape = self._add_node(name, role), self._shape
-        instance = DecodeInstance(
+        decode = DecodeInstance(
             node,
             shape.max_batch,
             self._num_device_blocks * shape.block_tokens,
@@ -213,7 +267,8 @@ class DisaggregatedCluster:
             self._live.__getitem__,
             checks_reservations=shape.checks_reservations,
         )
-        self._receivers[node.identity] = instance.receive
+        instance = Instance(node, prefill, decode, self._num_device_blocks)
+        self._instances[node.identity] = instance
         return instance
 
     def _add_node(self, name: str, role: Role) -> Node:
@@ -260,24 +315,11 @@ class DisaggregatedCluster:
         if self._feed is not None and self._feed.is_over and not self._live:
             return
         self._tell(FRONT, FrontHello(PROTOCOL_VERSION, FINGERPRINT))
-        for prefill in self.prefills:
-            beat = Heartbeat(0, prefill.num_queued, self._num_device_blocks, _pools_of(prefill.node))
-            self._tell(prefill.node.identity, beat)
-        for decode in self.decodes:
-            self._tell(decode.node.identity, self._heartbeat(decode))
+        for instance in self.instances:
+            self._tell(instance.node.identity, instance.heartbeat())
         self._carry_out(self.conductor.tick(self.clock.now_s))
         self._on_second(self)
         self.clock.after(HEARTBEAT_S, self._each_second)
-
-    def _heartbeat(self, decode: DecodeInstance) -> Heartbeat:
-        return Heartbeat(
-            decode.batch.size,
-            decode.num_sequences - decode.batch.size,
-            decode.num_free_tokens // self._shape.block_tokens,
-            _pools_of(decode.node),
-            decode=decode.stats(),
-            decode_load=decode.load,
-        )
 
     # -- messages -----------------------------------------------------------------------------------
 
@@ -290,12 +332,12 @@ class DisaggregatedCluster:
             if effect.peer == FRONT:
                 self._end(message)
             elif isinstance(message, _ORDERS):
-                self.clock.after(MESSAGE_S, self._receivers[effect.peer], message)
+                self.clock.after(MESSAGE_S, self._instances[effect.peer].receive, message)
 
     def _submit(self, request: SimulatedRequest) -> None:
         request_id = str(request.number)
         self._live[request_id] = request
-        message = Request(
+        message = _CountedRequest(
             request_id,
             range(request.num_input_tokens),  # type: ignore[arg-type]  # only their number matters
             request.block_keys,
@@ -313,10 +355,6 @@ class DisaggregatedCluster:
                 self.results.end(self._live.pop(request_id), Outcome.REJECTED, now_s)
             case Failed(request_id=request_id):
                 self.results.end(self._live.pop(request_id), Outcome.FAILED, now_s)
-
-
-def _pools_of(node: Node) -> dict[str, PoolStats]:
-    return {node.name: node.pool_stats()}
 
 
 class CoupledCluster:

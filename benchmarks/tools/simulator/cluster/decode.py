@@ -3,7 +3,7 @@
 The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
 again whenever somebody leaves the batch, while there is time until the first token is due. A
 batch that outgrows the device preempts its newest member, which joins again later. Prompts that are inlined
-(`inlining`) keep their pages, in the pool until they are computed.
+(`inlining`) keep their pages, in the pool until they are computed. Requests that migrate are `migrating`'s.
 
 Owns: sequences and the batch. Does not know: who placed them here, prefill instances.
 """
@@ -14,12 +14,15 @@ from functools import partial
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
 from benchmarks.tools.simulator.cluster.cache import Reservation
+from benchmarks.tools.simulator.cluster.costs import PromptShare
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.double_check import DoubleCheck
 from benchmarks.tools.simulator.cluster.inlining import InlinedPrompts, Mixed, Prompt
+from benchmarks.tools.simulator.cluster.migrating import Migrating
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from benchmarks.tools.simulator.cluster.sequence import Sequence
+from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -40,7 +43,8 @@ ANY_TOKEN = 0
 
 
 class DecodeInstance:
-    """Takes `Reserve`, `Decode` and `Abort`; sends `Reserved`, `Prefilled`, `Refused` and `Finished`.
+    """Takes `Reserve`, `Decode`, `Abort` and the orders of migrations; sends `Reserved`, `Prefilled`,
+    `Refused`, `Finished` and the answers.
 
     `capacity_tokens`: of KVCache on the device. Without `checks_reservations` the double check is made only
     when prefill has ended.
@@ -76,6 +80,14 @@ class DecodeInstance:
         self._num_outside_tokens = self._num_begun_outside_tokens = 0
         """Tokens of all sequences outside the batch, and of the ones among them that have begun."""
         self.num_refusals = self.num_preemptions = self._num_iterations = self._num_tokens = 0
+        self.busy_s = 0.0
+        """Seconds of iterations."""
+        self.migrating = Migrating(self, find_request)
+        self._between_steps: list[Callable[[], None]] = []
+        self._tails: list[tuple[Sequence, int]] = []
+        """Requests that have moved here, each with the tokens that it has on the device."""
+        self._num_held = self._num_held_tokens = 0
+        """Slots and device tokens that are held for requests that come."""
 
     @property
     def num_sequences(self) -> int:
@@ -93,7 +105,8 @@ class DecodeInstance:
     @property
     def num_free_tokens(self) -> int:
         """Free tokens of the device's KVCache."""
-        return self.capacity_tokens - self.batch.num_kv_tokens - self.inlined.num_device_tokens
+        num_others = self.inlined.num_device_tokens + self._num_held_tokens
+        return self.capacity_tokens - self.batch.num_kv_tokens - num_others
 
     @property
     def step_s(self) -> float:
@@ -108,25 +121,30 @@ class DecodeInstance:
         return DecodeStats(
             self._num_iterations,
             self._num_tokens,
-            forward_s=self.node.busy_s,
+            forward_s=self.busy_s,
             num_inlined=self.inlined.num_computed,
             mixed=self.inlined.mixed,
         )
 
-    def receive(self, message: Reserve | Decode | Abort) -> None:
+    def receive(self, message: Reserve | Decode | Abort | MigrationOrder) -> None:
         """Receive a message from the Conductor."""
-        if isinstance(message, Reserve):
-            self._reserve(message)
-        elif isinstance(message, Decode):
-            self._decode(self._sequences.get(message.ref), message.time_left_s)
-        else:
-            self._abort(message.ref)
+        match message:
+            case Reserve():
+                self._reserve(message)
+            case Decode():
+                self._decode(self._sequences.get(message.ref), message.time_left_s)
+            case Abort():
+                self.migrating.abort(message.ref)
+                self._abort(message.ref)
+            case _:
+                self.migrating.receive(message)
 
     # -- before the batch ---------------------------------------------------------------------------
 
     def _reserve(self, order: Reserve) -> None:
         request = self._find_request(order.ref.request_id)
         member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
+        request.member = member
         tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
         sequence = Sequence(order.ref, request, member, tbt_slo_s, holds_first=order.tbt_slo_s is not None)
         if order.inline:
@@ -265,10 +283,13 @@ class DecodeInstance:
 
     def _has_room_for(self, member: Member) -> bool:
         """Whether there is room for a member, and for the next token of all others."""
-        num_next = self.batch.size + len(self.inlined) + 1
+        num_next = self.batch.size + len(self.inlined) + self._num_held + 1
         return num_next <= self._max_batch and self.num_free_tokens >= member.num_tokens + num_next
 
     def _run(self) -> None:
+        actions, self._between_steps = self._between_steps, []
+        for action in actions:
+            action()
         while self._waiting and self._has_room_for(self._waiting[0].member):
             sequence = self._waiting.popleft()
             sequence.is_waiting = False
@@ -279,7 +300,9 @@ class DecodeInstance:
         while self.batch.size > 1 and self.num_free_tokens < self.batch.size:
             self._preempt(self._sequence_of[self.batch.newest()])
         mixed = self.inlined.plan(self.batch)
-        if mixed is not None:
+        if self._tails:
+            self._run_tails()
+        elif mixed is not None:
             self._run_mixed(mixed)
         elif self.batch.size:
             most = 1 if self.inlined else max(1, self.num_free_tokens // self.batch.size)
@@ -316,10 +339,14 @@ class DecodeInstance:
         self.predictors.observe(size, num_kv_tokens, 0, seconds / num_steps)
         self._num_iterations += num_steps
         self._num_tokens += num_steps * size
-        self.node.busy_s += seconds
+        self._computed_for(seconds)
         self._leave(ended)
         self._take_turns()
         self._run()
+
+    def _computed_for(self, seconds: float) -> None:
+        self.busy_s += seconds
+        self.node.busy_s += seconds
 
     def _leave(self, ended: list[Member]) -> None:
         for member in ended:
@@ -339,7 +366,7 @@ class DecodeInstance:
         computed = self.inlined.ended(mixed, seconds)
         self._num_iterations += 1
         self._num_tokens += mixed.batch_size + len(computed)
-        self.node.busy_s += seconds
+        self._computed_for(seconds)
         if mixed.batch_size:
             self._leave(self.batch.advance(1, seconds))
         for prompt in computed:
@@ -363,6 +390,81 @@ class DecodeInstance:
         sequence.request.gaps = sequence.member.gaps
         self.node.send(Finished(sequence.ref, FinishReason.LENGTH, sequence.request.num_output_tokens))
         self._forget(sequence)
+
+    # -- migrations (`Batched`) ---------------------------------------------------------------------
+
+    def find(self, ref: Ref) -> Sequence | None:
+        return self._sequences.get(ref)
+
+    def between_steps(self, action: Callable[[], None]) -> None:
+        self._between_steps.append(action)
+        if self._runner.is_running:
+            self._runner.cut()
+        elif not self._is_mixed:
+            self._run()
+
+    def num_drawn(self, sequence: Sequence) -> int:
+        return sequence.request.num_output_tokens - self.batch.num_left_of(sequence.member)
+
+    def has_room(self, num_tokens: int) -> bool:
+        num_next = self.batch.size + len(self.inlined) + self._num_held + 1
+        return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
+
+    def hold(self, num_requests: int, num_tokens: int) -> None:
+        self._num_held += num_requests
+        self._num_held_tokens += num_tokens
+
+    def let_go(self, sequence: Sequence) -> None:
+        if sequence.request.first_token_s is None:  # it was held, or the request waited for its turn
+            sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
+        self._abort(sequence.ref)
+
+    def continue_(self, ref: Ref, request: SimulatedRequest, num_tokens: int, num_loaded: int) -> None:
+        member = request.member
+        assert member is not None
+        sequence = Sequence(ref, request, member, None, has_begun=True, has_arrived=True)
+        self._sequences[ref] = self._sequence_of[member] = sequence
+        self._num_begun += 1
+        self._num_outside_tokens += member.num_tokens
+        self._num_begun_outside_tokens += member.num_tokens
+        self._tails.append((sequence, num_loaded))
+
+    def _run_tails(self) -> None:
+        """Run one iteration that computes the tokens behind loaded blocks again."""
+        self._is_mixed = True
+        tails, self._tails = self._tails, []
+        node, costs = self.node, self.node.costs
+        shares = [PromptShare(of.member.num_tokens + 1 - num_loaded, num_loaded) for of, num_loaded in tails]
+        seconds = costs.iteration_s(shares, self.batch.size) + costs.kv_token_s * self.batch.num_kv_tokens
+        seconds *= node.factor
+        node.clock.after(seconds, self._tails_ended, [of for of, _ in tails], seconds)
+
+    def _tails_ended(self, sequences: list[Sequence], seconds: float) -> None:
+        self._is_mixed = False
+        self._num_iterations += 1
+        self._num_tokens += self.batch.size + len(sequences)
+        self._computed_for(seconds)
+        if self.batch.size:
+            self._leave(self.batch.advance(1, seconds))
+        for sequence in sequences:
+            if self._sequences.get(sequence.ref) is sequence:
+                self._continued(sequence)
+        self._take_turns()
+        self._run()
+
+    def _continued(self, sequence: Sequence) -> None:
+        """Note the first token that a request draws here, and let it join the batch."""
+        member, now_s = sequence.member, self.node.clock.now_s
+        member.gaps.append((1, now_s - member.left_s))
+        member.left_s = now_s
+        member.num_tokens += 1
+        member.num_left -= 1
+        self._num_outside_tokens += 1
+        self._num_begun_outside_tokens += 1
+        if member.num_left:
+            self._join(sequence)
+        else:
+            self._finish(sequence)
 
     # -- ends ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from benchmarks.tools.simulator.cluster.network import Transfer
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import Abort, Prefill, Prefilled, PrefixSource
+from mooncake.messages.workers import Abort, Prefill, Prefilled, PrefixSource, Replicate
 from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
 
 ANY_TOKEN = 0
@@ -87,6 +87,8 @@ class PrefillInstance:
         self._pass: list[PlannedShare] = []
         self._pass_began_s = self._pass_layer_s = 0.0
         self._is_waiting_for_fetches = False
+        self.busy_s = 0.0
+        """Seconds of passes."""
 
     @property
     def num_queued(self) -> int:
@@ -175,6 +177,28 @@ class PrefillInstance:
         if self._is_waiting_for_fetches:
             self._compute_ended()
 
+    def replicate(self, order: Replicate) -> None:
+        """Fetch blocks that another instance has, and keep them. What does not come is not told."""
+        source = self.node.peers[order.shards[0].messenger.instance]
+        pages = source.pool.lease(order.keys)
+        keys = order.keys[: len(pages)]
+        if not pages or any(key in self.node.pool.allocator.index for key in keys[-1:]):
+            source.pool.end_lease(pages)
+            return
+        self.node.pool.reserve(keys, 0, partial(self._replicate, source, pages))
+
+    def _replicate(self, source: Node, pages: list[int], reservation: Reservation) -> None:
+        def ended() -> None:
+            source.pool.end_lease(pages)
+            self.node.pool.arrived(reservation, range(len(reservation.keys)))
+            self.node.pool.release(reservation)
+
+        num_bytes = len(reservation.missing) * self.node.block_bytes
+        if num_bytes:
+            self.node.traffic.send(source.name, source.outgoing, self.node.incoming, num_bytes, ended)
+        else:
+            ended()
+
     # -- passes -------------------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
@@ -213,6 +237,7 @@ class PrefillInstance:
         node, shares, self._pass = self.node, self._pass, []
         seconds = node.clock.now_s - self._pass_began_s
         node.busy_s += seconds
+        self.busy_s += seconds
         num_tokens = sum(share.num_tokens for share in shares)
         for prompt, num_computed in shares:
             job = self._job_of[prompt]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tools.simulator.cluster.batch import tbt_s
+from benchmarks.tools.simulator.cluster.batch import Member, tbt_s
 from benchmarks.tools.simulator.cluster.machine import StepJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
@@ -43,6 +43,8 @@ class SimulatedRequest:
     first_token_s: float | None = None
     gaps: list[tuple[int, float]] = field(default_factory=list)
     """Gaps between its tokens, as (number, seconds)."""
+    member: Member | None = None
+    """Its place in a batch, which it keeps when it migrates; None before it is decoded."""
 
     @classmethod
     def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":

@@ -1,0 +1,182 @@
+"""Migrations at a simulated decode instance: both sides, with times from its links and costs.
+
+The source stores blocks over PCIe, the destination fetches them over the network, in competition with all
+other transfers, and loads them over PCIe, all beside the batches. The tokens behind the loaded blocks are
+computed again with the destination's next iteration. Pages of the pools that copies take are not counted.
+
+Owns: requests that come, and the orders of a migration. Does not know: why a request moves, who is batched.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from benchmarks.tools.simulator.cluster.network import Transfer
+from benchmarks.tools.simulator.cluster.node import Node
+from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from benchmarks.tools.simulator.cluster.sequence import Sequence
+from mooncake.messages.migration import (
+    HandedOver,
+    HandOver,
+    MigrationOrder,
+    PreCopied,
+    PreCopy,
+    Prepare,
+    Prepared,
+    TakeOver,
+)
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import WorkFailed
+
+ANY_TOKEN = 0
+
+
+class Batched(Protocol):
+    """The decode instance whose requests migrate."""
+
+    node: Node
+
+    def find(self, ref: Ref) -> Sequence | None:
+        """The request of an attempt that is here."""
+
+    def between_steps(self, action: Callable[[], None]) -> None:
+        """Call `action` when no iteration is in flight, before the next one."""
+
+    def num_drawn(self, sequence: Sequence) -> int:
+        """Tokens of the output so far."""
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a batch slot and device pages are free for a request."""
+
+    def hold(self, num_requests: int, num_tokens: int) -> None:
+        """Hold slots and device tokens for requests that come; fewer with negative numbers."""
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Forget a request that is decoded elsewhere from now on."""
+
+    def continue_(self, ref: Ref, request: SimulatedRequest, num_tokens: int, num_loaded: int) -> None:
+        """Decode a request of `num_tokens`, of whose first ones `num_loaded` have KVCache here."""
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A request that this instance prepares for."""
+
+    num_loaded: int = 0
+    """Tokens whose KVCache is on the device."""
+    num_held: int = 0
+    """Device tokens that are held for it."""
+    transfer: Transfer | None = None
+
+
+class Migrating:
+    """Carries out the orders of migrations."""
+
+    def __init__(self, instance: Batched, find_request: Callable[[str], SimulatedRequest]) -> None:
+        self._instance, self._node, self._find_request = instance, instance.node, find_request
+        self._coming: dict[Ref, _Coming] = {}
+        self._num_stored: dict[Ref, int] = {}
+        """Tokens of requests here whose blocks the pool has, because they migrate."""
+
+    def receive(self, order: MigrationOrder) -> None:
+        """Receive an order of the Conductor. What is about a request that has ended is dropped."""
+        match order:
+            case PreCopy(ref):
+                self._instance.between_steps(partial(self._pre_copy, ref))
+            case HandOver(ref):
+                self._instance.between_steps(partial(self._hand_over, ref))
+            case Prepare():
+                self._prepare(order)
+            case TakeOver():
+                self._instance.between_steps(partial(self._take_over, order))
+
+    def abort(self, ref: Ref) -> None:
+        """Forget a request that was to come. Idempotent."""
+        coming = self._coming.pop(ref, None)
+        self._num_stored.pop(ref, None)
+        if coming is not None:
+            self._instance.hold(-1, -coming.num_held)
+            if coming.transfer is not None:
+                self._node.traffic.cancel(coming.transfer)
+
+    def _full_tokens(self, num_tokens: int) -> int:
+        """Tokens of full blocks; the newest token has no KVCache."""
+        block_size = self._node.layout.block_size
+        return (num_tokens - 1) // block_size * block_size
+
+    def _copy_s(self, num_tokens: int) -> float:
+        """Seconds between pool and device."""
+        return num_tokens * self._node.kv_bytes_per_token / self._node.pcie_bytes_per_s
+
+    # -- source -------------------------------------------------------------------------------------
+
+    def _pre_copy(self, ref: Ref) -> None:
+        sequence = self._instance.find(ref)
+        if sequence is None:
+            return
+        num_drawn = self._instance.num_drawn(sequence)
+        num_full = self._full_tokens(sequence.request.num_input_tokens + num_drawn)
+        seconds = self._copy_s(num_full - self._num_stored.get(ref, 0))
+        self._num_stored[ref] = num_full
+        answer = PreCopied(ref, [ANY_TOKEN] * num_drawn, num_full)
+        self._node.clock.after(seconds, self._node.send, answer)
+
+    def _hand_over(self, ref: Ref) -> None:
+        sequence = self._instance.find(ref)
+        self._num_stored.pop(ref, None)
+        if sequence is not None:
+            num_drawn = self._instance.num_drawn(sequence)
+            self._instance.let_go(sequence)
+            self._node.send(HandedOver(ref, [ANY_TOKEN] * num_drawn))
+
+    # -- destination --------------------------------------------------------------------------------
+
+    def _prepare(self, order: Prepare) -> None:
+        num_tokens, coming = len(order.request.token_ids), self._coming.get(order.ref)
+        if coming is None:
+            if not self._instance.has_room(num_tokens):
+                self._node.send(WorkFailed(order.ref, "no batch slot or device pages", True))
+                return
+            coming = self._coming[order.ref] = _Coming()
+            self._instance.hold(1, 0)
+        self._instance.hold(0, num_tokens - coming.num_held)
+        coming.num_held, num_full = num_tokens, self._full_tokens(num_tokens)
+        num_here = max(coming.num_loaded, self._num_in_pool(order.ref))
+        source = self._node.peers[order.shards[0].messenger.instance]
+        if num_full <= num_here:
+            self._loads(order.ref, coming, num_full)
+            return
+        coming.transfer = self._node.traffic.send(
+            source.name,
+            source.outgoing,
+            self._node.incoming,
+            (num_full - num_here) * self._node.kv_bytes_per_token,
+            partial(self._loads, order.ref, coming, num_full),
+        )
+
+    def _num_in_pool(self, ref: Ref) -> int:
+        """Tokens of the prompt's leading blocks that the own pool has."""
+        index = self._node.pool.allocator.index
+        keys = self._find_request(ref.request_id).block_keys
+        num_blocks = next((number for number, key in enumerate(keys) if key not in index), len(keys))
+        return num_blocks * self._node.layout.block_size
+
+    def _loads(self, ref: Ref, coming: _Coming, num_tokens: int) -> None:
+        coming.transfer = None
+        seconds = self._copy_s(max(0, num_tokens - coming.num_loaded))
+        self._node.clock.after(seconds, self._loaded, ref, coming, num_tokens)
+
+    def _loaded(self, ref: Ref, coming: _Coming, num_tokens: int) -> None:
+        if self._coming.get(ref) is coming:
+            coming.num_loaded = max(coming.num_loaded, num_tokens)
+            self._node.send(Prepared(ref, coming.num_loaded))
+
+    def _take_over(self, order: TakeOver) -> None:
+        coming = self._coming.pop(order.ref, None)
+        if coming is None:
+            self._node.send(WorkFailed(order.ref, "it was not prepared", True))
+            return
+        self._instance.hold(-1, -coming.num_held)
+        request = self._find_request(order.ref.request_id)
+        self._instance.continue_(order.ref, request, len(order.request.token_ids), coming.num_loaded)

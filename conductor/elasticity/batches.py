@@ -1,0 +1,163 @@
+"""The batches of decode instances as rules see them: values that a rule may change on trial.
+
+Owns: what is predicted of a batch with and without some request. Does not know: where the figures come from
+(`conductor.elasticity.survey`), why a request moves.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from mooncake.messages.costs import Costs, batch_share, tbt_margin_s
+
+DESTINATION_SHARE = 0.9
+"""The largest share of a TBT SLO that a destination is predicted to take with the request: relief is for what
+misses its SLO, and a destination must not need relief next."""
+_ROOM_SHARE = 0.95
+"""The largest share of a destination's device pages that a move may fill: every request grows."""
+
+
+class Resident(NamedTuple):
+    """A request that an instance decodes."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Tokens drawn so far, estimated: workers tell fronts, not the Conductor."""
+    tbt_slo_s: float | None = None
+    priority: int = 0
+    """A lower one goes first."""
+    may_move: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KVCache has to move with the request."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+class Coming(NamedTuple):
+    """A request that was assigned to an instance, and is not decoded yet."""
+
+    request_id: str
+    num_prompt_tokens: int
+    tbt_slo_s: float | None = None
+    priority: int = 0
+    has_waited_s: float = 0.0
+    """Seconds for which only room has been lacking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of one decode instance, and what they are predicted to take."""
+
+    instance: str
+    residents: tuple[Resident, ...]
+    costs: Costs
+    """Learned seconds of an iteration, by requests and tokens of their prompts."""
+    max_batch: int
+    num_device_tokens: int
+    num_free_tokens: int
+    """Tokens of KVCache for which the device has free pages."""
+    coming: tuple[Coming, ...] = ()
+    correction: float = 1.0
+    """Measured by predicted TBT, from the latest heartbeat."""
+    takes_requests: bool = True
+    """Whether the instance may be a destination; not while it drains."""
+
+    @property
+    def size(self) -> int:
+        """Residents, and requests that are coming."""
+        return len(self.residents) + len(self.coming)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts of all of them."""
+        return sum(of.num_prompt_tokens for of in self.residents) + self.num_coming_tokens
+
+    @property
+    def tbt_slo_s(self) -> float | None:
+        """The strictest TBT SLO of all requests; None if none has one."""
+        slos_s = [of.tbt_slo_s for of in self.residents] + [of.tbt_slo_s for of in self.coming]
+        return min((slo_s for slo_s in slos_s if slo_s is not None), default=None)
+
+    @property
+    def tbt_s(self) -> float:
+        """The predicted TBT of the residents."""
+        return self._tbt_s(len(self.residents), sum(of.num_prompt_tokens for of in self.residents))
+
+    @property
+    def full_tbt_s(self) -> float:
+        """The predicted TBT when all that is coming has come."""
+        return self._tbt_s(self.size, self.num_prompt_tokens)
+
+    def _tbt_s(self, num_requests: int, num_tokens: int) -> float:
+        batched, delay = batch_share(num_requests, self.max_batch)
+        return self.correction * delay * self.costs.seconds(batched * num_requests, batched * num_tokens)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the predicted TBT of the residents misses the strictest SLO among them."""
+        slos_s = [of.tbt_slo_s for of in self.residents if of.tbt_slo_s is not None]
+        return bool(slos_s) and self.tbt_s > min(slos_s)
+
+    def is_within(self, share: float = 1.0) -> bool:
+        """Whether all requests, when they have come, are predicted to be within `share` of their SLOs."""
+        if self.tbt_slo_s is None:
+            return self.size <= self.max_batch
+        tbt_s = self.full_tbt_s
+        return tbt_s + tbt_margin_s(tbt_s, self.costs.constant_s) <= share * self.tbt_slo_s
+
+    @property
+    def num_coming_tokens(self) -> int:
+        """Tokens of the prompts that are coming."""
+        return sum(of.num_prompt_tokens for of in self.coming)
+
+    def may_take(self, resident: Resident) -> bool:
+        """Whether the request may move here: a slot, pages, and all within their SLOs afterwards."""
+        if not self.takes_requests or self.size >= self.max_batch:
+            return False
+        num_free_after = self.num_free_tokens - self.num_coming_tokens - resident.num_tokens
+        has_pages = num_free_after >= (1 - _ROOM_SHARE) * self.num_device_tokens
+        return has_pages and self.with_(resident).is_within(DESTINATION_SHARE)
+
+    def with_(self, resident: Resident) -> "Batch":
+        """The batch with one more request."""
+        free = self.num_free_tokens - resident.num_tokens
+        return replace(self, residents=(*self.residents, resident), num_free_tokens=free)
+
+    def without(self, resident: Resident) -> "Batch":
+        """The batch without one of its requests."""
+        residents = tuple(other for other in self.residents if other.request_id != resident.request_id)
+        free = self.num_free_tokens + resident.num_tokens
+        return replace(self, residents=residents, num_free_tokens=free)
+
+    def corrected(self, factor: float) -> "Batch":
+        """The batch whose predictions take so many times as long."""
+        return replace(self, correction=factor)
+
+    def fixing(self, request_ids: Collection[str]) -> "Batch":
+        """The batch in which these requests may not move."""
+        if not any(of.request_id in request_ids for of in self.residents):
+            return self
+        residents = tuple(
+            of._replace(may_move=of.may_move and of.request_id not in request_ids) for of in self.residents
+        )
+        return replace(self, residents=residents)
+
+
+def destination_of(resident: Resident, batches: list[Batch], source: str) -> Batch | None:
+    """The batch with the least predicted TBT that may take the request; None without any."""
+    able = [batch for batch in batches if batch.instance != source and batch.may_take(resident)]
+    return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
+
+
+def moved(batches: list[Batch], resident: Resident, source: str, destination: str) -> list[Batch]:
+    """The batches after a move."""
+    return [
+        batch.without(resident)
+        if batch.instance == source
+        else batch.with_(resident)
+        if batch.instance == destination
+        else batch
+        for batch in batches
+    ]

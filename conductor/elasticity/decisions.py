@@ -1,0 +1,70 @@
+"""The decisions of the rebalancer: what, why in numbers, the predicted benefit, and later what came of it.
+
+Owns: these values. Does not know: how decisions are made, who shows them.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.elasticity.capacity import Split, Strain, Work
+from mooncake.messages.workers import Role
+
+
+class Change(NamedTuple):
+    """A change of one instance's role, and what the cluster is predicted to gain."""
+
+    instance: str
+    before: Role
+    after: Role
+    work: Work
+    """The load in instances."""
+    split: Split
+    """The division before the change."""
+    strain_before: Strain
+    strain_after: Strain
+    num_requests: int
+    """Requests that the instance has: they move, or go elsewhere."""
+    benefit_s: float
+    """Seconds of the whole cluster that the change gains, as long as the load stays as it is."""
+    cost_s: float
+    """Seconds of the whole cluster that the change takes."""
+
+    @property
+    def why(self) -> str:
+        """The numbers behind the change, for people."""
+        return (
+            f"the load takes {self.work.prefill:.2f} instances for prefill and {self.work.decode:.2f} for"
+            f" decode, there are {self.split.num_prefill} and {self.split.num_decode};"
+            f" {self.strain_before.served:.0%} of the requests can be served,"
+            f" {self.strain_after.served:.0%} afterwards"
+        )
+
+
+class Outcome(NamedTuple):
+    """What came of a change."""
+
+    took_s: float
+    """Seconds until the instance took requests in its new role."""
+    accepted_before: float
+    """Share of arrivals that were not rejected, in the time before."""
+    accepted_after: float
+    """The same, in as much time after."""
+    note: str = ""
+    """Why the change was not made, if it was not."""
+
+
+@dataclass(slots=True)
+class Decision:
+    """A change that was decided."""
+
+    at_s: float
+    change: Change
+    done_s: float | None = None
+    """The time at which the instance took requests in its new role; None before."""
+    outcome: Outcome | None = None
+    """What came of it; None until that is known."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the change is being made."""
+        return self.done_s is None and self.outcome is None

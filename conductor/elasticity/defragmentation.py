@@ -1,0 +1,60 @@
+"""Defragmentation: device pages for one long request that waits beside an instance's short ones.
+
+Llumnix (OSDI 2024, section 4.4): the free pages of a cluster may suffice for a request that fits on none of
+its instances. Requests are moved away from the instance at which it waits until it fits there.
+
+Owns: this rule. Does not know: how often requests may move, how they move.
+"""
+
+from conductor.elasticity.batches import Batch, Coming, destination_of, moved
+from conductor.elasticity.moves import Move
+from conductor.view.decision_stats import MigrationReason
+
+PATIENCE_S = 0.5
+"""The time for which a request waits before others move for it: most find room by themselves."""
+
+
+def defragment(batches: list[Batch]) -> list[Move]:
+    """The moves after which the longest waiting request has device pages; none if it cannot be helped so."""
+    moves = []
+    for source in batches:
+        waiting = _waiting(source)
+        if waiting is not None:
+            moved_here = _make_room(source, waiting, batches)
+            for move in moved_here:
+                resident = next(of for of in source.residents if of.request_id == move.request_id)
+                batches = moved(batches, resident, move.source, move.destination)
+            moves += moved_here
+    return moves
+
+
+def _waiting(batch: Batch) -> Coming | None:
+    """The longest request that waits for pages of the device."""
+    stuck = [
+        of
+        for of in batch.coming
+        if of.has_waited_s > PATIENCE_S and of.num_prompt_tokens > batch.num_free_tokens
+    ]
+    return max(stuck, key=lambda of: of.num_prompt_tokens, default=None)
+
+
+def _make_room(source: Batch, waiting: Coming, batches: list[Batch]) -> list[Move]:
+    """The fewest moves that free enough pages, all of which must be possible."""
+    num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
+    movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)
+    while num_missing > 0 and movable:
+        enough = [of for of in movable if of.num_tokens >= num_missing]
+        resident = enough[0] if enough else movable[-1]
+        movable.remove(resident)
+        destination = destination_of(resident, batches, source.instance)
+        if destination is None:
+            continue
+        why = (
+            f"{waiting.num_prompt_tokens} tokens wait for device pages, {source.num_free_tokens} are free;"
+            f" this request has {resident.num_tokens}"
+        )
+        reason = MigrationReason.DEFRAGMENT
+        moves.append(Move(resident.request_id, source.instance, destination.instance, reason, why))
+        batches = moved(batches, resident, source.instance, destination.instance)
+        num_missing -= resident.num_tokens
+    return moves if num_missing <= 0 else []

@@ -1,0 +1,86 @@
+"""Moves of running requests between decode instances, and the limits of how often requests move.
+
+Owns: what a rule returns, hysteresis. Does not know: why a request should move, how it moves.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.elasticity.batches import Batch
+from conductor.view.decision_stats import MigrationReason
+
+
+class Move(NamedTuple):
+    """A running request that is to be decoded elsewhere."""
+
+    request_id: str
+    source: str
+    destination: str
+    reason: MigrationReason
+    why: str
+    """The numbers behind the reason, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveLimits:
+    """How often requests move. Copies take bandwidth, and what was just mispredicted is so again."""
+
+    again_after_s: float = 10.0
+    """The time after a request's move in which it does not move again."""
+    settle_s: float = 2.0
+    """The time after a move to or from an instance in which no rule looks at it: its figures are older."""
+    most_at_once: int = 4
+    """The moves that may be in flight in the cluster."""
+    most_of_source: int = 1
+    """The moves that may be in flight from one instance."""
+
+
+class RecentMoves:
+    """The moves of the last seconds."""
+
+    def __init__(self, limits: MoveLimits | None = None) -> None:
+        self.limits = limits or MoveLimits()
+        self._moved_s: dict[str, float] = {}
+        """When each request was last ordered to move."""
+        self._touched_s: dict[str, float] = {}
+        """When an instance was last the source or destination of a move."""
+
+    def note(self, move: Move, now_s: float) -> None:
+        """Remember a move that was ordered."""
+        self._moved_s[move.request_id] = now_s
+        self._touched_s[move.source] = self._touched_s[move.destination] = now_s
+
+    def forget(self, now_s: float) -> None:
+        """Forget what no limit looks at any more."""
+        self._moved_s = _since(self._moved_s, now_s - self.limits.again_after_s)
+        self._touched_s = _since(self._touched_s, now_s - self.limits.settle_s)
+
+    def settled(self, batches: list[Batch], now_s: float) -> list[Batch]:
+        """The batches at which rules may look, in which requests that have just moved may not move."""
+        return [
+            batch.fixing(self._moved_s)
+            for batch in batches
+            if self._touched_s.get(batch.instance, -1e18) <= now_s - self.limits.settle_s
+        ]
+
+    def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
+        """The first of these moves, as many as may be in flight beside others.
+
+        Args:
+            moves: What rules want, the most urgent first.
+            in_flight: The number of migrations in flight by source.
+        """
+        kept, of_source, taken = list[Move](), in_flight.copy(), set[str]()
+        for move in moves:
+            if of_source.total() >= self.limits.most_at_once:
+                break
+            if of_source[move.source] < self.limits.most_of_source and move.destination not in taken:
+                of_source[move.source] += 1
+                taken.add(move.destination)
+                kept.append(move)
+        return kept
+
+
+def _since(times_s: dict[str, float], oldest_s: float) -> dict[str, float]:
+    return {name: time_s for name, time_s in times_s.items() if time_s > oldest_s}

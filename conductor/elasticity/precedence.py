@@ -1,0 +1,51 @@
+"""Priority: requests of lower classes make room where a stricter class is.
+
+Llumnix (OSDI 2024, section 4.3): instances keep headroom for requests of high execution priority; others are
+moved away from them as soon as it is short. Relief waits until an SLO is missed; where a class goes first,
+the others leave before.
+
+Owns: this rule. Does not know: how often requests may move, how they move.
+"""
+
+from conductor.elasticity.batches import Batch, Resident, destination_of, moved
+from conductor.elasticity.moves import Move
+from conductor.view.decision_stats import MigrationReason
+
+HEADROOM_SHARE = 0.85
+"""The share of a TBT SLO up to which requests of the first class share a batch with others."""
+
+
+def make_room(batches: list[Batch]) -> list[Move]:
+    """The move of one request of a lower class from each batch that has little headroom for its first one."""
+    moves = []
+    for source in batches:
+        first, others = _classes(source)
+        slos_s = [of.tbt_slo_s for of in first if of.tbt_slo_s is not None]
+        if not others or not slos_s or source.full_tbt_s <= HEADROOM_SHARE * min(slos_s):
+            continue
+        apart = [batch for batch in batches if batch.instance == source.instance or not _has(batch, first[0])]
+        for resident in sorted(others, key=lambda of: (-of.priority, of.num_tokens)):
+            destination = destination_of(resident, apart, source.instance)
+            if destination is None:
+                continue
+            why = (
+                f"a token takes {1000 * source.full_tbt_s:.1f} ms of {1000 * min(slos_s):g} ms for"
+                f" {len(first)} requests of priority {first[0].priority}; this one has {resident.priority}"
+            )
+            reason = MigrationReason.PRIORITY
+            moves.append(Move(resident.request_id, source.instance, destination.instance, reason, why))
+            batches = moved(batches, resident, source.instance, destination.instance)
+            break
+    return moves
+
+
+def _classes(batch: Batch) -> tuple[list[Resident], list[Resident]]:
+    """The requests of the first class, and those of others that may move."""
+    least = min((of.priority for of in batch.residents), default=0)
+    first = [of for of in batch.residents if of.priority == least]
+    return first, [of for of in batch.residents if of.priority > least and of.may_move]
+
+
+def _has(batch: Batch, resident: Resident) -> bool:
+    """Whether the batch has requests of the resident's class, or of one that goes first."""
+    return any(of.priority <= resident.priority for of in batch.residents)

@@ -1,0 +1,305 @@
+"""The rebalancer: changes roles of instances as the load changes, one at a time (Mooncake, section 10).
+
+    measure    the work that arrives, in instances of each stage (`demand`, `capacity`)
+    compare    the share of it that is served now, and with one more prefill or one more decode instance
+    decide     if that pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35)
+    follow     when the change is done, and how many requests are rejected before and after it
+
+A change gives up no SLO that is met: what the instance has must fit the others first. It is never taken back
+while the load stays the same, and a change of the load allows a limited number of them.
+
+Owns: the decisions. Does not know: how a role is changed, where figures come from (`survey`), the clock.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.elasticity.batches import Batch, Resident
+from conductor.elasticity.capacity import FULL_SHARE, DecodeCapacity, Split, Strain, Work, strain_of, work_of
+from conductor.elasticity.consolidation import consolidate
+from conductor.elasticity.decisions import Change, Decision, Outcome
+from conductor.elasticity.demand import Load, Persistence
+from conductor.elasticity.utilisation import Used
+from conductor.view.decision_stats import MigrationReason
+from mooncake.messages.workers import Role
+
+NUM_KEPT = 100
+"""The latest decisions that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebalancingRules:
+    """Thresholds of the rebalancer."""
+
+    period_s: float = 2.0
+    """The least time between two looks at the roles."""
+    up: float = FULL_SHARE
+    """The strain above which a stage is short of instances."""
+    down: float = 0.8
+    """The strain up to which a stage may be left with one instance less, unless both are short."""
+    least_gain: float = 0.05
+    """The share of requests that a change must be predicted to gain."""
+    rho: float = 2.0
+    """The least benefit by cost."""
+    settle_s: float = 3.0
+    """The time for which a load must have been the same."""
+    least_arrivals: float = 10.0
+    """The arrivals that tell of a load."""
+    budget_s: float = 30.0
+    """The longest time that a change may take; then the next one may be decided."""
+    evaluated_s: float = 15.0
+    """The time over which arrivals before and after a change are compared."""
+    queue_share: float = 0.5
+    """The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
+    same_load: float = 1.5
+    """The factor up to which the work of a stage counts as the same load."""
+    target: float = 0.7
+    """The strain for which the desired number of instances is counted."""
+
+
+class Member(NamedTuple):
+    """An instance as the rebalancer sees it."""
+
+    name: str
+    role: Role
+    takes_requests: bool
+    may_change: bool
+    used: Used | None = None
+    queue_s: float = 0.0
+    """Predicted seconds of its prompts."""
+    num_prompts: int = 0
+    batch: Batch | None = None
+    """Its batch, if it decodes."""
+
+
+class State(NamedTuple):
+    """All that a decision is made from."""
+
+    members: list[Member]
+    load: Load | None
+    num_changes: int
+    """The number of times that the load has changed."""
+    capacity: DecodeCapacity | None
+    """None without a decode instance."""
+    ttft_slo_s: float | None
+    has_inlining: bool
+    num_arrived: int
+    """Requests so far."""
+    num_rejected: int
+    """Requests so far that were rejected."""
+
+    def serving(self, role: Role) -> list[Member]:
+        """The instances that take requests of this role."""
+        return [member for member in self.members if member.role is role and member.takes_requests]
+
+    @property
+    def split(self) -> Split:
+        """The present division. Instances with both roles decode, and inline."""
+        num_both = len(self.serving(Role.BOTH))
+        return Split(len(self.serving(Role.PREFILL)), len(self.serving(Role.DECODE)) + num_both)
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    num_arrived: int
+    num_rejected: int
+
+
+class Rebalancer:
+    """Decides about roles."""
+
+    def __init__(self, rules: RebalancingRules | None = None) -> None:
+        self.rules = rules or RebalancingRules()
+        self.decisions: deque[Decision] = deque(maxlen=NUM_KEPT)
+        """The latest decisions, oldest first."""
+        self.num_switches = 0
+        self.desired: dict[Role, int] = {}
+        """The number of instances of each role that the load needs, whatever there are: for autoscalers."""
+        self._persistence = Persistence()
+        self._switch_s = 3.0
+        """The mean time that a change takes."""
+        self._samples: deque[_Sample] = deque()
+        self._looked_s = -math.inf
+        self._num_changes_seen = 0
+        self._same: Work | None = None
+        """The load for which `_num_left` changes are left."""
+        self._num_left = 0
+        self._direction: Role | None = None
+        """The role of the first change for this load."""
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a change is being made."""
+        return any(decision.is_open for decision in self.decisions)
+
+    def is_time(self, now_s: float) -> bool:
+        """Whether `decide` should be asked: every few seconds."""
+        return now_s - self._looked_s >= self.rules.period_s
+
+    def decide(self, state: State, now_s: float) -> Change | None:
+        """The change to be made now, of which `decisions` has a record; None for none."""
+        self._looked_s = now_s
+        self._sample(state, now_s)
+        self._follow(state, now_s)
+        load, capacity = state.load, state.capacity
+        if load is None or capacity is None:
+            return None
+        if state.num_changes > self._num_changes_seen:
+            self._num_changes_seen = state.num_changes
+            self._persistence.changed(now_s)
+        work = work_of(load, capacity)
+        self.desired = {
+            Role.PREFILL: max(1, math.ceil(work.prefill / self.rules.target)),
+            Role.DECODE: max(1, math.ceil(work.decode / self.rules.target)),
+        }
+        if self.is_switching or not self._is_known(load):
+            return None
+        self._renew(work, len(state.members))
+        change = self._best(state, work)
+        if change is None or not self._num_left:
+            return None
+        self._num_left -= 1
+        self._direction = change.after
+        self.num_switches += 1
+        self.decisions.append(Decision(now_s, change))
+        return change
+
+    def refused(self, change: Change, why: str) -> None:
+        """Note that a change was not possible after all."""
+        decision = self._open(change)
+        if decision is not None:
+            decision.outcome = Outcome(0.0, 0.0, 0.0, why)
+
+    def _is_known(self, load: Load) -> bool:
+        num_arrivals = load.num_requests * load.window_s
+        return load.window_s >= self.rules.settle_s and num_arrivals >= self.rules.least_arrivals
+
+    # -- which change -------------------------------------------------------------------------------
+
+    def _renew(self, work: Work, num_instances: int) -> None:
+        """Allow changes again if the load is another one."""
+        same = self._same
+        if same is None or not all(map(self._is_same, work, same)):
+            self._same, self._direction = work, None
+            self._num_left = max(2, num_instances // 4)
+
+    def _is_same(self, one: float, other: float) -> bool:
+        larger, smaller = max(one, other), min(one, other)
+        return larger <= self.rules.same_load * smaller or larger < 0.2
+
+    def _best(self, state: State, work: Work) -> Change | None:
+        options = [self._change(state, work, role) for role in (Role.PREFILL, Role.DECODE)]
+        able = [change for change in options if change is not None]
+        return max(able, key=lambda change: change.benefit_s, default=None)
+
+    def _change(self, state: State, work: Work, role: Role) -> Change | None:
+        """One more instance of a role, if that pays; None if it does not, or no instance can be spared."""
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        if self._direction is other:
+            return None  # it would be taken back though the load is the same
+        split = state.split
+        if len(state.serving(other)) < 2:
+            return None
+        more = 1 if role is Role.PREFILL else -1
+        after_split = Split(split.num_prefill + more, split.num_decode - more)
+        before = strain_of(work, split, has_inlining=state.has_inlining)
+        after = strain_of(work, after_split, has_inlining=state.has_inlining)
+        if not self._is_worth_it(before, after, role):
+            return None
+        num_instances = len(state.members)
+        benefit_s = (after.served - before.served) * self._persistence.seconds()
+        cost_s = self._switch_s / num_instances
+        if benefit_s < self.rules.rho * cost_s:
+            return None
+        member = self._spared(state, other)
+        if member is None:
+            return None
+        num_requests = member.num_prompts if member.batch is None else member.batch.size
+        return Change(member.name, other, role, work, split, before, after, num_requests, benefit_s, cost_s)
+
+    def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:
+        index = 0 if role is Role.PREFILL else 1
+        is_short, gain = before[index] > self.rules.up, after.served - before.served
+        is_spared = after[1 - index] <= self.rules.down or before[1 - index] > self.rules.up
+        return is_short and gain >= self.rules.least_gain * (1.0 if is_spared else 2.0)
+
+    def _spared(self, state: State, role: Role) -> Member | None:
+        """The instance of a role whose requests fit the others with the least to move; None if none's do."""
+        members = state.serving(role)
+        able = [member for member in members if member.may_change]
+        if role is Role.PREFILL:
+            return self._spared_prefill(able, members, state.ttft_slo_s)
+        batches = [member.batch for member in state.members if member.batch is not None]
+        for member in sorted(able, key=_least_to_lose):
+            if member.batch is not None and _fits_others(member.batch, batches):
+                return member
+        return None
+
+    def _spared_prefill(
+        self, able: list[Member], members: list[Member], ttft_slo_s: float | None
+    ) -> Member | None:
+        queue_s = sum(member.queue_s for member in members) / (len(members) - 1)
+        if ttft_slo_s is not None and queue_s > self.rules.queue_share * ttft_slo_s:
+            return None
+        return min(able, key=_least_to_lose, default=None)
+
+    # -- what came of it ----------------------------------------------------------------------------
+
+    def _open(self, change: Change) -> Decision | None:
+        return next((of for of in self.decisions if of.change is change and of.is_open), None)
+
+    def _sample(self, state: State, now_s: float) -> None:
+        self._samples.append(_Sample(now_s, state.num_arrived, state.num_rejected))
+        oldest_s = now_s - 2 * self.rules.evaluated_s - self.rules.budget_s
+        while self._samples[0].at_s < oldest_s:
+            self._samples.popleft()
+
+    def _follow(self, state: State, now_s: float) -> None:
+        """Note which changes are done, and what came of those that were done a while ago."""
+        members = {member.name: member for member in state.members}
+        for decision in self.decisions:
+            if decision.outcome is not None:
+                continue
+            member = members.get(decision.change.instance)
+            if decision.done_s is None:
+                self._follow_open(decision, member, now_s)
+            elif now_s >= decision.done_s + self.rules.evaluated_s:
+                before = self._accepted(decision.at_s - self.rules.evaluated_s, decision.at_s)
+                after = self._accepted(decision.done_s, now_s)
+                decision.outcome = Outcome(decision.done_s - decision.at_s, before, after)
+
+    def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
+        took_s = now_s - decision.at_s
+        if member is None:
+            decision.outcome = Outcome(took_s, 0.0, 0.0, "the instance has gone")
+        elif member.role is decision.change.after and member.takes_requests:
+            decision.done_s = now_s
+            self._switch_s += 0.3 * (took_s - self._switch_s)
+        elif took_s > self.rules.budget_s:
+            decision.outcome = Outcome(took_s, 0.0, 0.0, f"not done within {self.rules.budget_s:g} s")
+
+    def _accepted(self, from_s: float, until_s: float) -> float:
+        """The share of arrivals in a time that were not rejected; 1 without arrivals."""
+        inside = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
+        if len(inside) < 2 or inside[-1].num_arrived == inside[0].num_arrived:
+            return 1.0
+        num_rejected = inside[-1].num_rejected - inside[0].num_rejected
+        return 1 - num_rejected / (inside[-1].num_arrived - inside[0].num_arrived)
+
+
+def _least_to_lose(member: Member) -> tuple[float, float]:
+    """The order in which instances are spared: the least KVCache or queue, then the least utilisation."""
+    used = 0.0 if member.used is None else member.used.utilisation
+    if member.batch is None:
+        return member.queue_s, used
+    return sum(of.num_tokens for of in member.batch.residents), used
+
+
+def _fits_others(batch: Batch, batches: list[Batch]) -> bool:
+    """Whether all requests of a batch, those that are coming too, fit other batches within their SLOs."""
+    coming = (Resident(of.request_id, of.num_prompt_tokens, 0, of.tbt_slo_s) for of in batch.coming)
+    for resident in coming:
+        batch = batch.with_(resident)
+    return consolidate(batches, batch, MigrationReason.SWITCH) is not None

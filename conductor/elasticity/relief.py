@@ -1,0 +1,54 @@
+"""Relief: an instance that misses the strictest TBT SLO of its batch hands over the cheapest request.
+
+Llumnix (OSDI 2024, section 4.4): "load balancing" pairs the instances with the least freeness with those with
+the most, and moves requests of low priority and short sequences first, as the time of a copy grows with the
+sequence. Here an instance is a source only if it is predicted to miss an SLO, and the time of a copy is
+compared by tokens.
+
+Owns: this rule. Does not know: how often requests may move, how they move.
+"""
+
+from conductor.elasticity.batches import Batch, Resident, destination_of, moved
+from conductor.elasticity.moves import Move
+from conductor.view.decision_stats import MigrationReason
+
+
+def relieve(batches: list[Batch]) -> list[Move]:
+    """The move of one request from each batch that misses an SLO, the latest batch first."""
+    moves = []
+    for source in sorted(filter(lambda batch: batch.is_late, batches), key=_lateness, reverse=True):
+        found = _cheapest(source, batches)
+        if found is None:
+            continue
+        resident, destination = found
+        why = (
+            f"a token takes {1000 * source.tbt_s:.1f} ms, {_lateness(source):.2f} of the strictest SLO;"
+            f" {1000 * source.without(resident).tbt_s:.1f} ms without {resident.num_tokens} tokens"
+        )
+        reason = MigrationReason.RELIEVE
+        moves.append(Move(resident.request_id, source.instance, destination.instance, reason, why))
+        batches = moved(batches, resident, source.instance, destination.instance)
+    return moves
+
+
+def _cheapest(source: Batch, batches: list[Batch]) -> tuple[Resident, Batch] | None:
+    """The request whose move costs least, and where it goes.
+
+    A request whose move alone suffices goes before a cheaper one that does not.
+    """
+    by_cost = sorted((of for of in source.residents if of.may_move), key=_cost)
+    enough = [of for of in by_cost if not source.without(of).is_late]
+    for resident in dict.fromkeys([*enough, *by_cost]):
+        destination = destination_of(resident, batches, source.instance)
+        if destination is not None:
+            return resident, destination
+    return None
+
+
+def _cost(resident: Resident) -> tuple[int, int]:
+    return -resident.priority, resident.num_tokens
+
+
+def _lateness(batch: Batch) -> float:
+    slos_s = [of.tbt_slo_s for of in batch.residents if of.tbt_slo_s is not None]
+    return batch.tbt_s / min(slos_s)

@@ -1,0 +1,86 @@
+"""The measured utilisation of instances, U = C / Cmax + M / Mmax (BanaServe, section 4.4.1, equation 32).
+
+C is computing time that was really spent, M the bytes really used, both from heartbeats; neither is the
+length of a queue. A decode instance computes all the time as soon as it has one request. What counts of its
+iterations is the time that their tokens would take in full batches, so Cmax is the same for both stages: all
+of the time.
+
+Owns: these figures by instance. Does not know: roles to be, predictions of loads.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mooncake.messages.workers import Heartbeat, Role
+
+_WEIGHT = 0.5
+"""The weight of the latest heartbeat."""
+
+
+class Used(NamedTuple):
+    """Shares of an instance's device, from 0 to 1 each."""
+
+    compute: float
+    memory: float
+
+    @property
+    def utilisation(self) -> float:
+        """U, from 0 to 2."""
+        return self.compute + self.memory
+
+    @property
+    def load(self) -> float:
+        """The resource of which more is used."""
+        return max(self)
+
+
+@dataclass(slots=True)
+class _Totals:
+    at_s: float
+    prefill_s: float
+    num_tokens: int
+    used: Used | None = None
+
+
+@dataclass(slots=True)
+class Utilisation:
+    """The instances that have sent two heartbeats, by name."""
+
+    _totals: dict[str, _Totals] = field(default_factory=dict)
+
+    def learn(
+        self, name: str, role: Role, heartbeat: Heartbeat, num_device_pages: int, token_s: float, now_s: float
+    ) -> None:
+        """Learn from a heartbeat.
+
+        Args:
+            name: The instance.
+            role: What it does.
+            heartbeat: Its heartbeat.
+            num_device_pages: The pages of its device.
+            token_s: Seconds of a token that is decoded in a full batch.
+            now_s: The time.
+        """
+        before = self._totals.get(name)
+        new = _Totals(now_s, heartbeat.prefill_s, heartbeat.decode.num_tokens)
+        self._totals[name] = new
+        if before is None or now_s <= before.at_s or new.num_tokens < before.num_tokens:
+            return
+        seconds = now_s - before.at_s
+        busy_s = max(0.0, new.prefill_s - before.prefill_s)
+        busy_s += token_s * (new.num_tokens - before.num_tokens)
+        memory = 1 - heartbeat.num_free_device_pages / max(1, num_device_pages)
+        if role is Role.PREFILL:
+            memory = max((of.num_used / max(1, of.num_pages) for of in heartbeat.pools.values()), default=0.0)
+        now = Used(min(1.0, busy_s / seconds), min(1.0, max(0.0, memory)))
+        last = before.used or now
+        new.used = Used(*(one + _WEIGHT * (other - one) for one, other in zip(last, now, strict=True)))
+
+    def forget(self, name: str) -> None:
+        """Forget an instance that has gone, or that does something else from now on."""
+        self._totals.pop(name, None)
+
+    def of(self, name: str) -> Used | None:
+        """What an instance uses; None while too little is known."""
+        totals = self._totals.get(name)
+        return None if totals is None else totals.used

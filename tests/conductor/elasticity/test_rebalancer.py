@@ -1,0 +1,191 @@
+"""The rebalancer: which instance changes its role when, and what is noted of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from conductor.elasticity.batches import Batch, Resident
+from conductor.elasticity.capacity import DecodeCapacity, Split, Work, strain_of, work_of
+from conductor.elasticity.decisions import Change
+from conductor.elasticity.demand import Load
+from conductor.elasticity.rebalancer import Member, Rebalancer, State
+from mooncake.messages.costs import Costs
+from mooncake.messages.workers import Role
+
+COSTS = Costs(0.01, 0.0, 1e-6)
+CAPACITY = DecodeCapacity(COSTS, 64, 1e6, 0.0265)
+"""A batch of 15 requests with prompts of 1,000 tokens, so 600 tokens/s."""
+
+
+def load_of(prefill: float, decode: float, window_s: float = 20.0) -> Load:
+    """A load that takes so many instances of each stage."""
+    tokens_per_s = CAPACITY.tokens_per_s(Load(1.0, 0.0, 0.0, 1000.0, 100.0, 1.0))
+    return Load(1.0, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
+
+
+def batch(name: str, num_requests: int = 2) -> Batch:
+    residents = tuple(Resident(f"{name}-{n}", 1000, 10, 0.0265) for n in range(num_requests))
+    return Batch(name, residents, COSTS, 64, 10**6, 10**6)
+
+
+def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 2, changed: int = 0) -> State:
+    prefills = [Member(f"p{n}", Role.PREFILL, True, True, None, 0.1 * n, n) for n in range(num_prefill)]
+    decodes = [
+        Member(f"d{n}", Role.DECODE, True, True, None, 0.0, 0, batch(f"d{n}", num_requests))
+        for n in range(num_decode)
+    ]
+    return State([*prefills, *decodes], load, changed, CAPACITY, 5.0, False, 1000, 0)
+
+
+def test_work_is_counted_in_instances() -> None:
+    work = work_of(load_of(1.5, 0.5), CAPACITY)
+    assert work == pytest.approx(Work(1.5, 0.5))
+    assert strain_of(work, Split(2, 2), has_inlining=False) == pytest.approx((0.75, 0.25))
+
+
+def test_inlining_lets_decode_instances_take_what_is_too_much_for_prefill() -> None:
+    with_it, without = (strain_of(Work(3.0, 0.5), Split(1, 3), has_inlining=on) for on in (True, False))
+    assert with_it.served > without.served
+
+
+def test_a_stage_that_is_short_gets_an_instance() -> None:
+    change = Rebalancer().decide(state(2, 2, load_of(0.4, 2.6)), 10.0)
+    assert change is not None
+    assert (change.instance, change.before, change.after) == ("p0", Role.PREFILL, Role.DECODE)
+    assert change.strain_after.served > change.strain_before.served
+    assert "2.60 for decode" in change.why
+
+
+def test_nothing_changes_while_both_stages_have_enough() -> None:
+    assert Rebalancer().decide(state(2, 2, load_of(1.4, 1.4)), 10.0) is None
+
+
+def test_nothing_changes_where_a_switch_would_only_move_the_shortage() -> None:
+    assert Rebalancer().decide(state(2, 2, load_of(2.4, 2.3)), 10.0) is None
+
+
+def test_the_last_instance_of_a_stage_stays() -> None:
+    assert Rebalancer().decide(state(1, 3, load_of(0.1, 3.5)), 10.0) is None
+
+
+def test_an_instance_that_may_not_change_stays() -> None:
+    of = state(2, 2, load_of(0.4, 2.6))
+    fixed = of._replace(members=[member._replace(may_change=False) for member in of.members])
+    assert Rebalancer().decide(fixed, 10.0) is None
+
+
+def test_no_decode_instance_is_given_away_whose_requests_fit_nowhere_within_their_slo() -> None:
+    short_of_prefill = load_of(2.8, 0.5)
+    assert Rebalancer().decide(state(2, 2, short_of_prefill, num_requests=4), 10.0) is not None
+    assert Rebalancer().decide(state(2, 2, short_of_prefill, num_requests=12), 10.0) is None
+
+
+def test_no_prefill_instance_is_given_away_while_queues_are_long() -> None:
+    of = state(2, 2, load_of(0.4, 2.6))
+    queued = of._replace(members=[member._replace(queue_s=2.0) for member in of.members])
+    assert Rebalancer().decide(queued, 10.0) is None
+
+
+def test_a_load_that_has_just_changed_is_watched_first() -> None:
+    assert Rebalancer().decide(state(2, 2, load_of(0.4, 2.6, window_s=1.0)), 10.0) is None
+
+
+def decided(rebalancer: Rebalancer, of: State, now_s: float) -> Change:
+    change = rebalancer.decide(of, now_s)
+    assert change is not None
+    return change
+
+
+def test_one_change_at_a_time() -> None:
+    rebalancer, of = Rebalancer(), state(3, 1, load_of(0.4, 3.0))
+    decided(rebalancer, of, 10.0)
+    assert rebalancer.is_switching
+    assert rebalancer.decide(of, 12.0) is None
+
+
+def test_a_change_is_not_taken_back_while_the_load_is_the_same() -> None:
+    rebalancer = Rebalancer()
+    decided(rebalancer, state(2, 2, load_of(0.75, 2.2)), 10.0)
+    later = state(1, 3, load_of(1.1, 1.6))  # much the same, and prefill looks short now
+    members = [member._replace(name="p0") if member.name == "d2" else member for member in later.members]
+    assert rebalancer.decide(later._replace(members=members), 20.0) is None
+
+
+def test_a_changed_load_allows_two_changes() -> None:
+    rebalancer, num_changes = Rebalancer(), 0
+    for now_s, split in ((10.0, (5, 1)), (20.0, (4, 2)), (30.0, (3, 3)), (40.0, (3, 3))):
+        of = state(*split, load_of(0.3, 4.5), num_requests=1)
+        change = rebalancer.decide(of, now_s)
+        if change is not None:
+            num_changes += 1
+            done = [
+                member._replace(role=change.after, batch=batch(member.name))
+                if member.name == change.instance
+                else member
+                for member in of.members
+            ]
+            rebalancer.decide(of._replace(members=done, load=None), now_s + 4.0)
+    assert num_changes == 2
+    decided(rebalancer, state(3, 3, load_of(4.5, 0.3), num_requests=1, changed=1), 50.0)
+
+
+def test_a_decision_says_what_came_of_it() -> None:
+    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
+    for now_s in (0.0, 5.0):
+        rebalancer.decide(
+            of._replace(load=None, num_arrived=int(10 * now_s), num_rejected=int(4 * now_s)), now_s
+        )
+    change = decided(rebalancer, of._replace(num_arrived=100, num_rejected=40), 10.0)
+    done = [
+        member._replace(role=Role.DECODE, batch=batch(member.name))
+        if member.name == change.instance
+        else member
+        for member in of.members
+    ]
+    after = of._replace(members=done, load=None)
+    for now_s in (12.0, 20.0, 30.0):
+        rebalancer.decide(after._replace(num_arrived=int(10 * now_s), num_rejected=40), now_s)
+    (decision,) = rebalancer.decisions
+    assert decision.done_s == 12.0
+    assert decision.outcome is not None
+    assert decision.outcome.took_s == 2.0
+    assert decision.outcome.accepted_before == pytest.approx(0.6)
+    assert decision.outcome.accepted_after == 1.0
+    assert not rebalancer.is_switching
+
+
+def test_a_change_of_an_instance_that_has_gone_is_over() -> None:
+    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
+    change = decided(rebalancer, of, 10.0)
+    left = [member for member in of.members if member.name != change.instance]
+    rebalancer.decide(of._replace(members=left), 12.0)
+    outcome = rebalancer.decisions[0].outcome
+    assert outcome is not None
+    assert "gone" in outcome.note
+    assert not rebalancer.is_switching
+
+
+def test_a_change_that_takes_too_long_does_not_block_the_next() -> None:
+    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
+    decided(rebalancer, of, 10.0)
+    rebalancer.decide(of._replace(load=None), 50.0)
+    assert not rebalancer.is_switching
+
+
+def test_a_change_that_could_not_begin_is_noted() -> None:
+    rebalancer = Rebalancer()
+    change = decided(rebalancer, state(2, 2, load_of(0.4, 2.6)), 10.0)
+    rebalancer.refused(change, "it drains")
+    assert not rebalancer.is_switching
+    assert rebalancer.decisions[0].outcome is not None
+
+
+def test_a_switch_that_does_not_pay_is_not_made() -> None:
+    rebalancer = Rebalancer(replace(Rebalancer().rules, rho=100.0))
+    assert rebalancer.decide(state(2, 2, load_of(0.4, 2.6)), 10.0) is None
+
+
+def test_autoscalers_are_told_how_many_instances_the_load_needs() -> None:
+    rebalancer = Rebalancer()
+    rebalancer.decide(state(2, 2, load_of(3.5, 7.0)), 10.0)
+    assert rebalancer.desired == {Role.PREFILL: 5, Role.DECODE: 10}
