@@ -81,7 +81,7 @@ class Conductor:
         self._requests = Requests(epoch, self.instances, self.view, limits, rules)
         self._admission = Admission(self.view, rules.overload)
         self._placer = Placer(self._requests, new_scheduler(self.view, rules), self._admission)
-        self.migrations = Migrations(self._requests)
+        self.migrations = Migrations(self._requests, rules)
         self._dispatcher = Dispatcher(self._requests, self._placer, self._admission, self.migrations)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self._membership = Membership(

@@ -16,6 +16,7 @@ from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migration import Migration, MigrationStep
 from conductor.requests.registry import Requests
+from conductor.rules import Rules
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from conductor.view.instances import Instance
 from conductor.view.migration_costs import MigrationCost, migration_cost, num_tokens_so_far
@@ -31,8 +32,10 @@ MAX_ROUNDS = 3
 class Migrations:
     """Moves requests of the registry."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, rules: Rules) -> None:
         self._requests, self._view, self._limits = requests, requests.view, requests.limits
+        self._most_at_once = rules.mixed_chunk_tokens
+        """Tokens that a destination computes again in one iteration."""
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -180,12 +183,19 @@ class Migrations:
         return [Effect(migration.destination.instance.identity, prepare)]
 
     def on_prepared(self, tracked: TrackedRequest, prepared: Prepared, now_s: float) -> list[Effect]:
-        """Order another round of copies, or after the last one the source to hand over."""
+        """Order another round of copies, or after the last one the source to hand over.
+
+        A request stays whose blocks have found no room in the pools on the way: to compute them again would
+        be a pause.
+        """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.PREPARING:
             return []
         migration.num_rounds += 1
         migration.num_loaded_tokens = prepared.num_tokens
+        num_tokens = tracked.request.num_prompt_tokens + migration.num_copied_tokens
+        if num_tokens - prepared.num_tokens > max(self._most_at_once, 2 * self._block_size):
+            return self._requests.end_migration(tracked, MigrationOutcome.REFUSED)
         if migration.num_rounds >= MAX_ROUNDS:
             return self._hand_over(tracked, migration, now_s)
         migration.move_to(MigrationStep.COPYING)

@@ -62,7 +62,7 @@ class MigrationOutcome(StrEnum):
     """The source was lost, or has failed the request."""
     DESTINATION_LOST = "destination_lost"
     REFUSED = "refused"
-    """The destination had no room, or has failed."""
+    """The destination had no room, or has failed, or the blocks found no room in the pools."""
     CALLED_OFF = "called_off"
     """The destination drains, or the request has become a suspect."""
     LATE = "late"

@@ -329,7 +329,9 @@ class Transcript:
 
     def _do_precopied(self, request_id: str, output: str) -> list[str]:
         tracked = self._conductor.requests[request_id]
-        return self._tell(tracked.decode, PreCopied(tracked.ref, [42] * int(output)))
+        num_tokens = tracked.request.num_prompt_tokens + int(output)
+        num_stored_tokens = num_tokens // self._block_size * self._block_size
+        return self._tell(tracked.decode, PreCopied(tracked.ref, [42] * int(output), num_stored_tokens))
 
     def _do_prepared(self, request_id: str, tokens: str) -> list[str]:
         ref, destination = self._coming(request_id)
