@@ -13,6 +13,7 @@ import pytest
 from benchmarks.tools.traces.arrivals import arrivals
 from benchmarks.tools.traces.fitting import fit, values_of
 from benchmarks.tools.traces.mixes import MIXES, mixed
+from benchmarks.tools.traces.phases import Phase, in_phases
 from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.replay import at_speed, jittered, until
 from benchmarks.tools.traces.request import TraceError, TraceRequest, in_blocks
@@ -237,3 +238,14 @@ def test_blocks_are_divided_into_equal_parts() -> None:
     assert first == TraceRequest(0.0, 1000, 5, (14, 15, 16, 17))
     assert second.hash_ids == (14, 15, 18, 19)
     assert list(in_blocks(load, 512)) == load
+
+
+def test_phases_follow_each_other_and_begin_again() -> None:
+    phases = (Phase(60.0, 2.0, 1500, 30), Phase(30.0, 4.0, 150, 300))
+    load = list(itertools.takewhile(lambda request: request.arrival_s < 180, in_phases(phases, 1.0, seed=1)))
+    arrivals_s = [request.arrival_s for request in load]
+    assert arrivals_s == sorted(arrivals_s)
+    for request in load:
+        phase = phases[request.arrival_s % 90 >= 60]
+        assert (request.num_input_tokens, request.num_output_tokens) == phase[2:]
+    assert len(load) == pytest.approx(480, rel=0.2)

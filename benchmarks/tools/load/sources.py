@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from benchmarks.tools.traces.mixes import Mix, mixed
+from benchmarks.tools.traces.phases import Phase, in_phases
 from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.replay import at_speed, jittered, until
 from benchmarks.tools.traces.request import TraceError, TraceRequest
@@ -63,6 +64,15 @@ class MixSource:
 
     def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
         return mixed(self.mix, rate_per_s or 1.0, self.burstiness, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class PhasesSource:
+    phases: tuple[Phase, ...]
+
+    def requests(self, rate_per_s: float | None, seed: int) -> Iterator[TraceRequest]:
+        assert rate_per_s is None, "phases have rates of their own"
+        return in_phases(self.phases, burstiness=1.0, seed=seed)
 
 
 @dataclasses.dataclass(frozen=True)

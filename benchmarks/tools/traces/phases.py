@@ -1,0 +1,38 @@
+"""Loads that change: a phase with long prompts, then one with long answers, again and again; bursts; growth.
+
+Owns: phases, and their requests one behind the other. Does not know: who is loaded.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.tools.traces.arrivals import arrivals
+from benchmarks.tools.traces.request import TraceRequest
+
+
+class Phase(NamedTuple):
+    """A time of `duration_s` seconds with requests of one kind, `rate_per_s` of them in a second."""
+
+    duration_s: float
+    rate_per_s: float
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+def in_phases(phases: Sequence[Phase], burstiness: float, seed: int) -> Iterator[TraceRequest]:
+    """Yield the requests of the phases in turn, from the first again behind the last; prompts share nothing.
+
+    Args:
+        phases: The phases; at least one.
+        burstiness: As for `arrivals`.
+        seed: The seed of the arrivals.
+    """
+    rng, began_s = random.Random(seed), 0.0
+    for phase in itertools.cycle(phases):
+        for at_s in arrivals(phase.rate_per_s, burstiness, rng):
+            if at_s >= phase.duration_s:
+                break
+            yield TraceRequest(began_s + at_s, phase.num_input_tokens, phase.num_output_tokens)
+        began_s += phase.duration_s
