@@ -12,7 +12,11 @@ from collections.abc import Mapping
 from conductor.admission.overload import Admission
 from conductor.effects import Effect, ToConductor
 from conductor.fronts import Fronts
-from conductor.membership import Membership
+from conductor.membership.emptying import Emptier
+from conductor.membership.joining import Membership
+from conductor.membership.leaving import Leaving
+from conductor.membership.operators import Operators
+from conductor.membership.roles import Roles
 from conductor.replication.contexts import Contexts
 from conductor.replication.copies import Replication
 from conductor.requests.dispatcher import Dispatcher
@@ -30,21 +34,19 @@ from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
     Continue,
-    Drain,
     DropContext,
     FrontHello,
     InFlight,
     KeepContext,
-    Migrate,
     Submit,
     Unknown,
 )
+from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate
 from mooncake.messages.workers import (
     STAGES,
     FromWorker,
     Heartbeat,
     HeartbeatAck,
-    InstanceState,
     Leave,
     Register,
     Retire,
@@ -84,6 +86,10 @@ class Conductor:
         self.migrations = Migrations(self._requests, rules)
         self._dispatcher = Dispatcher(self._requests, self._placer, self._admission, self.migrations)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
+        self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
+        self.roles = Roles(self._requests, self._placer, emptier, self._fronts)
+        self._leaving = Leaving(self._requests, emptier, self.roles, self._fronts)
+        self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations)
         self._membership = Membership(
             fingerprint,
             profiled_device,
@@ -91,7 +97,7 @@ class Conductor:
             self._requests,
             self._placer,
             self._dispatcher,
-            self.migrations,
+            self.roles,
         )
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
@@ -127,7 +133,14 @@ class Conductor:
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         """React to one message."""
-        return self._react(sender, message, now_s) + self._placer.retry_queued(now_s)
+        effects = self._react(sender, message, now_s) + self._settle(now_s)
+        return effects + self._placer.retry_queued(now_s)
+
+    def _settle(self, now_s: float) -> list[Effect]:
+        """Let instances leave, or have another role, whose last request has gone."""
+        if not self.instances.emptying:
+            return []
+        return self.roles.settle(now_s) + self._leaving.settle()
 
     def _react(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         match message:
@@ -141,10 +154,8 @@ class Conductor:
                 return self._on_continue(sender, message, now_s)
             case Cancel():
                 return self._on_cancel(sender, message, now_s)
-            case Drain():
-                return self._membership.on_drain(sender, message, now_s)
-            case Migrate():
-                return self.migrations.on_migrate(sender, message, now_s)
+            case Drain() | ChangeRole() | ListInstances() | Migrate():
+                return self._operators.on_order(sender, message, now_s)
             case KeepContext(context_id, keys, ttl_s):
                 return self.contexts.keep(context_id, keys, ttl_s, now_s)
             case DropContext(context_id):
@@ -169,7 +180,7 @@ class Conductor:
         effects += self._dispatcher.end_late_migrations(now_s)
         effects += self._placer.retry_waiting(now_s)
         effects += self._dispatcher.ask_again()
-        effects += self._membership.retire()
+        effects += self._emptier.tick(now_s) + self._settle(now_s)
         effects += self.contexts.tick(now_s)
         if self.replication is not None:
             effects += self.replication.tick(now_s)
@@ -187,12 +198,12 @@ class Conductor:
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
         """React to a send that failed, as the peer is not connected."""
         if peer in self._fronts:
-            return self._drop_front(peer, now_s) + self._placer.retry_queued(now_s)
-        instance = self.instances.by_identity(peer)
-        if instance is None:
+            effects = self._drop_front(peer, now_s)
+        elif (instance := self.instances.by_identity(peer)) is not None:
+            effects = self._membership.drop([instance], "is not connected", now_s)
+        else:
             return []
-        effects = self._membership.drop([instance], "is not connected", now_s)
-        return effects + self._placer.retry_queued(now_s)
+        return effects + self._settle(now_s) + self._placer.retry_queued(now_s)
 
     # -- fronts -------------------------------------------------------------------------------------
 
@@ -276,7 +287,7 @@ class Conductor:
             return []  # an earlier life; its next heartbeat is told so
         instance.last_seen_s = now_s
         if isinstance(message, Retire):
-            return self._membership.drain(instance, InstanceState.RETIRING, now_s)
+            return self._leaving.retire(instance, now_s)
         return self._dispatcher.on_work(instance, message, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:

@@ -76,6 +76,8 @@ class Limits:
     peer_timeout_s: float = 5.0
     placement_timeout_s: float = 60.0
     return_grace_s: float = 10.0
+    switch_timeout_s: float = 30.0
+    """The time after which a switch of an instance's role is undone."""
     retry_after_s: float = 1.0
     migration_timeout_s: float = 10.0
     """The time that a request's copies may take, and its hand-over."""

@@ -126,6 +126,7 @@ async def serve(process: ConductorProcess) -> None:
             max_running_requests=config.conductor.max_running_requests,
             peer_timeout_s=config.conductor.peer_timeout_s,
             placement_timeout_s=config.conductor.placement_timeout_s,
+            switch_timeout_s=config.conductor.switch_timeout_s,
             ttft_slo_s=config.conductor.ttft_slo_s,
             tbt_slo_s=config.conductor.tbt_slo_s,
             slo_classes={

@@ -137,5 +137,5 @@ def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, b
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,
-        instance.registration.role is not Role.DECODE,
+        instance.role is not Role.DECODE,
     )

@@ -21,8 +21,8 @@ from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from conductor.view.instances import Instance
 from conductor.view.migration_costs import MigrationCost, migration_cost, num_tokens_so_far
 from conductor.view.placement import num_tokens_held
-from mooncake.messages.fronts import Migrate, Migrates
 from mooncake.messages.migration import HandOver, PreCopied, PreCopy, Prepare, Prepared
+from mooncake.messages.operators import Migrate, Migrates
 from mooncake.messages.workers import InstanceState, Role
 
 MAX_ROUNDS = 3
@@ -142,7 +142,7 @@ class Migrations:
         by_id = self._requests.by_id
         tracked = by_id.get(order.request_id) or by_id.get(f"{order.request_id}-0")
         if tracked is None:
-            return [Effect(sender, Migrates(order.request_id, refusal="no such request is running"))]
+            return [Effect(sender, Migrates(order.order, refusal="no such request is running"))]
         source, refusal = tracked.decode or "", self._why_it_stays(tracked)
         destination: Instance | None = None
         if not refusal and order.instance is None:
@@ -155,9 +155,9 @@ class Migrations:
             else:
                 refusal = self._why_not_there(tracked, destination)
         if refusal or destination is None:
-            return [Effect(sender, Migrates(order.request_id, source, refusal=refusal))]
+            return [Effect(sender, Migrates(order.order, source, refusal=refusal))]
         effects = self.begin(tracked, destination, MigrationReason.BY_HAND, now_s)
-        return [*effects, Effect(sender, Migrates(order.request_id, source, destination.name))]
+        return [*effects, Effect(sender, Migrates(order.order, source, destination.name))]
 
     # -- what workers say ---------------------------------------------------------------------------
 

@@ -249,6 +249,8 @@ class Requests:
         placement = tracked.placed.placement
         for source in (placement.prefill, placement.decode):
             source.requests.pop(tracked.request_id, None)
+        if placement.decode.emptying is not None:
+            placement.decode.emptying.num_moved += 1
         destination = migration.destination
         destination.instance.requests[tracked.request_id] = destination.num_tokens
         self._assignments.move(tracked.placed, destination, now_s)

@@ -126,7 +126,7 @@ class Display:
 def _instance(instance: Instance) -> dict[str, Any]:
     shown = {
         "name": instance.name,
-        "role": instance.registration.role,
+        "role": instance.role,
         "state": instance.state,
         "engine": instance.registration.engine,
         "num_requests": len(instance.requests),

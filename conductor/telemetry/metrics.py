@@ -107,7 +107,7 @@ class ConductorMetrics(Collector):
             "mooncake_instances",
             "registered instances",
             "role",
-            {role.value: sum(instance.registration.role is role for instance in instances) for role in Role},
+            {role.value: sum(instance.role is role for instance in instances) for role in Role},
         )
         yield _gauges(
             "mooncake_instance_draining",

@@ -163,15 +163,19 @@ class ClusterView:
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
         self.num_changes += 1
         self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
-        inlines = self._rules.inlines(registration.role)
-        room = instance.max_sequence_blocks
-        self.loads.reset(slot, registration.role, room, registration.capacity.max_batch, inlines=inlines)
-        self._decode_pool = None
+        self._reset_loads(slot, instance)
         for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
             estimator.reset(slot)
         missing = np.zeros((3, self.loads.num_slots - len(self.next_step_s)))
         self._set_next(np.append(self._next, missing, axis=1))
         self.decode_changed(slot)
+
+    def _reset_loads(self, slot: int, instance: Instance) -> None:
+        """Begin anew with an instance that has no requests, in its role."""
+        room, max_batch = instance.max_sequence_blocks, instance.registration.capacity.max_batch
+        inlines = self._rules.inlines(instance.role)
+        self.loads.reset(slot, instance.role, room, max_batch, inlines=inlines)
+        self._decode_pool = None
 
     def remove(self, instance: Instance) -> None:
         """Forget an instance whose life has ended."""
@@ -195,10 +199,21 @@ class ClusterView:
 
     def open(self, instance: Instance) -> None:
         """Give requests to a closed instance again."""
-        slot, role = self._slots[instance.name], instance.registration.role
-        inlines = self._rules.inlines(role)
-        self.loads.set_role(slot, role, instance.max_sequence_blocks, inlines=inlines)
+        inlines = self._rules.inlines(instance.role)
+        slot, room = self._slots[instance.name], instance.max_sequence_blocks
+        self.loads.set_role(slot, instance.role, room, inlines=inlines)
         self._decode_pool = None
+
+    def begin_role(self, instance: Instance) -> None:
+        """Give requests of its new role to a closed instance, which has none.
+
+        What its pool holds stays, and its learned costs, which are its device's.
+        """
+        assert not instance.requests
+        slot = self._slots[instance.name]
+        self._reset_loads(slot, instance)
+        self._occupants[slot].computed = None
+        self.decode_changed(slot)
 
     def learn(self, instance: Instance, heartbeat: Heartbeat) -> None:
         """Learn from the heartbeat of an instance."""

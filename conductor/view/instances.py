@@ -5,17 +5,39 @@ claim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from conductor.rules import Rules
 from mooncake.messages.workers import STAGES, Heartbeat, InstanceState, Register, Role
 
 _NEXT = {
-    InstanceState.SERVING: frozenset({InstanceState.DRAINING, InstanceState.RETIRING}),
-    InstanceState.DRAINING: frozenset({InstanceState.SERVING, InstanceState.RETIRING}),
+    InstanceState.SERVING: frozenset(
+        {InstanceState.SWITCHING, InstanceState.DRAINING, InstanceState.RETIRING}
+    ),
+    InstanceState.SWITCHING: frozenset(
+        {InstanceState.SERVING, InstanceState.DRAINING, InstanceState.RETIRING}
+    ),
+    InstanceState.DRAINING: frozenset({InstanceState.SERVING, InstanceState.RETIRING, InstanceState.RETIRED}),
     InstanceState.RETIRING: frozenset({InstanceState.RETIRED}),
     InstanceState.RETIRED: frozenset[InstanceState](),
 }
+
+
+@dataclass(slots=True)
+class Emptying:
+    """The progress of an instance that drains or switches its role."""
+
+    began_s: float
+    next_role: Role | None = None
+    """The role that it switches to; None if it drains."""
+    is_forced: bool = False
+    """Whether it switches even if no other instance can do its part of requests then."""
+    leaves: bool = False
+    """Whether it is to leave when it is empty."""
+    num_moved: int = 0
+    """Requests that other instances have taken over."""
+    num_blocks_left: int = 0
+    """Blocks that are yet to be copied to other instances."""
 
 
 @dataclass(slots=True)
@@ -26,9 +48,16 @@ class Instance:
     identity: bytes
     last_seen_s: float
     heartbeat: Heartbeat | None = None
+    role: Role = field(init=False)
+    """The role at present: the registered one, until the Conductor gives the instance another."""
     state: InstanceState = InstanceState.SERVING
+    emptying: Emptying | None = None
+    """None exactly while `state` is SERVING."""
     requests: dict[str, int] = field(default_factory=dict)
     """The prompt lengths of its requests, as prefill or as decode, by id."""
+
+    def __post_init__(self) -> None:
+        self.role = self.registration.role
 
     @property
     def name(self) -> str:
@@ -68,6 +97,7 @@ class Instances:
         self._rules = rules
         self._by_name: dict[str, Instance] = {}
         self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
+        self._emptying: dict[str, Instance] = {}
         self.num_changes = 0
         """The number of times that an instance has come or gone."""
         self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
@@ -82,6 +112,7 @@ class Instances:
     def remove(self, name: str, until_s: float) -> None:
         """Remove a life that has ended; the next one is expected until `until_s`."""
         self._lost[name] = (self._by_name.pop(name), until_s)
+        self._emptying.pop(name, None)
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
@@ -89,13 +120,40 @@ class Instances:
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
 
-    def move(self, instance: Instance, state: InstanceState) -> bool:
-        """Change the state of an instance if that is allowed; whether it was."""
+    def empty(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
+        """Begin to drain an instance, or to switch its role, if its state allows that; whether it does.
+
+        An instance that was emptied for another purpose keeps its progress.
+        """
         if state not in _NEXT[instance.state]:
             return False
-        instance.state = state
+        before = instance.emptying or Emptying(now_s)
+        instance.state, instance.emptying = state, replace(before, next_role=None)
+        self._emptying[instance.name] = instance
         self._largest.clear()
         return True
+
+    def retire(self, instance: Instance) -> bool:
+        """Record that an instance may end, if its state allows that; whether it does."""
+        if InstanceState.RETIRED not in _NEXT[instance.state]:
+            return False
+        instance.state = InstanceState.RETIRED
+        return True
+
+    def serve(self, instance: Instance, role: Role | None = None) -> bool:
+        """Let an instance serve again if its state allows that, in another `role` if there is one."""
+        if InstanceState.SERVING not in _NEXT[instance.state]:
+            return False
+        instance.state, instance.emptying = InstanceState.SERVING, None
+        instance.role = role or instance.role
+        del self._emptying[instance.name]
+        self._largest.clear()
+        return True
+
+    @property
+    def emptying(self) -> list[Instance]:
+        """The instances that drain, or switch their role."""
+        return list(self._emptying.values())
 
     def _changed(self) -> None:
         self.num_changes += 1
@@ -119,7 +177,7 @@ class Instances:
         return self._largest[stage]
 
     def _can(self, instance: Instance, stage: Role) -> bool:
-        return self._rules.can(instance.registration.role, stage)
+        return self._rules.can(instance.role, stage)
 
     def get(self, name: str | None) -> Instance | None:
         """A registered instance by its name."""
@@ -140,11 +198,22 @@ class Instances:
 
     def why_none(self, stage: Role) -> str:
         """A message for clients if no instance for a stage takes requests."""
-        return (
-            f"all {stage.value} instances are draining"
-            if self.able(stage)
-            else f"no {stage.value} instance is ready"
-        )
+        able = self.able(stage)
+        if not able:
+            return f"no {stage.value} instance is ready"
+        switches = any(instance.state is InstanceState.SWITCHING for instance in able)
+        return f"all {stage.value} instances are draining{' or switching their role' if switches else ''}"
+
+    def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
+        """The stage that no instance would do any more without this one, or if it had another `role`.
+
+        None if every stage that it can do would be left.
+        """
+        for stage in STAGES:
+            is_kept = role is not None and self._rules.can(role, stage)
+            if self._can(instance, stage) and not is_kept and self.serving(stage) in ([], [instance]):
+                return stage
+        return None
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
         """The instances that were last heard before `deadline_s`."""

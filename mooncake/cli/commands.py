@@ -1,8 +1,9 @@
-"""The commands of `mooncake-serve`: run this node's processes, make keys, measure this machine.
+"""The commands of `mooncake-serve`: run this node's processes, make keys, measure this machine, operate.
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
 `mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve apikey FILE NAME` that of a client,
-`mooncake-serve profile FILE` measures this machine.
+`mooncake-serve profile FILE` measures this machine; `mooncake-serve drain INSTANCE` and
+`mooncake-serve role INSTANCE ROLE` are for a cluster that runs.
 
 Owns: the command line. Does not know: keys and their values (`mooncake.config.settings`), processes
 (`mooncake.node.supervisor`).
@@ -17,12 +18,13 @@ from pathlib import Path
 
 import yaml
 
-from mooncake.cli.command_line import WRONG_USE, Parser
+from mooncake.cli.command_line import WRONG_USE, Parser, exit_code
 from mooncake.cli.preflight import check_node
 from mooncake.cli.profiling import profile
 from mooncake.config.flags import add_flags, given_flags
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.messages.workers import Role
 from mooncake.node.supervisor import supervise
 from mooncake.security.api_keys import LIMITS, add_api_key
 from mooncake.security.keys import ClusterKey
@@ -34,18 +36,27 @@ EXAMPLES = """examples:
   mooncake-serve --num-prefill 2 --num-decode 2 --log-level info
   mooncake-serve keygen cluster.key                 what nodes of one cluster share: --security-key-file
   mooncake-serve profile costs.json --model DIR     what this device needs: --conductor-profile costs.json
+  mooncake-serve role prefill-1 decode              another role for an instance of the cluster that runs
+  mooncake-serve drain decode-0                     take it out: nothing that it runs is lost
 
 Each flag is also a key in the YAML file and an environment variable: --http-port, http.port,
 MOONCAKE_HTTP_PORT. docs/configuration.md has all of them.
 
-Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve; 2 if the configuration is wrong;
-130 after Ctrl-C before anything runs.
+Exit codes: 0, also after Ctrl-C; 1 if a process cannot serve, or an order is refused; 2 if the
+configuration is wrong; 130 after Ctrl-C before anything runs, or while waiting for an instance.
 """
+
+
+ROLES = ", ".join(role.value for role in Role)
+_OPERATING = ("drain", "role")
+"""Commands about a cluster that runs."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; return its exit code: 0, 1 if a process could not serve, 2 for wrong use."""
     options = _parser(shows_all="--help-all" in arguments).parse_args(arguments)
+    if options.command in _OPERATING:
+        return exit_code(lambda: _operate(options))
     try:
         return _run(options)
     except KeyboardInterrupt:
@@ -57,11 +68,25 @@ def run(arguments: Sequence[str]) -> int:
         return WRONG_USE
 
 
+def _operate(options: argparse.Namespace) -> int:
+    from mooncake.cli import operating  # an HTTP client, which starts of servers need not wait for
+
+    _check_no_configuration(options, "INSTANCE and what its --help shows alone")
+    client = operating.AdminClient(options.url, operating.read_key(options.key_file))
+    if options.command == "drain":
+        return operating.drain(client, options.instance_name, force=options.force)
+    return operating.change_role(client, options.instance_name, Role(options.new_role), force=options.force)
+
+
+def _check_no_configuration(options: argparse.Namespace, takes: str) -> None:
+    if given_flags(options) or options.config or options.print_config:
+        raise ConfigError(f"{options.command} takes {takes}")
+
+
 def _run(options: argparse.Namespace) -> int:
-    flags = given_flags(options)
     takes = {"keygen": "FILE and no other options", "apikey": "FILE, NAME and what its --help shows alone"}
-    if options.command in takes and (flags or options.config or options.print_config):
-        raise ConfigError(f"{options.command} takes {takes[options.command]}")
+    if options.command in takes:
+        _check_no_configuration(options, takes[options.command])
     if options.command == "keygen":
         keygen(options.file)
         return 0
@@ -69,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
         limits = {name: getattr(options, name) for name in LIMITS}
         print(add_api_key(Path(options.file), options.name, limits))
         return 0
-    config = load_config(options.config, os.environ, flags)
+    config = load_config(options.config, os.environ, given_flags(options))
     if options.command == "profile":
         profile(config, Path(options.file))
         return 0
@@ -103,7 +128,8 @@ def _parser(*, shows_all: bool) -> Parser:
     parser = Parser(
         prog="mooncake-serve",
         usage="%(prog)s [--config FILE] [--KEY VALUE ...]\n"
-        "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE",
+        "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE\n"
+        "       %(prog)s drain INSTANCE | role INSTANCE ROLE",
         description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
         epilog=EXAMPLES,
         no_command="serving needs no command, a model is named with --model",
@@ -132,7 +158,25 @@ def _parser(*, shows_all: bool) -> Parser:
     for name, (kind, limit_help) in LIMITS.items():
         option = "--" + name.replace("_", "-")
         apikey.add_argument(option, type=kind, metavar="N", help=limit_help)
+    for name, help_text in (
+        ("drain", "move what an instance of a running cluster has to others, and end it; wait for that"),
+        ("role", "give an instance of a running cluster another role; wait for that"),
+    ):
+        _add_operating(commands.add_parser(name, help=help_text, description=help_text), name)
     return parser
+
+
+def _add_operating(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument("instance_name", metavar="INSTANCE", help="its name, as /dashboard shows it")
+    if name == "role":
+        command.add_argument("new_role", metavar="ROLE", choices=[role.value for role in Role], help=ROLES)
+    command.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="a front of the cluster (default: %(default)s)"
+    )
+    command.add_argument("--key-file", type=Path, metavar="FILE", help="holds an admin's API key")
+    command.add_argument(
+        "--force", action="store_true", help="even if no other instance could do its part of requests then"
+    )
 
 
 def _add_configuration(parser: Parser, *, shows_all: bool) -> None:

@@ -121,3 +121,8 @@ class ConductorConfig(Section):
     placement_timeout_s: PositiveSeconds = Field(
         60.0, description="how long a request waits for a lost instance to come back"
     )
+    switch_timeout_s: PositiveSeconds = Field(
+        30.0,
+        description="how long an instance that is to have another role may finish what it runs; then it keeps"
+        " the one that it has",
+    )

@@ -1,5 +1,7 @@
 """The messages between fronts and the Conductor, and from workers to fronts.
 
+Those that fronts pass on for operators are `mooncake.messages.operators`.
+
 Owns: this vocabulary, the senders and receivers of each message. Does not know: sockets.
 """
 
@@ -7,9 +9,10 @@ import msgspec
 
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.costs import Costs
+from mooncake.messages.operators import OperatorAnswer, OperatorOrder
 from mooncake.messages.quantities import Count, Seconds, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
-from mooncake.messages.workers import InstanceState, RegisterRefused, Role
+from mooncake.messages.workers import RegisterRefused, Role
 
 # -- front <-> Conductor ----------------------------------------------------------------------------
 
@@ -36,23 +39,6 @@ class Continue(msgspec.Struct, tag=True, frozen=True):
 
     request: Request
     attempt: Count | None = None
-
-
-class Migrate(msgspec.Struct, tag=True, frozen=True):
-    """Move a running request to another decode instance, as an operator asks. Answered by `Migrates`.
-
-    Without `instance` the Conductor chooses one. The id of an answer stands for its first choice.
-    """
-
-    request_id: str
-    instance: str | None = None
-
-
-class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Drain an instance, or (not `is_wanted`) let it serve again. Answered by `InstanceDrains`."""
-
-    instance: str
-    is_wanted: bool = True
 
 
 class KeepContext(msgspec.Struct, tag=True, frozen=True):
@@ -115,24 +101,6 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_draining: dict[Role, Count] = {}
 
 
-class InstanceDrains(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Drain`: the instance's state, None if none has this name, and its number of requests."""
-
-    instance: str
-    state: InstanceState | None
-    num_requests: int
-
-
-class Migrates(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Migrate`: source and destination of the migration that has begun, or why none has."""
-
-    request_id: str
-    source: str | None = None
-    """None if no running request has this id."""
-    destination: str | None = None
-    refusal: str = ""
-
-
 class Rejected(msgspec.Struct, tag=True, frozen=True):
     """A request is refused before any token.
 
@@ -192,7 +160,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     outputs: list[TokenOutput]
 
 
-FromFront = FrontHello | InFlight | Submit | Continue | Cancel | Drain | Migrate | KeepContext | DropContext
+FromFront = FrontHello | InFlight | Submit | Continue | Cancel | KeepContext | DropContext | OperatorOrder
 ToFront = (
     ClusterState
     | RegisterRefused
@@ -201,7 +169,6 @@ ToFront = (
     | Interrupted
     | Ended
     | Unknown
-    | InstanceDrains
-    | Migrates
+    | OperatorAnswer
     | Tokens
 )

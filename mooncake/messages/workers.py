@@ -39,10 +39,12 @@ class InstanceState(StrEnum):
     """States of an instance; only a SERVING one gets requests."""
 
     SERVING = "serving"
+    SWITCHING = "switching"
+    """The instance gets no new requests, and has another role as soon as it has none left."""
     DRAINING = "draining"
-    """The instance gets no new requests, and finishes the requests it has."""
+    """The instance gets no new requests, and ends when it has none left; it may serve again before."""
     RETIRING = "retiring"
-    """The instance drains, and then its worker ends."""
+    """The instance drains as its worker has been told to end."""
     RETIRED = "retired"
     """The instance has no request left, and has been told so."""
 

@@ -45,6 +45,8 @@ class ChildSpec:
     pass_fds: tuple[int, ...] = ()
     drains: bool = False
     """Whether SIGTERM lets it finish its requests; SIGINT does not."""
+    instance: str | None = None
+    """The instance that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +223,23 @@ def _part(
             pass_record_fd=record_fd,
         ).model_dump_json()
 
+    messenger_fds, worker_fds = (segment_fd,), (record_fd,)
     return [
-        ChildSpec(f"{part.name}/messenger", "kvstore.server.service", messenger, pass_fds=(segment_fd,)),
-        ChildSpec(part.name, "workers.process.service", worker, pass_fds=(record_fd,), drains=part.leads),
+        ChildSpec(
+            f"{part.name}/messenger",
+            "kvstore.server.service",
+            messenger,
+            messenger_fds,
+            instance=part.instance,
+        ),
+        ChildSpec(
+            part.name,
+            "workers.process.service",
+            worker,
+            worker_fds,
+            drains=part.leads,
+            instance=part.instance,
+        ),
     ]
 
 

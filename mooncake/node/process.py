@@ -58,6 +58,10 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """The child's event loop runs. Sent every `BEAT_S` unless it hangs or the process is stopped."""
 
 
+class Left(msgspec.Struct, tag=True, frozen=True):
+    """The child's instance has been drained, and leaves the cluster: its processes are not started again."""
+
+
 class Fatal(msgspec.Struct, tag=True, frozen=True):
     """The child cannot serve and a restart would not help: the supervisor ends with this message."""
 
@@ -78,7 +82,7 @@ class Measured(msgspec.Struct, tag=True, frozen=True):
     device: str
 
 
-Status = Progress | Ready | Alive | Fatal | Measured
+Status = Progress | Ready | Alive | Left | Fatal | Measured
 
 
 def report(status: Status) -> None:

@@ -28,6 +28,7 @@ from mooncake.node.process import (
     STATUS_FD_VARIABLE,
     Alive,
     Fatal,
+    Left,
     Progress,
     Ready,
     Status,
@@ -59,7 +60,7 @@ async def supervise(config: Config) -> int:
             os._exit(0)  # the interpreter would wait for the thread that takes memory
         children = [Child(spec, config.log_level) for spec in specs]
         # Without a conductor nothing that runs can end.
-        drain_s = config.worker.drain_timeout_s if config.role in ("prefill", "decode") else 0.0
+        drain_s = config.worker.drain_timeout_s if config.runs_one_instance else 0.0
         hang_timeout_s = None if config.hang_timeout_s == "never" else config.hang_timeout_s
         supervisor = Supervisor(children, stopping, drain_s, hang_timeout_s, started_at_s)
         code = await supervisor.run()
@@ -105,6 +106,8 @@ class Child:
         """Cause of the latest incarnation's end."""
         self.num_failed_starts = 0
         """Incarnations in a row that ended by their own fault before they were ready."""
+        self.has_left = False
+        """Whether its instance has left the cluster, so that it is not started again."""
         self._log_level = log_level
         self._incarnation = 0
         self._hung = False
@@ -219,7 +222,7 @@ class Supervisor:
         return self._console.is_stuck
 
     async def run(self) -> int:
-        """Start all, wait for the end, stop all. Return 0 after a signal, 1 after a fatal error."""
+        """Start all, wait for the end, stop all. Return 1 after a fatal error, else 0."""
         with self._console:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
@@ -249,10 +252,14 @@ class Supervisor:
             waiting.cancel()
 
     async def _keep(self, child: Child) -> None:
-        while not self._stop.is_set():
+        while not self._stop.is_set() and not child.has_left:
             async for item in child.start():
                 self._on_output(child, item)
             if self._stop.is_set():
+                return
+            if child.has_left:
+                self._console.line(child.spec.name, "has ended")
+                self._end_with(child)
                 return
             assert child.process is not None
             if child.process.returncode == FATAL_EXIT_CODE:
@@ -263,6 +270,15 @@ class Supervisor:
             self._console.died(child.spec.name, child.process.returncode, child.last_lines, backoff_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), backoff_s)
+
+    def _end_with(self, left: Child) -> None:
+        """End the other processes of an instance that has left, and everything if nothing else is here."""
+        for child in self._children:
+            if child.spec.instance == left.spec.instance and not child.has_left:
+                child.has_left = True
+                child.signal(signal.SIGINT)
+        if all(child.has_left for child in self._children):
+            self._stop.set()
 
     async def _watch(self) -> None:
         """End children that hang or are stopped, once they serve: loading a large model may block one.
@@ -293,6 +309,9 @@ class Supervisor:
                 self._console.ready(name, item.detail)
                 self._hint = item.hint or self._hint
                 self._announce_when_all_are_ready()
+            case Left():
+                child.has_left = True
+                self._console.line(name, "has left the cluster")
             case Fatal():
                 self._fatal = self._fatal or item.message
                 self._stop.set()

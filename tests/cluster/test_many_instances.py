@@ -77,7 +77,7 @@ def test_instances_that_drain_finish_what_they_run(server: Server) -> None:
     prompts = [[3 + index, *range(3, 40)] for index in range(NUM_CLIENTS)]
     expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
 
-    def drain(action: str = "drain") -> dict[str, object]:
+    def drain(action: str = "drain?stay=true") -> dict[str, object]:
         answer = httpx.post(f"{server.url}/admin/instances/decode-0/{action}", timeout=DEADLINE_S)
         told: dict[str, object] = answer.raise_for_status().json()
         return told
@@ -137,14 +137,14 @@ def test_hot_prefixes_are_replicated_without_a_command(server: Server) -> None:
     def tell(name: str, action: str) -> None:
         httpx.post(f"{server.url}/admin/instances/{name}/{action}", timeout=DEADLINE_S).raise_for_status()
 
-    tell("prefill-1", "drain")
+    tell("prefill-1", "drain?stay=true")
     with ThreadPoolExecutor(8) as threads:  # soon enough, on a busy machine too: counts of uses fade
         prompts = [[*HOT_PREFIX, suffix] for suffix in range(200, 240)]
         list(threads.map(lambda prompt: complete(server, prompt=prompt, num_tokens=1), prompts))
     tell("prefill-1", "serve")
     eventually(lambda: metric(server, "mooncake_replication_copies") == 1, "it has a copy")
     assert not num_tokens(server, "prefill-1", "remote")
-    tell("prefill-0", "drain")
+    tell("prefill-0", "drain?stay=true")
     complete(server, prompt=[*HOT_PREFIX, 90], num_tokens=1)
     eventually(lambda: num_tokens(server, "prefill-1", "dram") == len(HOT_PREFIX), "its copy is used")
     assert not num_tokens(server, "prefill-1", "remote")

@@ -10,13 +10,13 @@ from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     ClusterState,
-    Drain,
     Ended,
     Failed,
     FrontHello,
     Rejected,
     Submit,
 )
+from mooncake.messages.operators import Drain
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
@@ -111,7 +111,7 @@ def test_a_front_and_a_client_are_told_that_all_instances_of_a_role_drain() -> N
     conductor.handle(FRONT, Submit(request("waits")), 1.0)
     d1 = peer_identity("d1", 1)
     conductor.handle(d1, registration("d1", Role.DECODE), 1.0)
-    effects = conductor.handle(FRONT, Drain("d1"), 2.0)
+    effects = conductor.handle(FRONT, Drain(1, "d1"), 2.0)
     states = [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
     assert [(state.num_decode, state.num_draining) for state in states] == [
         (1, {Role.PREFILL: 0, Role.DECODE: 1})

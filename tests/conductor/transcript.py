@@ -8,8 +8,9 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
             [overload=...] [threshold=X] [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
             [max_running=N] [max_waiting=N] [classes=NAME:TTFT:TBT,...] [replicate=USES]
     at T                       it is T now
-    join INSTANCE [pages=N]    gone INSTANCE    tick
-    drain INSTANCE [wanted=no]                 somebody asks for it, or for the opposite
+    join INSTANCE [pages=N] [can_decode=no]    again INSTANCE    gone INSTANCE    tick
+    drain INSTANCE [wanted=no] [force=yes] [stay=yes]    somebody asks for it, or for the opposite
+    role INSTANCE prefill|decode|both [force=yes]    somebody asks for another role
     retire INSTANCE                            it wants to end itself
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
@@ -44,19 +45,16 @@ from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
-    Drain,
     Ended,
     Failed,
     FrontHello,
-    InstanceDrains,
     Interrupted,
-    Migrate,
-    Migrates,
     Rejected,
     Submit,
 )
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
+from mooncake.messages.operators import ChangeRole, Drain, InstanceStatus, Migrate, Migrates, Ordered
 from mooncake.messages.pools import (
     Capacity,
     Grant,
@@ -90,6 +88,7 @@ from mooncake.messages.workers import (
     Returning,
     ReturnNoted,
     Role,
+    SwitchRole,
     WorkFailed,
 )
 
@@ -177,7 +176,9 @@ class Transcript:
                 self._do_join(f"{role}{index}")
         return []
 
-    def _do_join(self, name: str, pages: str | None = None, max_batch: str | None = None) -> list[str]:
+    def _do_join(
+        self, name: str, pages: str | None = None, max_batch: str | None = None, can_decode: str = "yes"
+    ) -> list[str]:
         layout = KVLayout(1, 1, 8, self._block_size, "float32")
         self._incarnation += 1
         num_pages = self._pages if pages is None else int(pages)
@@ -192,8 +193,12 @@ class Transcript:
             (PoolShard(address, layout),),
             Capacity(num_pages, num_pages, self._max_batch if max_batch is None else int(max_batch)),
             "cpu",
+            can_decode=can_decode == "yes",
         )
         return self._tell(name, register)
+
+    def _do_again(self, name: str) -> list[str]:
+        return self._tell(name, self._instances[name])
 
     def _do_gone(self, name: str) -> list[str]:
         return self._shown(self._conductor.peer_gone(self._identity(name), self._now_s))
@@ -205,8 +210,13 @@ class Transcript:
         sender = peer_identity(f"{name}/returning", self._incarnation)
         return self._shown(self._conductor.handle(sender, message, self._now_s))
 
-    def _do_drain(self, name: str, wanted: str = "yes") -> list[str]:
-        return self._shown(self._conductor.handle(FRONT, Drain(name, wanted == "yes"), self._now_s))
+    def _do_drain(self, name: str, wanted: str = "yes", force: str = "no", stay: str = "no") -> list[str]:
+        order = Drain(1, name, wanted == "yes", force == "yes", stay == "yes")
+        return self._shown(self._conductor.handle(FRONT, order, self._now_s))
+
+    def _do_role(self, name: str, role: str, force: str = "no") -> list[str]:
+        order = ChangeRole(1, name, Role(role), force == "yes")
+        return self._shown(self._conductor.handle(FRONT, order, self._now_s))
 
     def _do_retire(self, name: str) -> list[str]:
         return self._tell(name, Retire())
@@ -325,7 +335,8 @@ class Transcript:
     # -- migrations ---------------------------------------------------------------------------------
 
     def _do_migrate(self, request_id: str, to: str | None = None) -> list[str]:
-        return self._shown(self._conductor.handle(FRONT, Migrate(request_id, to), self._now_s))
+        lines = self._shown(self._conductor.handle(FRONT, Migrate(1, request_id, to), self._now_s))
+        return [line.replace("<- it ", f"<- {request_id} ") for line in lines]
 
     def _do_precopied(self, request_id: str, output: str) -> list[str]:
         tracked = self._conductor.requests[request_id]
@@ -395,14 +406,8 @@ class Transcript:
         match effect.message:
             case Registered() | ClusterState() | HeartbeatAck() | ReturnNoted():
                 return None
-            case InstanceDrains(name, state, num_requests):
-                return f"{name} is {state or 'unknown'}, {num_requests} requests"
-            case Migrates(request_id, source, destination, refusal):
-                return (
-                    f"{request_id} moves from {source} to {destination}"
-                    if not refusal
-                    else (f"{request_id} stays: {refusal}")
-                )
+            case Migrates(_, source, destination, refusal):
+                return f"it moves from {source} to {destination}" if not refusal else (f"it stays: {refusal}")
             case PreCopy(ref):
                 return f"precopy {ref.request_id}#{ref.attempt}"
             case Prepare(ref, request, shards, timeout_s, tbt_slo_s):
@@ -416,6 +421,10 @@ class Transcript:
                 return f"handover {ref.request_id}#{ref.attempt}"
             case TakeOver(ref, request):
                 return f"takeover {ref.request_id}#{ref.attempt} output={request.num_output_tokens}"
+            case Ordered(_, status, refusal):
+                return f"refused: {refusal}" if refusal or status is None else _described(status)
+            case SwitchRole(role):
+                return f"role {role.value}"
             case Interrupted(request_id):
                 return f"interrupted {request_id}"
             case Retired():
@@ -458,6 +467,13 @@ class Transcript:
             f" queue={times.queue_s:.4g} transfer={times.transfer_s:.4g} prefill={prefill}"
             f" gap={times.gap_s:.4g}"
         )
+
+
+def _described(status: InstanceStatus) -> str:
+    state = status.state.value if status.next_role is None else f"switching to {status.next_role.value}"
+    moved = f", {status.num_moved} moved" if status.num_moved else ""
+    blocks = f", {status.num_blocks_left} blocks left" if status.num_blocks_left else ""
+    return f"{status.name} ({status.role.value}) is {state}, {status.num_requests} requests{moved}{blocks}"
 
 
 def _instance(source: Instance, placement: object) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from mooncake.errors import ModelError
 from mooncake.node import process
 from mooncake.node.lives import ProcessEnd
-from mooncake.node.process import STATUS_FD_VARIABLE, Measured, Progress, Ready, child_main, report
+from mooncake.node.process import STATUS_FD_VARIABLE, Left, Measured, Progress, Ready, child_main, report
 
 
 class FakeConfig(BaseModel):
@@ -32,6 +32,7 @@ class FakeConfig(BaseModel):
         "is-killed",
         "is-killed-while-it-starts",
         "fault",
+        "leave",
     ]
     lives_file: str
     previous_end: ProcessEnd | None = None
@@ -71,6 +72,9 @@ async def serve(config: FakeConfig) -> None:
         report(Measured("decode", 1, 65, 0.25, "cpu", "Z80"))
         return
     report(Ready(f"served {num_lives} behind {config.previous_end}", f"try {num_lives}"))
+    if config.behaviour == "leave":
+        report(Left())
+        return
     if config.behaviour == "is-killed" and num_lives <= NUM_SHORT_LIVES:
         os.kill(os.getpid(), signal.SIGKILL)
     if config.behaviour == "fault" and num_lives == 1:

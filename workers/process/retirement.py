@@ -1,7 +1,8 @@
-"""A worker's reaction to SIGTERM: it finishes its requests, then ends.
+"""The end of a worker that loses no request: by SIGTERM, or by an operator's order to the Conductor.
 
-The Conductor is told (`Retire`), places nothing more here and takes back waiting requests; when none is left
-it answers `Retired`. The process waits until the messenger has sent its KVCache. SIGINT ends it at once.
+After SIGTERM the Conductor is told (`Retire`), places nothing more here and takes requests back; when none is
+left it answers `Retired`. It says so too when an operator has drained the instance, which then leaves for
+good. The process waits until the messenger has sent its KVCache. SIGINT ends it at once.
 
 Owns: when the process may end. Does not know: its requests, how it stops (`mooncake.node.process`).
 """
@@ -17,6 +18,8 @@ class Retirement:
 
     def __init__(self) -> None:
         self.wanted, self.granted = asyncio.Event(), asyncio.Event()
+        self.is_for_good = False
+        """Whether an operator has drained the instance: its supervisor is not to start it again."""
 
     def begin_on_sigterm(self, timeout_s: float) -> None:
         """Retire on SIGTERM. After `timeout_s` the process ends whatever it runs."""
@@ -28,6 +31,12 @@ class Retirement:
                 loop.call_later(timeout_s, end)
 
         loop.add_signal_handler(signal.SIGTERM, begin)
+
+    def grant(self) -> None:
+        """End as soon as everything is sent: no request is left here."""
+        self.is_for_good = not self.wanted.is_set()
+        self.wanted.set()
+        self.granted.set()
 
 
 def end() -> None:

@@ -45,7 +45,7 @@ from mooncake.messages.workers import (
     Unpin,
     WorkFailed,
 )
-from mooncake.node.process import Progress, Ready, report
+from mooncake.node.process import Left, Progress, Ready, report
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.prompt_budget import ChunkLimits
@@ -259,7 +259,7 @@ class LeaderSession:
                     self._status.role = role
                     self._report_ready()
                 case Retired():
-                    self._retirement.granted.set()
+                    self._retirement.grant()
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")
@@ -308,6 +308,8 @@ class LeaderSession:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._retirement.granted.wait(), self._heartbeat_s)
             await self._wait_until_kvcache_is_sent()
+        if self._retirement.is_for_good:
+            report(Left())
         end()
 
     async def _wait_until_kvcache_is_sent(self) -> None:

@@ -11,6 +11,7 @@ that both sides see what a break of the connection has swallowed.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -24,24 +25,21 @@ from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
-    Drain,
     DropContext,
     Ended,
     Failed,
     FromFront,
     FrontHello,
     InFlight,
-    InstanceDrains,
     Interrupted,
     KeepContext,
-    Migrate,
-    Migrates,
     Rejected,
     Submit,
     TokenOutput,
     Tokens,
     Unknown,
 )
+from mooncake.messages.operators import InstanceList, Migrates, OperatorAnswer, OperatorOrder, Ordered
 from mooncake.messages.requests import Request
 from mooncake.messages.workers import PROTOCOL_VERSION, RegisterRefused
 from mooncake.security.keys import ClusterKey
@@ -62,15 +60,7 @@ STREAM_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 
 FromConductor = (
-    ClusterState
-    | RegisterRefused
-    | Rejected
-    | Failed
-    | Interrupted
-    | Ended
-    | Unknown
-    | InstanceDrains
-    | Migrates
+    ClusterState | RegisterRefused | Rejected | Failed | Interrupted | Ended | Unknown | OperatorAnswer
 )
 
 
@@ -106,8 +96,8 @@ class Link:
         self._block_size = block_size
         self._on_dropped, self._kept = on_dropped, kept
         self._in_flight: dict[str, Reception] = {}
-        self._drains: dict[str, asyncio.Future[InstanceDrains]] = {}
-        self._migrations: dict[str, asyncio.Future[Migrates]] = {}
+        self._orders: dict[int, asyncio.Future[OperatorAnswer]] = {}
+        self._order_numbers = itertools.count(1)
         self._cluster: ClusterState | None = None
         self._num_unanswered = 0
         self.first_answer = asyncio.Event()
@@ -170,23 +160,17 @@ class Link:
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(Cancel(request_id))
 
-    async def drain(self, instance: str, *, is_wanted: bool) -> InstanceDrains:
-        """Tell an instance to finish what it runs, or to serve again. Raises UnavailableError."""
-        answer = self._drains.setdefault(instance, asyncio.get_running_loop().create_future())
+    async def order(self, order: Callable[[int], OperatorOrder]) -> OperatorAnswer:
+        """Pass on an operator's order, which is made of its number. Raises UnavailableError."""
+        number = next(self._order_numbers)
+        answer = self._orders[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._conductor.send(Drain(instance, is_wanted))
-            return await asyncio.wait_for(asyncio.shield(answer), CONDUCTOR_TIMEOUT_S)
+            await self._conductor.send(order(number))
+            return await asyncio.wait_for(answer, CONDUCTOR_TIMEOUT_S)
         except (PeerGoneError, TimeoutError):
             raise UnavailableError("the conductor does not answer") from None
-
-    async def migrate(self, request_id: str, instance: str | None) -> Migrates:
-        """Tell a request to move to another decode instance. Raises UnavailableError."""
-        answer = self._migrations.setdefault(request_id, asyncio.get_running_loop().create_future())
-        try:
-            await self._conductor.send(Migrate(request_id, instance))
-            return await asyncio.wait_for(asyncio.shield(answer), CONDUCTOR_TIMEOUT_S)
-        except (PeerGoneError, TimeoutError):
-            raise UnavailableError("the conductor does not answer") from None
+        finally:
+            del self._orders[number]
 
     async def tell(self, message: KeepContext | DropContext) -> None:
         """Tell the Conductor of a context cache. Raises UnavailableError."""
@@ -250,12 +234,10 @@ class Link:
                     raise ConfigError(f"the conductor refused this front: {message}")
                 case Rejected(request_id, status, message, retry_after_s):
                     self._end(request_id, _rejection(status, message, retry_after_s))
-                case InstanceDrains(instance) as drains:
-                    if (answer := self._drains.pop(instance, None)) is not None:
-                        answer.set_result(drains)
-                case Migrates(request_id) as migrates:
-                    if (begun := self._migrations.pop(request_id, None)) is not None:
-                        begun.set_result(migrates)
+                case Ordered() | InstanceList() | Migrates() as answer:
+                    waiting = self._orders.get(answer.order)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(answer)
                 case Interrupted(request_id):
                     await self._continue(request_id)
                 case Failed(request_id, message):

@@ -13,6 +13,7 @@ import re
 import secrets
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -135,6 +136,12 @@ def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, error: ClientDisconnect) -> Response:
         return response_to(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_wrong_parameter(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return response_to(RequestError(f"{name}: {first['msg']}", param=name))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:

@@ -1,9 +1,12 @@
-"""Routes and listener for operators: to take instances out of service, and back in, to move requests.
+"""Routes and listener for operators: to drain instances, to change their roles, to move requests.
 
 Owns: these paths, what the listener of `http.admin_listen` serves. Does not know: who may use them
-(`admin_access`), how an instance drains (`conductor.policy`), what the other routes show (`monitoring`).
+(`admin_access`), how an instance drains (`conductor.membership`), what the other routes show (`monitoring`).
 """
 
+from collections.abc import Callable
+
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI
 from starlette.responses import JSONResponse, Response
 
@@ -13,32 +16,59 @@ from conductor.front.http.boundary import Boundary, answer_errors
 from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.shared import Front
 from mooncake.errors import RequestError
+from mooncake.messages.operators import (
+    ChangeRole,
+    Drain,
+    InstanceList,
+    ListInstances,
+    Migrate,
+    Migrates,
+    OperatorOrder,
+    Ordered,
+)
+from mooncake.messages.workers import Role
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
-    """Return the routes of operators.
+    """Return the routes of operators, below `/admin`.
 
-    `POST /admin/instances/{name}/drain`, and `.../serve`, which undoes it; `/admin/requests/{id}/migrate`.
+    `GET /instances` lists the instances. `POST /instances/NAME/drain`, `.../serve` and `.../role?role=ROLE`
+    order something; `?force=true` even what leaves nobody for a stage, `.../drain?stay=true` that an instance
+    does not end when drained. `POST /requests/ID/migrate?to=NAME` moves a running request.
     """
     router = APIRouter(prefix=ADMIN, dependencies=[Depends(access.check_acting)])
 
-    async def told(name: str, *, is_wanted: bool) -> Response:
-        drains = await link.drain(name, is_wanted=is_wanted)
-        if drains.state is None:
-            raise RequestError(f"no instance {name!r} is registered", status=404, code="unknown_instance")
-        return JSONResponse({"name": name, "state": drains.state, "num_requests": drains.num_requests})
+    async def ordered(order: Callable[[int], OperatorOrder]) -> Response:
+        answer = await link.order(order)
+        assert isinstance(answer, Ordered)
+        if answer.status is None:
+            raise RequestError(answer.refusal, status=404, code="unknown_instance")
+        if answer.refusal:
+            raise RequestError(answer.refusal, status=409, code="refused")
+        return _json(answer.status)
+
+    @router.get("/instances")
+    async def instances() -> Response:
+        answer = await link.order(ListInstances)
+        assert isinstance(answer, InstanceList)
+        return _json({"instances": answer.instances})
 
     @router.post("/instances/{name}/drain")
-    async def drain(name: str) -> Response:
-        return await told(name, is_wanted=True)
+    async def drain(name: str, force: bool = False, stay: bool = False) -> Response:
+        return await ordered(lambda number: Drain(number, name, force=force, stays=stay))
 
     @router.post("/instances/{name}/serve")
     async def serve(name: str) -> Response:
-        return await told(name, is_wanted=False)
+        return await ordered(lambda number: Drain(number, name, is_wanted=False))
+
+    @router.post("/instances/{name}/role")
+    async def role(name: str, role: Role, force: bool = False) -> Response:
+        return await ordered(lambda number: ChangeRole(number, name, role, force))
 
     @router.post("/requests/{request_id}/migrate")
     async def migrate(request_id: str, to: str | None = None) -> Response:
-        migrates = await link.migrate(request_id, to)
+        migrates = await link.order(lambda number: Migrate(number, request_id, to))
+        assert isinstance(migrates, Migrates)
         if migrates.source is None:
             raise RequestError(f"no request {request_id!r} is running", status=404, code="unknown_request")
         if migrates.destination is None:
@@ -49,6 +79,10 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         )
 
     return router
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def create_admin_app(front: Front, access: AdminAccess) -> FastAPI:

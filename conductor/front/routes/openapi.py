@@ -44,6 +44,11 @@ def describe(app: FastAPI, *, needs_key: bool) -> None:
     """Describe all routes. Call it behind the last one."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas |= {
+        name: schema
+        for name, schema in document.get("components", {}).get("schemas", {}).items()
+        if "ValidationError" not in name  # FastAPI's own error bodies, which are answered as ours
+    }
     for path, operations in document["paths"].items():
         for operation in (operations[method] for method in _METHODS & operations.keys()):
             if "requestBody" in operation:

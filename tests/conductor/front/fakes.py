@@ -34,21 +34,26 @@ from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
     Continue,
-    Drain,
     DropContext,
     Failed,
     FromFront,
     FrontHello,
     InFlight,
-    InstanceDrains,
     KeepContext,
-    Migrate,
-    Migrates,
     Rejected,
     Submit,
     TokenOutput,
     Tokens,
     Unknown,
+)
+from mooncake.messages.operators import (
+    ChangeRole,
+    Drain,
+    InstanceList,
+    ListInstances,
+    Migrate,
+    Migrates,
+    Ordered,
 )
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 from mooncake.model.grammar import Grammars, Vocabulary
@@ -189,15 +194,15 @@ class FakeCluster:
                     case Continue(request, attempt):
                         self.continued.append(request)
                         self.attempts_to_replace.append(attempt)
-                    case Drain(instance):
-                        await self.to_front(InstanceDrains(instance, None, 0))
-                    case Migrate(request_id, instance):
+                    case Migrate(order, request_id, instance):
                         self.migrates.append(message)
                         refusal = "" if instance == "d1" else "it stays"
                         source = "d0" if request_id == "r" else None
-                        await self.to_front(
-                            Migrates(request_id, source, None if refusal else instance, refusal)
-                        )
+                        await self.to_front(Migrates(order, source, None if refusal else instance, refusal))
+                    case ListInstances(order):
+                        await self.to_front(InstanceList(order, []))
+                    case Drain(order, instance) | ChangeRole(order, instance):
+                        await self.to_front(Ordered(order, None, f"no instance {instance!r}"))
                     case KeepContext() | DropContext():
                         self.contexts.append(message)
                     case Cancel(request_id):

@@ -13,7 +13,6 @@ from mooncake.config.policies import Overload
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     Cancel,
-    Drain,
     Failed,
     FrontHello,
     InFlight,
@@ -22,10 +21,12 @@ from mooncake.messages.fronts import (
     Unknown,
 )
 from mooncake.messages.kv_events import KVStored
+from mooncake.messages.operators import ChangeRole, Drain
 from mooncake.messages.pools import Tier
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
+    STAGES,
     Decode,
     Finished,
     Prefill,
@@ -151,9 +152,14 @@ class RequestsEndOnce(RuleBasedStateMachine):
         elif (instance := self.conductor.instances.get(name)) is not None:
             self.take(self.conductor.peer_gone(instance.identity, self.now_s))
 
-    @rule(name=st.sampled_from(["p0", "p1", "d0"]), is_wanted=st.booleans())
-    def drain(self, name: str, is_wanted: bool) -> None:
-        self.take(self.conductor.handle(FRONT, Drain(name, is_wanted), self.now_s))
+    @rule(name=st.sampled_from(["p0", "p1", "d0"]), is_wanted=st.booleans(), stays=st.booleans())
+    def drain(self, name: str, is_wanted: bool, stays: bool) -> None:
+        order = Drain(1, name, is_wanted, force=True, stays=stays)
+        self.take(self.conductor.handle(FRONT, order, self.now_s))
+
+    @rule(name=st.sampled_from(["p0", "p1", "d0"]), role=st.sampled_from(STAGES))
+    def change_role(self, name: str, role: Role) -> None:
+        self.take(self.conductor.handle(FRONT, ChangeRole(1, name, role, force=True), self.now_s))
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:

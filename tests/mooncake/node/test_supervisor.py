@@ -20,13 +20,13 @@ from tests.deadline import DEADLINE_S
 from tests.mooncake.fake_child import FakeConfig
 
 
-def child(name: str, behaviour: str, folder: Path) -> Child:
+def child(name: str, behaviour: str, folder: Path, instance: str | None = None) -> Child:
     config = FakeConfig.model_validate({"behaviour": behaviour, "lives_file": str(folder / name)})
 
     def config_of(life: Life) -> str:
         return config.model_copy(update={"previous_end": life.previous_end}).model_dump_json()
 
-    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of)
+    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of, instance=instance)
     return Child(spec, "warning")
 
 
@@ -117,6 +117,29 @@ def test_a_child_that_dies_is_reported_and_restarted(
     assert "[a] died (signal 9); starting it again in 0.5 s" in output
     assert "these are my last words" in output
     assert len(lives(tmp_path, "a")) == 2
+
+
+def test_the_processes_of_an_instance_that_leaves_end_and_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    children = [
+        child("conductor", "serve", tmp_path),
+        child("messenger of d0", "serve", tmp_path, "d0"),
+        child("d0", "leave", tmp_path, "d0"),
+        child("d1", "serve", tmp_path, "d1"),
+    ]
+    code, output = supervise(children, ["[d0] has left the cluster", "[messenger of d0] has ended"], capsys)
+    assert code == 0
+    assert "died" not in output
+    assert len(lives(tmp_path, "d0")) == 1
+    assert "[conductor] has ended" not in output
+
+
+def test_a_node_ends_with_its_last_instance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    children = [child("messenger", "serve", tmp_path, "d0"), child("d0", "leave", tmp_path, "d0")]
+    code, output = supervise(children, [], capsys)
+    assert code == 0
+    assert "died" not in output
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,22 @@
-"""Instances that come, go and drain, and what that does to their requests.
+"""Instances that come and are lost, and what that does to their requests.
 
-Owns: an instance's way into the cluster and out of it. Does not know: sockets, how a request is placed.
+Owns: an instance's way into the cluster, and its end. Does not know: sockets, how a request is placed, how an
+instance drains (`conductor.membership.leaving`).
 """
 
 from conductor.effects import Effect
 from conductor.fronts import Fronts, why_unfit
+from conductor.membership.roles import Roles
 from conductor.requests.dispatcher import Dispatcher
-from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
 from mooncake.config.profile import why_other_device
-from mooncake.messages.fronts import Drain, InstanceDrains
 from mooncake.messages.workers import (
     InstanceState,
     Register,
     Registered,
     RegisterRefused,
-    Retired,
     Returning,
     ReturnNoted,
 )
@@ -37,11 +36,10 @@ class Membership:
         requests: Requests,
         placer: Placer,
         dispatcher: Dispatcher,
-        migrations: Migrations,
+        roles: Roles,
     ) -> None:
         self._fingerprint, self._profiled_device, self._fronts = fingerprint, profiled_device, fronts
-        self._requests, self._placer, self._dispatcher = requests, placer, dispatcher
-        self._migrations = migrations
+        self._requests, self._placer, self._dispatcher, self._roles = requests, placer, dispatcher, roles
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
 
     # -- coming -------------------------------------------------------------------------------------
@@ -61,9 +59,11 @@ class Membership:
             return [Effect(sender, RegisterRefused(unfit))]
         if earlier is not None and earlier.identity == sender:
             earlier.last_seen_s = now_s
-            return [Effect(sender, Registered())]  # it had not received the first answer yet
+            # It had not received the first answer yet.
+            return [Effect(sender, Registered()), *self._roles.ordered_again(earlier, register)]
         effects = self.drop([earlier] if earlier is not None else [], "has restarted", now_s)
         instance = Instance(register, sender, last_seen_s=now_s)
+        ordered = self._roles.registered(instance)
         try:
             self._view.add(instance, now_s)
         except ValueError as error:
@@ -71,7 +71,7 @@ class Membership:
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         self._instances.add(instance)
         self._requests.suspicion.instance_returned(instance.name)
-        effects.append(Effect(sender, Registered()))
+        effects += [Effect(sender, Registered()), *ordered]
         effects += self._placer.retry_waiting(now_s)
         return effects + self._fronts.tell()
 
@@ -90,50 +90,9 @@ class Membership:
     def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
         """Remove instances: all at once, so that no request is placed on one that is removed next."""
         for instance in lost:
+            if instance.state is InstanceState.SWITCHING:
+                self._roles.given_up()
             self._instances.remove(instance.name, now_s + self._limits.return_grace_s)
             self._view.remove(instance)
         effects = self._fronts.tell() if lost else []
         return effects + self._dispatcher.lose(lost, reason, now_s)
-
-    # -- draining -----------------------------------------------------------------------------------
-
-    def on_drain(self, sender: bytes, order: Drain, now_s: float) -> list[Effect]:
-        """Drain an instance, or let it serve again, as an operator asks."""
-        instance = self._instances.get(order.instance)
-        if instance is None:
-            return [Effect(sender, InstanceDrains(order.instance, None, 0))]
-        if order.is_wanted:
-            effects = self.drain(instance, InstanceState.DRAINING, now_s)
-        else:
-            effects = self._serve_again(instance, now_s)
-        return [
-            *effects,
-            Effect(sender, InstanceDrains(instance.name, instance.state, len(instance.requests))),
-        ]
-
-    def drain(self, instance: Instance, state: InstanceState, now_s: float) -> list[Effect]:
-        """Place nothing more on the instance; what is queued there goes elsewhere, what runs ends there."""
-        if not self._instances.move(instance, state):
-            return []
-        self._view.close(instance)
-        effects = self._migrations.call_off(instance) + self._placer.drain(instance, now_s)
-        return effects + self._fronts.tell() + self.retire()
-
-    def _serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
-        if not self._instances.move(instance, InstanceState.SERVING):
-            return []  # it is about to end by itself
-        self._view.open(instance)
-        return self._placer.retry_waiting(now_s) + self._fronts.tell()
-
-    def retire(self) -> list[Effect]:
-        """Let instances end that want to and have no requests left."""
-        idle = [
-            instance
-            for instance in self._instances
-            if instance.state is InstanceState.RETIRING and not instance.requests
-        ]
-        return [
-            Effect(instance.identity, Retired())
-            for instance in idle
-            if self._instances.move(instance, InstanceState.RETIRED)
-        ]

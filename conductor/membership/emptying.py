@@ -1,0 +1,59 @@
+"""Instances that are to have no requests any more, as they drain or switch their role.
+
+Nothing more is placed there. What is queued there is placed elsewhere, running prefills end, and running
+decodes migrate to instances that have room for them; others end there.
+
+Owns: how an instance is emptied. Does not know: why, what happens to it then.
+"""
+
+from conductor.effects import Effect
+from conductor.requests.migrations import Migrations
+from conductor.requests.placer import Placer
+from conductor.requests.registry import Requests
+from conductor.view.decision_stats import MigrationReason
+from conductor.view.instances import Emptying, Instance
+from mooncake.messages.workers import InstanceState
+
+
+class Emptier:
+    """Takes the requests of instances away."""
+
+    def __init__(self, requests: Requests, placer: Placer, migrations: Migrations) -> None:
+        self._requests, self._placer, self._migrations = requests, placer, migrations
+        self._instances, self._view = requests.instances, requests.view
+
+    def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
+        """Place nothing more on the instance. None if its state does not allow that. `go_on` follows."""
+        if not self._instances.empty(instance, state, now_s):
+            return None
+        self._view.close(instance)
+        return instance.emptying
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Try again what had no room elsewhere. Call this about twice a second."""
+        return [effect for one in self._instances.emptying for effect in self.go_on(one, now_s)]
+
+    def go_on(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Take away the requests for which there is room by now."""
+        assert instance.emptying is not None
+        effects = self._migrations.call_off(instance)
+        num_before = len(instance.requests)
+        effects += self._placer.drain(instance, now_s)
+        instance.emptying.num_moved += num_before - len(instance.requests)
+        switches = instance.state is InstanceState.SWITCHING
+        reason = MigrationReason.SWITCH if switches else MigrationReason.DRAIN
+        for request_id in list(instance.requests):
+            tracked = self._requests.by_id[request_id]
+            if tracked.decode != instance.name:
+                continue
+            destination = self._migrations.best_destination(tracked, now_s)
+            if destination is not None:
+                effects += self._migrations.begin(tracked, destination, reason, now_s)
+        return effects
+
+    def end(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Let the instance serve again. No effects if it is about to end by itself."""
+        if not self._instances.serve(instance):
+            return []
+        self._view.open(instance)
+        return self._placer.retry_waiting(now_s)

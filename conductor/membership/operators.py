@@ -1,0 +1,81 @@
+"""Orders of operators: to drain an instance, to change its role, to move a request.
+
+Owns: which orders are refused, what operators are told. Does not know: how an order is carried out.
+"""
+
+from conductor.effects import Effect
+from conductor.membership.leaving import Leaving
+from conductor.membership.roles import Roles
+from conductor.requests.migrations import Migrations
+from conductor.view.instances import Emptying, Instance, Instances
+from mooncake.messages.operators import (
+    ChangeRole,
+    Drain,
+    InstanceList,
+    InstanceStatus,
+    ListInstances,
+    Migrate,
+    OperatorOrder,
+    Ordered,
+)
+from mooncake.messages.workers import InstanceState
+
+
+class Operators:
+    """Carries the orders of operators out, or refuses them."""
+
+    def __init__(self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations) -> None:
+        self._instances, self._leaving, self._roles = instances, leaving, roles
+        self._migrations = migrations
+
+    def on_order(self, sender: bytes, order: OperatorOrder, now_s: float) -> list[Effect]:
+        """React to an order of `sender`, a front."""
+        if isinstance(order, ListInstances):
+            all_of_them = [status_of(instance, now_s) for instance in self._instances]
+            return [Effect(sender, InstanceList(order.order, all_of_them))]
+        if isinstance(order, Migrate):
+            return self._migrations.on_migrate(sender, order, now_s)
+        instance = self._instances.get(order.instance)
+        if instance is None:
+            return [Effect(sender, Ordered(order.order, None, self._unknown(order.instance)))]
+        refusal = self._why_not(instance, order)
+        effects = [] if refusal else self._obey(instance, order, now_s)
+        return [*effects, Effect(sender, Ordered(order.order, status_of(instance, now_s), refusal))]
+
+    def _unknown(self, name: str) -> str:
+        names = sorted(instance.name for instance in self._instances)
+        return f"no instance {name!r} is registered; there {'is' if len(names) == 1 else 'are'} " + (
+            ", ".join(names) or "none"
+        )
+
+    def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
+        if isinstance(order, ChangeRole):
+            return self._roles.why_not(instance, order.role, force=order.force)
+        if order.is_wanted:
+            return self._leaving.why_not(instance, force=order.force)
+        ends = instance.state in (InstanceState.RETIRING, InstanceState.RETIRED)
+        return f"{instance.name} is {instance.state.value}" if ends else ""
+
+    def _obey(self, instance: Instance, order: Drain | ChangeRole, now_s: float) -> list[Effect]:
+        if isinstance(order, ChangeRole):
+            return self._roles.switch(instance, order.role, now_s, force=order.force)
+        if order.is_wanted:
+            return self._leaving.order(instance, now_s, leaves=not order.stays)
+        if instance.state is InstanceState.SWITCHING:
+            return self._roles.give_up(instance, now_s)
+        return self._leaving.serve_again(instance, now_s)
+
+
+def status_of(instance: Instance, now_s: float) -> InstanceStatus:
+    """An instance as operators see it."""
+    emptying = instance.emptying or Emptying(now_s)
+    return InstanceStatus(
+        instance.name,
+        instance.role,
+        instance.state,
+        len(instance.requests),
+        emptying.next_role,
+        emptying.num_moved,
+        emptying.num_blocks_left,
+        max(0.0, now_s - emptying.began_s),
+    )

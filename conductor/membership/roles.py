@@ -1,0 +1,125 @@
+"""Roles of instances, which the Conductor changes while they run (Splitwise's mixed pool, section 4).
+
+    SERVING ──> SWITCHING ──> SERVING in the new role, as soon as no request is left
+                          ──> SERVING in the old role, if that takes too long
+
+Weights and pool stay, so a switch costs the time that the running requests take to end or to move. An
+instance keeps the role that it was given over its restarts, until it has been drained.
+
+Owns: which role an instance has, and when it has another one. Does not know: who wants that, how an instance
+is emptied.
+"""
+
+from collections import Counter
+from enum import StrEnum
+
+from conductor.effects import Effect
+from conductor.fronts import Fronts
+from conductor.membership.emptying import Emptier
+from conductor.requests.placer import Placer
+from conductor.requests.registry import Requests
+from conductor.view.instances import Instance
+from mooncake.messages.workers import InstanceState, Register, Role, SwitchRole
+
+
+class SwitchEnd(StrEnum):
+    """How a switch ends."""
+
+    DONE = "done"
+    TIMED_OUT = "timed_out"
+    """Requests were left after `Limits.switch_timeout_s`."""
+    GIVEN_UP = "given_up"
+    """The order was taken back, the instance is drained or lost, or others are and it has become the last."""
+
+
+class Roles:
+    """The roles of the registry's instances."""
+
+    def __init__(self, requests: Requests, placer: Placer, emptier: Emptier, fronts: Fronts) -> None:
+        self._placer, self._emptier, self._fronts = placer, emptier, fronts
+        self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
+        self._given: dict[str, Role] = {}
+        """Roles that the Conductor has given to instances, by name."""
+        self.num_switches = Counter(dict.fromkeys(SwitchEnd, 0))
+        """Switches by their end."""
+
+    def why_not(self, instance: Instance, role: Role, *, force: bool = False) -> str:
+        """Why an instance may not switch to a role now; empty if it may."""
+        if instance.state is not InstanceState.SERVING:
+            return f"{instance.name} is {instance.state.value}"
+        if instance.role is role:
+            return f"the role of {instance.name} is {role.value} already"
+        if role is not Role.PREFILL and not instance.registration.can_decode:
+            return f"{instance.name} has not all layers of the model on its device, so it cannot decode"
+        stage = None if force else self._instances.stage_of_none_but(instance, role)
+        if stage is not None:
+            return f"{instance.name} is the last instance for {stage.value}; `force` switches it all the same"
+        return ""
+
+    def switch(self, instance: Instance, role: Role, now_s: float, *, force: bool = False) -> list[Effect]:
+        """Give an instance another role, as soon as it has no requests. `why_not` must have no objection."""
+        emptying = self._emptier.begin(instance, InstanceState.SWITCHING, now_s)
+        assert emptying is not None
+        emptying.next_role, emptying.is_forced = role, force
+        effects = self._emptier.go_on(instance, now_s)
+        return effects + self._fronts.tell() + self.settle(now_s)
+
+    def give_up(self, instance: Instance, now_s: float) -> list[Effect]:
+        """Let an instance that switches serve in its old role."""
+        return self._undo(instance, SwitchEnd.GIVEN_UP, now_s)
+
+    def given_up(self) -> None:
+        """Count a switch that has ended because the instance is drained or lost."""
+        self.num_switches[SwitchEnd.GIVEN_UP] += 1
+
+    def registered(self, instance: Instance) -> list[Effect]:
+        """Give a life of an instance that has just registered the role that the one before had."""
+        role = self._given.get(instance.name, instance.role)
+        if role is instance.role:
+            return []
+        if role is not Role.PREFILL and not instance.registration.can_decode:
+            self.forget(instance.name)  # it was started anew with other settings
+            return []
+        instance.role = role
+        return [Effect(instance.identity, SwitchRole(role))]
+
+    def ordered_again(self, instance: Instance, register: Register) -> list[Effect]:
+        """Order the role again from a life that has not heard the answer to its registration."""
+        return (
+            [] if register.role is instance.role else [Effect(instance.identity, SwitchRole(instance.role))]
+        )
+
+    def forget(self, name: str) -> None:
+        """Let the next life of an instance have the role that it is started with."""
+        self._given.pop(name, None)
+
+    def settle(self, now_s: float) -> list[Effect]:
+        """End the switches of instances without requests, and those that take too long.
+
+        An instance that has become the last for a stage, as others were lost, keeps its role.
+        """
+        effects: list[Effect] = []
+        for instance in self._instances.emptying:
+            emptying = instance.emptying
+            if emptying is None or emptying.next_role is None:
+                continue
+            role, is_forced = emptying.next_role, emptying.is_forced
+            if not is_forced and self._instances.stage_of_none_but(instance, role) is not None:
+                effects += self._undo(instance, SwitchEnd.GIVEN_UP, now_s)
+            elif not instance.requests:
+                effects += self._complete(instance, role, now_s)
+            elif now_s - emptying.began_s > self._limits.switch_timeout_s:
+                effects += self._undo(instance, SwitchEnd.TIMED_OUT, now_s)
+        return effects
+
+    def _complete(self, instance: Instance, role: Role, now_s: float) -> list[Effect]:
+        self._given[instance.name] = role
+        self._instances.serve(instance, role)
+        self._view.begin_role(instance)
+        self.num_switches[SwitchEnd.DONE] += 1
+        effects = [Effect(instance.identity, SwitchRole(role))]
+        return effects + self._placer.retry_waiting(now_s) + self._fronts.tell()
+
+    def _undo(self, instance: Instance, end: SwitchEnd, now_s: float) -> list[Effect]:
+        self.num_switches[end] += 1
+        return self._emptier.end(instance, now_s) + self._fronts.tell()

@@ -1,0 +1,194 @@
+"""The commands about instances of a running cluster: `drain` and `role`.
+
+They order something from a front, and wait until it has come about. Ctrl-C ends the waiting, not the order.
+
+Owns: these commands, what they show. Does not know: how an instance drains or switches its role.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from mooncake.cli.command_line import INTERRUPTED
+from mooncake.cli.steps import StepDisplay
+from mooncake.errors import ConfigError, MooncakeError
+from mooncake.messages.operators import InstanceStatus
+from mooncake.messages.workers import InstanceState, Role
+
+POLL_S = 0.25
+ANSWER_TIMEOUT_S = 10.0
+MOST_MISSED_S = 10.0
+"""Seconds for which a server that has answered before may be silent."""
+
+
+_Body = TypeVar("_Body")
+
+
+class _ListOfInstances(msgspec.Struct):
+    instances: list[InstanceStatus]
+
+
+class _ErrorText(msgspec.Struct):
+    message: str
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorText
+
+
+class UnansweredError(MooncakeError):
+    """No server answers at the URL."""
+
+
+class AdminClient:
+    """The routes below `/admin/instances` of the server at `url`. `key`: an admin's, if they need one."""
+
+    def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._url = url.rstrip("/")
+        try:
+            self._http = httpx.Client(
+                base_url=f"{self._url}/admin",
+                headers=headers,
+                timeout=ANSWER_TIMEOUT_S,
+                transport=transport,
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise MooncakeError(f"--url {url}: {error}") from None
+
+    def instances(self) -> dict[str, InstanceStatus]:
+        """Return all registered instances by name. Raises MooncakeError."""
+        answer = self._ask("GET", "/instances")
+        return {one.name: one for one in self._read(answer, _ListOfInstances).instances}
+
+    def drain(self, name: str, *, force: bool) -> None:
+        """Order an instance to drain. Raises MooncakeError."""
+        self._ask("POST", f"/instances/{quote(name, safe='')}/drain", force=force)
+
+    def change_role(self, name: str, role: Role, *, force: bool) -> None:
+        """Order an instance to have another role. Raises MooncakeError."""
+        self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
+
+    def _ask(self, method: str, path: str, **parameters: str | bool) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, params=parameters)
+        except httpx.UnsupportedProtocol:
+            raise MooncakeError(f"--url {self._url}: expected http://HOST:PORT or https://...") from None
+        except httpx.TransportError as error:
+            raise UnansweredError(
+                f"no server answers at {self._url} ({error}); --url names another one"
+            ) from None
+        if answer.status_code >= 400:
+            self._refuse(answer)
+        return answer
+
+    def _refuse(self, answer: httpx.Response) -> NoReturn:
+        error = self._read(answer, _ErrorBody).error
+        hint = ""
+        if answer.status_code in (401, 403):
+            hint = " (--key-file FILE has the key of an admin)"
+        elif answer.status_code == 409:
+            error.message = error.message.replace("`force`", "--force")
+        elif answer.status_code == 404 and error.code is None:
+            error.message = f"{self._url} has no /admin here; http.admin_listen says where it is"
+        elif answer.status_code == 503:
+            raise UnansweredError(error.message)
+        raise MooncakeError(f"{error.message}{hint}")
+
+    def _read(self, answer: httpx.Response, kind: type[_Body]) -> _Body:
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError:
+            what = f"HTTP {answer.status_code} without the body that was expected"
+            raise MooncakeError(f"{self._url} is no mooncake-serve of this release: {what}") from None
+
+
+def drain(client: AdminClient, name: str, *, force: bool) -> int:
+    """Drain an instance, and wait until it has left. Return the exit code; raises MooncakeError."""
+
+    def end_of(status: InstanceStatus | None) -> str | None:
+        if status is None:
+            return f"{name} has left"
+        if status.state in (InstanceState.SERVING, InstanceState.SWITCHING):
+            raise MooncakeError(f"{name} is {status.state.value} again: the order was taken back, or lost")
+        return None
+
+    order = partial(client.drain, name, force=force)
+    goes_on = f"{name} goes on draining: `mooncake-serve drain {name}` waits for it again"
+    return _wait(client, name, order, end_of, goes_on)
+
+
+def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> int:
+    """Give an instance another role, and wait for it. Return the exit code; raises MooncakeError."""
+
+    def end_of(status: InstanceStatus | None) -> str | None:
+        if status is None:
+            raise MooncakeError(f"{name} is lost; it has its old role when it comes back")
+        if status.state is InstanceState.SWITCHING:
+            return None
+        if status.role is role:
+            return f"{name} serves as {role.value}"
+        why = f"it is {status.state.value}"
+        if status.state is InstanceState.SERVING:
+            why = "it could not finish its requests in time, or somebody took the order back"
+        raise MooncakeError(f"{name} still has the role {status.role.value}: {why}")
+
+    order = partial(client.change_role, name, role, force=force)
+    goes_on = f"{name} goes on switching: GET /admin/instances and /dashboard show how far it is"
+    return _wait(client, name, order, end_of, goes_on)
+
+
+def _wait(
+    client: AdminClient,
+    name: str,
+    order: Callable[[], None],
+    end_of: Callable[[InstanceStatus | None], str | None],
+    goes_on: str,
+) -> int:
+    """Order something, and show its progress until `end_of` says how it has ended."""
+    order()
+    answered_s = time.monotonic()
+    try:
+        with StepDisplay() as display:
+            while True:
+                try:
+                    status = client.instances().get(name)
+                    answered_s = time.monotonic()
+                    if (end := end_of(status)) is not None:
+                        break
+                    if status is not None:
+                        display.show(f"{name} is {status.state.value}", count=_progress(status))
+                except UnansweredError:
+                    if time.monotonic() - answered_s > MOST_MISSED_S:
+                        raise
+                time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        print(goes_on, file=sys.stderr)
+        return INTERRUPTED
+    print(end)
+    return 0
+
+
+def _progress(status: InstanceStatus) -> str:
+    parts = [f"{status.num_requests} requests left", f"{status.num_moved} moved"]
+    if status.num_blocks_left:
+        parts.append(f"{status.num_blocks_left} blocks to copy")
+    return ", ".join(parts)
+
+
+def read_key(file: Path | None) -> str | None:
+    """Return the API key in a file. Raises ConfigError."""
+    if file is None:
+        return None
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--key-file {file}: {error}") from None

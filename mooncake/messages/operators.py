@@ -1,0 +1,108 @@
+"""The messages by which operators take instances out of service, change their roles, and move requests.
+
+Fronts pass them on (`conductor.front.routes.admin`). An order is answered under its number, so that several
+operators may order at once.
+
+Owns: this vocabulary. Does not know: who may order, how an instance drains.
+"""
+
+import msgspec
+
+from mooncake.messages.quantities import Count, Seconds
+from mooncake.messages.workers import InstanceState, Role
+
+# -- front -> Conductor -----------------------------------------------------------------------------
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """Drain an instance, which then leaves, or (not `is_wanted`) let it serve again. Answered by `Ordered`.
+
+    The last instance that can do a stage is drained only by `force`. One that `stays` is drained until it is
+    to serve again, or to leave.
+    """
+
+    order: Count
+    instance: str
+    is_wanted: bool = True
+    force: bool = False
+    stays: bool = False
+
+
+class ChangeRole(msgspec.Struct, tag=True, frozen=True):
+    """Give an instance another role. Answered by `Ordered`.
+
+    The last instance that can do a stage stays able to do it unless `force`.
+    """
+
+    order: Count
+    instance: str
+    role: Role
+    force: bool = False
+
+
+class ListInstances(msgspec.Struct, tag=True, frozen=True):
+    """Ask for all registered instances. Answered by `InstanceList`."""
+
+    order: Count
+
+
+class Migrate(msgspec.Struct, tag=True, frozen=True):
+    """Move a running request to another decode instance. Answered by `Migrates`.
+
+    Without `instance` the Conductor chooses one. The id of an answer stands for its first choice.
+    """
+
+    order: Count
+    request_id: str
+    instance: str | None = None
+
+
+# -- Conductor -> front -----------------------------------------------------------------------------
+
+
+class InstanceStatus(msgspec.Struct, frozen=True):
+    """An instance as operators see it."""
+
+    name: str
+    role: Role
+    state: InstanceState
+    num_requests: Count
+    """Requests that it has, as prefill or as decode instance."""
+    next_role: Role | None = None
+    """The role that it switches to."""
+    num_moved: Count = 0
+    """Requests that other instances have taken over since it began to drain or to switch."""
+    num_blocks_left: Count = 0
+    """Blocks that are yet to be copied to other instances before it leaves."""
+    since_s: Seconds = 0.0
+    """Seconds for which it has been draining or switching."""
+
+
+class Ordered(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `Drain` and `ChangeRole`: the instance as it is now, or why the order is refused."""
+
+    order: Count
+    status: InstanceStatus | None
+    """None if no instance has this name."""
+    refusal: str = ""
+
+
+class InstanceList(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `ListInstances`."""
+
+    order: Count
+    instances: list[InstanceStatus]
+
+
+class Migrates(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `Migrate`: source and destination of the migration that has begun, or why none has."""
+
+    order: Count
+    source: str | None = None
+    """None if no running request has this id."""
+    destination: str | None = None
+    refusal: str = ""
+
+
+OperatorOrder = Drain | ChangeRole | ListInstances | Migrate
+OperatorAnswer = Ordered | InstanceList | Migrates
