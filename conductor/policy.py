@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from conductor.admission.overload import Admission
 from conductor.effects import Effect, ToConductor
+from conductor.elasticity.control import Elasticity
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
 from conductor.membership.joining import Membership
@@ -44,6 +45,7 @@ from mooncake.messages.fronts import (
 from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate
 from mooncake.messages.workers import (
     STAGES,
+    Finished,
     FromWorker,
     Heartbeat,
     HeartbeatAck,
@@ -51,6 +53,7 @@ from mooncake.messages.workers import (
     Register,
     Retire,
     Returning,
+    Role,
 )
 
 
@@ -99,6 +102,7 @@ class Conductor:
             self._dispatcher,
             self.roles,
         )
+        self.elasticity = Elasticity(self._requests, self.migrations, self._switch_role, rules)
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
             Replication(self.view, rules.replication)
@@ -181,6 +185,7 @@ class Conductor:
         effects += self._placer.retry_waiting(now_s)
         effects += self._dispatcher.ask_again()
         effects += self._emptier.tick(now_s) + self._settle(now_s)
+        effects += self.elasticity.tick(now_s) + self._settle(now_s)
         effects += self.contexts.tick(now_s)
         if self.replication is not None:
             effects += self.replication.tick(now_s)
@@ -222,7 +227,9 @@ class Conductor:
         self._fronts.seen(sender, now_s)
         if self.replication is not None:
             self.replication.note(submit.request.block_keys)
-        return preempted + self._placer.submit(tracked, now_s)
+        effects = preempted + self._placer.submit(tracked, now_s)
+        self.elasticity.submitted(tracked, now_s)
+        return effects
 
     def _reason_to_reject(self, tracked: TrackedRequest) -> tuple[Reason, str] | None:
         if tracked.front not in self._fronts:
@@ -288,11 +295,20 @@ class Conductor:
         instance.last_seen_s = now_s
         if isinstance(message, Retire):
             return self._leaving.retire(instance, now_s)
+        if isinstance(message, Finished) and (tracked := self._requests.current(message.ref)) is not None:
+            self.elasticity.finished(tracked, message.num_output_tokens)
         return self._dispatcher.on_work(instance, message, now_s)
+
+    def _switch_role(self, instance: Instance, role: Role, now_s: float) -> list[Effect]:
+        """Begin to give an instance another role, if it may have it now."""
+        if self.roles.why_not(instance, role):
+            return []
+        return self.roles.switch(instance, role, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         instance.last_seen_s, instance.heartbeat = now_s, heartbeat
         self.view.learn(instance, heartbeat)
+        self.elasticity.heard(instance, heartbeat, now_s)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:
             tbt_slo_s = self._requests.strictest_tbt_slo_s

@@ -34,6 +34,10 @@ class Rules:
     """The seed of random choices."""
     replication: ReplicationRules | None = None
     """Rules of replication; None if requests alone spread prefixes."""
+    moves_requests: bool = False
+    """Whether running requests move between decode instances as the load wants it."""
+    has_rebalancing: bool = False
+    """Whether roles of instances change as the load does."""
     has_inlining: bool = False
     """Whether decode instances compute prompts where that adds the least waiting."""
     mixed_chunk_tokens: int = 256

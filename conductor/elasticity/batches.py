@@ -112,13 +112,13 @@ class Batch:
         """Tokens of the prompts that are coming."""
         return sum(of.num_prompt_tokens for of in self.coming)
 
-    def may_take(self, resident: Resident) -> bool:
-        """Whether the request may move here: a slot, pages, and all within their SLOs afterwards."""
+    def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
+        """Whether the request may move here: a slot, pages, and all within `share` of their SLOs then."""
         if not self.takes_requests or self.size >= self.max_batch:
             return False
         num_free_after = self.num_free_tokens - self.num_coming_tokens - resident.num_tokens
         has_pages = num_free_after >= (1 - _ROOM_SHARE) * self.num_device_tokens
-        return has_pages and self.with_(resident).is_within(DESTINATION_SHARE)
+        return has_pages and self.with_(resident).is_within(share)
 
     def with_(self, resident: Resident) -> "Batch":
         """The batch with one more request."""
@@ -145,9 +145,11 @@ class Batch:
         return replace(self, residents=residents)
 
 
-def destination_of(resident: Resident, batches: list[Batch], source: str) -> Batch | None:
+def destination_of(
+    resident: Resident, batches: list[Batch], source: str, share: float = DESTINATION_SHARE
+) -> Batch | None:
     """The batch with the least predicted TBT that may take the request; None without any."""
-    able = [batch for batch in batches if batch.instance != source and batch.may_take(resident)]
+    able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 
 

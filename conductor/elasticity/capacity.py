@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.elasticity.demand import Load
-from mooncake.messages.costs import TBT_MARGIN, Costs
+from mooncake.messages.costs import TBT_MARGIN, TBT_SLO_SHARE, Costs
 
 FULL_SHARE = 0.85
 """The load of a stage, by its capacity, above which requests begin to miss SLOs: arrivals are not even."""
 _ROOM_SHARE = 0.9
 """The share of device pages that batches fill."""
-_INLINED = 0.6
-"""Prompt tokens that a decode instance computes beside its batch, by those of a prefill instance in the same
-time."""
 _LEAST = 1e-9
 
 
@@ -58,15 +55,17 @@ class DecodeCapacity:
     """What a mean decode instance can draw."""
 
     costs: Costs
+    """Seconds of an iteration, by requests and tokens of KVCache."""
     max_batch: float
     num_device_tokens: float
     tbt_slo_s: float | None
+    least_chunk_s: float = 0.0
+    """Seconds that the shortest chunk of a prompt takes."""
 
     def batch_size(self, load: Load) -> float:
         """The largest batch of the load's requests within the TBT SLO, the slots and the device's pages."""
-        of_request_s = self.costs.first_s + load.mean_prompt_tokens * self.costs.second_s
-        held = load.mean_prompt_tokens + load.mean_output_tokens / 2
-        size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(held, 1.0))
+        of_request_s = self.costs.first_s + load.mean_kv_tokens * self.costs.second_s
+        size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(load.mean_kv_tokens, 1.0))
         if self.tbt_slo_s is not None and of_request_s > 0:
             left_s = self.tbt_slo_s - self.costs.constant_s
             size = min(size, left_s / ((1 + TBT_MARGIN) * of_request_s))
@@ -75,19 +74,49 @@ class DecodeCapacity:
     def tokens_per_s(self, load: Load) -> float:
         """Tokens drawn in a second with such a batch."""
         size = self.batch_size(load)
-        return size / max(self.costs.seconds(size, size * load.mean_prompt_tokens), _LEAST)
+        return size / max(self.costs.seconds(size, size * load.mean_kv_tokens), _LEAST)
+
+    def inlined_share(self, load: Load, work: float) -> float:
+        """The share of its time in which an instance can compute prompts beside a part of the load.
+
+        Iterations with chunks of prompts take the share of the TBT SLO that they may; what their batch leaves
+        of it is for the chunks. Without an SLO there is no limit but the batch's own work.
+
+        Args:
+            load: The load.
+            work: The instance's part of the decode work, by all that it can do.
+        """
+        if self.tbt_slo_s is None:
+            return max(0.0, 1.0 - work)
+        iteration_s = TBT_SLO_SHARE * self.tbt_slo_s
+        size = work * self.tokens_per_s(load) * iteration_s
+        left_s = iteration_s - self.costs.seconds(size, size * load.mean_kv_tokens)
+        return left_s / iteration_s if left_s >= self.least_chunk_s else 0.0
 
 
-def work_of(load: Load, capacity: DecodeCapacity) -> Work:
-    """The load in instances."""
-    return Work(load.prefill_s, load.num_output_tokens / capacity.tokens_per_s(load))
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What divisions of instances can serve of a load."""
 
+    load: Load
+    decode: DecodeCapacity
+    has_inlining: bool = False
 
-def strain_of(work: Work, split: Split, *, has_inlining: bool) -> Strain:
-    """How much of what a division can do the work takes.
+    @property
+    def work(self) -> Work:
+        """The load in instances."""
+        return Work(self.load.prefill_s, self.load.num_output_tokens / self.decode.tokens_per_s(self.load))
 
-    With inlining decode instances compute the prompts that are too many for the prefill instances.
-    """
-    beyond = max(0.0, work.prefill - FULL_SHARE * split.num_prefill) if has_inlining else 0.0
-    prefill = (work.prefill - beyond) / max(split.num_prefill, _LEAST)
-    return Strain(prefill, (work.decode + beyond / _INLINED) / max(split.num_decode, _LEAST))
+    def strain(self, split: Split) -> Strain:
+        """How much of what a division can do the work takes.
+
+        With inlining decode instances compute the prompts that are too many for the prefill instances, as far
+        as they can.
+        """
+        work, (num_prefill, num_decode) = self.work, split
+        decode = work.decode / max(num_decode, _LEAST)
+        beyond = max(0.0, work.prefill - FULL_SHARE * num_prefill) if self.has_inlining else 0.0
+        if beyond:
+            share = self.decode.inlined_share(self.load, min(1.0, decode))
+            beyond = min(beyond, FULL_SHARE * share * num_decode)
+        return Strain((work.prefill - beyond) / max(num_prefill, _LEAST), decode)

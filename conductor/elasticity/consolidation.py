@@ -19,7 +19,9 @@ def consolidate(batches: list[Batch], source: Batch, reason: MigrationReason) ->
     """
     moves = []
     for resident in sorted(source.residents, key=lambda of: -of.num_tokens):
-        destination = destination_of(resident, batches, source.instance) if resident.may_move else None
+        destination = None
+        if resident.may_move:
+            destination = destination_of(resident, batches, source.instance, share=1.0)
         if destination is None:
             return None
         why = f"{source.instance} is wanted empty: {len(source.residents)} requests"

@@ -5,14 +5,13 @@ Gavalda, 2007). In a steady load a minute of arrivals is averaged; after a step 
 those that follow.
 
 The length of an answer is unknown at its arrival. Requests whose prompts and limits are alike have answers
-that are alike; requests that are still being decoded count with what they have (the estimate of a mean from
-censored exponential lifetimes: all tokens drawn, by the number of answers that have ended).
+that are alike.
 
 Owns: arrivals, lengths of answers. Does not know: instances, what is done about the load.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,10 +32,10 @@ _FEWEST_ARRIVALS = 6
 LEAST_PERSISTENCE_S, MOST_PERSISTENCE_S = 10.0, 120.0
 _MOST_OF_MEAN = 4.0
 """The amount, in means, at which a single arrival stops to be a surprise."""
-_NUM_RECENT = 64
+_NUM_RECENT = 24
 """The number of answers of a kind that are remembered."""
 _NUM_KINDS = 256
-_FEWEST_OF_KIND = 4
+_FEWEST_OF_KIND = 6
 """The number of ended answers of a kind from which on its mean is known."""
 
 
@@ -52,48 +51,73 @@ class Kind(NamedTuple):
         return cls(num_prompt_tokens.bit_length(), max_tokens.bit_length())
 
 
-class Running(NamedTuple):
-    """A request that is being decoded."""
+class Answer(NamedTuple):
+    """An answer of which some tokens have been drawn."""
 
     kind: Kind
-    num_output_tokens: float
-    """Tokens drawn so far."""
+    began_s: float
+    """The time of its first token."""
+    num_tokens: float
+    """Tokens so far."""
 
 
 class AnswerLengths:
-    """The mean lengths of answers by kind."""
+    """The mean lengths of answers by kind.
+
+    Answers that are still being decoded count as at least as long as they are (Kaplan and Meier, 1958), so
+    long answers are not overlooked because only short ones have ended.
+    """
 
     def __init__(self) -> None:
-        self._by_kind: OrderedDict[Kind, deque[int]] = OrderedDict()
-        self._all: deque[int] = deque(maxlen=_NUM_RECENT)
+        self._by_kind: OrderedDict[Kind, deque[Answer]] = OrderedDict()
+        self._all: deque[Answer] = deque(maxlen=_NUM_RECENT)
 
-    def learn(self, kind: Kind, num_output_tokens: int) -> None:
+    def learn(self, answer: Answer) -> None:
         """Learn from an answer that has ended."""
-        self._all.append(num_output_tokens)
-        self._by_kind.setdefault(kind, deque(maxlen=_NUM_RECENT)).append(num_output_tokens)
-        self._by_kind.move_to_end(kind)
+        self._all.append(answer)
+        self._by_kind.setdefault(answer.kind, deque(maxlen=_NUM_RECENT)).append(answer)
+        self._by_kind.move_to_end(answer.kind)
         if len(self._by_kind) > _NUM_KINDS:
             self._by_kind.popitem(last=False)
 
-    def means(self, kinds: Iterable[Kind], running: Iterable[Running]) -> dict[Kind, float]:
-        """The expected length of each kind's answers, given what is being decoded.
+    def means(self, kinds: Iterable[Kind], running: Iterable[Answer], since_s: float) -> dict[Kind, float]:
+        """The expected length of each kind's answers.
 
-        The answers that run now add to the tokens drawn and not to the answers that ended, as far as they
-        are longer than what is expected without them.
+        Args:
+            kinds: The kinds that are asked for.
+            running: What is being decoded.
+            since_s: The time since when the load has been the same: only answers that began after it say what
+                those of the present load are like. While few of them have ended, earlier ones do.
         """
-        drawn: dict[Kind, list[float]] = {}
-        for of in running:
-            drawn.setdefault(of.kind, []).append(of.num_output_tokens)
-        return {kind: self._mean(kind, drawn.get(kind, [])) for kind in kinds}
+        new: dict[Kind, list[float]] = {}
+        for answer in running:
+            if answer.began_s >= since_s:
+                new.setdefault(answer.kind, []).append(answer.num_tokens)
+        return {kind: self._mean(kind, new.get(kind, []), since_s) for kind in kinds}
 
-    def _mean(self, kind: Kind, drawn: list[float]) -> float:
-        ended = self._by_kind.get(kind, deque[int]())
-        known = ended if len(ended) >= _FEWEST_OF_KIND else self._all
-        if not known:
-            return max(drawn, default=1.0)
-        mean = sum(known) / len(known)
-        beyond = sum(max(0.0, num_tokens - mean) for num_tokens in drawn)
-        return min(float(1 << kind.most), mean + beyond / len(known))
+    def _mean(self, kind: Kind, running: list[float], since_s: float) -> float:
+        ended = self._by_kind.get(kind, deque[Answer]())
+        if len(ended) < _FEWEST_OF_KIND:
+            ended = self._all
+        new = [answer.num_tokens for answer in ended if answer.began_s >= since_s]
+        known = new if len(new) >= _FEWEST_OF_KIND else [answer.num_tokens for answer in ended]
+        return min(float(1 << kind.most), mean_length(known, running)) if known or running else 1.0
+
+
+def mean_length(ended: Sequence[float], running: Sequence[float]) -> float:
+    """The mean length of answers of which some have ended, and others are longer than they are now.
+
+    Where the longest ones have not ended, they are expected to become twice as long as they are.
+    """
+    lengths = np.array([*ended, *running])
+    has_ended = np.arange(len(lengths)) < len(ended)
+    order = np.lexsort((~has_ended, lengths))
+    lengths, has_ended = lengths[order], has_ended[order]
+    num_at_risk = np.arange(len(lengths), 0, -1)
+    survival = np.cumprod(1.0 - has_ended / num_at_risk)
+    before = np.concatenate(([1.0], survival[:-1]))
+    mean = float((before * np.diff(lengths, prepend=0.0)).sum())
+    return mean + float(survival[-1] * lengths[-1])
 
 
 class Arrival(NamedTuple):
@@ -119,6 +143,11 @@ class Load(NamedTuple):
     window_s: float
     """The time for which the load has been the same, as far as is known."""
 
+    @property
+    def mean_kv_tokens(self) -> float:
+        """Tokens of KVCache of a request that is decoded, in the mean over the time."""
+        return self.mean_prompt_tokens + self.mean_output_tokens / 2
+
 
 @dataclass(slots=True)
 class Demand:
@@ -138,19 +167,20 @@ class Demand:
         kind = Kind.of(num_prompt_tokens, max_tokens)
         self._arrivals.append(Arrival(now_s, prefill_s, num_prompt_tokens, kind))
 
-    def finished(self, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int) -> None:
+    def finished(self, answer: Answer) -> None:
         """Learn from an answer that has ended."""
-        self.lengths.learn(Kind.of(num_prompt_tokens, max_tokens), num_output_tokens)
+        self.lengths.learn(answer)
 
-    def load(self, running: Iterable[Running], now_s: float) -> Load | None:
+    def load(self, running: Sequence[Answer], now_s: float) -> Load | None:
         """The present load; None before the first request."""
         if self._began_s is None:
             return None
         self._began_s = max(self._began_s, now_s - WINDOW_S)
         self._forget()
         kinds = Counter(arrival.kind for arrival in self._arrivals)
-        means = self.lengths.means(kinds, running)
-        self._find_change(means, now_s)
+        means = self.lengths.means(kinds, running, self._began_s)
+        if self._find_change(means, now_s):
+            means = self.lengths.means(kinds, running, self._began_s)
         seconds = max(now_s - self._began_s, _STEP_S)
         kinds = Counter(arrival.kind for arrival in self._arrivals)
         num_requests, num_tokens = len(self._arrivals), sum(of.num_prompt_tokens for of in self._arrivals)
@@ -164,8 +194,8 @@ class Demand:
             seconds,
         )
 
-    def _find_change(self, means: dict[Kind, float], now_s: float) -> None:
-        """Forget arrivals before the latest change of the load.
+    def _find_change(self, means: dict[Kind, float], now_s: float) -> bool:
+        """Forget arrivals before the latest change of the load; whether there was one.
 
         The latest seconds, however many, are compared with those before them, by the work of both stages. The
         sum of n amounts that arrive at random has a variance of the sum of their squares.
@@ -173,7 +203,7 @@ class Demand:
         assert self._began_s is not None
         num_steps = int((now_s - self._began_s) / _STEP_S)
         if num_steps < 2 or len(self._arrivals) < _FEWEST_ARRIVALS:
-            return
+            return False
         ages = np.array([now_s - of.at_s for of in self._arrivals])
         bucket = np.minimum((ages / _STEP_S).astype(np.intp), num_steps - 1)
         counts = np.bincount(bucket, minlength=num_steps).cumsum()
@@ -203,6 +233,7 @@ class Demand:
             self.num_changes += 1
             self._began_s = now_s - found * _STEP_S
             self._forget()
+        return found > 0
 
     def _forget(self) -> None:
         began_s = self._began_s

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch, Resident
-from conductor.elasticity.capacity import FULL_SHARE, DecodeCapacity, Split, Strain, Work, strain_of, work_of
+from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Split, Strain, Work
 from conductor.elasticity.consolidation import consolidate
 from conductor.elasticity.decisions import Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
@@ -149,7 +149,8 @@ class Rebalancer:
         if state.num_changes > self._num_changes_seen:
             self._num_changes_seen = state.num_changes
             self._persistence.changed(now_s)
-        work = work_of(load, capacity)
+        able = Capacity(load, capacity, state.has_inlining)
+        work = able.work
         self.desired = {
             Role.PREFILL: max(1, math.ceil(work.prefill / self.rules.target)),
             Role.DECODE: max(1, math.ceil(work.decode / self.rules.target)),
@@ -157,7 +158,7 @@ class Rebalancer:
         if self.is_switching or not self._is_known(load):
             return None
         self._renew(work, len(state.members))
-        change = self._best(state, work)
+        change = self._best(state, able)
         if change is None or not self._num_left:
             return None
         self._num_left -= 1
@@ -189,12 +190,12 @@ class Rebalancer:
         larger, smaller = max(one, other), min(one, other)
         return larger <= self.rules.same_load * smaller or larger < 0.2
 
-    def _best(self, state: State, work: Work) -> Change | None:
-        options = [self._change(state, work, role) for role in (Role.PREFILL, Role.DECODE)]
-        able = [change for change in options if change is not None]
-        return max(able, key=lambda change: change.benefit_s, default=None)
+    def _best(self, state: State, able: Capacity) -> Change | None:
+        options = [self._change(state, able, role) for role in (Role.PREFILL, Role.DECODE)]
+        found = [change for change in options if change is not None]
+        return max(found, key=lambda change: change.benefit_s, default=None)
 
-    def _change(self, state: State, work: Work, role: Role) -> Change | None:
+    def _change(self, state: State, able: Capacity, role: Role) -> Change | None:
         """One more instance of a role, if that pays; None if it does not, or no instance can be spared."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
@@ -204,8 +205,7 @@ class Rebalancer:
             return None
         more = 1 if role is Role.PREFILL else -1
         after_split = Split(split.num_prefill + more, split.num_decode - more)
-        before = strain_of(work, split, has_inlining=state.has_inlining)
-        after = strain_of(work, after_split, has_inlining=state.has_inlining)
+        before, after = able.strain(split), able.strain(after_split)
         if not self._is_worth_it(before, after, role):
             return None
         num_instances = len(state.members)
@@ -217,7 +217,9 @@ class Rebalancer:
         if member is None:
             return None
         num_requests = member.num_prompts if member.batch is None else member.batch.size
-        return Change(member.name, other, role, work, split, before, after, num_requests, benefit_s, cost_s)
+        return Change(
+            member.name, other, role, able.work, split, before, after, num_requests, benefit_s, cost_s
+        )
 
     def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:
         index = 0 if role is Role.PREFILL else 1

@@ -120,7 +120,7 @@ class ClusterView:
         """The size of a block in that layout, which every decision needs."""
         self._set_next(np.zeros((3, 0)))
         self.num_changes = 0
-        """The number of times that an instance has come or gone, and the arrays by slot were replaced."""
+        """The number of times that the arrays by slot were replaced: instances come, go or change roles."""
         self._decode_pool: DecodePool | None = None
         self._occupants: dict[int, _Occupant] = {}
         self._slots: dict[str, int] = {}
@@ -212,6 +212,7 @@ class ClusterView:
         assert not instance.requests
         slot = self._slots[instance.name]
         self._reset_loads(slot, instance)
+        self.num_changes += 1
         self._occupants[slot].computed = None
         self.decode_changed(slot)
 

@@ -48,6 +48,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """instances with both roles, under the Conductor"""
     inlining: bool = False
     """decode instances too compute prompts, where that adds the least waiting"""
+    rebalancing: bool = False
+    """roles of instances change as the load does, and requests move between decode instances"""
     num_coupled: int = 0
     chunk_tokens: int | None = None
     """Chunks of coupled instances, which compute whole prompts without."""
@@ -84,7 +86,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         if not self.num_coupled:
             pairs = f"{self.num_prefill}P+{self.num_decode}D" if self.num_prefill else ""
             both = f"{self.num_both} both" if self.num_both else ""
-            return "+".join(filter(None, (pairs, both))) + (", inlining" if self.inlining else "")
+            return (
+                "+".join(filter(None, (pairs, both)))
+                + (", inlining" if self.inlining else "")
+                + (", rebalancing" if self.rebalancing else "")
+            )
         return f"{self.num_coupled} coupled" + (
             f", chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
         )
@@ -154,6 +160,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.kvcache_balancing_threshold,
             self.overload,
             self.seed,
+            moves_requests=self.rebalancing,
+            has_rebalancing=self.rebalancing,
             has_inlining=self.inlining,
         )
         return DisaggregatedCluster(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from conductor.elasticity.batches import Batch, Resident
-from conductor.elasticity.capacity import DecodeCapacity, Split, Work, strain_of, work_of
+from conductor.elasticity.capacity import Capacity, DecodeCapacity, Split, Work
 from conductor.elasticity.decisions import Change
 from conductor.elasticity.demand import Load
 from conductor.elasticity.rebalancer import Member, Rebalancer, State
@@ -38,14 +38,19 @@ def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 
 
 
 def test_work_is_counted_in_instances() -> None:
-    work = work_of(load_of(1.5, 0.5), CAPACITY)
-    assert work == pytest.approx(Work(1.5, 0.5))
-    assert strain_of(work, Split(2, 2), has_inlining=False) == pytest.approx((0.75, 0.25))
+    able = Capacity(load_of(1.5, 0.5), CAPACITY)
+    assert able.work == pytest.approx(Work(1.5, 0.5))
+    assert able.strain(Split(2, 2)) == pytest.approx((0.75, 0.25))
 
 
-def test_inlining_lets_decode_instances_take_what_is_too_much_for_prefill() -> None:
-    with_it, without = (strain_of(Work(3.0, 0.5), Split(1, 3), has_inlining=on) for on in (True, False))
-    assert with_it.served > without.served
+def served(capacity: DecodeCapacity, *, has_inlining: bool) -> float:
+    return Capacity(load_of(3.0, 0.5), capacity, has_inlining).strain(Split(1, 3)).served
+
+
+def test_inlining_lets_decode_instances_take_what_is_too_much_for_prefill_within_the_tbt_slo() -> None:
+    lenient, strict = replace(CAPACITY, tbt_slo_s=0.2), replace(CAPACITY, least_chunk_s=0.01)
+    assert served(lenient, has_inlining=True) > served(lenient, has_inlining=False)
+    assert served(strict, has_inlining=True) == served(strict, has_inlining=False)
 
 
 def test_a_stage_that_is_short_gets_an_instance() -> None:

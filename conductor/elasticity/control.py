@@ -1,0 +1,164 @@
+"""The control loop of elasticity: every second requests are moved and roles changed as rules want it.
+
+Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
+a request moves (`conductor.requests.migrations`), how an instance changes its role (`conductor.membership`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from conductor.effects import Effect
+from conductor.elasticity.batches import Batch
+from conductor.elasticity.defragmentation import defragment
+from conductor.elasticity.demand import Demand
+from conductor.elasticity.moves import Move, RecentMoves
+from conductor.elasticity.precedence import make_room
+from conductor.elasticity.rebalancer import Rebalancer, State
+from conductor.elasticity.relief import relieve
+from conductor.elasticity.survey import Survey, answer_of, may_change
+from conductor.elasticity.utilisation import Utilisation
+from conductor.requests.lifecycle import TrackedRequest
+from conductor.requests.migrations import Migrations
+from conductor.requests.registry import Requests
+from conductor.rules import Rules
+from conductor.view.instances import Instance
+from mooncake.messages.costs import prefill_quantities
+from mooncake.messages.workers import Heartbeat, Role
+
+RULES = (relieve, make_room, defragment)
+"""The rules of moves, the most urgent first."""
+
+SwitchRole = Callable[[Instance, Role, float], list[Effect]]
+"""Begin to give an instance another role; no effects if that is not possible now."""
+
+
+class Elasticity:
+    """Follows the load of the registry's cluster.
+
+    Args:
+        requests: The registry.
+        migrations: What moves requests.
+        switch_role: What changes roles.
+        rules: What is on.
+    """
+
+    def __init__(
+        self, requests: Requests, migrations: Migrations, switch_role: SwitchRole, rules: Rules
+    ) -> None:
+        self._requests, self._migrations, self._switch_role = requests, migrations, switch_role
+        self._rules, self._view, self._instances = rules, requests.view, requests.instances
+        self._survey = Survey(requests, migrations)
+        self._recent = RecentMoves()
+        self.demand, self.utilisation = Demand(), Utilisation()
+        self.rebalancer = Rebalancer() if rules.has_rebalancing else None
+        self._capacity_token_s = 0.0
+        """Seconds of a decode instance that a token takes in a full batch; 0 while unknown."""
+        self._num_arrived = 0
+
+    # -- what happens -------------------------------------------------------------------------------
+
+    def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
+        """Count a request that a client has sent, and that has been placed, queued or rejected since."""
+        if self.rebalancer is None:
+            return
+        self._num_arrived += 1
+        request = tracked.request
+        if tracked.assignment is not None:
+            prefill_s = tracked.assignment.placement.prediction.prefill_s
+        else:
+            prefill_s = self._prefill_s(tracked)
+        max_tokens = request.sampling.max_tokens
+        self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
+
+    def _prefill_s(self, tracked: TrackedRequest) -> float:
+        """What the prompt of a request without instances would take where most of it is held."""
+        costs, layout = self._view.mean_prefill_costs(), self._view.layout
+        if costs is None or layout is None:
+            return 0.0
+        request = tracked.request
+        held = self._view.prefixes.match(request.block_keys).num_blocks
+        num_tokens = len(request.token_ids)
+        num_cached = min(num_tokens - 1, int(held.max(initial=0)) * layout.block_size)
+        return costs.seconds(*prefill_quantities(num_tokens - num_cached, num_cached))
+
+    def finished(self, tracked: TrackedRequest, num_output_tokens: int) -> None:
+        """Learn how long an answer has become."""
+        if self.rebalancer is not None and tracked.placed.decode_began_s is not None:
+            self.demand.finished(answer_of(tracked, num_output_tokens))
+
+    def heard(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
+        """Learn from a heartbeat what the instance really does."""
+        num_pages = instance.registration.capacity.num_device_pages
+        self.utilisation.learn(
+            instance.name, instance.role, heartbeat, num_pages, self._capacity_token_s, now_s
+        )
+
+    # -- every second -------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Move requests and change roles, as far as rules want it. Call this about once a second."""
+        effects = self._move(now_s) if self._rules.moves_requests else []
+        if self.rebalancer is not None:
+            effects += self._rebalance(self.rebalancer, now_s)
+        return effects
+
+    def _move(self, now_s: float) -> list[Effect]:
+        self._recent.forget(now_s)
+        if not self._survey.may_need_moves():
+            return []
+        batches = self._recent.settled(self._survey.batches(now_s), now_s)
+        moves = list(self._wanted(batches))
+        effects = []
+        for move in self._recent.within(moves, self._in_flight()):
+            tracked, instance = self._requests.by_id[move.request_id], self._instances.get(move.destination)
+            assert instance is not None
+            effects += self._migrations.begin(tracked, instance, move.reason, now_s)
+            self._recent.note(move, now_s)
+        return effects
+
+    def _wanted(self, batches: list[Batch]) -> Iterator[Move]:
+        """The moves that rules want; each sees the batches as they are now, so an instance is in one only."""
+        taken: set[str] = set()
+        for rule in RULES:
+            for move in rule([batch for batch in batches if batch.instance not in taken]):
+                taken |= {move.source, move.destination}
+                yield move
+
+    def _in_flight(self) -> Counter[str]:
+        return Counter(tracked.decode or "" for tracked in self._requests.migrating.values())
+
+    def _rebalance(self, rebalancer: Rebalancer, now_s: float) -> list[Effect]:
+        if not rebalancer.is_time(now_s):
+            return []
+        change = rebalancer.decide(self._state(now_s), now_s)
+        if change is None:
+            return []
+        instance = self._instances.get(change.instance)
+        assert instance is not None
+        effects = self._switch_role(instance, change.after, now_s)
+        if not effects:
+            rebalancer.refused(change, "the instance could not begin to switch")
+        return effects
+
+    def _state(self, now_s: float) -> State:
+        tbt_slo_s = self._requests.strictest_tbt_slo_s or self._requests.limits.tbt_slo_s
+        batches = self._survey.batches(now_s)
+        load = self.demand.load(self._survey.running(now_s), now_s)
+        capacity = self._survey.capacity(batches, tbt_slo_s)
+        if load is not None and capacity is not None:
+            self._capacity_token_s = 1 / capacity.tokens_per_s(load)
+        return State(
+            self._survey.members(batches, self.utilisation, now_s),
+            load,
+            self.demand.num_changes,
+            capacity,
+            self._requests.limits.ttft_slo_s,
+            self._rules.has_inlining,
+            self._num_arrived,
+            self._requests.stats.num_rejections.total(),
+        )
+
+    @property
+    def num_changeable(self) -> int:
+        """The instances whose roles may change."""
+        return sum(may_change(instance) for instance in self._instances)

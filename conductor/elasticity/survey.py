@@ -1,0 +1,188 @@
+"""What the Conductor knows, as the rules of elasticity read it.
+
+Owns: the way from the view, the registry and heartbeats to values. Does not know: any rule.
+"""
+
+from conductor.elasticity.batches import Batch, Coming, Resident
+from conductor.elasticity.capacity import DecodeCapacity
+from conductor.elasticity.demand import Answer, Kind
+from conductor.elasticity.precedence import HEADROOM_SHARE
+from conductor.elasticity.rebalancer import Member
+from conductor.elasticity.utilisation import Utilisation
+from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.migrations import Migrations
+from conductor.requests.registry import Requests
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance
+from conductor.view.migration_costs import num_tokens_so_far
+from mooncake.messages.costs import Costs
+from mooncake.messages.workers import InstanceState, Role
+
+_SANE = (0.5, 2.0)
+"""Bounds of what one heartbeat may say of a prediction."""
+
+
+class Survey:
+    """Reads the registry's cluster."""
+
+    def __init__(self, requests: Requests, migrations: Migrations) -> None:
+        self._requests, self._migrations = requests, migrations
+        self._view, self._instances = requests.view, requests.instances
+
+    def batches(self, now_s: float) -> list[Batch]:
+        """The batches of all instances that decode."""
+        by_id, view = self._requests.by_id, self._view
+        batches = []
+        for instance in self._instances:
+            slot = view.slot_of(instance.name)
+            if instance.role is not Role.PREFILL and slot is not None:
+                here = [by_id[request_id] for request_id in instance.requests if request_id in by_id]
+                batches.append(self._batch(instance, slot, here, now_s))
+        return batches
+
+    def _batch(self, instance: Instance, slot: int, here: list[TrackedRequest], now_s: float) -> Batch:
+        decoded = [of for of in here if of.decode == instance.name]
+        residents = tuple(self._resident(of, now_s) for of in decoded if of.state is RequestState.DECODING)
+        coming = [
+            Coming(
+                of.request_id,
+                len(of.request.token_ids),
+                of.slos.tbt_s,
+                of.request.priority,
+                now_s - of.placed.assigned_s if of.state is RequestState.RESERVING else 0.0,
+            )
+            for of in decoded
+            if of.state is not RequestState.DECODING
+        ]
+        coming += [
+            Coming(of.request_id, len(of.request.token_ids), of.slos.tbt_s, of.request.priority)
+            for of in here
+            if of.decode != instance.name and of.prefill != instance.name  # it moves here
+        ]
+        capacity, block_size = instance.registration.capacity, instance.registration.layout.block_size
+        num_free_pages = capacity.num_device_pages
+        if instance.heartbeat is not None:
+            num_free_pages = instance.heartbeat.num_free_device_pages
+        costs = _costs_at(self._view, slot)
+        batch = Batch(
+            instance.name,
+            residents,
+            costs,
+            capacity.max_batch,
+            capacity.num_device_pages * block_size,
+            num_free_pages * block_size,
+            tuple(coming),
+            takes_requests=instance.state is InstanceState.SERVING,
+        )
+        return batch.corrected(_measured_by_predicted(instance, batch))
+
+    def _resident(self, tracked: TrackedRequest, now_s: float) -> Resident:
+        num_tokens = self._num_tokens(tracked, now_s)
+        num_prompt_tokens = tracked.placed.num_tokens
+        return Resident(
+            tracked.request_id,
+            num_prompt_tokens,
+            max(0, num_tokens - num_prompt_tokens),
+            tracked.slos.tbt_s,
+            tracked.request.priority,
+            self._migrations.may_move(tracked),
+        )
+
+    def members(self, batches: list[Batch], utilisation: Utilisation, now_s: float) -> list[Member]:
+        """All instances, for the rebalancer."""
+        loads, by_name = self._view.loads, {batch.instance: batch for batch in batches}
+        queue_s = loads.queue_s(now_s)
+        members = []
+        for instance in self._instances:
+            slot = self._view.slot_of(instance.name)
+            if slot is not None:
+                members.append(
+                    Member(
+                        instance.name,
+                        instance.role,
+                        instance.state is InstanceState.SERVING,
+                        may_change(instance),
+                        utilisation.of(instance.name),
+                        float(queue_s[slot]),
+                        int(loads.num_prompts[slot]),
+                        by_name.get(instance.name),
+                    )
+                )
+        return members
+
+    def running(self, now_s: float) -> list[Answer]:
+        """The answers that are being decoded, with the tokens that they are believed to have."""
+        return [
+            answer_of(of, self._num_tokens(of, now_s) - of.request.num_prompt_tokens)
+            for of in self._requests.by_id.values()
+            if of.state is RequestState.DECODING
+        ]
+
+    def _num_tokens(self, tracked: TrackedRequest, now_s: float) -> int:
+        return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
+
+    def may_need_moves(self) -> bool:
+        """Whether some rule of moves might want one. Costs little, and mostly none does."""
+        view, loads = self._view, self._view.loads
+        slo_s = self._requests.strictest_tbt_slo_s
+        for instance in self._instances:
+            slot = view.slot_of(instance.name)
+            if instance.role is Role.PREFILL or slot is None or not instance.requests:
+                continue
+            if instance.heartbeat is not None and instance.heartbeat.num_waiting:
+                return True
+            load = None if instance.heartbeat is None else instance.heartbeat.decode_load
+            measured_s = 0.0 if load is None or load.tbt_s is None else load.tbt_s
+            tbt_s = view.tbt_s(slot, loads.batch_size.item(slot), loads.num_kv_tokens.item(slot))
+            if slo_s is not None and max(measured_s, tbt_s) > HEADROOM_SHARE * slo_s:
+                return True
+        return False
+
+    def capacity(self, batches: list[Batch], tbt_slo_s: float | None) -> DecodeCapacity | None:
+        """What a mean decode instance can draw; None without one."""
+        pool = self._view.decode_pool()
+        if pool is None:
+            return None
+        num_device_tokens = sum(batch.num_device_tokens for batch in batches) / max(1, len(batches))
+        residents = [of for batch in batches for of in batch.residents]
+        num_prompt_tokens = sum(of.num_prompt_tokens for of in residents)
+        num_tokens = sum(of.num_tokens for of in residents)
+        # Costs are learned by tokens of prompts, and contain what outputs add to these.
+        share = num_prompt_tokens / num_tokens if num_tokens else 1.0
+        costs = pool.mean_costs._replace(second_s=share * pool.mean_costs.second_s)
+        prefill_costs, layout = self._view.mean_prefill_costs(), self._view.layout
+        chunk_s = (
+            0.0 if prefill_costs is None or layout is None else prefill_costs.first_s * layout.block_size
+        )
+        return DecodeCapacity(costs, pool.mean_max_batch, num_device_tokens, tbt_slo_s, chunk_s)
+
+
+def may_change(instance: Instance) -> bool:
+    """Whether the rebalancer may give the instance another role. Instances with both keep them."""
+    return instance.role is not Role.BOTH and instance.registration.can_decode
+
+
+def answer_of(tracked: TrackedRequest, num_tokens: int) -> Answer:
+    """The answer of a request that is or was decoded, with so many tokens.
+
+    Its kind is that of the prompt and the limit which its client sent.
+    """
+    request, began_s = tracked.request, tracked.placed.decode_began_s
+    assert began_s is not None
+    kind = Kind.of(request.num_prompt_tokens, request.sampling.max_tokens)
+    return Answer(kind, began_s, num_tokens)
+
+
+def _costs_at(view: ClusterView, slot: int) -> Costs:
+    costs = view.decode_costs
+    return Costs(costs.constant_s.item(slot), costs.first_s.item(slot), costs.second_s.item(slot))
+
+
+def _measured_by_predicted(instance: Instance, batch: Batch) -> float:
+    """How much longer a token takes than is predicted, by what the instance said last."""
+    load = None if instance.heartbeat is None else instance.heartbeat.decode_load
+    if load is None or load.tbt_s is None or not batch.residents or load.num_requests != batch.size:
+        return 1.0
+    predicted_s = batch.full_tbt_s
+    least, most = _SANE
+    return min(max(load.tbt_s / predicted_s, least), most) if predicted_s > 0 else 1.0

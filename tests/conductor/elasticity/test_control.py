@@ -1,0 +1,124 @@
+"""Elasticity in the Conductor: the load changes roles, and requests move."""
+
+import msgspec
+import pytest
+
+from conductor.effects import Effect
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
+from mooncake.messages.costs import Costs
+from mooncake.messages.fronts import FrontHello, Submit
+from mooncake.messages.migration import PreCopy
+from mooncake.messages.requests import Request, SamplingParams
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    DecodeLoad,
+    Finished,
+    FinishReason,
+    Heartbeat,
+    Prefill,
+    Prefilled,
+    Reserve,
+    Reserved,
+    Role,
+    SwitchRole,
+)
+from tests.conductor.small_cluster import EPOCH, FRONT, GRANT, POOL, registration
+
+PROFILE = Costs(0.01, 1e-4, 0.0), Costs(0.01, 0.0, 1e-6)
+
+
+class SmallCluster:
+    """A Conductor whose instances answer at once."""
+
+    def __init__(self, num_prefill: int, num_decode: int, limits: Limits, rules: Rules) -> None:
+        self.conductor = Conductor(EPOCH, "model", limits, rules, PROFILE)
+        self.now_s = 0.0
+        self.ordered: list[tuple[str, object]] = []
+        """Messages to instances."""
+        self.answers_prompts = True
+        self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
+        names = [(f"p{n}", Role.PREFILL) for n in range(num_prefill)]
+        for name, role in names + [(f"d{n}", Role.DECODE) for n in range(num_decode)]:
+            self.tell(f"{name}#1".encode(), registration(name, role, pages=100_000))
+
+    def tell(self, sender: bytes, message: object) -> None:
+        self.carry_out(self.conductor.handle(sender, message, self.now_s))  # type: ignore[arg-type]
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            name = effect.peer.decode().partition("#")[0]
+            if effect.peer != FRONT:
+                self.ordered.append((name, effect.message))
+            if isinstance(effect.message, Reserve):
+                self.tell(effect.peer, Reserved(effect.message.ref, GRANT))
+            elif isinstance(effect.message, Prefill) and self.answers_prompts:
+                self.tell(effect.peer, Prefilled(effect.message.ref, 5, 0))
+
+    def submit(self, request_id: str, num_tokens: int, max_tokens: int = 100) -> None:
+        sampling = SamplingParams(max_tokens)
+        self.tell(FRONT, Submit(Request(request_id, [0] * num_tokens, [], sampling, "ep")))
+
+    def finish(self, request_id: str, num_tokens: int) -> None:
+        tracked = self.conductor.requests[request_id]
+        assert tracked.decode is not None
+        message = Finished(tracked.ref, FinishReason.LENGTH, num_tokens)
+        self.tell(f"{tracked.decode}#1".encode(), message)
+
+    def pass_second(self, **loads: DecodeLoad) -> None:
+        self.now_s += 1.0
+        self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
+        for instance in list(self.conductor.instances):
+            load = loads.get(instance.name, DecodeLoad())
+            pools = {instance.name: msgspec.structs.replace(POOL, num_pages=100_000, num_free=100_000)}
+            self.tell(instance.identity, Heartbeat(0, 0, 100_000, pools, decode_load=load))
+        self.carry_out(self.conductor.tick(self.now_s))
+
+    def orders(self, kind: type) -> list[tuple[str, object]]:
+        return [(name, message) for name, message in self.ordered if isinstance(message, kind)]
+
+
+def test_an_instance_changes_its_role_and_gets_prompts_in_the_new_one() -> None:
+    cluster = SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True))
+    number = 0
+    for _ in range(12):
+        for _ in range(4):  # 4 prompts of half a second, answers of few tokens
+            number += 1
+            cluster.submit(f"r{number}", 5000)
+            cluster.finish(f"r{number}", 3)
+        cluster.pass_second()
+    switches = cluster.orders(SwitchRole)
+    assert switches
+    assert all(message == SwitchRole(Role.PREFILL) for _, message in switches)
+    switched = {name for name, _ in switches}
+    cluster.answers_prompts = False
+    for number in range(4):
+        cluster.submit(f"s{number}", 5000)
+    prefilled = {name for name, _ in cluster.orders(Prefill)}
+    assert prefilled == switched | {"p0"}
+    rebalancer = cluster.conductor.elasticity.rebalancer
+    assert rebalancer is not None
+    assert {decision.change.instance for decision in rebalancer.decisions} == switched
+
+
+def test_roles_stay_where_rebalancing_is_off() -> None:
+    cluster = SmallCluster(1, 3, Limits(), Rules())
+    for number in range(40):
+        cluster.submit(f"r{number}", 5000)
+        cluster.finish(f"r{number}", 3)
+        cluster.pass_second()
+    assert cluster.orders(SwitchRole) == []
+    assert cluster.conductor.elasticity.rebalancer is None
+
+
+@pytest.mark.parametrize("moves_requests", [True, False])
+def test_a_late_instance_is_relieved(moves_requests: bool) -> None:
+    cluster = SmallCluster(1, 2, Limits(tbt_slo_s=0.035), Rules(moves_requests=moves_requests))
+    for number in range(4):
+        cluster.submit(f"r{number}", 5000)
+    cluster.pass_second()
+    late = {name: DecodeLoad(2, tbt_s=0.06 if name == "d0" else 0.021) for name in ("d0", "d1")}
+    cluster.pass_second(**late)
+    assert [name for name, _ in cluster.orders(PreCopy)] == (["d0"] if moves_requests else [])
+    cluster.pass_second(**late)
+    assert len(cluster.orders(PreCopy)) == moves_requests  # it is being relieved
