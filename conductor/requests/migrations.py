@@ -10,7 +10,7 @@ Owns: which orders follow which answers, what ends a migration. Does not know: w
 steps of requests that do not (`conductor.requests.dispatcher`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
@@ -38,6 +38,11 @@ class Migrations:
         """Tokens that a destination computes again in one iteration."""
 
     # -- questions ----------------------------------------------------------------------------------
+
+    @property
+    def in_progress(self) -> Mapping[str, TrackedRequest]:
+        """The requests that migrate, by id."""
+        return self._requests.migrating
 
     def may_move(self, tracked: TrackedRequest) -> bool:
         """Whether the request is decoded, and may leave its instance now."""

@@ -1,18 +1,20 @@
-"""Random messages, losses and times: every request ends once."""
+"""Random messages, losses, moves and times: every request ends once."""
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from conductor.effects import Effect
+from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
 from conductor.requests.lifecycle import PLACED, RequestState
+from conductor.requests.migration import MigrationStep
 from conductor.rules import Limits, Rules, SLOs
 from mooncake.config.policies import Overload
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     Cancel,
+    Continue,
     Failed,
     FrontHello,
     InFlight,
@@ -21,9 +23,10 @@ from mooncake.messages.fronts import (
     Unknown,
 )
 from mooncake.messages.kv_events import KVStored
-from mooncake.messages.operators import ChangeRole, Drain
+from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
+from mooncake.messages.operators import ChangeRole, Drain, Migrate
 from mooncake.messages.pools import Tier
-from mooncake.messages.requests import FinishReason
+from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     STAGES,
@@ -34,6 +37,7 @@ from mooncake.messages.workers import (
     Refused,
     Reserve,
     Reserved,
+    Returning,
     Role,
     WorkFailed,
 )
@@ -41,35 +45,46 @@ from tests.conductor.small_cluster import (
     EPOCH,
     FRONT,
     GRANT,
+    LAYOUT,
     registration,
     request,
 )
 from tests.examples import num_examples
+
+ROLES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
+Order = Reserve | Prefill | Decode | PreCopy | Prepare | HandOver | TakeOver
+
+
+def _request_of(effect: Effect) -> str:
+    assert isinstance(effect.message, Order)
+    return effect.message.ref.request_id
 
 
 class RequestsEndOnce(RuleBasedStateMachine):
     """No order of messages, losses and returns loses a request, ends it twice, or leaves a load behind it."""
 
     overload = Overload.PREDICTION
+    # SLOs that some requests would miss: whom the generic costs reject is told so.
+    limits = Limits(
+        max_running_requests=12,
+        ttft_slo_s=0.004,
+        tbt_slo_s=0.0053,
+        slo_classes={"patient": SLOs(5.0, 0.0052)},
+        max_waiting=3,
+    )
 
     def __init__(self) -> None:
         super().__init__()
-        # SLOs that some requests would miss: whom the generic costs reject is told so.
-        limits = Limits(
-            max_running_requests=12,
-            ttft_slo_s=0.004,
-            tbt_slo_s=0.0053,
-            slo_classes={"patient": SLOs(5.0, 0.0052)},
-            max_waiting=3,
-        )
-        self.conductor = Conductor(EPOCH, "model", limits, Rules(overload=self.overload))
+        self.conductor = Conductor(EPOCH, "model", self.limits, Rules(overload=self.overload))
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
-        for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)):
+        for name, role in ROLES.items():
             self.conductor.handle(peer_identity(name, 1), registration(name, role), 0.0)
         self.now_s = 0.0
         self.incarnation = 1
         self.open: set[str] = set()
         self.orders: list[Effect] = []
+        self.instance_of: dict[Ref, bytes] = {}
+        """Decode instances by the attempts that were ordered from them."""
         self.count = 0
 
     def take(self, effects: list[Effect]) -> None:
@@ -77,8 +92,16 @@ class RequestsEndOnce(RuleBasedStateMachine):
             if effect.peer == FRONT and isinstance(effect.message, Failed | Rejected):
                 assert effect.message.request_id in self.open
                 self.open.remove(effect.message.request_id)
-            if isinstance(effect.message, Reserve | Prefill | Decode):
+            if isinstance(effect.message, Order):
                 self.orders.append(effect)
+            match effect.message:
+                case Reserve(ref=ref):
+                    assert ref not in self.instance_of
+                    self.instance_of[ref] = effect.peer
+                case Prepare(ref=ref):
+                    assert self.instance_of.setdefault(ref, effect.peer) == effect.peer
+                case PreCopy(ref=ref) | HandOver(ref=ref) | TakeOver(ref=ref):
+                    assert self.instance_of[ref] == effect.peer
 
     @rule(priority=st.integers(-1, 1), tenant=st.sampled_from("ab"), slo=st.sampled_from(["", "patient"]))
     def submit(self, priority: int, tenant: str, slo: str) -> None:
@@ -92,7 +115,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
         )
         self.take(self.conductor.handle(FRONT, Submit(order), self.now_s))
 
-    @rule(name=st.sampled_from(["p0", "p1", "d0"]), num_blocks=st.integers(1, 4))
+    @rule(name=st.sampled_from([*ROLES]), num_blocks=st.integers(1, 4))
     def store(self, name: str, num_blocks: int) -> None:
         self.conductor.prefixes.apply(name, [KVStored(Tier.DRAM, [b"k" * 16] * num_blocks)])
 
@@ -104,25 +127,44 @@ class RequestsEndOnce(RuleBasedStateMachine):
         if outcome != "well" or not isinstance(effect.message, Reserve):
             self.orders.remove(effect)
         order = effect.message
-        assert isinstance(order, Reserve | Prefill | Decode)
-        before = self.conductor.num_running
+        assert isinstance(order, Order)
         if outcome in ("retry", "fail"):
-            self.take(
-                self.conductor.handle(effect.peer, WorkFailed(order.ref, "x", outcome == "retry"), self.now_s)
-            )
+            self.hear(effect.peer, WorkFailed(order.ref, "x", outcome == "retry"))
         elif outcome == "refuse":
-            self.take(self.conductor.handle(effect.peer, Refused(order.ref, "slow", 2, 0.2), self.now_s))
+            self.hear(effect.peer, Refused(order.ref, "slow", 2, 0.2))
         elif outcome == "well":
-            match order:
-                case Reserve(ref=ref):
-                    self.take(self.conductor.handle(effect.peer, Reserved(ref, GRANT), self.now_s))
-                case Prefill(ref=ref):
-                    self.take(self.conductor.handle(effect.peer, Prefilled(ref, 1, 0), self.now_s))
-                case Decode(ref=ref):
-                    done = Finished(ref, FinishReason.STOP, 1)
-                    self.take(self.conductor.handle(effect.peer, done, self.now_s))
-                    if self.conductor.num_running < before:
-                        self.open.remove(ref.request_id)
+            self.do_well(effect.peer, order, data.draw(st.integers(1, 40)))
+
+    def do_well(self, peer: bytes, order: Order, num_output_tokens: int) -> None:
+        output = [1] * num_output_tokens
+        before = self.conductor.num_running
+        match order:
+            case Reserve(ref=ref):
+                self.hear(peer, Reserved(ref, GRANT))
+            case Prefill(ref=ref):
+                self.hear(peer, Prefilled(ref, 1, 0))
+            case PreCopy(ref=ref):
+                self.hear(peer, PreCopied(ref, output, num_output_tokens))
+            case Prepare(ref=ref, request=moving):
+                self.hear(peer, Prepared(ref, len(moving.token_ids)))
+            case HandOver(ref=ref):
+                self.hear(peer, HandedOver(ref, output))
+            case Decode(ref=ref) | TakeOver(ref=ref):
+                self.hear(peer, Finished(ref, FinishReason.STOP, 1))
+                if self.conductor.num_running < before:
+                    self.open.remove(ref.request_id)
+
+    def hear(self, sender: bytes, message: ToConductor) -> None:
+        self.take(self.conductor.handle(sender, message, self.now_s))
+
+    @rule(data=st.data(), lacks_tokens=st.booleans())
+    def go_on(self, data: st.DataObject, lacks_tokens: bool) -> None:
+        """A front says how far an output has come, as it was asked, or as tokens have been lost."""
+        if self.open:
+            tracked = self.conductor.requests[data.draw(st.sampled_from(sorted(self.open)))]
+            output = tracked.request.output or [1]
+            request = tracked.request.continued(output, LAYOUT.block_size)
+            self.hear(FRONT, Continue(request, tracked.ref.attempt if lacks_tokens else None))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -141,25 +183,32 @@ class RequestsEndOnce(RuleBasedStateMachine):
             self.take(effects)
             assert Effect(FRONT, Unknown(["swallowed"])) in effects
 
-    @rule(name=st.sampled_from(["p0", "p1", "d0"]), registers=st.booleans())
+    @rule(name=st.sampled_from([*ROLES]), registers=st.booleans())
     def restart(self, name: str, registers: bool) -> None:
         if registers:
             self.incarnation += 1
             identity = peer_identity(name, self.incarnation)
-            role = Role.PREFILL if name.startswith("p") else Role.DECODE
-            message = registration(name, role, self.incarnation)
+            message = registration(name, ROLES[name], self.incarnation)
             self.take(self.conductor.handle(identity, message, self.now_s))
         elif (instance := self.conductor.instances.get(name)) is not None:
             self.take(self.conductor.peer_gone(instance.identity, self.now_s))
 
-    @rule(name=st.sampled_from(["p0", "p1", "d0"]), is_wanted=st.booleans(), stays=st.booleans())
+    @rule(name=st.sampled_from([*ROLES]), is_wanted=st.booleans(), stays=st.booleans())
     def drain(self, name: str, is_wanted: bool, stays: bool) -> None:
         order = Drain(1, name, is_wanted, force=True, stays=stays)
         self.take(self.conductor.handle(FRONT, order, self.now_s))
 
-    @rule(name=st.sampled_from(["p0", "p1", "d0"]), role=st.sampled_from(STAGES))
+    @rule(name=st.sampled_from([*ROLES]), role=st.sampled_from(STAGES))
     def change_role(self, name: str, role: Role) -> None:
         self.take(self.conductor.handle(FRONT, ChangeRole(1, name, role, force=True), self.now_s))
+
+    @rule(data=st.data(), name=st.sampled_from([*ROLES]))
+    def report(self, data: st.DataObject, name: str) -> None:
+        """A process of an instance is back, and says in whose pass the one before failed."""
+        self.incarnation += 1
+        failed_in = data.draw(st.sets(st.sampled_from(sorted(self.open)), max_size=2)) if self.open else set()
+        message = Returning(name, self.incarnation, [Ref(EPOCH, request_id, 1) for request_id in failed_in])
+        self.hear(peer_identity(f"{name}/returning", self.incarnation), message)
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:
@@ -174,18 +223,26 @@ class RequestsEndOnce(RuleBasedStateMachine):
             assert set(instance.requests) <= self.open
         for tracked in self.conductor.requests.values():
             assert (tracked.assignment is not None) is (tracked.state in PLACED)
+            assert (tracked.migration is not None) is (
+                tracked.request_id in self.conductor.migrations.in_progress
+            )
+            assert tracked.migration is None or tracked.state is RequestState.DECODING
+        for instance in self.conductor.instances:
+            assert self.conductor.migrations.num_in_flight(instance) <= self.limits.max_migrations
 
     @invariant()
     def loads_are_those_of_open_requests(self) -> None:
         loads, transfers = self.conductor.view.loads, self.conductor.view.transfers
-        assert loads.num_slots <= 3
+        assert loads.num_slots <= len(ROLES)
         for instance in self.conductor.instances:
             slot = self.conductor.prefixes.slots[instance.name]
             assert loads.num_assigned[slot] == len(instance.requests)
         states = [tracked.state for tracked in self.conductor.requests.values()]
         assert self.conductor.num_queued == states.count(RequestState.QUEUED)
         num_placed = sum(state in PLACED for state in states)
-        assert loads.batch_size.sum() == num_placed
+        migrations = [tracked.migration for tracked in self.conductor.requests.values() if tracked.migration]
+        num_coming = sum(migration.step is not MigrationStep.STRANDED for migration in migrations)
+        assert loads.batch_size.sum() == num_placed + num_coming
         assert loads.num_decoding.sum() == states.count(RequestState.DECODING)
         if not num_placed:
             for array in (loads.queued_s, loads.num_kv_tokens, loads.num_decoding_tokens):
@@ -199,7 +256,63 @@ class RequestsEndOnceWithTheBaseline(RequestsEndOnce):
     overload = Overload.BASELINE
 
 
+class RequestsEndOnceWhileTheyMove(RequestsEndOnce):
+    """Requests without SLOs, which are decoded at once, and move between two instances."""
+
+    limits = Limits(max_running_requests=12, max_migrations=2)
+
+    @rule()
+    def decode(self) -> None:
+        self.submit(0, "a", "")
+        self.obey(f"r{self.count}", [1] * 3)
+
+    @rule(data=st.data(), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    def obey_orders(self, data: st.DataObject, lengths: list[int]) -> None:
+        if self.open:
+            self.obey(data.draw(st.sampled_from(sorted(self.open))), lengths)
+
+    def obey(self, request_id: str, lengths: list[int]) -> None:
+        """Answer orders for one request well, one after the other, until it is decoded or has moved."""
+        for num_output_tokens in lengths:
+            pending = [effect for effect in self.orders if _request_of(effect) == request_id]
+            if not pending or isinstance(pending[-1].message, Decode | TakeOver):
+                return
+            self.orders.remove(pending[-1])
+            order = pending[-1].message
+            assert isinstance(order, Order)
+            self.do_well(pending[-1].peer, order, num_output_tokens)
+
+    @rule(
+        data=st.data(),
+        to=st.sampled_from(["d0", "d1", None]),
+        lengths=st.lists(st.integers(1, 40), max_size=7),
+    )
+    def migrate(self, data: st.DataObject, to: str | None, lengths: list[int]) -> None:
+        movable = [
+            request_id
+            for request_id, tracked in self.conductor.requests.items()
+            if self.conductor.migrations.may_move(tracked)
+        ]
+        if movable:
+            request_id = data.draw(st.sampled_from(movable))
+            self.hear(FRONT, Migrate(1, request_id, to))
+            self.obey(request_id, lengths)
+
+    @rule()
+    def repair(self) -> None:
+        """All instances are there, and take requests; those that were not had been killed."""
+        for name in ROLES:
+            if self.conductor.instances.get(name) is None:
+                self.incarnation += 1
+                returning = peer_identity(f"{name}/returning", self.incarnation)
+                self.hear(returning, Returning(name, self.incarnation, []))
+                self.restart(name, registers=True)
+            self.hear(FRONT, Drain(1, name, is_wanted=False))
+
+
 TestRequestsEndOnce = RequestsEndOnce.TestCase
 TestRequestsEndOnce.settings = settings(max_examples=num_examples(60), stateful_step_count=40)
 TestRequestsEndOnceWithTheBaseline = RequestsEndOnceWithTheBaseline.TestCase
 TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=num_examples(20), stateful_step_count=40)
+TestRequestsEndOnceWhileTheyMove = RequestsEndOnceWhileTheyMove.TestCase
+TestRequestsEndOnceWhileTheyMove.settings = settings(max_examples=num_examples(60), stateful_step_count=60)
