@@ -270,7 +270,7 @@ class Conductor:
         if tracked.state is RequestState.INTERRUPTED:
             return self._dispatcher.resubmit(tracked, answer.request, now_s)
         if tracked.state is RequestState.DECODING and answer.attempt == tracked.ref.attempt:
-            return self._dispatcher.resubmit_behind_gap(tracked, answer.request, now_s)
+            return self._dispatcher.resubmit_behind_loss(tracked, answer.request, now_s)
         return []  # the front was asked twice, or has asked twice
 
     def _drop_front(self, front: bytes, now_s: float) -> list[Effect]:

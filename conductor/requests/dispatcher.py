@@ -35,7 +35,7 @@ class Dispatcher:
         self._requests.resume(tracked, request)
         return self._placer.place(tracked, now_s)
 
-    def resubmit_behind_gap(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
+    def resubmit_behind_loss(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
         """Place a decoded request again, whose front lacks tokens before others: the attempt has failed."""
         reason = f"tokens from {request.num_output_tokens} on were lost on their way"
         if self._count_failure(tracked):

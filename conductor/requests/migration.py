@@ -52,6 +52,8 @@ class Migration:
     deadline_s: float
     """The time at which it is given up."""
     step: MigrationStep = MigrationStep.COPYING
+    num_held_blocks: int = 0
+    """Leading blocks that the destination's pool was believed to hold when the migration began."""
     num_rounds: int = 0
     """Rounds of copies that have ended."""
     num_copied_tokens: int = 0
@@ -59,7 +61,7 @@ class Migration:
     num_loaded_tokens: int = 0
     """Tokens whose KVCache the destination has loaded."""
     outcome: MigrationOutcome | None = None
-    """Why it is `STRANDED`."""
+    """How it ends, as far as that is known before."""
 
     @property
     def has_ordered_hand_over(self) -> bool:

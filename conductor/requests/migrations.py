@@ -138,9 +138,8 @@ class Migrations:
         """
         if not self.may_begin(tracked, destination):
             return []
-        num_bytes = self.cost(tracked, destination, now_s).num_bytes
-        deadline_s = now_s + self._limits.migration_timeout_s
-        return self._requests.begin_migration(tracked, destination, reason, num_bytes, deadline_s, now_s)
+        cost = self.cost(tracked, destination, now_s)
+        return self._requests.begin_migration(tracked, destination, reason, cost, now_s)
 
     def on_migrate(self, sender: bytes, order: Migrate, now_s: float) -> list[Effect]:
         """Move a request, as an operator asks."""
@@ -260,6 +259,7 @@ class Migrations:
             if tracked.migration.deadline_s > now_s:
                 continue
             if tracked.migration.has_ordered_hand_over:
+                tracked.migration.outcome = tracked.migration.outcome or MigrationOutcome.LATE
                 stopped.append(tracked)
             else:
                 effects += self._requests.end_migration(tracked, MigrationOutcome.LATE)

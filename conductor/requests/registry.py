@@ -15,6 +15,7 @@ from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats, MigrationOutcome, MigrationReason
 from conductor.view.instances import Instance, Instances
+from conductor.view.migration_costs import MigrationCost
 from conductor.view.placement import Placement
 from mooncake.messages.migration import PreCopy, TakeOver
 from mooncake.messages.pools import Grant
@@ -199,15 +200,17 @@ class Requests:
         tracked: TrackedRequest,
         destination: Instance,
         reason: MigrationReason,
-        copied_bytes: int,
-        deadline_s: float,
+        cost: MigrationCost,
         now_s: float,
     ) -> list[Effect]:
         """Reserve a share of `destination` for a request that is decoded, and order the first copies."""
         assert tracked.migration is None
-        share = self._assignments.reserve(tracked.placed, destination, copied_bytes)
+        share = self._assignments.reserve(tracked.placed, destination, cost.num_bytes)
         destination.requests[tracked.request_id] = share.num_tokens
-        tracked.migration = Migration(tracked.new_ref(), share, reason, now_s, deadline_s)
+        deadline_s = now_s + self.limits.migration_timeout_s
+        tracked.migration = Migration(
+            tracked.new_ref(), share, reason, now_s, deadline_s, num_held_blocks=cost.num_held_blocks
+        )
         self.migrating[tracked.request_id] = tracked
         return [Effect(tracked.placed.placement.decode.identity, PreCopy(tracked.ref))]
 
@@ -224,8 +227,7 @@ class Requests:
         migration, tracked.migration = tracked.migration, None
         if migration is None:
             return []
-        del self.migrating[tracked.request_id]
-        self.stats.migrations.num_ended[migration.reason, migration.outcome or outcome] += 1
+        self._count(tracked, migration, outcome)
         if migration.step is MigrationStep.STRANDED:
             return []
         return self._leave_destination(tracked, migration)
@@ -241,11 +243,10 @@ class Requests:
         migration, tracked.migration = tracked.migration, None
         assert migration is not None
         assert migration.step is MigrationStep.HANDING_OVER
-        del self.migrating[tracked.request_id]
-        stats = self.stats.migrations
-        stats.num_ended[migration.reason, MigrationOutcome.MOVED] += 1
-        stats.seconds += now_s - migration.began_s
-        stats.num_recomputed_tokens += max(0, len(request.token_ids) - migration.num_loaded_tokens)
+        self._count(tracked, migration, MigrationOutcome.MOVED)
+        self.stats.migrations.seconds += now_s - migration.began_s
+        num_recomputed_tokens = max(0, len(request.token_ids) - migration.num_loaded_tokens)
+        self.stats.migrations.num_recomputed_tokens += num_recomputed_tokens
         placement = tracked.placed.placement
         for source in (placement.prefill, placement.decode):
             source.requests.pop(tracked.request_id, None)
@@ -257,6 +258,14 @@ class Requests:
         self.num_released += 1
         tracked.ref, tracked.request = migration.ref, request
         return [Effect(destination.instance.identity, TakeOver(migration.ref, request))]
+
+    def _count(self, tracked: TrackedRequest, migration: Migration, outcome: MigrationOutcome) -> None:
+        """Count a migration that has ended."""
+        del self.migrating[tracked.request_id]
+        self.stats.migrations.num_ended[migration.reason, migration.outcome or outcome] += 1
+        block_size = migration.destination.instance.registration.layout.block_size
+        num_copied_blocks = max(0, migration.num_loaded_tokens // block_size - migration.num_held_blocks)
+        self.stats.migrations.num_copied_bytes += num_copied_blocks * self.view.block_bytes
 
     def _leave_destination(self, tracked: TrackedRequest, migration: Migration) -> list[Effect]:
         instance = migration.destination.instance

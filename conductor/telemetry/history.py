@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
 from mooncake.messages.fronts import Cancel, Ended, Failed, Rejected, Submit
+from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import (
     Abort,
@@ -61,6 +62,11 @@ class Timeline:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     attempt: int = 0
+    """The number of the current attempt. Some numbers are of migrations that did not come about."""
+    num_attempts: int = 0
+    """The number of placements."""
+    num_moves: int = 0
+    """The number of times that another decode instance has taken it over."""
     prefill: str | None = None
     decode: str | None = None
     is_over: bool = False
@@ -156,6 +162,7 @@ class History:
                 if (timeline := self.live.get(ref.request_id)) is not None:
                     timeline.decode = _instance(effect.peer)
                     timeline.attempt, timeline.prefill = ref.attempt, timeline.decode if inline else None
+                    timeline.num_attempts += 1
                     self._enter(ref, Moment(now_s, RESERVING, timeline.decode))
             case Prefill(ref=ref):
                 if (timeline := self._current(ref)) is not None:
@@ -165,6 +172,12 @@ class History:
                 if (timeline := self._current(ref)) is not None:
                     timeline.num_cached_tokens = num_cached_tokens
                     self._enter(ref, Moment(now_s, TRANSFERRING, timeline.decode))
+            case TakeOver(ref=ref):
+                if (timeline := self.live.get(ref.request_id)) is not None:
+                    source, timeline.decode = timeline.decode, _instance(effect.peer)
+                    timeline.attempt = ref.attempt
+                    timeline.num_moves += 1
+                    self._append(timeline, Moment(now_s, DECODING, timeline.decode, f"moved from {source}"))
             case Ended(request_id, num_output_tokens) if timeline := self.live.get(request_id):
                 timeline.num_output_tokens = num_output_tokens
                 self._end(timeline, Moment(now_s, FINISHED))

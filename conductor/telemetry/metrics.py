@@ -20,7 +20,14 @@ from conductor.requests.lifecycle import RUNNING_STATES
 from conductor.rules import Limits
 from conductor.telemetry.history import History
 from conductor.view.cluster_view import ClusterView
-from conductor.view.decision_stats import ERROR_BOUNDS_S, DecisionStats, Errors
+from conductor.view.decision_stats import (
+    ERROR_BOUNDS_S,
+    DecisionStats,
+    Errors,
+    MigrationOutcome,
+    MigrationReason,
+    MigrationStats,
+)
 from conductor.view.placement import Reason, Reuse
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.workers import InstanceState, Role
@@ -99,6 +106,7 @@ class ConductorMetrics(Collector):
             self._num_unfinished(),
         )
         yield from decision_metrics(conductor.stats)
+        yield from migration_metrics(conductor.stats.migrations, len(conductor.migrations.in_progress))
         yield from index_metrics(conductor.prefixes, self._streams())
 
     def _instances(self) -> Iterator[Metric]:
@@ -209,6 +217,39 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
     yield seconds
     yield _histogram("mooncake_ttft_prediction_error_seconds", "from placement to first token", stats.ttft)
     yield _histogram("mooncake_tbt_prediction_error_seconds", "of a request's mean TBT", stats.tbt)
+
+
+def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Iterator[Metric]:
+    """Migrations of running requests, and what they took."""
+    yield GaugeMetricFamily(
+        "mooncake_migrations_in_progress",
+        "running requests that move to another decode instance",
+        num_in_progress,
+    )
+    ended = CounterMetricFamily(
+        "mooncake_migrations",
+        "migrations that have ended, by why they began and how they ended; moved: on the destination",
+        labels=["reason", "outcome"],
+    )
+    for reason in MigrationReason:
+        for outcome in MigrationOutcome:
+            ended.add_metric([reason.value, outcome.value], migrations.num_ended[reason, outcome])
+    yield ended
+    yield CounterMetricFamily(
+        "mooncake_migration_seconds",
+        "time from the beginning of migrations to the hand-over; meanwhile the source goes on decoding",
+        migrations.seconds,
+    )
+    yield CounterMetricFamily(
+        "mooncake_migration_copied_bytes",
+        "KVCache that destinations of migrations have loaded and did not hold before",
+        migrations.num_copied_bytes,
+    )
+    yield CounterMetricFamily(
+        "mooncake_migration_recomputed_tokens",
+        "tokens that destinations of migrations computed again, as they were in no full block",
+        migrations.num_recomputed_tokens,
+    )
 
 
 def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:

@@ -191,8 +191,9 @@ class Assignments:
         assert assignment.decode_began_s is not None
         seconds = now_s - assignment.decode_began_s
         self._view.forecast.learn(assignment.request, assignment.stay, seconds, num_output_tokens, now_s)
-        if num_output_tokens > 1 and not assignment.has_moved:
-            self._stats.decoded(assignment.placement, seconds / (num_output_tokens - 1))
+        num_gaps = num_output_tokens - assignment.request.num_output_tokens - 1
+        if num_gaps > 0 and not assignment.has_moved:
+            self._stats.decoded(assignment.placement, seconds / num_gaps)
 
     def reserve(self, assignment: Assignment, instance: Instance, copied_bytes: float) -> Destination:
         """Enter a decoded request into the batch of the instance to which it moves, too."""

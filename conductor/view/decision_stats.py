@@ -76,7 +76,7 @@ class MigrationStats:
     seconds: float = 0.0
     """From the beginning to the hand-over, over all requests that have moved."""
     num_copied_bytes: int = 0
-    """Bytes of the blocks that destinations were told to fetch and were believed to lack."""
+    """Bytes of the blocks that destinations have loaded, beyond those that their pools held before."""
     num_recomputed_tokens: int = 0
     """Tokens that destinations computed again, as their KVCache was in no full block."""
 

@@ -17,8 +17,10 @@ from mooncake.messages.requests import Request
 class MigrationCost(NamedTuple):
     """What a migration takes."""
 
+    num_held_blocks: int
+    """The request's leading blocks that the destination's pool is believed to hold."""
     num_bytes: int
-    """Bytes of the blocks that the destination lacks."""
+    """Bytes of the blocks that it lacks."""
     copy_s: float
     """Seconds for which source and destination are busy with the copies."""
     pause_s: float
@@ -54,4 +56,5 @@ def migration_cost(
     num_bytes = num_blocks * view.block_bytes
     first_s, byte_s = view.transfers.costs(assignment.decode_slot, 0)
     pause_s = view.next_gap_s(slot, assignment.num_tokens)
-    return MigrationCost(num_bytes, first_s + num_bytes * byte_s if num_bytes else 0.0, pause_s)
+    copy_s = first_s + num_bytes * byte_s if num_bytes else 0.0
+    return MigrationCost(num_held_blocks, num_bytes, copy_s, pause_s)

@@ -108,6 +108,29 @@ OVERVIEW = [
             f"rate(mooncake_cached_prompt_tokens_total{RATE})": "of prompts, from the cache",
         },
     ),
+    Chart(
+        "Migrations by reason",
+        "ops",
+        rates("mooncake_migrations_total", "reason", where='{outcome="moved"}'),
+        "Running requests that have moved to another decode instance.",
+    ),
+    Chart(
+        "Migrations that came to nothing",
+        "ops",
+        rates("mooncake_migrations_total", "outcome", where='{outcome!="moved"}'),
+        "The request stayed, or had ended.",
+    ),
+    Chart(
+        "Time of a migration",
+        "s",
+        {
+            f"rate(mooncake_migration_seconds_total{RATE})"
+            f' / on () group_left () sum(rate(mooncake_migrations_total{{outcome="moved"}}{RATE}))': (
+                "to the hand-over"
+            )
+        },
+        "Mean. Meanwhile the source goes on decoding.",
+    ),
 ]
 KVCACHE = [
     Chart(

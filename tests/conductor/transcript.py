@@ -6,7 +6,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
 
     cluster prefill=2 decode=1 [both=N] [inlining=yes] [ttft_slo=S] [tbt_slo=S] [scheduling=...]
             [overload=...] [threshold=X] [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
-            [max_running=N] [max_waiting=N] [classes=NAME:TTFT:TBT,...] [replicate=USES]
+            [max_running=N] [max_waiting=N] [classes=NAME:TTFT:TBT,...] [replicate=USES] [max_migrations=N]
     at T                       it is T now
     join INSTANCE [pages=N] [can_decode=no]    again INSTANCE    gone INSTANCE    tick
     drain INSTANCE [wanted=no] [force=yes] [stay=yes]    somebody asks for it, or for the opposite
@@ -145,6 +145,7 @@ class Transcript:
         max_waiting: str = "0",
         classes: str = "",
         replicate: str = "",
+        max_migrations: str = "8",
     ) -> list[str]:
         limits = Limits(
             max_running_requests=int(max_running),
@@ -152,6 +153,7 @@ class Transcript:
             tbt_slo_s=None if tbt_slo is None else float(tbt_slo),
             peer_timeout_s=1e6,
             max_waiting=int(max_waiting),
+            max_migrations=int(max_migrations),
             slo_classes={
                 name: SLOs(float(ttft), float(tbt))
                 for name, ttft, tbt in (words.split(":") for words in classes.split(",") if words)

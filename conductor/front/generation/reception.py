@@ -1,7 +1,7 @@
 """Tokens that arrive for one request, and how far they have come.
 
 Source and destination of a migration send over two connections, so the first tokens of the destination may
-overtake the last ones of the source. Tokens that come early wait until the gap before them is filled, by
+overtake the last ones of the source. Tokens that come early wait for those before them, of
 whichever attempt: every attempt gives the same token at the same position.
 
 Owns: which tokens are new, whatever attempt they are of; what is said of those that are missing.
@@ -43,7 +43,7 @@ Receive = Callable[[Event], None]
 """Callback for the events of one request, in order, as soon as they come; raises nothing."""
 
 
-MAX_BEATS_FOR_GAP = 2
+MAX_BEATS_FOR_MISSING = 2
 """Heartbeats of the front for which tokens may be missing before others."""
 
 
@@ -58,9 +58,9 @@ class Reception:
     """The latest attempt of which tokens have come, behind the epoch of its Conductor."""
     token_ids: list[int] = field(default_factory=list)
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs with a gap before them, by position: each is behind the end of `token_ids`."""
-    num_gap_beats: int = 0
-    """Consecutive heartbeats at which there was a gap before `early`."""
+    """Outputs before which tokens are missing, by position: each begins behind the end of `token_ids`."""
+    num_missing_beats: int = 0
+    """Consecutive heartbeats at which there were `early` outputs."""
     num_sent: int | None = None
     """Number of tokens there are, once the Conductor has said that all were sent."""
     num_silent_beats: int = 0
@@ -81,8 +81,8 @@ class Reception:
 
     def beat(self) -> bool:
         """Count a heartbeat of the front. Returns whether tokens have been missing for too long."""
-        self.num_gap_beats = self.num_gap_beats + 1 if self.early else 0
-        return self.num_gap_beats >= MAX_BEATS_FOR_GAP and self.num_sent is None
+        self.num_missing_beats = self.num_missing_beats + 1 if self.early else 0
+        return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
         """Return what is new with `output`, or None if it belongs to an attempt that has been replaced.
@@ -102,7 +102,7 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Add the early outputs that have no gap before them any more, now that tokens of `attempt` came."""
+        """Add early outputs before which nothing is missing now that tokens of `attempt` came."""
         if attempt == self.attempt:  # it gives the rest itself, and what earlier ones have given may differ
             self.early = [output for output in self.early if _attempt(output) == attempt]
         while self.early and self.early[0].position <= len(self.token_ids):
@@ -113,7 +113,7 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Add the tokens of an output without a gap before it. Returns what is new, if anything is."""
+        """Add the tokens of an output before which none are missing. Returns what is new, if anything is."""
         new = output.token_ids
         if output.position < len(self.token_ids):
             known = self.token_ids[output.position : output.position + len(new)]

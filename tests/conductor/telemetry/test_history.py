@@ -8,6 +8,8 @@ from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
 from mooncake.messages.fronts import Cancel, Submit
+from mooncake.messages.migration import HandedOver, PreCopied, Prepared
+from mooncake.messages.operators import Migrate
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
     Finished,
@@ -23,6 +25,7 @@ from mooncake.messages.workers import (
 from tests.conductor.small_cluster import (
     B0,
     D0,
+    D1,
     FRONT,
     GRANT,
     HEARTBEAT,
@@ -31,14 +34,15 @@ from tests.conductor.small_cluster import (
     ref,
     registration,
     request,
+    two_decode_instances,
 )
 
 
 class Watched:
     """A Conductor and its history."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.conductor: Conductor = new_conductor(limits)
+    def __init__(self, limits: Limits | None = None, conductor: Conductor | None = None) -> None:
+        self.conductor: Conductor = conductor or new_conductor(limits)
         self.history = History()
 
     def hear(self, sender: bytes, message: ToConductor, now_s: float) -> None:
@@ -192,3 +196,26 @@ def test_messages_of_instances_that_have_nothing_to_do_with_requests_are_ignored
     cluster.hear(D0, Reserved(ref(), GRANT), 1.0)
     assert not cluster.history.live
     assert not cluster.history.ended
+
+
+def test_a_migration_shows_on_which_instances_the_request_ran() -> None:
+    cluster = Watched(conductor=two_decode_instances(Limits()))
+    cluster.hear(FRONT, Submit(request()), 0.0)
+    cluster.hear(D0, Reserved(ref(), GRANT), 1.0)
+    cluster.hear(P0, Prefilled(ref(), 1, 0), 2.0)
+    cluster.hear(FRONT, Migrate(1, "r", "d1"), 3.0)
+    cluster.hear(D1, WorkFailed(ref(2), "no room", True), 4.0)
+    cluster.hear(FRONT, Migrate(1, "r", "d1"), 5.0)
+    cluster.hear(D0, PreCopied(ref(), [1, 2], 8), 6.0)
+    cluster.hear(D1, Prepared(ref(3), 8), 7.0)
+    cluster.hear(D0, PreCopied(ref(), [1, 2], 8), 8.0)
+    cluster.hear(D0, HandedOver(ref(), [1, 2]), 9.0)
+    cluster.hear(D1, Finished(ref(3), FinishReason.STOP, 4), 10.0)
+    timeline = cluster.timeline()
+    assert cluster.steps()[-3:] == [
+        (2.0, "transferring", "d0"),
+        (9.0, "decoding", "d1"),
+        (10.0, "finished", None),
+    ]
+    assert timeline.moments[-2].note == "moved from d0"
+    assert (timeline.num_attempts, timeline.num_moves, timeline.decode) == (1, 1, "d1")

@@ -12,6 +12,7 @@ from conductor.telemetry.metrics import (
     HistoryMetrics,
     decision_metrics,
     index_metrics,
+    migration_metrics,
     stage_loads,
 )
 from conductor.view.cluster_view import ClusterView
@@ -43,6 +44,32 @@ def test_requests_in_the_admission_queue_are_told_from_those_that_wait_for_an_in
     states = ("reserving", "queued", "waiting")
     assert [value("mooncake_requests_by_state", {"state": state}) for state in states] == [1, 1, 0]
     assert value("mooncake_requests_waiting_for_load") == 1
+
+
+def test_migrations_are_told_by_reason_and_outcome() -> None:
+    transcript = Transcript()
+    for line in (
+        *(
+            "cluster decode=2",
+            "submit r tokens=100 max_tokens=50",
+            "reserved r",
+            "prefilled r",
+            "holds d1 20 prompt=r",
+        ),
+        *("migrate r to=d1", "precopied r output=5", "at 2", "prepared r tokens=104", "precopied r output=6"),
+        *("handedover r output=8", "migrate r to=d0"),
+    ):
+        transcript.run(line)
+    families = {family.name: family for family in migration_metrics(transcript.stats.migrations, 1)}
+    ended = families["mooncake_migrations"].samples
+    assert {tuple(sample.labels.values()): sample.value for sample in ended if sample.value} == {
+        ("by_hand", "moved"): 1
+    }
+    totals = {name: family.samples[0].value for name, family in families.items()}
+    assert totals["mooncake_migrations_in_progress"] == 1
+    assert totals["mooncake_migration_seconds"] == 2
+    assert totals["mooncake_migration_copied_bytes"] == 6 * 256  # 26 blocks, of which 20 were held
+    assert totals["mooncake_migration_recomputed_tokens"] == 4
 
 
 def test_what_computes_is_told_by_instance() -> None:

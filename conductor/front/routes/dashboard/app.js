@@ -172,7 +172,7 @@ function drawTimeline(request) {
   byId("timeline").replaceChildren(
     element("strong", {}, request.id),
     ` ${request.num_prompt_tokens} prompt tokens, ${request.num_cached_tokens} of them cached,`,
-    ` ${request.num_output_tokens} tokens out, attempts: ${request.num_attempts}`, bar,
+    ` ${request.num_output_tokens} tokens out, attempts: ${request.num_attempts}, moves: ${request.num_moves}`, bar,
     element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
   byId("timeline").hidden = false;
 }
