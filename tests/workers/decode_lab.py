@@ -86,6 +86,7 @@ class DecodeLab(MiniCluster):
         at: InstanceUnderTest,
         *,
         tenant: str = "",
+        answer_id: str = "",
         salt: str = "",
         priority: int = 0,
         tbt_slo_s: float | None = None,
@@ -95,7 +96,16 @@ class DecodeLab(MiniCluster):
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
         request = Request(
-            name, prompt, keys, sampling, "front", bool(salt), root, tenant=tenant, priority=priority
+            name,
+            prompt,
+            keys,
+            sampling,
+            "front",
+            bool(salt),
+            root,
+            tenant=tenant,
+            priority=priority,
+            answer_id=answer_id,
         )
         answer = self.answers[name] = Answer(Reception(request, lambda _: None, 0.0))
         decoded = self._decoded[name] = Decoded(request, answer, at, Ref(1, name, 1), tbt_slo_s, inline)
@@ -115,12 +125,17 @@ class DecodeLab(MiniCluster):
             case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():
                 self._said[message.ref].put_nowait(message)
 
+    @property
+    def num_said(self) -> int:
+        """Number of answers that nobody has asked for."""
+        return sum(said.qsize() for said in self._said.values())
+
     async def next_said(self, ref: Ref) -> Said:
         """The next answer about an attempt."""
         async with asyncio.timeout(DEADLINE_S):
             return await self._said[ref].get()
 
-    def cancel_now(self, decoded: Decoded) -> None:
+    def abort(self, decoded: Decoded) -> None:
         """The client has gone."""
         decoded.at.obey(Abort(decoded.ref))
 
@@ -170,6 +185,14 @@ class Move:
     def give_up(self) -> None:
         self.destination.obey(Abort(self.ref))
 
+    async def finish(self) -> bool:
+        """The last steps. Returns whether the request has moved; else it has ended."""
+        if not isinstance(await self.hand_over(), HandedOver):
+            self.give_up()
+            return False
+        self.take_over()
+        return True
+
     async def run(self, num_rounds: int = 1) -> Prepared | None:
         """All steps. Returns what is prepared in the end; None if the request stays, or has ended."""
         for _ in range(num_rounds):
@@ -179,11 +202,7 @@ class Move:
             prepared = await self.prepare()
             if not isinstance(prepared, Prepared):
                 return None
-        if not isinstance(await self.hand_over(), HandedOver):
-            self.give_up()
-            return None
-        self.take_over()
-        return prepared
+        return prepared if await self.finish() else None
 
 
 @contextlib.asynccontextmanager

@@ -66,19 +66,26 @@ class Brake:
     """Holds up the iterations of a batch, so that none of it ends before what other processes do is done."""
 
     def __init__(self, executor: Executor) -> None:
-        self._decode, self._is_off = executor.decode, threading.Event()
+        self._decode, self._is_off, self._holds = executor.decode, threading.Event(), threading.Event()
         self._is_off.set()
         executor.decode = self._decode_when_off  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """No iteration begins; one may be in flight."""
+        self._holds.clear()
         self._is_off.clear()
         try:
             yield
         finally:
             self._is_off.set()
 
+    async def holds(self) -> None:
+        """Returns when an iteration is held up, and none before it runs any more."""
+        assert await asyncio.to_thread(self._holds.wait, DEADLINE_S)
+
     def _decode_when_off(self, batch: Batch, draws: Draws) -> Drawn:
+        if not self._is_off.is_set():
+            self._holds.set()
         assert self._is_off.wait(DEADLINE_S)
         return self._decode(batch, draws)

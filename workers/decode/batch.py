@@ -97,6 +97,7 @@ class DecodeBatch:
             lists[sequence.state].remove(sequence)
             sequence.state = SequenceState.LEAVING
             self._leaving.append(sequence)
+            sequence.admitted.set()
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's pages, which no pass and no copy reads or writes any more. Idempotent."""
@@ -173,7 +174,6 @@ class DecodeBatch:
     def _fail(self, sequence: Sequence, num_pages: int) -> None:
         sequence.error = OutOfPages(num_pages, self._kv.num_free_pages, self._kv.num_pages)
         self.leave(sequence)
-        sequence.admitted.set()
 
     # -- admission ----------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class Sequence:
     sequence is in none."""
     pages: list[int] = field(default_factory=list)
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the device pages are there."""
+    """Set when the device pages are there, or not wanted any more."""
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first token of an inlined prompt is drawn, or with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
