@@ -20,6 +20,7 @@ from conductor.membership.operators import Operators
 from conductor.membership.roles import Roles
 from conductor.replication.contexts import Contexts
 from conductor.replication.copies import Replication
+from conductor.replication.evacuation import Evacuation
 from conductor.requests.dispatcher import Dispatcher
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
@@ -89,9 +90,21 @@ class Conductor:
         self.migrations = Migrations(self._requests, rules)
         self._dispatcher = Dispatcher(self._requests, self._placer, self._admission, self.migrations)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
+        self.contexts = Contexts(self.prefixes, self.instances)
+        self.replication = (
+            Replication(self.view, rules.replication)
+            if rules.replication is not None and rules.fetches_prefixes
+            else None
+        )
         self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
         self.roles = Roles(self._requests, self._placer, emptier, self._fronts)
-        self._leaving = Leaving(self._requests, emptier, self.roles, self._fronts)
+        self._leaving = Leaving(
+            self._requests,
+            emptier,
+            Evacuation(self.view, self.contexts, self.replication),
+            self.roles,
+            self._fronts,
+        )
         self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations)
         self._membership = Membership(
             fingerprint,
@@ -103,12 +116,6 @@ class Conductor:
             self.roles,
         )
         self.elasticity = Elasticity(self._requests, self.migrations, self._switch_role, rules)
-        self.contexts = Contexts(self.prefixes, self.instances)
-        self.replication = (
-            Replication(self.view, rules.replication)
-            if rules.replication is not None and rules.fetches_prefixes
-            else None
-        )
         self._last_tick_s: float | None = None
 
     # -- what telemetry reads -----------------------------------------------------------------------
@@ -184,7 +191,7 @@ class Conductor:
         effects += self._dispatcher.end_late_migrations(now_s)
         effects += self._placer.retry_waiting(now_s)
         effects += self._dispatcher.ask_again()
-        effects += self._emptier.tick(now_s) + self._settle(now_s)
+        effects += self._emptier.tick(now_s) + self._leaving.copy_blocks(now_s) + self._settle(now_s)
         effects += self.elasticity.tick(now_s) + self._settle(now_s)
         effects += self.contexts.tick(now_s)
         if self.replication is not None:

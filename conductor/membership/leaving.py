@@ -4,13 +4,15 @@
                                     ──> SERVING, if the order is taken back
                        ──> RETIRING ──> RETIRED
 
-Owns: an instance's way out of the cluster. Does not know: sockets, how its requests are taken away.
+Owns: an instance's way out of the cluster. Does not know: sockets, how its requests are taken away, which
+blocks are copied.
 """
 
 from conductor.effects import Effect
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
 from conductor.membership.roles import Roles
+from conductor.replication.evacuation import Evacuation
 from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
 from mooncake.messages.workers import InstanceState, Retired
@@ -19,8 +21,10 @@ from mooncake.messages.workers import InstanceState, Retired
 class Leaving:
     """Drains the registry's instances."""
 
-    def __init__(self, requests: Requests, emptier: Emptier, roles: Roles, fronts: Fronts) -> None:
-        self._emptier, self._roles, self._fronts = emptier, roles, fronts
+    def __init__(
+        self, requests: Requests, emptier: Emptier, evacuation: Evacuation, roles: Roles, fronts: Fronts
+    ) -> None:
+        self._emptier, self._evacuation, self._roles, self._fronts = emptier, evacuation, roles, fronts
         self._instances = requests.instances
 
     def why_not(self, instance: Instance, *, force: bool = False) -> str:
@@ -38,11 +42,12 @@ class Leaving:
         if instance.state is InstanceState.DRAINING:
             assert instance.emptying is not None
             instance.emptying.leaves = leaves
-        return effects + self.settle()
+        return effects + self.copy_blocks(now_s) + self.settle()
 
     def retire(self, instance: Instance, now_s: float) -> list[Effect]:
         """Drain an instance whose worker has been told to end. No effects if it does that already."""
-        return self._begin(instance, InstanceState.RETIRING, now_s) + self.settle()
+        effects = self._begin(instance, InstanceState.RETIRING, now_s)
+        return effects + self.copy_blocks(now_s) + self.settle()
 
     def _begin(self, instance: Instance, state: InstanceState, now_s: float) -> list[Effect]:
         was_switching = instance.state is InstanceState.SWITCHING
@@ -54,19 +59,29 @@ class Leaving:
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
         """Take an order to drain back. No effects if the instance is about to end."""
-        return self._emptier.end(instance, now_s) + self._fronts.tell()
+        return self._emptier.end(instance, now_s) + self.copy_blocks(now_s) + self._fronts.tell()
+
+    def copy_blocks(self, now_s: float) -> list[Effect]:
+        """Copy blocks of leaving instances as far as possible by now. Call this about twice a second."""
+        leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
+        return self._evacuation.go_on(leaving, now_s)
 
     def settle(self) -> list[Effect]:
         """Let instances end that are to leave and have nothing left."""
         effects: list[Effect] = []
         for instance in self._instances.emptying:
-            if self._has_nothing_left(instance) and self._instances.retire(instance):
+            emptying = instance.emptying
+            if emptying is None or not self._is_to_leave(instance):
+                continue
+            is_empty = not instance.requests and not emptying.num_blocks_left
+            if is_empty and self._instances.retire(instance):
                 self._roles.forget(instance.name)
                 effects.append(Effect(instance.identity, Retired()))
         return effects
 
     @staticmethod
-    def _has_nothing_left(instance: Instance) -> bool:
-        emptying = instance.emptying
-        is_to_leave = instance.state is InstanceState.RETIRING or (emptying is not None and emptying.leaves)
-        return is_to_leave and not instance.requests
+    def _is_to_leave(instance: Instance) -> bool:
+        is_ordered = instance.emptying is not None and instance.emptying.leaves
+        return instance.state is InstanceState.RETIRING or (
+            instance.state is InstanceState.DRAINING and is_ordered
+        )

@@ -60,6 +60,10 @@ class Contexts:
         """The blocks of caches that are pinned, as far as is known."""
         return sum(context.num_pinned for context in self._contexts.values())
 
+    def pinned_on(self, instance: Instance) -> list[list[BlockKey]]:
+        """The blocks of each cache that are pinned on an instance."""
+        return [context.pinned for context in self._contexts.values() if context.holder is instance]
+
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
         """Add a cache, or give one a new time to live. The same id has the same keys."""
         context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
@@ -77,7 +81,7 @@ class Contexts:
         for context_id, context in list(self._contexts.items()):
             if context.expires_s <= now_s:
                 effects += self.drop(context_id)
-            elif context.renew_s <= now_s or self._is_lost(context) or self._may_be_longer(context):
+            elif context.renew_s <= now_s or not self._stays(context) or self._may_be_longer(context):
                 effects += self._pin(context, now_s)
         return effects
 
@@ -85,6 +89,12 @@ class Contexts:
         """Whether any instance holds the first missing block. This costs one look-up for any length."""
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
+
+    def _stays(self, context: KeptContext) -> bool:
+        """Whether the holder, if there is one, is there and takes requests."""
+        holder = context.holder
+        is_serving = holder is None or holder.state is InstanceState.SERVING
+        return is_serving and not self._is_lost(context)
 
     def _is_lost(self, context: KeptContext) -> bool:
         holder = context.holder

@@ -34,6 +34,8 @@ MOST_COPIES = 256
 """The number of copies that are followed. Beyond it, the oldest ones are left to eviction."""
 _MOST_NOTED = 1 << 13
 """The latest prompts in which a round looks for prefixes. Hot ones are among them."""
+_MOST_LATEST = 1 << 10
+"""The latest prompts in which prefixes are looked for when an instance joins or leaves."""
 _MOST_PREFIXES = 64
 """The hottest prefixes that are considered in one round."""
 _ROOM_SHARE = 2
@@ -62,14 +64,18 @@ class Replication:
     """Orders copies of hot prefixes, and drops them."""
 
     def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
-        self._view, self._rules = view, rules
+        self._view, self.rules = view, rules
         self._heat = Heat()
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_NOTED)
         """Prompts that were counted since the latest round."""
+        self._latest: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_LATEST)
+        """The latest prompts that were counted."""
         self._copies: dict[tuple[str, BlockKey], Copy] = {}
         """Copies by instance and last block, oldest first."""
         self._hot: list[Sequence[BlockKey]] = []
         """Prefixes that were worth a second copy in the latest round."""
+        self._known: set[bytes] = set()
+        """The instances that compute prompts, as of the latest call of `tick`."""
         self._round_s: float | None = None
         self.num_ordered_blocks = 0
         self.num_dropped_blocks = 0
@@ -91,16 +97,23 @@ class Replication:
         layout = self._view.layout
         if layout is None:
             return []
-        is_time = seconds >= self._rules.period_s
+        is_time = seconds >= self.rules.period_s
         if is_time:
             self._round_s = now_s
             self._heat.fade(seconds)
-        self._noted += self._heat.count()
+        counted = self._heat.count()
+        self._noted += counted
+        self._latest += counted
+        warming = self._warm(layout, now_s)
         if not is_time:
-            return []
+            return warming
         holders = self._holders()
         self._follow(holders, now_s)
-        return self._drop(holders) + self._replicate(layout, now_s)
+        return warming + self._drop(holders) + self._replicate(layout, now_s)
+
+    def hottest(self, num_uses: float) -> list[Sequence[BlockKey]]:
+        """The hottest prefixes of the latest prompts with more than `num_uses`, each once."""
+        return self._hottest([*self._latest, *self._hot], num_uses)
 
     # -- copies that were ordered -------------------------------------------------------------------
 
@@ -139,7 +152,7 @@ class Replication:
             held = view.loads.is_prefill & holders[tip]
             held[slot] = False
             num_others = int(held.sum()) - num_dropped[tip]
-            num_warm = self._heat.depth(copy.keys, self._rules.uses_per_copy * num_others / 2)
+            num_warm = self._heat.depth(copy.keys, self.rules.uses_per_copy * num_others / 2)
             if num_others < 1 or num_warm == len(copy.keys):
                 continue
             num_dropped[tip] += 1
@@ -153,28 +166,69 @@ class Replication:
 
     # -- new ones -----------------------------------------------------------------------------------
 
+    def _warm(self, layout: KVLayout, now_s: float) -> list[Effect]:
+        """Order the hottest prefixes to instances that have just begun to compute prompts."""
+        view = self._view
+        slots = {
+            view.instance_at(slot).identity: slot for slot in view.loads.is_prefill.nonzero()[0].tolist()
+        }
+        known, self._known = self._known, set(slots)
+        return [
+            effect
+            for identity, slot in slots.items()
+            if identity not in known
+            for effect in self._warm_one(slot, layout, now_s)
+        ]
+
+    def _warm_one(self, slot: int, layout: KVLayout, now_s: float) -> list[Effect]:
+        """Order prefixes with half the uses that one copy more is worth; others would be dropped again."""
+        view = self._view
+        room_blocks = view.loads.prefill_room_blocks.item(slot) // _ROOM_SHARE
+        effects: list[Effect] = []
+        left_bytes = self._left_bytes(now_s)
+        for prefix in self.hottest(self.rules.uses_per_copy / 2):
+            match = view.prefixes.match(prefix)
+            num_holders = int((view.loads.is_prefill & (match.num_blocks >= len(prefix))).sum())
+            depth = self._heat.depth(prefix, self.rules.uses_per_copy * max(1, num_holders) / 2)
+            depth = min(depth, match.num_best_blocks)
+            num_lacking = depth - match.num_blocks_at(slot)
+            num_bytes = num_lacking * layout.block_bytes
+            if 0 < num_bytes <= left_bytes and num_lacking <= room_blocks:
+                left_bytes -= num_bytes
+                source = view.instance_at(self._source(match, depth, layout))
+                copy = Copy(view.instance_at(slot), prefix[:depth], num_bytes, now_s + FETCH_S)
+                effects.append(self._order(copy, source, layout, now_s))
+        return effects
+
+    def _left_bytes(self, now_s: float) -> int:
+        """The bytes that may be ordered now."""
+        in_flight = [copy.num_bytes for copy in self._copies.values() if copy.is_in_flight(now_s)]
+        return self.rules.most_bytes - sum(in_flight)
+
     def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
         """Order copies, of the hottest prefixes first, as long as the limit of bytes allows."""
-        in_flight = [copy for copy in self._copies.values() if copy.is_in_flight(now_s)]
-        left_bytes = self._rules.most_bytes - sum(copy.num_bytes for copy in in_flight)
+        left_bytes = self._left_bytes(now_s)
         effects = []
-        self._hot = self._hottest([*self._noted, *self._hot])
+        self._hot = self._hottest([*self._noted, *self._hot], self.rules.uses_per_copy)
         self._noted.clear()
         for keys in self._hot:
             for copy, source in self._lacking(keys, layout, left_bytes, now_s):
                 left_bytes -= copy.num_bytes
-                num_new_blocks = copy.num_bytes // layout.block_bytes
-                self.num_ordered_blocks += num_new_blocks
-                self._add(copy, len(copy.keys) - num_new_blocks, now_s)
-                order = Replicate(list(copy.keys), source.registration.shards, FETCH_S)
-                effects.append(Effect(copy.instance.identity, order))
+                effects.append(self._order(copy, source, layout, now_s))
         return effects
 
-    def _hottest(self, noted: Iterable[Sequence[BlockKey]]) -> list[Sequence[BlockKey]]:
-        """The prefixes that are worth a second copy, each once."""
+    def _order(self, copy: Copy, source: Instance, layout: KVLayout, now_s: float) -> Effect:
+        num_new_blocks = copy.num_bytes // layout.block_bytes
+        self.num_ordered_blocks += num_new_blocks
+        self._add(copy, len(copy.keys) - num_new_blocks, now_s)
+        order = Replicate(list(copy.keys), source.registration.shards, FETCH_S)
+        return Effect(copy.instance.identity, order)
+
+    def _hottest(self, noted: Iterable[Sequence[BlockKey]], num_uses: float) -> list[Sequence[BlockKey]]:
+        """The prefixes with more than `num_uses`, each once."""
         prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
         for keys in noted:
-            if depth := self._heat.depth(keys, self._rules.uses_per_copy):
+            if depth := self._heat.depth(keys, num_uses):
                 prefixes.setdefault(keys[depth - 1], keys[:depth])
         return heapq.nlargest(_MOST_PREFIXES, prefixes.values(), key=lambda keys: self._heat.uses(keys[-1]))
 
@@ -189,7 +243,7 @@ class Replication:
         is_prefill = view.loads.is_prefill
         lacking: list[tuple[Copy, Instance]] = []
         for number in range(1, int(is_prefill.sum())):
-            depth = min(self._heat.depth(keys, self._rules.uses_per_copy * number), num_known)
+            depth = min(self._heat.depth(keys, self.rules.uses_per_copy * number), num_known)
             if int((is_prefill & (num_blocks >= depth)).sum()) > number:
                 continue
             target = self._target(num_blocks, keys, depth, now_s) if depth else None

@@ -12,6 +12,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     drain INSTANCE [wanted=no] [force=yes] [stay=yes]    somebody asks for it, or for the opposite
     role INSTANCE prefill|decode|both [force=yes]    somebody asks for another role
     retire INSTANCE                            it wants to end itself
+    keep CONTEXT N [prompt=P]                  a client keeps the first N blocks
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
@@ -49,6 +50,7 @@ from mooncake.messages.fronts import (
     Failed,
     FrontHello,
     Interrupted,
+    KeepContext,
     Rejected,
     Submit,
 )
@@ -75,6 +77,7 @@ from mooncake.messages.workers import (
     Finished,
     Heartbeat,
     HeartbeatAck,
+    Pin,
     Prefill,
     Prefilled,
     Refused,
@@ -89,6 +92,7 @@ from mooncake.messages.workers import (
     ReturnNoted,
     Role,
     SwitchRole,
+    Unpin,
     WorkFailed,
 )
 
@@ -228,6 +232,10 @@ class Transcript:
         in_dram = keys if dram is None else keys[: int(dram)]
         self._conductor.prefixes.apply(name, [KVStored(Tier.DRAM, in_dram), KVStored(Tier.SSD, keys)])
         return []
+
+    def _do_keep(self, context_id: str, num_blocks: str, prompt: str = "a") -> list[str]:
+        message = KeepContext(context_id, _keys(prompt, int(num_blocks)), 1000.0)
+        return self._shown(self._conductor.handle(FRONT, message, self._now_s))
 
     def _do_used(self, name: str, pages: str) -> list[str]:
         return self._beat(name, num_used=int(pages))
@@ -448,6 +456,10 @@ class Transcript:
                 return f"rejected {request_id} {status}{retry}: {message}"
             case Replicate(keys, shards):
                 return f"fetch {len(keys)} of {_prompt(keys)} from {shards[0].messenger.instance}"
+            case Pin(keys):
+                return f"pin {len(keys)} of {_prompt(keys)}"
+            case Unpin(keys):
+                return f"unpin {len(keys)} of {_prompt(keys)}"
             case DropCopies(keys):
                 first = int(keys[0].split()[1])
                 return f"drop {first} to {first + len(keys)} of {_prompt(keys)}"

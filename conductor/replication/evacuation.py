@@ -1,0 +1,144 @@
+"""Copies of the blocks that would be lost with an instance that leaves: pinned ones, and hot prefixes.
+
+What no other instance holds as far is fetched by one that has room and does, or may, compute prompts. A limit
+of bytes is in flight at once, as bulk; a leaving instance waits for its copies, but for no longer than
+`MOST_S`: what has not come by then is computed again when it is wanted.
+
+Owns: which blocks are copied where, how many are left. Does not know: why an instance leaves, how blocks are
+sent, the clock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from conductor.effects import Effect
+from conductor.replication.contexts import Contexts
+from conductor.replication.copies import Replication
+from conductor.rules import ReplicationRules
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.workers import Replicate
+
+MOST_S = 20.0
+"""Seconds after which an instance waits for no more copies."""
+LEAST_USES = 1.5
+"""Uses, lately, from which on a prefix is worth being kept: it was asked for again."""
+_ROOM_SHARE = 2
+"""The divisor of an instance's pages that a copy may take: one half."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """An instance whose blocks are copied."""
+
+    until_s: float
+    wanted: list[Sequence[BlockKey]]
+    """Prefixes that are still to be ordered or to come, the most important first."""
+    ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
+    """The instance that was told to fetch a prefix, and the blocks that it lacked, by the last block."""
+
+
+class Evacuation:
+    """Copies the blocks of leaving instances. `replication` tells which prefixes are hot; None: none is."""
+
+    def __init__(self, view: ClusterView, contexts: Contexts, replication: Replication | None) -> None:
+        self._view, self._contexts, self._replication = view, contexts, replication
+        rules = ReplicationRules() if replication is None else replication.rules
+        self._most_bytes = rules.most_bytes
+        self._leaving: dict[bytes, _Leaving] = {}
+        self.num_ordered_blocks = 0
+
+    def go_on(self, leaving: Sequence[Instance], now_s: float) -> list[Effect]:
+        """Order what there is room for. Call this again about twice a second.
+
+        Args:
+            leaving: All instances that are to leave. The blocks that are left of each are counted in its
+                `emptying`.
+            now_s: The time.
+        """
+        identities = {instance.identity for instance in leaving}
+        self._leaving = {name: one for name, one in self._leaving.items() if name in identities}
+        return [effect for instance in leaving for effect in self._copy(instance, now_s)]
+
+    def _copy(self, instance: Instance, now_s: float) -> list[Effect]:
+        leaving = self._leaving.get(instance.identity)
+        if leaving is None:
+            leaving = self._leaving[instance.identity] = _Leaving(now_s + MOST_S, self._wanted(instance))
+        num_left, num_in_flight, effects = 0, 0, list[Effect]()
+        still_wanted = []
+        for keys in leaving.wanted if now_s < leaving.until_s else ():
+            num_blocks, num_held = self._held(instance, keys)
+            num_lacking = num_held - int(num_blocks.max(initial=0))
+            if num_lacking <= 0:
+                continue
+            target = leaving.ordered.get(keys[-1])
+            if target is not None and not self._takes_requests(target[0]):
+                target = None  # it is lost, or leaves itself
+            if target is None:
+                target = self._target(keys, num_blocks, num_in_flight)
+                if target is None and not num_in_flight:
+                    continue  # nobody has room for it
+                if target is not None:
+                    leaving.ordered[keys[-1]] = target
+                    self.num_ordered_blocks += target[1]
+                    order = Replicate(list(keys), instance.registration.shards, leaving.until_s - now_s)
+                    effects.append(Effect(target[0].identity, order))
+            num_in_flight += 0 if target is None else target[1]
+            num_left += num_lacking
+            still_wanted.append(keys)
+        leaving.wanted = still_wanted
+        assert instance.emptying is not None
+        instance.emptying.num_blocks_left = num_left
+        return effects
+
+    def _wanted(self, instance: Instance) -> list[Sequence[BlockKey]]:
+        """The prefixes that are worth being kept, as far as the instance holds them."""
+        pinned = self._contexts.pinned_on(instance)
+        hot = [] if self._replication is None else self._replication.hottest(LEAST_USES)
+        slot = self._view.slot_of(instance.name)
+        assert slot is not None
+        prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
+        for keys in (*pinned, *hot):
+            num_held = self._view.prefixes.match(keys).num_blocks_at(slot)
+            if num_held:
+                prefixes.setdefault(keys[num_held - 1], keys[:num_held])
+        return list(prefixes.values())
+
+    def _held(self, instance: Instance, keys: Sequence[BlockKey]) -> tuple[np.ndarray, int]:
+        """The leading blocks that instances which stay hold, 0 for others; those of the leaving one."""
+        slot = self._view.slot_of(instance.name)
+        assert slot is not None
+        num_blocks = self._view.prefixes.match(keys).num_blocks
+        return np.where(self._stays, num_blocks, 0), int(num_blocks[slot])
+
+    @property
+    def _stays(self) -> np.ndarray:
+        loads = self._view.loads
+        return loads.is_prefill | loads.is_decode
+
+    def _takes_requests(self, instance: Instance) -> bool:
+        slot = self._view.slot_of(instance.name)
+        return slot is not None and self._view.holds(slot, instance) and bool(self._stays[slot])
+
+    def _target(
+        self, keys: Sequence[BlockKey], num_blocks: np.ndarray, num_in_flight: int
+    ) -> tuple[Instance, int] | None:
+        """The instance that is to fetch a prefix, and the blocks that it lacks; None if none is to do so now.
+
+        One that computes prompts, then the one that lacks the fewest blocks.
+        """
+        loads = self._view.loads
+        num_lacking = len(keys) - num_blocks
+        room_blocks = np.maximum(loads.prefill_room_blocks, loads.decode_room_blocks) // _ROOM_SHARE
+        (able,) = (self._stays & (num_lacking <= room_blocks)).nonzero()
+        if not able.size:
+            return None
+        computes = (loads.is_prefill | loads.inlines)[able]
+        slot = int(able[np.lexsort((num_lacking[able], ~computes))[0]])
+        num_new = int(num_lacking[slot])
+        if num_in_flight and (num_in_flight + num_new) * self._view.block_bytes > self._most_bytes:
+            return None
+        return self._view.instance_at(slot), num_new
