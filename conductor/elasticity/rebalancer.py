@@ -12,7 +12,7 @@ Owns: the decisions. Does not know: how a role is changed, where figures come fr
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,7 +114,8 @@ class Rebalancer:
         self.rules = rules or RebalancingRules()
         self.decisions: deque[Decision] = deque(maxlen=NUM_KEPT)
         """The latest decisions, oldest first."""
-        self.num_switches = 0
+        self.num_decided: Counter[Role] = Counter()
+        """Changes that were decided, by the role after them."""
         self.desired: dict[Role, int] = {}
         """The number of instances of each role that the load needs, whatever there are: for autoscalers."""
         self._persistence = Persistence()
@@ -163,7 +164,7 @@ class Rebalancer:
             return None
         self._num_left -= 1
         self._direction = change.after
-        self.num_switches += 1
+        self.num_decided[change.after] += 1
         self.decisions.append(Decision(now_s, change))
         return change
 

@@ -80,6 +80,10 @@ class Utilisation:
         """Forget an instance that has gone, or that does something else from now on."""
         self._totals.pop(name, None)
 
+    def by_name(self) -> dict[str, Used]:
+        """What instances use, as far as it is known."""
+        return {name: of.used for name, of in self._totals.items() if of.used is not None}
+
     def of(self, name: str) -> Used | None:
         """What an instance uses; None while too little is known."""
         totals = self._totals.get(name)

@@ -142,6 +142,8 @@ async def serve(process: ConductorProcess) -> None:
             None if isinstance(threshold, str) else threshold,
             config.conductor.overload,
             replication=_replication_rules(config.conductor),
+            moves_requests=config.conductor.migrate_for_slos,
+            has_rebalancing=config.conductor.rebalancing,
             has_inlining=config.conductor.inlining,
             mixed_chunk_tokens=config.worker.mixed_chunk_tokens,
         )

@@ -18,6 +18,7 @@ from conductor.policy import Conductor
 from conductor.replication.copies import Replication
 from conductor.requests.lifecycle import RUNNING_STATES
 from conductor.rules import Limits
+from conductor.telemetry.elasticity_metrics import elasticity_metrics
 from conductor.telemetry.history import History
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import (
@@ -93,6 +94,7 @@ class ConductorMetrics(Collector):
             "state",
             {"pinned": contexts.num_pinned, "missing": contexts.num_blocks - contexts.num_pinned},
         )
+        yield from elasticity_metrics(conductor.elasticity)
         if conductor.replication is not None:
             yield from replication_metrics(conductor.replication)
         yield CounterMetricFamily(

@@ -99,6 +99,15 @@ class ConductorConfig(Section):
         description="decode instances too compute prompts, in chunks beside what they decode, where that"
         " adds less waiting than a prefill instance",
     )
+    rebalancing: bool = Field(
+        True,
+        description="change the roles of instances as the load does, where at least two may have another one",
+    )
+    migrate_for_slos: bool = Field(
+        True,
+        description="move running requests to other decode instances where an SLO would be missed, a stricter"
+        " class lacks headroom, or a long request lacks device pages",
+    )
     overload: Overload = Field(
         Overload.PREDICTION,
         description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from benchmarks.tools.arguments import count, one_of, positive
+from benchmarks.tools.arguments import count, not_negative, one_of, positive
 from benchmarks.tools.simulator.arguments import add_instances, add_source, setup_of
 from benchmarks.tools.simulator.pictures import Drawn, draw
 from benchmarks.tools.simulator.report import Report, print_report
 from benchmarks.tools.simulator.series import LoadSeries
-from benchmarks.tools.simulator.setup import Setup, simulate
+from benchmarks.tools.simulator.setup import Join, Leave, Setup, simulate
 from benchmarks.tools.traces.reading import TraceFile
 from benchmarks.tools.traces.replay import at_speed, jittered, until
 from benchmarks.tools.traces.request import TraceRequest
@@ -28,6 +28,7 @@ from mooncake.cli.command_line import Parser, exit_code
 from mooncake.cli.steps import StepDisplay
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 from mooncake.errors import ConfigError
+from mooncake.messages.workers import Role
 
 EXAMPLES = """examples:
   mooncake-sim --trace trace.jsonl --prefill 4 --decode 4 --ttft-slo 30 --tbt-slo 0.1
@@ -51,6 +52,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace, command: Sequence[str]) -> int:
+    options.joins, options.leaves = tuple(options.joins or ()), tuple(options.leaves or ())
     setup = setup_of(options)
     setup.shape()  # told before the trace is read
     _refuse_idle(options, setup)
@@ -81,6 +83,9 @@ _CONDUCTOR = "instances under a Conductor"
 _NEEDED = {
     "chunk_tokens": ("--chunk", _COUPLED),
     "inlining": ("--inlining", _PAIRS),
+    "rebalancing": ("--rebalance", _PAIRS),
+    "joins": ("--join", _CONDUCTOR),
+    "leaves": ("--leave", _CONDUCTOR),
     "prefill_layer_window": ("--prefill-layer-window", _PAIRS),
     "scheduling": ("--scheduling", _PAIRS),
     "kvcache_balancing_threshold": ("--kvcache-balancing-threshold", _PAIRS),
@@ -96,10 +101,27 @@ def _refuse_idle(options: argparse.Namespace, setup: Setup) -> None:
     """Raises ConfigError for an option that changes nothing in this cluster."""
     has = {_COUPLED} if setup.num_coupled else {_CONDUCTOR, _PAIRS} if setup.num_prefill else {_CONDUCTOR}
     for name, (option, needed) in _NEEDED.items():
-        if getattr(options, name) not in (None, False) and needed not in has:
+        if getattr(options, name) not in (None, False, ()) and needed not in has:
             raise ConfigError(f"{option} is for {needed}: it changes nothing in {setup.name}")
     if setup.num_coupled and not options.rejects:
         raise ConfigError("--no-rejection is for a Conductor: coupled instances reject nothing")
+
+
+def _timed(text: str) -> tuple[float, str]:
+    """A time and a word, as in `60:decode`."""
+    seconds, _, word = text.partition(":")
+    if not word:
+        raise argparse.ArgumentTypeError(f"expected SECONDS:WORD, got {text!r}")
+    return not_negative(seconds), word
+
+
+def _join(text: str) -> Join:
+    at_s, role = _timed(text)
+    return Join(at_s, one_of(Role)(role))
+
+
+def _leave(text: str) -> Leave:
+    return Leave(*_timed(text))
 
 
 def _watched(load: Iterable[TraceRequest], show: Callable[[int], None]) -> Iterator[TraceRequest]:
@@ -186,6 +208,14 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--both", type=count, dest="num_both", metavar="N", help=both_help)
     inlining_help = "decode instances compute prompts too, where that adds the least waiting"
     group.add_argument("--inlining", action="store_true", help=inlining_help)
+    rebalance_help = "change roles as the load does, and move running requests where SLOs want it"
+    group.add_argument("--rebalance", action="store_true", dest="rebalancing", help=rebalance_help)
+    join_help = "an instance of this role joins then (prefill, decode or both)"
+    group.add_argument("--join", type=_join, nargs="+", dest="joins", metavar="SECONDS:ROLE", help=join_help)
+    leave_help = "an instance drains and leaves then (such as decode-0)"
+    group.add_argument(
+        "--leave", type=_leave, nargs="+", dest="leaves", metavar="SECONDS:NAME", help=leave_help
+    )
     coupled_help = "instances that do both, without Conductor"
     group.add_argument("--coupled", type=count, dest="num_coupled", metavar="N", help=coupled_help)
     chunk_help = "tokens of an iteration of coupled ones (default: whole prompts)"

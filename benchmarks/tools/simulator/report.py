@@ -76,10 +76,20 @@ def _rows(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
         row("within TTFT / TBT SLO", lambda s: f"{s.ttft_attainment:.1%} / {s.tbt_attainment:.1%}"),
         row("input cached / fetched", lambda s: f"{s.cached_share:.1%} / {s.fetched_share:.1%}"),
         row("device time of a prefill, s", lambda s: f"{s.prefill_s_per_request:.3f}"),
+        *_elastic(runs),
         ("events", [f"{run.num_events:,}" for run in runs]),
         ("events/s", [f"{run.num_events / max(run.seconds, 1e-9):,.0f}" for run in runs]),
         ("simulated in, s", [f"{run.seconds:.1f}" for run in runs]),
     ]
+
+
+def _elastic(runs: list[SimulatedRun]) -> list[tuple[str, list[str]]]:
+    """The changes of roles and moves of requests, if there were any."""
+    counts = [run.conductor or {} for run in runs]
+    if not any(of.get("num_switches") or of.get("num_moves") for of in counts):
+        return []
+    cells = [f"{of.get('num_switches', 0):.0f} / {of.get('num_moves', 0):.0f}" for of in counts]
+    return [("changes of roles / moves of requests", cells)]
 
 
 def _times(times: Distribution, factor: float, digits: int) -> str:

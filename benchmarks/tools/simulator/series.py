@@ -28,8 +28,8 @@ class LoadSeries:
         step_s = [instance.step_s for instance in cluster.decodes]
         sample = (
             cluster.clock.now_s,
-            sum(queued_s) / len(queued_s) / self._ttft_slo_s,
-            sum(step_s) / len(step_s) / self._tbt_slo_s,
+            sum(queued_s) / max(1, len(queued_s)) / self._ttft_slo_s,
+            sum(step_s) / max(1, len(step_s)) / self._tbt_slo_s,
             sum(instance.num_queued for instance in cluster.prefills),
             sum(instance.batch.size for instance in cluster.decodes),
         )

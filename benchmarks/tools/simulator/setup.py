@@ -24,12 +24,29 @@ from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.report import SimulatedRun
 from benchmarks.tools.simulator.summary import SLOs, summarize
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest, in_blocks
+from conductor.membership.roles import SwitchEnd
 from conductor.rules import Limits, Rules
+from conductor.view.decision_stats import MigrationOutcome
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 from mooncake.config.profile import load_profile
 from mooncake.errors import ConfigError
+from mooncake.messages.workers import Role
 
 OnSecond = Callable[[DisaggregatedCluster], None]
+
+
+class Join(msgspec.Struct, frozen=True):
+    """An instance that joins the cluster."""
+
+    at_s: float
+    role: Role
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """An instance that drains and leaves."""
+
+    at_s: float
+    name: str
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +67,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """decode instances too compute prompts, where that adds the least waiting"""
     rebalancing: bool = False
     """roles of instances change as the load does, and requests move between decode instances"""
+    joins: tuple[Join, ...] = ()
+    """Instances that join later."""
+    leaves: tuple[Leave, ...] = ()
+    """Instances that leave before the end."""
     num_coupled: int = 0
     chunk_tokens: int | None = None
     """Chunks of coupled instances, which compute whole prompts without."""
@@ -128,6 +149,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
                 "a cluster has prefill and decode instances, some with both roles, or coupled ones: say how"
                 " many of which"
             )
+        num_instances = self.num_prefill + self.num_decode + len(self.joins)
+        if self.rebalancing and not self.num_coupled and num_instances < 3:
+            raise ConfigError("no role can change among two instances: each stage keeps one")
         if BLOCK_TOKENS % self.block_tokens:
             raise ConfigError(
                 f"the blocks of loads, {BLOCK_TOKENS} tokens, cannot be divided into blocks of"
@@ -164,7 +188,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             has_rebalancing=self.rebalancing,
             has_inlining=self.inlining,
         )
-        return DisaggregatedCluster(
+        cluster = DisaggregatedCluster(
             shape,
             self.num_prefill,
             self.num_decode,
@@ -173,6 +197,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             on_second=on_second or (lambda cluster: None),
             num_both=self.num_both,
         )
+        for join in self.joins:
+            cluster.join_at(join.at_s, join.role)
+        for leave in self.leaves:
+            cluster.leave_at(leave.at_s, leave.name)
+        return cluster
 
 
 @contextlib.contextmanager
@@ -201,11 +230,18 @@ def simulate(
     if isinstance(cluster, DisaggregatedCluster):
         outcomes = cluster.conductor.stats
         reasons = {str(reason): number for reason, number in outcomes.num_rejections.items()}
+        num_moved = {
+            reason: number
+            for (reason, outcome), number in outcomes.migrations.num_ended.items()
+            if outcome is MigrationOutcome.MOVED
+        }
         conductor = {
             "mean_predicted_ttft_s": outcomes.ttft.predicted_s / max(1, sum(outcomes.ttft.counts)),
             "mean_ttft_error_s": outcomes.ttft.sum_s / max(1, sum(outcomes.ttft.counts)),
             "num_fetches": float(outcomes.num_fetches),
-            "num_inlined": float(sum(decode.inlined.num_computed for decode in cluster.decodes)),
+            "num_inlined": float(sum(of.decode.inlined.num_computed for of in cluster.instances)),
+            "num_switches": float(cluster.conductor.roles.num_switches[SwitchEnd.DONE]),
+            "num_moves": float(sum(num_moved.values())),
         }
     run = SimulatedRun(
         setup.name,

@@ -1,0 +1,40 @@
+"""The metrics of elasticity: what the load needs, what instances use, what the rebalancer has decided.
+
+Owns: names of metrics. Does not know: how anything is decided.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from conductor.elasticity.control import Elasticity
+
+
+def elasticity_metrics(elasticity: Elasticity) -> Iterator[Metric]:
+    """Yield all families. Those of the rebalancer are empty while it is off."""
+    used = GaugeMetricFamily(
+        "mooncake_instance_utilisation",
+        "share of an instance that was really used: computing time, and bytes of KVCache",
+        labels=["instance", "resource"],
+    )
+    for name, shares in elasticity.utilisation.by_name().items():
+        used.add_metric([name, "compute"], shares.compute)
+        used.add_metric([name, "memory"], shares.memory)
+    yield used
+    rebalancer = elasticity.rebalancer
+    desired = GaugeMetricFamily(
+        "mooncake_desired_instances",
+        "instances that the load needs within its SLOs, for autoscalers",
+        labels=["role"],
+    )
+    decided = CounterMetricFamily(
+        "mooncake_rebalancer_decisions", "changes of roles that were decided", labels=["role"]
+    )
+    if rebalancer is not None:
+        for role, number in rebalancer.desired.items():
+            desired.add_metric([role.value], number)
+        for role, number in Counter(rebalancer.num_decided).items():
+            decided.add_metric([role.value], number)
+    yield desired
+    yield decided
