@@ -132,7 +132,7 @@ class Dispatcher:
             case Prepared():
                 return self._migrations.on_prepared(tracked, message, now_s)
             case WorkFailed():
-                return self._migrations.on_destination_failed(tracked)
+                return self._migrations.refused(tracked, now_s)
         return []
 
     def _on_handed_over(self, tracked: TrackedRequest, handed_over: HandedOver, now_s: float) -> list[Effect]:

@@ -79,6 +79,8 @@ class TrackedRequest:
     """Numbers of attempts that were given, those of destinations of migrations too. None is given twice."""
     migration: Migration | None = None
     """The migration in progress, if `state` is DECODING."""
+    refused_moves: dict[bytes, float] = field(default_factory=dict)
+    """When each life of an instance last refused the request as the destination of a migration."""
     num_unlisted: int = 0
     """Consecutive heartbeats of its front that did not name the request."""
 

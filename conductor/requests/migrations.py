@@ -10,7 +10,8 @@ Owns: which orders follow which answers, what ends a migration. Does not know: w
 steps of requests that do not (`conductor.requests.dispatcher`).
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
@@ -25,6 +26,8 @@ from mooncake.messages.migration import HandOver, PreCopied, PreCopy, Prepare, P
 from mooncake.messages.operators import Migrate, Migrates
 from mooncake.messages.workers import InstanceState, Role
 
+RETRY_AFTER_S = 5.0
+"""The time for which an instance that has refused a request is not chosen for it again."""
 MAX_ROUNDS = 3
 """Rounds of copies. A source that draws more than a block in each of them hands over nevertheless."""
 
@@ -52,13 +55,6 @@ class Migrations:
         """Whether the request may move to this instance now."""
         return self.may_move(tracked) and not self._why_not_there(tracked, destination)
 
-    def num_in_flight(self, instance: Instance) -> int:
-        """The number of migrations from and to an instance."""
-        return sum(
-            instance in (migration.destination.instance, migration.destination.source)
-            for migration in self._in_flight()
-        )
-
     def cost(self, tracked: TrackedRequest, destination: Instance, now_s: float) -> MigrationCost:
         """Predict the cost of moving a request that is decoded."""
         return migration_cost(self._view, tracked.request, tracked.placed, destination, now_s)
@@ -66,23 +62,31 @@ class Migrations:
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
         """The instance with the least predicted TBT that has a batch slot and pages for a decoded request.
 
-        None if there is none, or the request may not move.
+        With a TBT SLO, one that would miss it is none unless the source misses it by more. None if there is
+        none, or the request may not move.
         """
         if not self.may_move(tracked):
             return None
+        most_s = self._most_tbt_s(tracked)
         num_tokens = num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
-        instances = self._requests.instances.serving(Role.DECODE)
-        able = [
-            (self._next_tbt_s(instance, tracked), index)
-            for index, instance in enumerate(instances)
-            if not self._why_not_there(tracked, instance) and self._has_room(instance, num_tokens)
-        ]
-        return instances[min(able)[1]] if able else None
+        best, best_s = None, math.inf
+        for instance in self._requests.instances.serving(Role.DECODE):
+            tbt_s = self._next_tbt_s(instance, tracked)
+            if tbt_s >= best_s or tbt_s > most_s or self._why_not_there(tracked, instance):
+                continue
+            refused_s = tracked.refused_moves.get(instance.identity, -math.inf)
+            if now_s - refused_s >= RETRY_AFTER_S and self._has_room(instance, num_tokens):
+                best, best_s = instance, tbt_s
+        return best
 
-    def _in_flight(self) -> Iterable[Migration]:
-        for tracked in self._requests.migrating.values():
-            assert tracked.migration is not None
-            yield tracked.migration
+    def _most_tbt_s(self, tracked: TrackedRequest) -> float:
+        """The TBT that a destination of the request may have."""
+        slo_s = self._requests.slos_in_batch(tracked).tbt_s
+        if slo_s is None:
+            return math.inf
+        slot, loads = tracked.placed.decode_slot, self._view.loads
+        present_s = self._view.tbt_s(slot, loads.batch_size.item(slot), loads.num_kv_tokens.item(slot))
+        return max(slo_s, present_s)
 
     def _why_it_stays(self, tracked: TrackedRequest) -> str:
         if tracked.state is not RequestState.DECODING:
@@ -91,7 +95,7 @@ class Migrations:
             return "it migrates already"
         if self._requests.suspicion.is_suspect(tracked.request_id):
             return "it may have ended an instance, and is computed alone"
-        if self.num_in_flight(tracked.placed.placement.decode) >= self._limits.max_migrations:
+        if self._requests.num_migrations(tracked.placed.placement.decode) >= self._limits.max_migrations:
             return f"{tracked.decode} has {self._limits.max_migrations} migrations, the limit"
         return ""
 
@@ -101,11 +105,11 @@ class Migrations:
             return f"it is decoded by {name}"
         if destination.state is not InstanceState.SERVING:
             return f"{name} is {destination.state.value}"
-        if destination not in self._requests.instances.serving(Role.DECODE):
+        if destination.role is Role.PREFILL:
             return f"{name} does not decode"
         if not destination.can_hold(num_tokens_held(tracked.request, Role.DECODE)):
             return f"the KVCache of {name} cannot hold it"
-        if self.num_in_flight(destination) >= self._limits.max_migrations:
+        if self._requests.num_migrations(destination) >= self._limits.max_migrations:
             return f"{name} has {self._limits.max_migrations} migrations, the limit"
         return ""
 
@@ -199,7 +203,7 @@ class Migrations:
         migration.num_loaded_tokens = prepared.num_tokens
         num_tokens = tracked.request.num_prompt_tokens + migration.num_copied_tokens
         if num_tokens - prepared.num_tokens > max(self._most_at_once, 2 * self._block_size):
-            return self._requests.end_migration(tracked, MigrationOutcome.REFUSED)
+            return self.refused(tracked, now_s)
         if migration.num_rounds >= MAX_ROUNDS:
             return self._hand_over(tracked, migration, now_s)
         migration.move_to(MigrationStep.COPYING)
@@ -229,8 +233,10 @@ class Migrations:
 
     # -- ends ---------------------------------------------------------------------------------------
 
-    def on_destination_failed(self, tracked: TrackedRequest) -> list[Effect]:
+    def refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """End a migration whose destination has no room, or has failed. It costs the request no attempt."""
+        assert tracked.migration is not None
+        tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
         return self._give_up(tracked, MigrationOutcome.REFUSED)
 
     def lose(self, lost: list[Instance]) -> list[Effect]:
@@ -262,6 +268,7 @@ class Migrations:
                 tracked.migration.outcome = tracked.migration.outcome or MigrationOutcome.LATE
                 stopped.append(tracked)
             else:
+                tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
                 effects += self._requests.end_migration(tracked, MigrationOutcome.LATE)
         return effects, stopped
 

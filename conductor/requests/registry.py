@@ -51,6 +51,8 @@ class Requests:
         self._assignments = Assignments(view, rules, self.stats)
         self._has_double_check = rules.has_double_check
         self._num_of_tenant: Counter[str] = Counter()
+        self._num_migrations: Counter[bytes] = Counter()
+        """Migrations by source and by destination, of which only those that are still wanted count."""
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -83,6 +85,10 @@ class Requests:
         """The placed request whose present attempt is `ref`."""
         tracked = self.by_id.get(ref.request_id)
         return tracked if tracked is not None and tracked.ref == ref and tracked.state in PLACED else None
+
+    def num_migrations(self, instance: Instance) -> int:
+        """The number of migrations from and to an instance."""
+        return self._num_migrations[instance.identity]
 
     def coming(self, ref: Ref) -> TrackedRequest | None:
         """The migrating request whose attempt at its destination will be `ref`."""
@@ -212,6 +218,8 @@ class Requests:
             tracked.new_ref(), share, reason, now_s, deadline_s, num_held_blocks=cost.num_held_blocks
         )
         self.migrating[tracked.request_id] = tracked
+        for instance in (share.source, destination):
+            self._num_migrations[instance.identity] += 1
         return [Effect(tracked.placed.placement.decode.identity, PreCopy(tracked.ref))]
 
     def strand(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
@@ -253,6 +261,7 @@ class Requests:
         if placement.decode.emptying is not None:
             placement.decode.emptying.num_moved += 1
         destination = migration.destination
+        self._leave(destination.instance)
         destination.instance.requests[tracked.request_id] = destination.num_tokens
         self._assignments.move(tracked.placed, destination, now_s)
         self.num_released += 1
@@ -262,13 +271,21 @@ class Requests:
     def _count(self, tracked: TrackedRequest, migration: Migration, outcome: MigrationOutcome) -> None:
         """Count a migration that has ended."""
         del self.migrating[tracked.request_id]
+        self._leave(migration.destination.source)
         self.stats.migrations.num_ended[migration.reason, migration.outcome or outcome] += 1
         block_size = migration.destination.instance.registration.layout.block_size
         num_copied_blocks = max(0, migration.num_loaded_tokens // block_size - migration.num_held_blocks)
         self.stats.migrations.num_copied_bytes += num_copied_blocks * self.view.block_bytes
 
+    def _leave(self, instance: Instance) -> None:
+        """Count one migration less from or to an instance."""
+        self._num_migrations[instance.identity] -= 1
+        if not self._num_migrations[instance.identity]:
+            del self._num_migrations[instance.identity]
+
     def _leave_destination(self, tracked: TrackedRequest, migration: Migration) -> list[Effect]:
         instance = migration.destination.instance
+        self._leave(instance)
         self._assignments.give_back(migration.destination)
         self.num_released += 1
         instance.requests.pop(tracked.request_id, None)

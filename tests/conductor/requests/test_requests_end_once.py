@@ -228,7 +228,12 @@ class RequestsEndOnce(RuleBasedStateMachine):
             )
             assert tracked.migration is None or tracked.state is RequestState.DECODING
         for instance in self.conductor.instances:
-            assert self.conductor.migrations.num_in_flight(instance) <= self.limits.max_migrations
+            num_migrations = sum(
+                instance in (migration.destination.instance, migration.destination.source)
+                for tracked in self.conductor.requests.values()
+                if (migration := tracked.migration) is not None
+            )
+            assert num_migrations <= self.limits.max_migrations
 
     @invariant()
     def loads_are_those_of_open_requests(self) -> None:
