@@ -148,10 +148,10 @@ class Conductor:
         return effects + self._placer.retry_queued(now_s)
 
     def _settle(self, now_s: float) -> list[Effect]:
-        """Let instances leave, or have another role, whose last request has gone."""
+        """Empty instances further, and let those leave, or have another role, whose last request has gone."""
         if not self.instances.emptying:
             return []
-        return self.roles.settle(now_s) + self._leaving.settle()
+        return self._emptier.retry(now_s) + self.roles.settle(now_s) + self._leaving.settle()
 
     def _react(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         match message:

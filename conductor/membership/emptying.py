@@ -21,6 +21,8 @@ class Emptier:
     def __init__(self, requests: Requests, placer: Placer, migrations: Migrations) -> None:
         self._requests, self._placer, self._migrations = requests, placer, migrations
         self._instances, self._view = requests.instances, requests.view
+        self._num_released = 0
+        """The registry's number of releases when instances were last emptied."""
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
         """Place nothing more on the instance. None if its state does not allow that. `go_on` follows."""
@@ -31,7 +33,13 @@ class Emptier:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Try again what had no room elsewhere. Call this about twice a second."""
-        return [effect for one in self._instances.emptying for effect in self.go_on(one, now_s)]
+        effects = [effect for one in self._instances.emptying for effect in self.go_on(one, now_s)]
+        self._num_released = self._requests.num_released
+        return effects
+
+    def retry(self, now_s: float) -> list[Effect]:
+        """Do the same if requests have left instances since, so that there may be room by now."""
+        return self.tick(now_s) if self._num_released != self._requests.num_released else []
 
     def go_on(self, instance: Instance, now_s: float) -> list[Effect]:
         """Take away the requests for which there is room by now."""
