@@ -96,15 +96,10 @@ class Conductor:
             if rules.replication is not None and rules.fetches_prefixes
             else None
         )
+        self.evacuation = Evacuation(self.view, self.contexts, self.replication)
         self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
         self.roles = Roles(self._requests, self._placer, emptier, self._fronts)
-        self._leaving = Leaving(
-            self._requests,
-            emptier,
-            Evacuation(self.view, self.contexts, self.replication),
-            self.roles,
-            self._fronts,
-        )
+        self._leaving = Leaving(self._requests, emptier, self.evacuation, self.roles, self._fronts)
         self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations)
         self._membership = Membership(
             fingerprint,

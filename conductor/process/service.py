@@ -88,6 +88,7 @@ class ConductorService:
             now_s = time.monotonic()
             effects = self._conductor.tick(now_s)
             self._history.observe(b"", None, effects, now_s)
+            self._history.changes.observe(self._conductor.instances, now_s)
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 from conductor.policy import Conductor
 from conductor.telemetry.history import TRANSFERRING, History, Timeline
 from conductor.telemetry.metrics import instances_text
-from conductor.view.instances import Instance
+from conductor.view.instances import Emptying, Instance
 from mooncake.messages.workers import Heartbeat
 
 NUM_REQUESTS = 40
 NUM_REJECTIONS = 20
 NUM_PATHS = 60
 NUM_CONTEXTS = 40
+NUM_MOVES = 40
+NUM_DECISIONS = 20
 NumReceived = Callable[[str], int | None]
 
 
@@ -43,6 +45,15 @@ class Display:
         return {
             "model": self._model_name,
             "instances": [_instance(instance) for instance in self._conductor.instances],
+            "changes": [
+                {**change._asdict(), "at_s": self._wall_s(change.at_s)} for change in history.changes.latest
+            ],
+            "moves": self._moves(),
+            "num_moves": {
+                f"{reason}: {outcome}": number
+                for (reason, outcome), number in self._conductor.stats.migrations.num_ended.items()
+            },
+            "decisions": self._decisions(),
             "paths": self._paths(),
             "num_transfers": history.num_steps[TRANSFERRING],
             "contexts": [
@@ -105,6 +116,43 @@ class Display:
             "num_output_tokens": num_tokens,
         }
 
+    def _moves(self) -> list[dict[str, Any]]:
+        """The migrations in progress."""
+        moves = []
+        for request_id, tracked in islice(self._conductor.migrations.in_progress.items(), NUM_MOVES):
+            if (migration := tracked.migration) is not None:
+                moves.append(
+                    {
+                        "id": request_id,
+                        "source": tracked.decode,
+                        "destination": migration.destination.instance.name,
+                        "reason": migration.reason,
+                        "step": migration.step.name.lower(),
+                        "num_rounds": migration.num_rounds,
+                        "began_s": self._wall_s(migration.began_s),
+                    }
+                )
+        return moves
+
+    def _decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions of the rebalancer, the last one first."""
+        rebalancer = self._conductor.elasticity.rebalancer
+        if rebalancer is None:
+            return []
+        return [
+            {
+                "at_s": self._wall_s(decision.at_s),
+                "instance": decision.change.instance,
+                "before": decision.change.before,
+                "after": decision.change.after,
+                "why": decision.change.why,
+                "benefit_s": round(decision.change.benefit_s, 2),
+                "cost_s": round(decision.change.cost_s, 2),
+                "outcome": None if decision.outcome is None else decision.outcome._asdict(),
+            }
+            for decision in islice(reversed(rebalancer.decisions), NUM_DECISIONS)
+        ]
+
     def _paths(self) -> list[dict[str, Any]]:
         """The busiest paths between pools, by the bytes that either end has sent or fetched."""
         num_bytes: Counter[tuple[str, str, str]] = Counter()
@@ -125,10 +173,14 @@ class Display:
 
 
 def _instance(instance: Instance) -> dict[str, Any]:
+    emptying = instance.emptying or Emptying(0.0)
     shown = {
         "name": instance.name,
         "role": instance.role,
         "state": instance.state,
+        "next_role": emptying.next_role,
+        "num_moved": emptying.num_moved,
+        "num_blocks_left": emptying.num_blocks_left,
         "engine": instance.registration.engine,
         "num_requests": len(instance.requests),
         "num_assigned_tokens": instance.num_assigned_tokens,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
+from conductor.telemetry.changes import InstanceChanges
 from mooncake.messages.fronts import Cancel, Ended, Failed, Rejected, Submit
 from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import Ref
@@ -100,11 +101,12 @@ class Rejection:
 
 @dataclass(slots=True)
 class History:
-    """Timelines of live and of recently ended requests, recent rejections, totals since the start."""
+    """Timelines of live and recently ended requests, recent rejections, changes of instances, totals."""
 
     live: dict[str, Timeline] = field(default_factory=dict)
     ended: OrderedDict[str, Timeline] = field(default_factory=OrderedDict)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=NUM_REJECTIONS))
+    changes: InstanceChanges = field(default_factory=InstanceChanges)
     num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS.values(), 0)))
     """Rejections by reason."""
     num_ended: Counter[str] = field(

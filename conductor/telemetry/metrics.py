@@ -20,6 +20,7 @@ from conductor.requests.lifecycle import RUNNING_STATES
 from conductor.rules import Limits
 from conductor.telemetry.elasticity_metrics import elasticity_metrics
 from conductor.telemetry.history import History
+from conductor.telemetry.instances import instance_metrics
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import (
     ERROR_BOUNDS_S,
@@ -31,7 +32,6 @@ from conductor.view.decision_stats import (
 )
 from conductor.view.placement import Reason, Reuse
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
-from mooncake.messages.workers import InstanceState, Role
 
 
 class ConductorMetrics(Collector):
@@ -63,7 +63,7 @@ class ConductorMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         conductor = self._conductor
-        yield from self._instances()
+        yield from instance_metrics(conductor)
         states = Counter(tracked.state for tracked in conductor.requests.values())
         yield _gauges(
             "mooncake_requests_by_state",
@@ -110,35 +110,6 @@ class ConductorMetrics(Collector):
         yield from decision_metrics(conductor.stats)
         yield from migration_metrics(conductor.stats.migrations, len(conductor.migrations.in_progress))
         yield from index_metrics(conductor.prefixes, self._streams())
-
-    def _instances(self) -> Iterator[Metric]:
-        instances = list(self._conductor.instances)
-        yield _gauges(
-            "mooncake_instances",
-            "registered instances",
-            "role",
-            {role.value: sum(instance.role is role for instance in instances) for role in Role},
-        )
-        yield _gauges(
-            "mooncake_instance_draining",
-            "1 for an instance that is given no more work",
-            "instance",
-            {instance.name: instance.state is not InstanceState.SERVING for instance in instances},
-        )
-        yield _gauges(
-            "mooncake_instance_assigned_tokens",
-            "prompt tokens assigned to an instance",
-            "instance",
-            {instance.name: instance.num_assigned_tokens for instance in instances},
-        )
-        engines = GaugeMetricFamily(
-            "mooncake_instance_engine",
-            "1 for what computes: on CPUs the kernels' instruction set, or torch at about half their speed",
-            labels=["instance", "engine"],
-        )
-        for instance in instances:
-            engines.add_metric([instance.name, instance.registration.engine], 1)
-        yield engines
 
 
 class HistoryMetrics(Collector):

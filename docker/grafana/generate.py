@@ -200,6 +200,13 @@ TRANSFER = [
 ]
 INSTANCES = [
     Chart("Registered", "short", {"mooncake_instances": "{{role}}"}),
+    Chart("Roles", "short", {"mooncake_instance_role == 1": "{{instance}} {{role}}"}),
+    Chart(
+        "Draining and switching",
+        "short",
+        {'sum by (state) (mooncake_instance_state{state!="serving"})': "{{state}}"},
+    ),
+    Chart("Switches of roles", "ops", rates("mooncake_role_switches_total", "outcome")),
     Chart("Running", "short", {'mooncake_instance_requests{state="running"}': "{{instance}}"}),
     Chart("Waiting", "short", {'mooncake_instance_requests{state="waiting"}': "{{instance}}"}),
     Chart("Assigned prompt tokens", "short", {"mooncake_instance_assigned_tokens": "{{instance}}"}),

@@ -210,6 +210,8 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         browser.open(f"{monitored.server.url}/dashboard")
         browser.wait(lambda: browser.text("#connection") == "live", "that it is live")
         browser.wait(lambda: "decode-0" in browser.text("#instances tbody"), "the instances")
+        bars = "document.querySelectorAll('#strips rect.prefill, #strips rect.decode').length"
+        browser.wait(lambda: browser.evaluate(bars) == 2, "their roles over time")
         browser.wait(lambda: "prefill-0" in browser.text("#paths tbody"), "traffic")
         browser.wait(lambda: "429" in browser.text("#rejections tbody"), "rejections")
         assert "overloaded" in browser.text("#rejections tbody")

@@ -58,6 +58,13 @@ function fill(table, rows, whatIfNone) {
   byId(table).tBodies[0].replaceChildren(...(rows.length ? rows : [none]));
 }
 
+// What an instance that drains or switches its role still has to do.
+function progress(instance) {
+  const left = [`${instance.num_requests} requests left`, `${instance.num_moved} moved`];
+  if (instance.num_blocks_left) left.push(`${instance.num_blocks_left} blocks to copy`);
+  return `${instance.state}: ${left.join(", ")}`;
+}
+
 const named = (state, name) => state.instances.find((instance) => instance.name === name);
 
 function drawInstances(state) {
@@ -66,11 +73,12 @@ function drawInstances(state) {
     const problems = [
       instance.is_healthy === false && "a disk does not work",
       instance.num_orphaned_pages > 0 && `${instance.num_orphaned_pages} orphaned pages`,
-      instance.state !== "serving" && instance.state,
+      instance.state !== "serving" && progress(instance),
       instance.num_pages === undefined && "no heartbeat yet",
     ].filter(Boolean);
     return element("tr", {},
-      cell(instance.name), cell(instance.role, instance.role), cell(instance.engine),
+      cell(instance.name), cell(instance.next_role ? `${instance.role} → ${instance.next_role}` : instance.role, instance.role),
+      cell(instance.engine),
       number(instance.num_running), number(instance.num_waiting), number(instance.num_assigned_tokens),
       number(rate((past) => named(past, instance.name)?.num_decoded_tokens)),
       share(instance.num_device_pages - instance.num_free_device_pages, instance.num_device_pages),
@@ -78,6 +86,60 @@ function drawInstances(state) {
       cell(wanted ? `${Math.round((100 * instance.num_hits) / wanted)}%` : "", "number"),
       cell(problems.join(", "), "bad"));
   }), "no instance has registered");
+}
+
+const STRIP_S = 900, STRIP_LEAST_S = 60; // what they show at most, and at least
+const STRIP_HEIGHT = 16, STRIP_LEFT = 120, STRIP_WIDTH = 640;
+
+// One row an instance: a bar in the colour of its role, pale while it drains or switches, none while it is not there.
+function drawStrips(state) {
+  const svg = byId("strips"), until = Date.now() / 1000;
+  const began = Math.min(until - STRIP_LEAST_S, ...state.changes.map((change) => change.at_s));
+  const from = Math.max(until - STRIP_S, began);
+  const names = state.instances.map((instance) => instance.name);
+  for (const change of state.changes) if (change.at_s > from && !names.includes(change.instance)) names.push(change.instance);
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${STRIP_LEFT + STRIP_WIDTH} ${names.length * STRIP_HEIGHT || 1}`);
+  const x = (atS) => STRIP_LEFT + STRIP_WIDTH * Math.max(0, (atS - from) / (until - from));
+  names.forEach((name, row) => {
+    const y = row * STRIP_HEIGHT;
+    svg.append(element("svg:text", { x: 0, y: y + 12 }, name));
+    let changes = state.changes.filter((change) => change.instance === name);
+    if (!changes.length) changes = [{ at_s: from, ...named(state, name) }]; // they are too long ago to be known
+    changes.forEach((change, index) => {
+      const end = index + 1 < changes.length ? changes[index + 1].at_s : until;
+      if (!change.role || end <= from) return;
+      const kind = change.state === "serving" ? change.role : `${change.role} pale`;
+      const what = change.next_role ? `${change.state} to ${change.next_role}` : change.state;
+      svg.append(element("svg:rect",
+        { class: kind, x: x(change.at_s), y: y + 2, width: Math.max(1, x(end) - x(change.at_s)), height: STRIP_HEIGHT - 4 },
+        element("svg:title", {}, `${name}: ${change.role}, ${what}, since ${clock(change.at_s)}`)));
+    });
+  });
+  byId("strips-key").replaceChildren(
+    ...["prefill", "decode", "both"].flatMap((role) => [element("span", { class: `key r-${role}` }), role]),
+    `; pale while it drains or switches. The last ${Math.round((until - from) / 60)} min.`);
+}
+
+function drawMoves(state) {
+  const ended = Object.entries(state.num_moves).map(([what, count]) => `${count} ${what.replaceAll("_", " ")}`);
+  byId("moved").textContent = ended.join(", ");
+  fill("moves", state.moves.map((move) => element("tr", {},
+    cell(clock(move.began_s)), cell(move.id, "id"), cell(move.source), cell(move.destination),
+    cell(move.reason.replaceAll("_", " ")), cell(move.step.replaceAll("_", " ")), number(move.num_rounds))), "none now");
+}
+
+function drawDecisions(state) {
+  const share = (value) => `${Math.round(100 * value)}%`;
+  fill("decisions", state.decisions.map((decision) => {
+    const came = decision.outcome;
+    const outcome = came === null ? "not known yet" : came.note
+      || `took ${seconds(came.took_s)}; ${share(came.accepted_before)} accepted before, ${share(came.accepted_after)} after`;
+    return element("tr", {},
+      cell(clock(decision.at_s)), cell(decision.instance), cell(decision.before, decision.before),
+      cell(decision.after, decision.after), cell(decision.why, "text"), cell(seconds(decision.benefit_s), "number"),
+      cell(seconds(decision.cost_s), "number"), cell(outcome, "text"));
+  }), "none");
 }
 
 const key = (path) => `${path.source}\n${path.target}\n${path.transport}`;
@@ -93,7 +155,7 @@ function drawPaths(state) {
 function drawPicture(state) {
   const svg = byId("picture");
   const columns = { prefill: [], decode: [] };
-  for (const instance of state.instances) columns[instance.role].push(instance);
+  for (const instance of state.instances) columns[instance.role === "prefill" ? "prefill" : "decode"].push(instance);
   const rows = Math.max(columns.prefill.length, columns.decode.length);
   svg.replaceChildren();
   if (!rows || rows > MOST_DRAWN) { svg.setAttribute("viewBox", "0 0 1 1"); svg.style.display = "none"; return; }
@@ -185,6 +247,9 @@ function draw(state) {
   byId("totals").textContent =
     `${finished} finished, ${aborted} aborted, ${failed} failed, ${rejected} rejected`;
   drawInstances(state);
+  drawStrips(state);
+  drawMoves(state);
+  drawDecisions(state);
   drawPicture(state);
   drawPaths(state);
   drawContexts(state);

@@ -1,0 +1,45 @@
+"""The changes of instances, for people: which came, had which role and state when, and left.
+
+Owns: the latest changes. Does not know: why something changes, the clock.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from conductor.view.instances import Instance
+from mooncake.messages.workers import InstanceState, Role
+
+NUM_KEPT = 400
+
+
+class InstanceChange(NamedTuple):
+    """An instance's role and state from a moment on; both None once it is gone."""
+
+    at_s: float
+    instance: str
+    role: Role | None
+    state: InstanceState | None
+    next_role: Role | None = None
+    """The role that it switches to."""
+
+
+class InstanceChanges:
+    """The latest changes, oldest first."""
+
+    def __init__(self) -> None:
+        self.latest: deque[InstanceChange] = deque(maxlen=NUM_KEPT)
+        self._now: dict[str, tuple[Role, InstanceState, Role | None]] = {}
+
+    def observe(self, instances: Iterable[Instance], now_s: float) -> None:
+        """Compare all instances with what they were before."""
+        now = {
+            one.name: (one.role, one.state, None if one.emptying is None else one.emptying.next_role)
+            for one in instances
+        }
+        for name in self._now.keys() - now.keys():
+            self.latest.append(InstanceChange(now_s, name, None, None))
+        for name, what in now.items():
+            if self._now.get(name) != what:
+                self.latest.append(InstanceChange(now_s, name, *what))
+        self._now = now
