@@ -107,7 +107,7 @@ class Transcript:
     """One Conductor, from the first `cluster` on."""
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self.now_s = 0.0
         self._block_size = 4
         self._incarnation = 0
         self._pages = PAGES
@@ -117,7 +117,13 @@ class Transcript:
     @property
     def stats(self) -> DecisionStats:
         """Counts of all decisions."""
-        return self._conductor.stats
+        return self.conductor.stats
+
+    def instance(self, name: str) -> Instance:
+        """A registered instance."""
+        instance = self.conductor.instances.get(name)
+        assert instance is not None
+        return instance
 
     def run(self, line: str) -> list[str]:
         """The lines that one command gives."""
@@ -172,11 +178,11 @@ class Transcript:
             has_inlining=inlining == "yes",
         )
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
-        self._conductor = Conductor(7, "model", limits, rules, profiled)
-        self._block_size, self._pages, self._now_s = int(block), int(pages), 0.0
+        self.conductor = Conductor(7, "model", limits, rules, profiled)
+        self._block_size, self._pages, self.now_s = int(block), int(pages), 0.0
         self._max_batch = int(max_batch)
         self._instances: dict[str, Register] = {}
-        self._conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+        self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
         for role, count in (("p", prefill), ("d", decode), ("b", both)):
             for index in range(int(count)):
                 self._do_join(f"{role}{index}")
@@ -207,22 +213,22 @@ class Transcript:
         return self._tell(name, self._instances[name])
 
     def _do_gone(self, name: str) -> list[str]:
-        return self._shown(self._conductor.peer_gone(self._identity(name), self._now_s))
+        return self._shown(self.conductor.peer_gone(self._identity(name), self.now_s))
 
     def _do_returning(self, name: str, failed_in: str = "") -> list[str]:
         refs = [Ref(7, request_id, 1) for request_id in failed_in.split(",") if request_id]
         self._incarnation += 1
         message = Returning(name, self._incarnation, None if failed_in == "?" else refs)
         sender = peer_identity(f"{name}/returning", self._incarnation)
-        return self._shown(self._conductor.handle(sender, message, self._now_s))
+        return self._shown(self.conductor.handle(sender, message, self.now_s))
 
     def _do_drain(self, name: str, wanted: str = "yes", force: str = "no", stay: str = "no") -> list[str]:
         order = Drain(1, name, wanted == "yes", force == "yes", stay == "yes")
-        return self._shown(self._conductor.handle(FRONT, order, self._now_s))
+        return self._shown(self.conductor.handle(FRONT, order, self.now_s))
 
     def _do_role(self, name: str, role: str, force: str = "no") -> list[str]:
         order = ChangeRole(1, name, Role(role), force == "yes")
-        return self._shown(self._conductor.handle(FRONT, order, self._now_s))
+        return self._shown(self.conductor.handle(FRONT, order, self.now_s))
 
     def _do_retire(self, name: str) -> list[str]:
         return self._tell(name, Retire())
@@ -230,12 +236,12 @@ class Transcript:
     def _do_holds(self, name: str, num_blocks: str, prompt: str = "a", dram: str | None = None) -> list[str]:
         keys = _keys(prompt, int(num_blocks))
         in_dram = keys if dram is None else keys[: int(dram)]
-        self._conductor.prefixes.apply(name, [KVStored(Tier.DRAM, in_dram), KVStored(Tier.SSD, keys)])
+        self.conductor.prefixes.apply(name, [KVStored(Tier.DRAM, in_dram), KVStored(Tier.SSD, keys)])
         return []
 
     def _do_keep(self, context_id: str, num_blocks: str, prompt: str = "a") -> list[str]:
         message = KeepContext(context_id, _keys(prompt, int(num_blocks)), 1000.0)
-        return self._shown(self._conductor.handle(FRONT, message, self._now_s))
+        return self._shown(self.conductor.handle(FRONT, message, self.now_s))
 
     def _do_used(self, name: str, pages: str) -> list[str]:
         return self._beat(name, num_used=int(pages))
@@ -263,15 +269,15 @@ class Transcript:
         return self._tell(name, Heartbeat(0, 0, num_pages, {name: stats}))
 
     def _do_at(self, now_s: str) -> list[str]:
-        self._now_s = float(now_s)
+        self.now_s = float(now_s)
         return []
 
     def _do_tick(self) -> list[str]:
-        self._conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), self._now_s)
-        return self._shown(self._conductor.tick(self._now_s))
+        self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), self.now_s)
+        return self._shown(self.conductor.tick(self.now_s))
 
     def _do_learned(self) -> list[str]:
-        view = self._conductor.view
+        view = self.conductor.view
         return [
             f"{name}: a prefill of 100 tokens takes {view.prefill_costs.predict_s(slot, 100, 5000):.4g} s"
             for name, slot in view.prefixes.slots.items()
@@ -309,13 +315,13 @@ class Transcript:
             tenant=tenant,
         )
         self._submitted[request_id] = request
-        return self._shown(self._conductor.handle(FRONT, Submit(request), self._now_s))
+        return self._shown(self.conductor.handle(FRONT, Submit(request), self.now_s))
 
     def _do_cancel(self, request_id: str) -> list[str]:
-        return self._shown(self._conductor.handle(FRONT, Cancel(request_id), self._now_s))
+        return self._shown(self.conductor.handle(FRONT, Cancel(request_id), self.now_s))
 
     def _do_reserved(self, request_id: str, held: str = "0") -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         assert tracked.decode is not None
         lacking = range(int(held), -(-len(tracked.request.token_ids) // self._block_size))
         pages = [GrantedPage(index, index, 1) for index in lacking]
@@ -323,33 +329,33 @@ class Transcript:
         return self._tell(tracked.decode, Reserved(tracked.ref, grant))
 
     def _do_prefilled(self, request_id: str, cached: str = "0") -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         return self._tell(tracked.prefill, Prefilled(tracked.ref, 42, int(cached)))
 
     def _do_finished(self, request_id: str, tokens: str = "4") -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         return self._tell(tracked.decode, Finished(tracked.ref, FinishReason.LENGTH, int(tokens)))
 
     def _do_refused(self, request_id: str, batch: str = "1", tbt: str = "0.2") -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", int(batch), float(tbt)))
 
     def _do_failed(self, request_id: str) -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         return self._tell(tracked.decode, WorkFailed(tracked.ref, "broken", retryable=True))
 
     def _do_continue(self, request_id: str, output: str) -> list[str]:
         request = self._submitted[request_id].continued([42] * int(output), self._block_size)
-        return self._shown(self._conductor.handle(FRONT, Continue(request), self._now_s))
+        return self._shown(self.conductor.handle(FRONT, Continue(request), self.now_s))
 
     # -- migrations ---------------------------------------------------------------------------------
 
     def _do_migrate(self, request_id: str, to: str | None = None) -> list[str]:
-        lines = self._shown(self._conductor.handle(FRONT, Migrate(1, request_id, to), self._now_s))
+        lines = self._shown(self.conductor.handle(FRONT, Migrate(1, request_id, to), self.now_s))
         return [line.replace("<- it ", f"<- {request_id} ") for line in lines]
 
     def _do_precopied(self, request_id: str, output: str) -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         num_tokens = tracked.request.num_prompt_tokens + int(output)
         num_stored_tokens = num_tokens // self._block_size * self._block_size
         return self._tell(tracked.decode, PreCopied(tracked.ref, [42] * int(output), num_stored_tokens))
@@ -363,18 +369,18 @@ class Transcript:
         return self._tell(destination, WorkFailed(ref, "no room", retryable=True))
 
     def _do_handedover(self, request_id: str, output: str) -> list[str]:
-        tracked = self._conductor.requests[request_id]
+        tracked = self.conductor.requests[request_id]
         return self._tell(tracked.decode, HandedOver(tracked.ref, [42] * int(output)))
 
     def _coming(self, request_id: str) -> tuple[Ref, str]:
-        migration = self._conductor.requests[request_id].migration
+        migration = self.conductor.requests[request_id].migration
         assert migration is not None
         return migration.ref, migration.destination.instance.name
 
     def _do_lacks(self, request_id: str, output: str, attempt: str | None = None) -> list[str]:
         request = self._submitted[request_id].continued([42] * int(output), self._block_size)
-        latest = self._conductor.requests[request_id].ref.attempt if attempt is None else int(attempt)
-        return self._shown(self._conductor.handle(FRONT, Continue(request, latest), self._now_s))
+        latest = self.conductor.requests[request_id].ref.attempt if attempt is None else int(attempt)
+        return self._shown(self.conductor.handle(FRONT, Continue(request, latest), self.now_s))
 
     def _do_migrations(self) -> list[str]:
         migrations = self.stats.migrations
@@ -385,7 +391,7 @@ class Transcript:
         return [*lines, f"{totals}, {migrations.num_recomputed_tokens} tokens computed again"]
 
     def _do_loads(self) -> list[str]:
-        view = self._conductor.view
+        view = self.conductor.view
         loads = view.loads
         return [
             f"{name}: {loads.batch_size[slot]:g} assigned, {loads.num_decoding[slot]:g} decoded,"
@@ -398,7 +404,7 @@ class Transcript:
 
     def _tell(self, name: str | None, message: object) -> list[str]:
         assert name is not None
-        return self._shown(self._conductor.handle(self._identity(name), message, self._now_s))  # type: ignore[arg-type]
+        return self._shown(self.conductor.handle(self._identity(name), message, self.now_s))  # type: ignore[arg-type]
 
     def _identity(self, name: str) -> bytes:
         return peer_identity(name, self._instances[name].incarnation)
@@ -471,7 +477,7 @@ class Transcript:
 
     def _why(self, request_id: str) -> str:
         """The placement of a request as text."""
-        placement = self._conductor.requests[request_id].placed.placement
+        placement = self.conductor.requests[request_id].placed.placement
         source = "" if placement.source is None else f" source={_instance(placement.source, placement)}"
         times = placement.prediction
         prefill = f"{times.prefill_s:.4g}"

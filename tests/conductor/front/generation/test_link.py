@@ -234,6 +234,25 @@ async def test_tokens_that_do_not_come_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_quick_heartbeats")
+async def test_an_end_that_comes_before_other_tokens_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_BEATS_FOR_LAST_TOKENS", 10_000)  # none of them is what is tested
+    async with in_flight(tmp_path) as (link, cluster, request, inbox):
+        await cluster.to_front(Ended("r", 4))
+        cluster.state = ClusterState(1, 2, 1, 10)
+        await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
+        await cluster.send_tokens(request, [3, 4], 2, FinishReason.STOP, attempt=2)
+        num_hellos = cluster.num_hellos
+        await until(lambda: cluster.num_hellos >= num_hellos + 4)
+        assert cluster.continued == [], "it has ended: there is nothing to be run again"
+        await cluster.send_tokens(request, [1, 2], 0)
+        assert await inbox.get() == Received("r", [1, 2], 16, None, [])
+        assert await inbox.get() == Received("r", [3, 4], 16, FinishReason.STOP, [])
+        assert link.num_in_flight == 0
+
+
+@pytest.mark.usefixtures("_quick_heartbeats")
 async def test_lost_last_tokens_are_noticed(tmp_path: Path) -> None:
     async with in_flight(tmp_path) as (link, cluster, request, inbox):
         await cluster.send_tokens(request, [1], 0)
