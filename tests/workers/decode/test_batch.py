@@ -323,3 +323,96 @@ def test_nobody_yields_to_a_higher_priority_number(spec: ModelSpec) -> None:
     assert batch.settled(*urgent, patient) == [RUNNING, RUNNING, WAITING]
     sooner = batch.entered(1, tenant="c")
     assert batch.settled(*urgent, patient, sooner) == [RUNNING, WAITING, WAITING, RUNNING]
+
+
+# -- migration --------------------------------------------------------------------------------------
+
+
+def prepared(batch: Batch, num_tokens: int, **flow: str) -> tuple[Sequence, bool]:
+    sequence = batch.sequence(num_tokens - 1, **flow)
+    return sequence, batch.batch.prepare(sequence)
+
+
+def test_a_prepared_sequence_has_pages_for_its_next_token_and_takes_no_part(spec: ModelSpec) -> None:
+    batch = Batch(spec, 10)
+    running = batch.joined(5)
+    sequence, is_there = prepared(batch, 9)
+    assert (is_there, sequence.state, len(sequence.pages)) == (True, SequenceState.PREPARED, 3)
+    assert batch.iterate() == [running]
+    batch.batch.join(sequence)
+    assert batch.iterate() == [running, sequence]
+
+
+def test_a_prepared_sequence_grows(spec: ModelSpec) -> None:
+    batch = Batch(spec, 6)
+    batch.joined(1)
+    sequence, _ = prepared(batch, 7)
+    sequence.tokens += [1] * 4
+    assert batch.batch.prepare(sequence)
+    assert len(sequence.pages) == 3
+    sequence.tokens += [1] * 8
+    assert not batch.batch.prepare(sequence), "a page is left to grow"
+    assert len(sequence.pages) == 3
+    batch.end(sequence)
+    assert batch.kv.num_free_pages == 5
+
+
+def test_a_sequence_is_prepared_at_once_or_not_at_all(spec: ModelSpec) -> None:
+    slots = Batch(spec, 20, max_batch=2)
+    slots.joined(1)
+    _, is_first = prepared(slots, 5)
+    _, is_second = prepared(slots, 5)
+    assert (is_first, is_second) == (True, False), "a prepared one has a slot"
+    other = slots.entered(1)
+    slots.batch.plan()
+    assert other.state is SequenceState.WAITING
+    pages = Batch(spec, 4)
+    pages.joined(5)
+    assert not prepared(pages, 4)[1], "two pages, and one to grow"
+    assert prepared(pages, 3)[1]
+    assert prepared(Batch(spec, 4), 15)[1], "nobody else may want to grow"
+
+
+def test_sequences_that_wait_are_admitted_before_one_is_prepared(spec: ModelSpec) -> None:
+    batch = Batch(spec, 7)
+    batch.joined(7)
+    entered = batch.entered(1)
+    assert prepared(batch, 2)[1]
+    assert entered.state is SequenceState.LOADING, "it had only not been planned yet"
+    batch.entered(30)
+    assert not prepared(batch, 1)[1]
+
+
+def test_a_sequence_that_is_alone_waits_for_pages_while_one_is_prepared(spec: ModelSpec) -> None:
+    batch = Batch(spec, 5)
+    running = batch.joined(5)
+    sequence, _ = prepared(batch, 7)
+    batch.grown(running)
+    for _ in range(3):
+        assert batch.iterate() == []
+    assert (running.state, running.error) == (SequenceState.RUNNING, None)
+    assert sequence.state is SequenceState.PREPARED
+    batch.end(sequence)
+    assert batch.iterate() == [running]
+
+
+def test_a_sequence_that_was_prepared_is_preempted_like_others(spec: ModelSpec) -> None:
+    batch = Batch(spec, 5)
+    running = batch.joined(5)
+    sequence, _ = prepared(batch, 7)
+    batch.batch.join(sequence)
+    batch.grown(running, sequence)
+    assert sequence.state is SequenceState.LEAVING
+
+
+def test_a_prepared_sequence_counts_for_its_tenants_share(spec: ModelSpec) -> None:
+    batch = Batch(spec, 40, max_batch=3)
+    first, second = batch.joined(1, tenant="a"), batch.joined(1, tenant="b")
+    sequence, _ = prepared(batch, 2, tenant="a")
+    batch.entered(1, tenant="b")
+    batch.batch.plan()
+    assert (first.state, second.state) == (SequenceState.RUNNING, SequenceState.RUNNING)
+    batch.entered(1, tenant="c")
+    batch.batch.plan()
+    assert (first.state, second.state) == (SequenceState.LEAVING, SequenceState.RUNNING)
+    assert sequence.state is SequenceState.PREPARED

@@ -104,3 +104,30 @@ def test_no_chunk_of_a_suspect_is_shared() -> None:
     )
     suspect.in_flight_until = 80
     assert planned(predictors, decoding, suspect, prompt) == {0: 1, 2: pytest.approx(80, abs=1)}
+
+
+# -- requests that have moved here ------------------------------------------------------------------
+
+
+def moved(number: int, num_tokens: int, num_loaded: int, *, tbt_slo_s: float | None = None) -> Sequence:
+    taken_over = sequence(number, num_tokens, tbt_slo_s=tbt_slo_s)
+    taken_over.is_inlined, taken_over.num_cached_tokens = False, num_loaded
+    return taken_over
+
+
+def test_what_a_moved_request_lacks_is_computed_at_once_and_before_prompts() -> None:
+    prompt, decoded = sequence(0, 500), sequence(1, 30, drawn=1, tbt_slo_s=SLO_S)
+    assert planned(learned(0.02, 0.001), prompt, decoded) == {0: 80, 1: 1}
+    taken_over = moved(2, 500, 480)
+    assert planned(learned(0.02, 0.001), prompt, decoded, taken_over) == {0: 60, 1: 1, 2: 20}
+    assert planned(IterationPredictors(), decoded, taken_over) == {1: 1, 2: 20}, "nothing is known yet"
+    assert planned(learned(1.0, 0.001), prompt, decoded, moved(3, 500, 450)) == {1: 1, 3: 50}
+
+
+def test_a_moved_requests_slo_limits_prompts_beside_it() -> None:
+    prompt, taken_over = sequence(0, 500), moved(1, 31, 30, tbt_slo_s=SLO_S)
+    assert planned(learned(0.02, 0.001), prompt, taken_over) == {0: 79, 1: 1}
+
+
+def test_what_does_not_fit_into_a_pass_takes_several() -> None:
+    assert planned(learned(0.02, 0.001), moved(0, 600, 8), moved(1, 40, 8)) == {0: 512}
