@@ -1,0 +1,285 @@
+"""A real cluster whose load changes: fixed divisions of its instances beside one that rebalances itself.
+
+    python -m benchmarks.elasticity [--only swing,steady,switch,drain] [--seconds N] [--cycles N]
+                                    [mooncake-serve flags]
+
+Its workers compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`:
+0.25 ms a prompt token; 20 ms a decode step and 1 ms for each request), so four instances do not take the
+machine's cores from one another.
+
+`swing`: the load changes every `--seconds` from long prompts with short answers to short prompts with long
+answers (1,500 and 30 tokens; 150 and 300). Goodput of the fixed divisions and of one that rebalances; its
+switches and migrations. `steady`: the mean of both at once, all the time. `switch`: seconds from the order to
+switch a decode instance with 8 running streams to a prefill instance, to the first prompt that it has
+computed. `drain`: seconds in which an instance with 32 running streams leaves; whether a stream broke or said
+anything else than on a quiet cluster.
+"""
+
+import argparse
+import contextlib
+import itertools
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.kvstore.rounds import print_table, progress
+from benchmarks.overload.slowed import VOCAB_SIZE
+from benchmarks.servers import ServerError, free_port, serving, telling_why
+from benchmarks.tools.arguments import count
+from benchmarks.tools.load.bench import find_server
+from benchmarks.tools.load.clients import Clients
+from benchmarks.tools.load.measures import Slo, Summary, summarize
+from benchmarks.tools.load.sources import PhasesSource, Run
+from benchmarks.tools.traces.phases import Phase
+
+TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06
+SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=1000)
+"""What counts as effective, as in `benchmarks.overload`."""
+PROMPTS_PER_S, ANSWERS_PER_S = 8.0, 6.0
+FIXED = "--conductor-rebalancing=false"
+SIDES = {
+    "1P+3D": ("--num-prefill=1", "--num-decode=3", FIXED),
+    "2P+2D": ("--num-prefill=2", "--num-decode=2", FIXED),
+    "3P+1D": ("--num-prefill=3", "--num-decode=1", FIXED),
+    "4 both": ("--num-both=4", FIXED),
+    "2P+2D, rebalanced": ("--num-prefill=2", "--num-decode=2", "--conductor-rebalancing=true"),
+}
+WARM_UP = (Phase(8.0, 3.0, 500, 50),)
+
+
+def swinging(seconds: float) -> tuple[Phase, ...]:
+    """Long prompts, then long answers."""
+    return (Phase(seconds, PROMPTS_PER_S, 1500, 30), Phase(seconds, ANSWERS_PER_S, 150, 300))
+
+
+def steady(seconds: float) -> tuple[Phase, ...]:
+    """Both at once: short phases of each, which the instances do not notice."""
+    return (Phase(1.0, PROMPTS_PER_S, 1500, 30), Phase(1.0, ANSWERS_PER_S, 150, 300))
+
+
+@contextlib.contextmanager
+def cluster(flags: Sequence[str], output: int) -> Iterator[str]:
+    """Start a cluster, and yield its address."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.overload.slowed", folder, f"--port={port}"]
+        command += ["--worker-max-batch=64", "--kvcache-pool-bytes=128MiB", "--kvcache-device-bytes=128MiB"]
+        command += [f"--conductor-ttft-slo-s={TOLD_TTFT_S}", f"--conductor-tbt-slo-s={TOLD_TBT_S}"]
+        with serving([*command, *flags], f"{url}/ready", output=output):
+            yield url
+
+
+def under_load(
+    clients: Clients, url: str, phases: tuple[Phase, ...], duration_s: float, seed: int
+) -> Summary:
+    """One open loop of these phases; returns when all its requests have ended."""
+    run = Run(
+        url=url,
+        model=find_server(url, None, None).model,
+        source=PhasesSource(phases),
+        rate_per_s=None,
+        concurrency=None,
+        seed=seed,
+        num_requests=None,
+        duration_s=duration_s,
+        scale_lengths=1.0,
+        context_len=None,
+        token_ids=(0, VOCAB_SIZE),
+        as_text=False,
+        ignore_eos=True,
+        timeout_s=120.0,
+    )
+    return summarize(clients.run(run, lambda _: None), SLO)
+
+
+def total(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that have these labels."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def compare(title: str, phases: tuple[Phase, ...], duration_s: float, flags: list[str], output: int) -> None:
+    """Print a table of all sides under one load."""
+    rows = []
+    with Clients(num_processes=1) as clients:
+        for name, of_side in SIDES.items():
+            progress(f"{title}: {name}")
+            with cluster([*of_side, *flags], output) as url:
+                under_load(clients, url, WARM_UP, 8.0, seed=0)
+                summary = under_load(clients, url, phases, duration_s, seed=1)
+                switches = total(url, "mooncake_role_switches_total")
+                moves = total(url, "mooncake_migrations_total", outcome="moved")
+            rows.append((name, *_cells(summary), f"{switches:.0f}", f"{moves:.0f}"))
+    columns = ("", "goodput", "offered", "rejected", "failed", "TTFT p90", "TBT p90", "switches", "moves")
+    print_table(title, columns, rows)
+
+
+def _cells(summary: Summary) -> list[str]:
+    ttft_s, tbt_s = summary.ttft_s, summary.tbt_s
+    assert ttft_s is not None
+    assert tbt_s is not None
+    return [
+        f"{summary.goodput_per_s:.2f}",
+        f"{summary.offered_per_s:.2f}",
+        f"{summary.num_rejected / summary.num_requests:.0%}",
+        f"{summary.num_failed}",
+        f"{ttft_s.p90:.2f} s",
+        f"{1000 * tbt_s.p90:.0f} ms",
+    ]
+
+
+# -- operators' orders --------------------------------------------------------------------------------
+
+
+class Streams:
+    """Streamed answers that run at once, as long as the block does; what they say, and their longest gaps."""
+
+    def __init__(self, url: str, model: str, num_streams: int, num_tokens: int) -> None:
+        self._url, self._model, self._num_tokens = url, model, num_tokens
+        self._threads = ThreadPoolExecutor(num_streams)
+        self._all_run = threading.Semaphore(0)
+        self._num_streams = num_streams
+        self._results = [self._threads.submit(self._stream, index) for index in range(num_streams)]
+
+    def wait_until_running(self) -> None:
+        """Wait until each stream has had a few tokens."""
+        for _ in range(self._num_streams):
+            self._all_run.acquire()
+
+    def results(self) -> list["StreamResult"]:
+        """Wait for the ends of all streams."""
+        return [result.result() for result in self._results]
+
+    def _stream(self, index: int) -> "StreamResult":
+        body = {
+            "model": self._model,
+            "prompt": [index % VOCAB_SIZE, *range(100)],
+            "max_tokens": self._num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        text, times_s = "", list[float]()
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    times_s.append(time.monotonic())
+                    choices = httpx.Response(200, text=line.removeprefix("data: ")).json()["choices"]
+                    text += "".join(choice["text"] for choice in choices)
+                if len(times_s) == 5:
+                    self._all_run.release()
+        gaps_s = [after - before for before, after in itertools.pairwise(times_s)]
+        return StreamResult(text, max(gaps_s, default=0.0))
+
+
+class StreamResult(NamedTuple):
+    """What a stream said, and its longest gap."""
+
+    text: str
+    longest_gap_s: float
+
+
+ORDER_FLAGS = ("--num-prefill=1", "--num-decode=2", FIXED, "--conductor-inlining=false")
+
+
+def measure_drain(output: int) -> None:
+    """Print how an instance with 32 running streams leaves."""
+    with cluster(ORDER_FLAGS, output) as url:
+        model = find_server(url, None, None).model
+        quiet = Streams(url, model, 64, 400).results()
+        streams = Streams(url, model, 64, 400)
+        streams.wait_until_running()
+        num_there = total(url, "mooncake_instance_requests", instance="decode-0")
+        began_s = time.monotonic()
+        httpx.post(f"{url}/admin/instances/decode-0/drain").raise_for_status()
+        while total(url, "mooncake_instance_requests", instance="decode-0"):
+            time.sleep(0.05)
+        seconds = time.monotonic() - began_s
+        results = streams.results()
+        num_changed = sum(a.text != b.text for a, b in zip(quiet, results, strict=True))
+        print_table(
+            "an instance is drained",
+            ("streams there", "empty after", "answers that changed", "longest gap", "without a drain"),
+            [
+                (
+                    f"{num_there:.0f}",
+                    f"{seconds:.2f} s",
+                    f"{num_changed} of {len(results)}",
+                    f"{max(result.longest_gap_s for result in results):.2f} s",
+                    f"{max(result.longest_gap_s for result in quiet):.2f} s",
+                )
+            ],
+        )
+
+
+def measure_switch(output: int) -> None:
+    """Print how long a decode instance with 8 streams takes to compute its first prompt as a prefill one."""
+    with cluster(ORDER_FLAGS, output) as url:
+        model = find_server(url, None, None).model
+        quiet = Streams(url, model, 16, 400).results()
+        streams = Streams(url, model, 16, 400)
+        streams.wait_until_running()
+        num_there = total(url, "mooncake_instance_requests", instance="decode-1")
+        began_s = time.monotonic()
+        httpx.post(f"{url}/admin/instances/decode-1/role", params={"to": "prefill"}).raise_for_status()
+        number = 0
+        while not total(url, "mooncake_prefill_tokens_total", instance="decode-1"):
+            number += 1
+            prompt = [number % VOCAB_SIZE, number // VOCAB_SIZE, *range(1200)]
+            body = {"model": model, "prompt": [token % VOCAB_SIZE for token in prompt], "max_tokens": 1}
+            httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        seconds = time.monotonic() - began_s
+        results = streams.results()
+        num_changed = sum(a.text != b.text for a, b in zip(quiet, results, strict=True))
+        print_table(
+            "a decode instance becomes a prefill instance",
+            ("streams there", "first prompt computed after", "answers that changed", "longest gap"),
+            [
+                (
+                    f"{num_there:.0f}",
+                    f"{seconds:.2f} s",
+                    f"{num_changed} of {len(results)}",
+                    f"{max(result.longest_gap_s for result in results):.2f} s",
+                )
+            ],
+        )
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.elasticity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--only", default="swing,steady,switch,drain", metavar="NAME,...")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of a phase")
+    parser.add_argument("--cycles", type=count, default=2, help="times that both phases come")
+    arguments, flags = parser.parse_known_args()
+    chosen = arguments.only.split(",")
+    if unknown := set(chosen) - {"swing", "steady", "switch", "drain"}:
+        parser.error(f"--only {sorted(unknown)[0]}: expected swing, steady, switch or drain")
+    duration_s = 2 * arguments.seconds * arguments.cycles
+    with telling_why(ServerError, httpx.HTTPError) as output:
+        if "swing" in chosen:
+            compare("swinging load", swinging(arguments.seconds), duration_s, flags, output)
+        if "steady" in chosen:
+            compare("steady load", steady(arguments.seconds), duration_s, flags, output)
+        if "switch" in chosen:
+            measure_switch(output)
+        if "drain" in chosen:
+            measure_drain(output)
+
+
+if __name__ == "__main__":
+    main()

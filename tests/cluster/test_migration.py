@@ -1,0 +1,213 @@
+"""Running decodes that move between instances: streams go on, and say what they say where nothing moves."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.harness import Server, eventually
+from tests.cluster.tiny_cluster import (
+    PROMPT,
+    TRANSFERS,
+    complete,
+    is_ready,
+    metric,
+    post,
+    streaming,
+    text_in,
+    text_of,
+    tiny_server,
+    wait_until_idle,
+)
+from tests.deadline import DEADLINE_S
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+DECODES = ("decode-0", "decode-1")
+INSTANCES = ("prefill-0", *DECODES)
+NUM_TOKENS = 300
+MOST_TOKENS = 430
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 60}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+}
+KINDS: list[dict[str, object]] = [
+    {"num_tokens": NUM_TOKENS},
+    {"num_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 7, "top_k": 20},
+    {"num_tokens": NUM_TOKENS, "frequency_penalty": 0.4, "presence_penalty": 0.1, "logprobs": 3},
+    {"num_tokens": 100, "temperature": 1.0, "seed": 4, "n": 3, "top_k": 20},
+    {"num_tokens": NUM_TOKENS, "repetition_penalty": 1.2, "min_tokens": 50},
+    {
+        "num_tokens": 150,
+        "ignore_eos": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}},
+    },
+]
+"""Fields of requests whose draws depend on all that a request carries along.
+
+A draw among few tokens hardly ever falls so near to the border of two that the last digits of logits, which
+depend on the batch, decide.
+"""
+
+
+@pytest.fixture
+def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
+    with tiny_server(tiny, run_dir, TRANSFERS, "--num-decode=2") as running:
+        yield running
+
+
+def running_requests(server: Server) -> list[tuple[str, str]]:
+    """The requests that are being decoded, and where."""
+    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
+    return [
+        (shown["id"], shown["decode"])
+        for shown in state["requests"]
+        if not shown["is_over"] and shown["num_output_tokens"]
+    ]
+
+
+def move(server: Server, request_id: str, destination: str) -> httpx.Response:
+    url = f"{server.url}/admin/requests/{request_id}/migrate"
+    return httpx.post(url, params={"to": destination}, timeout=DEADLINE_S)
+
+
+def num_moved(server: Server) -> float:
+    return metric(server, "mooncake_migrations_total", reason="by_hand", outcome="moved")
+
+
+def said(answer: httpx.Response) -> list[tuple[str, str]]:
+    """What each choice of an answer says, and how it ended."""
+    assert answer.status_code == 200, answer.text
+    return [(choice["text"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+
+
+def logprobs_of(answer: httpx.Response) -> list[float]:
+    """The logprobs of the tokens of the first choice; none if they were not asked for."""
+    found = answer.json()["choices"][0]["logprobs"]
+    return [] if found is None else list(found["token_logprobs"])
+
+
+def other_than(instance: str) -> str:
+    return DECODES[1 - DECODES.index(instance)]
+
+
+class Mover:
+    """Moves requests at random, as long as the block runs."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self._server, self._rng = server, random.Random(seed)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            running = running_requests(self._server)
+            if running:
+                request_id, here = self._rng.choice(running)
+                answer = move(self._server, request_id, other_than(here))
+                # It may have ended or moved meanwhile, or its destination may be gone.
+                assert answer.status_code in (200, 404, 409, 503), answer.text
+            self._over.wait(self._rng.uniform(0.0, 0.05))
+
+
+def ask_all(server: Server, num_rounds: int) -> list[httpx.Response]:
+    """The answers to requests of all kinds, some at once."""
+    bodies = [
+        {"model": "tiny", "prompt": [3 + index, *PROMPT[: 12 * index]], "temperature": 0, "ignore_eos": True}
+        | {"max_tokens" if name == "num_tokens" else name: value for name, value in kind.items()}
+        for index, kind in enumerate(KINDS)
+    ]
+    with ThreadPoolExecutor(len(KINDS)) as threads:
+        return list(threads.map(lambda content: post(server, content), bodies * num_rounds))
+
+
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(100, marks=pytest.mark.soak)])
+def test_answers_are_the_same_wherever_they_are_decoded(server: Server, num_rounds: int) -> None:
+    expected = ask_all(server, 1)
+    with Mover(server, seed=num_rounds):
+        answers = ask_all(server, num_rounds)
+    for answer, plain in zip(answers, expected * num_rounds, strict=True):
+        assert said(answer) == said(plain)
+        assert logprobs_of(answer) == pytest.approx(logprobs_of(plain), abs=1e-4)
+    assert num_moved(server) > 0
+    wait_until_idle(server, instances=INSTANCES)
+
+
+def test_streams_go_on_in_order_through_moves(server: Server) -> None:
+    expected = text_of(complete(server, num_tokens=MOST_TOKENS))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while num_moved(server) < 5:
+        assert time.monotonic() < deadline_s
+        text = ""
+        with streaming(server, num_tokens=MOST_TOKENS) as events:
+            for index, event in enumerate(events):
+                text += text_in(event)
+                if index % 60 == 30:
+                    for request_id, here in running_requests(server):
+                        move(server, request_id, other_than(here))
+        assert text == expected
+    wait_until_idle(server, instances=INSTANCES)
+
+
+def test_requests_that_cannot_move_are_told_why(server: Server) -> None:
+    assert move(server, "no-such-request", "decode-1").status_code == 404
+    with streaming(server, num_tokens=MOST_TOKENS) as events:
+        next(events)
+        eventually(lambda: bool(running_requests(server)), "it is decoded")
+        [(request_id, here)] = running_requests(server)
+        for destination, reason in ((here, here), ("prefill-0", "decode"), ("nobody", "nobody")):
+            answer = move(server, request_id, destination)
+            assert answer.status_code in (404, 409), answer.text
+            assert reason in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.soak)])
+def test_kills_while_requests_move_change_no_answer(tiny: Path, run_dir: Path, num_kills: int) -> None:
+    patience = f"--conductor-placement-timeout-s={DEADLINE_S:g}"
+    with tiny_server(tiny, run_dir, TRANSFERS, "--num-decode=2", patience) as server:
+        prompts = [[3 + index, *PROMPT[: 10 * index]] for index in range(1, 7)]
+        expected = [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in prompts]
+        over, rng = threading.Event(), random.Random(num_kills)
+
+        def keep_asking(index: int) -> int:
+            num_answers = 0
+            while not (over.is_set() and num_answers):
+                body = {"model": "tiny", "prompt": prompts[index], "max_tokens": NUM_TOKENS}
+                answer = post(server, body | {"temperature": 0, "ignore_eos": True}, timeout=300)
+                if answer.status_code == 503:
+                    over.wait(float(answer.headers["Retry-After"]))
+                    continue
+                assert answer.status_code == 200, answer.text
+                assert text_of(answer.json()) == expected[index]
+                num_answers += 1
+            return num_answers
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            with Mover(server, seed=num_kills):
+                clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+                try:
+                    for _ in range(num_kills):
+                        over.wait(rng.uniform(0.5, 2.0))
+                        names = [name for name in server.children() if name.startswith("decode-")]
+                        if names:
+                            os.kill(server.children()[rng.choice(names)], signal.SIGKILL)
+                finally:
+                    over.set()
+            for client in clients:
+                assert client.result()
+        eventually(lambda: is_ready(server), "all instances are back")
+        wait_until_idle(server, instances=INSTANCES)
