@@ -164,11 +164,21 @@ class ClusterView:
         self.num_changes += 1
         self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
         self._reset_loads(slot, instance)
-        for estimator in (self.prefill_costs, self.decode_costs, self.transfers):
-            estimator.reset(slot)
+        for estimator in (self.prefill_costs, self.decode_costs):
+            estimator.reset(slot, self._alike(slot))
+        self.transfers.reset(slot)
         missing = np.zeros((3, self.loads.num_slots - len(self.next_step_s)))
         self._set_next(np.append(self._next, missing, axis=1))
         self.decode_changed(slot)
+
+    def _alike(self, slot: int) -> list[int]:
+        """The slots of other instances that compute alike."""
+        kind = _kind(self._occupants[slot].instance)
+        return [
+            other
+            for other, occupant in self._occupants.items()
+            if other != slot and _kind(occupant.instance) == kind
+        ]
 
     def _reset_loads(self, slot: int, instance: Instance) -> None:
         """Begin anew with an instance that has no requests, in its role."""
@@ -212,6 +222,8 @@ class ClusterView:
         assert not instance.requests
         slot = self._slots[instance.name]
         self._reset_loads(slot, instance)
+        for estimator in (self.prefill_costs, self.decode_costs):
+            estimator.adopt(slot, self._alike(slot))
         self.num_changes += 1
         self._occupants[slot].computed = None
         self.decode_changed(slot)
@@ -354,6 +366,12 @@ class ClusterView:
             self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
             self._decode_pool = None
             self.decode_changed(slot)
+
+
+def _kind(instance: Instance) -> tuple[str, str, int]:
+    """What two instances have in common that compute alike: device, kernels, number of stages or ranks."""
+    registration = instance.registration
+    return registration.device, registration.engine, len(registration.shards)
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:

@@ -75,12 +75,19 @@ class CostEstimator:
         """The rows of the matrix: each coefficient by slot."""
         self._covariances: list[_Covariance] = []
         self._has_scale: list[bool] = []
+        self._has_learned: list[bool] = []
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
 
-    def reset(self, slot: int) -> None:
-        """Begin anew with another instance in this slot. Slots are added as needed."""
+    def reset(self, slot: int, alike: Sequence[int] = ()) -> None:
+        """Begin anew with another instance in this slot. Slots are added as needed.
+
+        Args:
+            slot: The instance's.
+            alike: Slots of instances on equal devices: it begins with the mean of what they have learned.
+        """
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
+            self._has_learned.append(False)
             self._num_surprises.append(0)
             self._covariances.append(self._covariance((0.0, 0.0, 0.0)))
         num_slots = len(self._has_scale)
@@ -88,7 +95,19 @@ class CostEstimator:
         self._coefficients = np.append(self._coefficients, missing, axis=1)
         self.constant_s, self.first_s, self.second_s = self._coefficients
         self._begin_at(slot, self._start)
-        self._has_scale[slot] = self._is_profiled
+        self._has_scale[slot], self._has_learned[slot] = self._is_profiled, False
+        self.adopt(slot, alike)
+
+    def adopt(self, slot: int, alike: Sequence[int]) -> None:
+        """Take what instances on equal devices have learned over, if this one has learned nothing.
+
+        Generic costs are too low: an instance that joins others would be given all prompts that come before
+        it has computed one.
+        """
+        learned = [other for other in alike if self._has_learned[other]]
+        if learned and not self._has_learned[slot]:
+            self._begin_at(slot, self._coefficients[:, learned].mean(axis=1).tolist())
+            self._has_scale[slot] = True
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
         """Predict a duration on one instance."""
@@ -102,6 +121,7 @@ class CostEstimator:
 
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
         """Learn from one duration."""
+        self._has_learned[slot] = True
         before = self._of(slot)
         predicted_s = before[0] + first * before[1] + second * before[2]
         error = seconds / predicted_s - 1.0

@@ -32,7 +32,8 @@ PROMPTS = [[3 + index, *range(3, 60)] for index in range(NUM_STREAMS)]
 
 @pytest.fixture
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    with tiny_server(tiny, run_dir, TRANSFERS, "--num-prefill=2", "--num-decode=2") as running:
+    by_hand = "--conductor-rebalancing=false"
+    with tiny_server(tiny, run_dir, TRANSFERS, by_hand, "--num-prefill=2", "--num-decode=2") as running:
         yield running
 
 

@@ -15,6 +15,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     keep CONTEXT N [prompt=P]                  a client keeps the first N blocks
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
     used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
+    decoded INSTANCE iterations=N tokens=N seconds=T    totals of its decoding so far
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
     reserved R [held=N]    prefilled R [cached=N]    finished R tokens=N
@@ -73,6 +74,7 @@ from mooncake.messages.workers import (
     Abort,
     Decode,
     DecodeLoad,
+    DecodeStats,
     DropCopies,
     Finished,
     Heartbeat,
@@ -252,6 +254,10 @@ class Transcript:
     def _do_load(self, name: str, requests: str, tbt: str) -> list[str]:
         load = DecodeLoad(int(requests), tbt_s=float(tbt))
         return self._tell(name, Heartbeat(0, 0, self._pages, {}, decode_load=load))
+
+    def _do_decoded(self, name: str, iterations: str, tokens: str, seconds: str) -> list[str]:
+        stats = DecodeStats(int(iterations), int(tokens), float(seconds))
+        return self._tell(name, Heartbeat(0, 0, self._pages, {}, decode=stats))
 
     def _do_traffic(self, name: str, bytes: str, rate: str | None = None, **source: str) -> list[str]:  # noqa: A002
         per_s = None if rate is None else float(rate)
