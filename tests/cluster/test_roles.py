@@ -12,8 +12,12 @@ import httpx
 import pytest
 
 from mooncake.cli.commands import run as command
+from mooncake.security.api_keys import add_api_key
+from mooncake.security.keys import ClusterKey
+from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
+    SMALL,
     TRANSFERS,
     complete,
     metric,
@@ -24,6 +28,7 @@ from tests.cluster.tiny_cluster import (
     wait_until_idle,
 )
 from tests.deadline import DEADLINE_S
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 NUM_STREAMS, NUM_TOKENS = 6, 400
@@ -125,3 +130,42 @@ def test_instances_are_drained_while_streams_run(server: Server, capsys: pytest.
         "their processes have ended",
     )
     wait_until_idle(server, instances=("prefill-1", "decode-0"))
+
+
+def test_a_node_ends_when_its_instance_has_been_drained(tiny: Path, run_dir: Path, tmp_path: Path) -> None:
+    """One is drained by order, with an admin's key, and one by SIGTERM, both under load."""
+    ClusterKey.generate().save(tmp_path / "cluster.key")
+    key = tmp_path / "me.key"
+    key.write_text(add_api_key(tmp_path / "admins.yaml", "me", {}))
+    common = [
+        f"--model={tiny}",
+        *SMALL,
+        TRANSFERS,
+        "--conductor-rebalancing=false",
+        f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}",
+        f"--conductor-reply-endpoint=tcp://127.0.0.1:{free_port()}",
+        f"--security-key-file={tmp_path / 'cluster.key'}",
+    ]
+
+    def node(name: str, until: str = r"\] ready \w+ on") -> ForkedServer:
+        role = name.partition("-")[0]
+        return ForkedServer(f"--role={role}", f"--instance={name}", *common, run_dir=run_dir, until=until)
+
+    admin = f"--http-admin-keys-file={tmp_path / 'admins.yaml'}"
+    with (
+        ForkedServer("--role=conductor", admin, *common, run_dir=run_dir) as server,
+        node("prefill-0"),
+        node("decode-0"),
+        node("decode-1") as one,
+        node("decode-2") as other,
+    ):
+        with Streams(server) as streams:
+            streams.wait_until_all_run()
+            assert command(["drain", "decode-1", "--url", server.url]) == 1
+            assert command(["drain", "decode-1", "--url", server.url, "--key-file", str(key)]) == 0
+            assert one.process.wait(DEADLINE_S) == 0
+            streams.wait_until_all_run()
+            other.process.send_signal(signal.SIGTERM)
+            assert other.process.wait(DEADLINE_S) == 0
+            streams.wait_until_all_run()
+        assert num_failed(server) == 0
