@@ -58,15 +58,20 @@ class Elasticity:
     # -- what happens -------------------------------------------------------------------------------
 
     def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
-        """Count a request that a client has sent, and that has been placed, queued or rejected since."""
+        """Count a request that a client has sent, and that has been placed, queued or rejected since.
+
+        A prompt that would be late on an idle instance is no work that any instances would do.
+        """
         if self.rebalancer is None:
             return
         self._num_arrived += 1
-        request = tracked.request
+        request, ttft_slo_s = tracked.request, tracked.slos.ttft_s
         if tracked.assignment is not None:
             prefill_s = tracked.assignment.placement.prediction.prefill_s
         else:
             prefill_s = self._prefill_s(tracked)
+            if ttft_slo_s is not None and prefill_s > ttft_slo_s:
+                return
         max_tokens = request.sampling.max_tokens
         self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 

@@ -29,7 +29,10 @@ _LEAST_CHANGE = 1.3
 """The factor below which a difference is no change, however sure."""
 _FEWEST_ARRIVALS = 6
 """The number of arrivals that can show a change."""
-LEAST_PERSISTENCE_S, MOST_PERSISTENCE_S = 10.0, 120.0
+MOST_LEFT_S = 120.0
+"""The longest time for which a load is expected to stay as it is."""
+_NUM_GAPS = 8
+"""The number of changes that are remembered."""
 _MOST_OF_MEAN = 4.0
 """The amount, in means, at which a single arrival stops to be a surprise."""
 _NUM_RECENT = 24
@@ -243,18 +246,24 @@ class Demand:
 
 
 class Persistence:
-    """How long a load stays as it is: the mean time between the changes that were seen."""
+    """How long loads stay as they are, from the times between the latest changes."""
 
     def __init__(self) -> None:
-        self._mean_s = WINDOW_S
+        self._gaps_s: deque[float] = deque(maxlen=_NUM_GAPS)
         self._changed_s: float | None = None
 
     def changed(self, now_s: float) -> None:
         """Note a change."""
         if self._changed_s is not None:
-            self._mean_s += 0.5 * (now_s - self._changed_s - self._mean_s)
+            self._gaps_s.append(now_s - self._changed_s)
         self._changed_s = now_s
 
-    def seconds(self) -> float:
-        """The time for which a decision counts."""
-        return min(max(self._mean_s, LEAST_PERSISTENCE_S), MOST_PERSISTENCE_S)
+    def left_s(self, window_s: float) -> float:
+        """The time for which a load that has been the same for `window_s` is expected to stay so.
+
+        It lasts as long as the shortest quarter of loads before; if it has already, as long again as until
+        now.
+        """
+        gaps_s = sorted(self._gaps_s)
+        usual_s = gaps_s[len(gaps_s) // 4] if gaps_s else WINDOW_S
+        return min(max(usual_s - window_s, window_s), MOST_LEFT_S)

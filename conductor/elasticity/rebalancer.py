@@ -13,10 +13,10 @@ Owns: the decisions. Does not know: how a role is changed, where figures come fr
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from conductor.elasticity.batches import Batch, Resident
+from conductor.elasticity.batches import Batch
 from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Split, Strain, Work
 from conductor.elasticity.consolidation import consolidate
 from conductor.elasticity.decisions import Change, Decision, Outcome
@@ -40,7 +40,7 @@ class RebalancingRules:
     down: float = 0.8
     """The strain up to which a stage may be left with one instance less, unless both are short."""
     least_gain: float = 0.05
-    """The share of requests that a change must be predicted to gain."""
+    """The requests that a change must be predicted to gain, by those that are served now."""
     rho: float = 2.0
     """The least benefit by cost."""
     settle_s: float = 3.0
@@ -209,8 +209,8 @@ class Rebalancer:
         before, after = able.strain(split), able.strain(after_split)
         if not self._is_worth_it(before, after, role):
             return None
-        num_instances = len(state.members)
-        benefit_s = (after.served - before.served) * self._persistence.seconds()
+        num_instances, load_s = len(state.members), able.load.window_s
+        benefit_s = (after.served / before.served - 1) * (self._persistence.left_s(load_s) - self._switch_s)
         cost_s = self._switch_s / num_instances
         if benefit_s < self.rules.rho * cost_s:
             return None
@@ -224,7 +224,7 @@ class Rebalancer:
 
     def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:
         index = 0 if role is Role.PREFILL else 1
-        is_short, gain = before[index] > self.rules.up, after.served - before.served
+        is_short, gain = before[index] > self.rules.up, after.served / before.served - 1
         is_spared = after[1 - index] <= self.rules.down or before[1 - index] > self.rules.up
         return is_short and gain >= self.rules.least_gain * (1.0 if is_spared else 2.0)
 
@@ -301,8 +301,10 @@ def _least_to_lose(member: Member) -> tuple[float, float]:
 
 
 def _fits_others(batch: Batch, batches: list[Batch]) -> bool:
-    """Whether all requests of a batch, those that are coming too, fit other batches within their SLOs."""
-    coming = (Resident(of.request_id, of.num_prompt_tokens, 0, of.tbt_slo_s) for of in batch.coming)
-    for resident in coming:
-        batch = batch.with_(resident)
-    return consolidate(batches, batch, MigrationReason.SWITCH) is not None
+    """Whether all requests of a batch fit other batches within their SLOs.
+
+    Requests whose prompts are still to be computed are left out: when they come, others will have ended, and
+    how many there are on average is part of the strain.
+    """
+    present = [replace(other, coming=()) for other in batches]
+    return consolidate(present, replace(batch, coming=()), MigrationReason.SWITCH) is not None
