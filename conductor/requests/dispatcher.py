@@ -136,8 +136,9 @@ class Dispatcher:
         return []
 
     def _on_handed_over(self, tracked: TrackedRequest, handed_over: HandedOver, now_s: float) -> list[Effect]:
-        if self._migrations.may_take_over(tracked):
-            return self._migrations.take_over(tracked, handed_over.output, now_s)
+        effects = self._migrations.on_handed_over(tracked, handed_over.output, now_s)
+        if effects is not None:
+            return effects
         return self._retry(tracked, f"{tracked.decode} has handed it over, and nobody takes it", now_s)
 
     def end_late_migrations(self, now_s: float) -> list[Effect]:

@@ -214,15 +214,18 @@ class Migrations:
         migration.deadline_s = now_s + self._limits.migration_timeout_s
         return [Effect(tracked.placed.placement.decode.identity, HandOver(tracked.ref))]
 
-    def may_take_over(self, tracked: TrackedRequest) -> bool:
-        """Whether a request that its source has handed over has a destination."""
+    def on_handed_over(self, tracked: TrackedRequest, output: list[int], now_s: float) -> list[Effect] | None:
+        """Let the destination decode a request that its source has handed over.
+
+        Returns:
+            The order to take it over; None if nobody may, so that it must be placed again.
+        """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.HANDING_OVER:
-            return False
-        return not self._requests.suspicion.is_suspect(tracked.request_id)
-
-    def take_over(self, tracked: TrackedRequest, output: list[int], now_s: float) -> list[Effect]:
-        """Let the destination decode a request that the source has handed over."""
+            return None
+        if self._requests.suspicion.is_suspect(tracked.request_id):
+            migration.outcome = MigrationOutcome.CALLED_OFF
+            return None
         return self._requests.move(tracked, tracked.request.continued(output, self._block_size), now_s)
 
     @property
