@@ -1,7 +1,7 @@
 """A real cluster whose load changes: fixed divisions of its instances beside one that rebalances itself.
 
-    python -m benchmarks.elasticity [--only swing,steady,switch,drain] [--seconds N] [--cycles N]
-                                    [mooncake-serve flags]
+    python -m benchmarks.elasticity [--only swing,steady,switch,drain] [--sides NAME;...] [--seconds N]
+                                    [--cycles N] [mooncake-serve flags]
 
 Its workers compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`:
 0.25 ms a prompt token; 20 ms a decode step and 1 ms for each request), so four instances do not take the
@@ -107,13 +107,20 @@ def total(url: str, name: str, **labels: str) -> float:
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
-def compare(title: str, phases: tuple[Phase, ...], duration_s: float, flags: list[str], output: int) -> None:
-    """Print a table of all sides under one load."""
+def compare(
+    title: str,
+    phases: tuple[Phase, ...],
+    duration_s: float,
+    sides: Sequence[str],
+    flags: list[str],
+    output: int,
+) -> None:
+    """Print a table of these sides under one load."""
     rows = []
     with Clients(num_processes=1) as clients:
-        for name, of_side in SIDES.items():
+        for name in sides:
             progress(f"{title}: {name}")
-            with cluster([*of_side, *flags], output) as url:
+            with cluster([*SIDES[name], *flags], output) as url:
                 under_load(clients, url, WARM_UP, 8.0, seed=0)
                 summary = under_load(clients, url, phases, duration_s, seed=1)
                 switches = total(url, "mooncake_role_switches_total")
@@ -263,18 +270,22 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--only", default="swing,steady,switch,drain", metavar="NAME,...")
+    parser.add_argument("--sides", default=";".join(SIDES), metavar="NAME;...", help="default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of a phase")
     parser.add_argument("--cycles", type=count, default=2, help="times that both phases come")
     arguments, flags = parser.parse_known_args()
     chosen = arguments.only.split(",")
     if unknown := set(chosen) - {"swing", "steady", "switch", "drain"}:
         parser.error(f"--only {sorted(unknown)[0]}: expected swing, steady, switch or drain")
+    sides = arguments.sides.split(";")
+    if unknown := set(sides) - set(SIDES):
+        parser.error(f"--sides {sorted(unknown)[0]}: expected some of {'; '.join(SIDES)}")
     duration_s = 2 * arguments.seconds * arguments.cycles
     with telling_why(ServerError, httpx.HTTPError) as output:
         if "swing" in chosen:
-            compare("swinging load", swinging(arguments.seconds), duration_s, flags, output)
+            compare("swinging load", swinging(arguments.seconds), duration_s, sides, flags, output)
         if "steady" in chosen:
-            compare("steady load", steady(arguments.seconds), duration_s, flags, output)
+            compare("steady load", steady(arguments.seconds), duration_s, sides, flags, output)
         if "switch" in chosen:
             measure_switch(output)
         if "drain" in chosen:
