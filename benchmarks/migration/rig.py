@@ -1,0 +1,315 @@
+"""Two decode instances as `mooncake-serve` runs them, each on one core, under a Conductor without policy.
+
+It is their front, too.
+
+Owns: processes, streams and their tokens' times, the steps of moves. Does not know: what is compared.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
+
+from conductor.effects import ToConductor
+from mooncake.config.settings import Config, load_config
+from mooncake.messages.blocks import block_keys, root_key
+from mooncake.messages.bus import Router
+from mooncake.messages.fronts import Tokens
+from mooncake.messages.migration import (
+    FromMigration,
+    HandedOver,
+    HandOver,
+    PreCopied,
+    PreCopy,
+    Prepare,
+    Prepared,
+    TakeOver,
+)
+from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.workers import (
+    Abort,
+    DropCopies,
+    Finished,
+    Heartbeat,
+    HeartbeatAck,
+    Register,
+    Registered,
+    Reserve,
+    Returning,
+    ReturnNoted,
+    ToWorker,
+    WorkFailed,
+)
+from mooncake.node.lives import Life
+from mooncake.node.plan import ChildSpec, plan_node
+from mooncake.node.rundir import RunDirectory
+from mooncake.security.keys import ClusterKey
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("a", "b")
+START_DEADLINE_S = 120.0
+DEADLINE_S = 60.0
+Answer = FromMigration | Finished | WorkFailed
+Expected = TypeVar("Expected", PreCopied, Prepared, HandedOver)
+
+
+class MoveError(Exception):
+    """An instance did not do what a move needs."""
+
+
+class Instance:
+    """An instance that has registered."""
+
+    def __init__(self, register: Register, identity: bytes) -> None:
+        self.register, self.identity = register, identity
+        self.token_times_s: list[float] = []
+        """Arrival times of its tokens here, those of streams that are `counts`."""
+
+    def num_tokens(self, began_s: float, ended_s: float) -> int:
+        """Return the number of counted tokens in a span of time."""
+        return sum(began_s <= at_s < ended_s for at_s in self.token_times_s)
+
+
+class Stream:
+    """A request that is decoded `at` an instance, as `ref`."""
+
+    def __init__(self, request: Request, at: Instance, *, counts: bool) -> None:
+        self.request, self.at, self.counts = request, at, counts
+        self.num_attempts = 1
+        self.tokens: list[int] = []
+        self.times_s: list[float] = []
+        self.changed = asyncio.Event()
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(1, self.request.request_id, self.num_attempts)
+
+    async def reached(self, num_tokens: int) -> None:
+        """Return when there are so many tokens. Raises TimeoutError if they do not come."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.tokens) < num_tokens:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Rig:
+    """The instances by name, and the streams that they decode."""
+
+    def __init__(self, folder: Path) -> None:
+        self.key = ClusterKey.generate()
+        self.key_file = folder / "key"
+        self.key.save(self.key_file)
+        self.endpoint = f"ipc://{folder}/conductor"
+        self._reply_endpoint = f"ipc://{folder}/front"
+        self.instances: dict[str, Instance] = {}
+        self._router: Router[ToConductor] = Router(self.endpoint, ToConductor, self.key)
+        self._replies: Router[Tokens] = Router(self._reply_endpoint, Tokens, self.key)
+        self._joined = asyncio.Event()
+        self._streams: dict[str, Stream] = {}
+        self._answers: defaultdict[Ref, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
+        self._block_size = 0
+
+    async def run(self) -> None:
+        """The loop: receive, act."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive_tokens())
+            while True:
+                sender, message = await self._router.recv()
+                match message:
+                    case Register():
+                        self.instances[message.instance] = Instance(message, sender)
+                        self._block_size = message.layout.block_size
+                        await self._router.send(sender, Registered())
+                        self._joined.set()
+                    case Returning():
+                        await self._router.send(sender, ReturnNoted())
+                    case Heartbeat():
+                        await self._router.send(sender, HeartbeatAck(known=True))
+                    case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():
+                        self._answers[message.ref].put_nowait(message)
+
+    async def _receive_tokens(self) -> None:
+        while True:
+            _, message = await self._replies.recv()
+            now_s = time.perf_counter()
+            for output in message.outputs:
+                stream = self._streams.get(output.ref.request_id)
+                if stream is None or output.ref != stream.ref:
+                    continue
+                if output.position != len(stream.tokens):
+                    raise MoveError(f"token {output.position} came behind {len(stream.tokens)} tokens")
+                stream.tokens += output.token_ids
+                stream.times_s += [now_s] * len(output.token_ids)
+                if stream.counts:
+                    stream.at.token_times_s += [now_s] * len(output.token_ids)
+                stream.changed.set()
+
+    async def joined(self) -> None:
+        """Return when both instances are there."""
+        async with asyncio.timeout(START_DEADLINE_S):
+            while len(self.instances) < len(NAMES):
+                self._joined.clear()
+                await self._joined.wait()
+
+    def close(self) -> None:
+        self._router.close()
+        self._replies.close()
+
+    # -- streams ------------------------------------------------------------------------------------
+
+    async def begin(
+        self, name: str, prompt: list[int], max_tokens: int, at: Instance, *, seed: int, counts: bool = False
+    ) -> Stream:
+        """Order a request, whose prompt the instance computes itself."""
+        root = root_key(at.register.fingerprint)
+        keys = block_keys(prompt, self._block_size, root)
+        sampling = SamplingParams(max_tokens, seed=seed)
+        request = Request(name, prompt, keys, sampling, self._reply_endpoint, root_key=root)
+        stream = self._streams[name] = Stream(request, at, counts=counts)
+        await self._tell(at, Reserve(stream.ref, request, inline=True))
+        return stream
+
+    async def end(self, stream: Stream) -> None:
+        """Abort a stream."""
+        del self._streams[stream.request.request_id]
+        await self._tell(stream.at, Abort(stream.ref))
+
+    def other(self, instance: Instance) -> Instance:
+        """Return the instance that is not this one."""
+        [other] = [other for other in self.instances.values() if other is not instance]
+        return other
+
+    async def drop_blocks(self, stream: Stream) -> None:
+        """Drop a stream's blocks from both pools, so that the next move copies all of them."""
+        keys = stream.request.continued(stream.tokens, self._block_size).block_keys
+        for instance in self.instances.values():
+            await self._tell(instance, DropCopies(keys))
+
+    # -- moves --------------------------------------------------------------------------------------
+
+    async def migrate(self, stream: Stream) -> None:
+        """Move a stream as the Conductor does: copies while it is decoded, in rounds."""
+        source, destination, ref = stream.at, self.other(stream.at), self._next_ref(stream)
+        num_copied, num_rounds = 0, 0
+        while True:
+            copied = await self._ask(source, PreCopy(stream.ref), stream.ref, PreCopied)
+            num_drawn, num_copied = len(copied.output) - num_copied, len(copied.output)
+            if num_rounds and num_drawn <= self._block_size:
+                break
+            await self._prepare(stream, ref, copied.output)
+            num_rounds += 1
+            if num_rounds == 3:
+                break
+        output = await self._hand_over(stream)
+        await self._take_over(stream, destination, output)
+
+    async def stop_and_copy(self, stream: Stream) -> None:
+        """Move a stream that is stopped first."""
+        destination, ref = self.other(stream.at), self._next_ref(stream)
+        output = await self._hand_over(stream)
+        num_full = (stream.request.num_prompt_tokens + len(output) - 1) // self._block_size
+        while (await self._prepare(stream, ref, output)).num_tokens < num_full * self._block_size:
+            pass  # the source stores its last blocks behind its answer
+        await self._take_over(stream, destination, output)
+
+    async def recompute(self, stream: Stream) -> None:
+        """Move a stream without its KVCache."""
+        destination = self.other(stream.at)
+        output = await self._hand_over(stream)
+        request = stream.request.continued(output, self._block_size)
+        await self.drop_blocks(stream)
+        stream.num_attempts += 1
+        stream.at = destination
+        await self._tell(destination, Reserve(stream.ref, request, inline=True))
+
+    def _next_ref(self, stream: Stream) -> Ref:
+        return Ref(1, stream.request.request_id, stream.num_attempts + 1)
+
+    async def _prepare(self, stream: Stream, ref: Ref, output: list[int]) -> Prepared:
+        request = stream.request.continued(output, self._block_size)
+        order = Prepare(ref, request, stream.at.register.shards, DEADLINE_S)
+        return await self._ask(self.other(stream.at), order, ref, Prepared)
+
+    async def _hand_over(self, stream: Stream) -> list[int]:
+        output = (await self._ask(stream.at, HandOver(stream.ref), stream.ref, HandedOver)).output
+        await stream.reached(len(output))  # they come over another connection
+        return output
+
+    async def _take_over(self, stream: Stream, destination: Instance, output: list[int]) -> None:
+        stream.num_attempts += 1
+        stream.at = destination
+        request = stream.request.continued(output, self._block_size)
+        await self._tell(destination, TakeOver(stream.ref, request))
+
+    async def _ask(self, instance: Instance, order: ToWorker, ref: Ref, expected: type[Expected]) -> Expected:
+        await self._tell(instance, order)
+        async with asyncio.timeout(DEADLINE_S):
+            answer = await self._answers[ref].get()
+        if not isinstance(answer, expected):
+            raise MoveError(f"{type(order).__name__} was answered by {answer}")
+        return answer
+
+    async def _tell(self, instance: Instance, order: ToWorker) -> None:
+        await self._router.send(instance.identity, order)
+
+
+def _start(spec: ChildSpec, core: int) -> subprocess.Popen[bytes]:
+    """A process of an instance, on one core."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", spec.module],
+        stdin=subprocess.PIPE,
+        pass_fds=spec.pass_fds,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.sched_setaffinity(process.pid, {core})
+    assert process.stdin is not None
+    process.stdin.write(spec.config(Life(1)).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _config_of(rig: Rig, name: str) -> Config:
+    flags = {
+        ("role",): "decode",
+        ("instance",): name,
+        ("conductor", "endpoint"): rig.endpoint,
+        ("security", "key_file"): str(rig.key_file),
+        ("kvcache", "pool_bytes"): "512MiB",
+        ("kvcache", "device_bytes"): "512MiB",
+        ("worker", "num_threads"): "1",
+    }
+    return load_config(None, {}, flags)
+
+
+@contextlib.asynccontextmanager
+async def rig() -> AsyncIterator[Rig]:
+    """Both instances, ready, each on a core of its own as far as there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
+        made = Rig(folder)
+        processes = []
+        loop = asyncio.create_task(made.run())
+        try:
+            for index, name in enumerate(NAMES):
+                run_dir = stack.enter_context(RunDirectory())
+                specs = plan_node(_config_of(made, name), run_dir)
+                processes += [_start(spec, cores[index % len(cores)]) for spec in specs]
+            await made.joined()
+            yield made
+        finally:
+            for process in reversed(processes):  # a worker before its messenger
+                process.terminate()
+                process.communicate()
+            loop.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop
+            made.close()
