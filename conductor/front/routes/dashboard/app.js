@@ -167,7 +167,7 @@ function drawPicture(state) {
       const y = row * 56 + 2;
       place[instance.name] = { x: role === "prefill" ? 221 : 539, y: y + 23 };
       const load = `${instance.num_running ?? 0} running, ${instance.num_waiting ?? 0} waiting`;
-      svg.append(element("svg:g", { class: role },
+      svg.append(element("svg:g", { class: instance.role },
         element("svg:rect", { x, y, width: 220, height: 46 }),
         element("svg:text", { x: x + 12, y: y + 19 }, instance.name),
         element("svg:text", { x: x + 12, y: y + 36 }, load)));
