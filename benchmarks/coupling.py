@@ -50,7 +50,8 @@ OURS = {
 SLO_FLAGS = ("--conductor-ttft-slo-s", f"{SLO.ttft_s:g}", "--conductor-tbt-slo-s", f"{SLO.tbt_s:g}")
 MEMORY = ("--kvcache-pool-bytes", "512MiB", "--kvcache-device-bytes", "512MiB")
 """Memory of each instance: all sides together must fit."""
-PEERS = {"vllm": (), "vllm 256": ("--max-num-batched-tokens", "256")}
+PREFIX_CACHE = "--enable-prefix-caching"
+PEERS = {"vllm": (PREFIX_CACHE,), "vllm 256": (PREFIX_CACHE, "--max-num-batched-tokens", "256")}
 SIDES = (*OURS, *PEERS)
 
 
