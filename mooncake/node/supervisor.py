@@ -175,6 +175,11 @@ class Child:
         self._signal = signum
         self._send(signum)
 
+    def close_descriptors(self) -> None:
+        """Give up what was kept for the next incarnation, such as the memory of a pool. There is none."""
+        for descriptor in self.spec.pass_fds:
+            os.close(descriptor)
+
     def end_hung(self) -> str:
         """End the current incarnation, which hangs. Return the process's state in the kernel's words."""
         assert self.process is not None
@@ -259,6 +264,7 @@ class Supervisor:
                 return
             if child.has_left:
                 self._console.line(child.spec.name, "has ended")
+                child.close_descriptors()
                 self._end_with(child)
                 return
             assert child.process is not None

@@ -20,13 +20,15 @@ from tests.deadline import DEADLINE_S
 from tests.mooncake.fake_child import FakeConfig
 
 
-def child(name: str, behaviour: str, folder: Path, instance: str | None = None) -> Child:
+def child(
+    name: str, behaviour: str, folder: Path, instance: str | None = None, pass_fds: tuple[int, ...] = ()
+) -> Child:
     config = FakeConfig.model_validate({"behaviour": behaviour, "lives_file": str(folder / name)})
 
     def config_of(life: Life) -> str:
         return config.model_copy(update={"previous_end": life.previous_end}).model_dump_json()
 
-    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of, instance=instance)
+    spec = ChildSpec(name, "tests.mooncake.fake_child", config_of, pass_fds, instance=instance)
     return Child(spec, "warning")
 
 
@@ -122,9 +124,10 @@ def test_a_child_that_dies_is_reported_and_restarted(
 def test_the_processes_of_an_instance_that_leaves_end_and_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pool, other_end = os.pipe()
     children = [
         child("conductor", "serve", tmp_path),
-        child("messenger of d0", "serve", tmp_path, "d0"),
+        child("messenger of d0", "serve", tmp_path, "d0", (pool,)),
         child("d0", "leave", tmp_path, "d0"),
         child("d1", "serve", tmp_path, "d1"),
     ]
@@ -133,6 +136,9 @@ def test_the_processes_of_an_instance_that_leaves_end_and_others_go_on(
     assert "died" not in output
     assert len(lives(tmp_path, "d0")) == 1
     assert "[conductor] has ended" not in output
+    with pytest.raises(BrokenPipeError):
+        os.write(other_end, b"its pool has no other user")
+    os.close(other_end)
 
 
 def test_a_node_ends_with_its_last_instance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
