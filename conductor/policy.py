@@ -225,6 +225,8 @@ class Conductor:
             if preempted or self._requests.is_within_equal_part(submit.request.tenant):
                 refusal = None
         if refusal is not None:
+            if refusal[0] is Reason.TOO_MANY:
+                self.elasticity.submitted(tracked, now_s)
             return [self._placer.rejected(sender, tracked.request_id, *refusal)]
         self._fronts.seen(sender, now_s)
         if self.replication is not None:

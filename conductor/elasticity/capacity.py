@@ -24,7 +24,7 @@ _ROOM_SHARE = 0.9
 _LEAST = 1e-9
 
 
-class Split(NamedTuple):
+class Division(NamedTuple):
     """Numbers of instances."""
 
     num_prefill: int
@@ -107,13 +107,13 @@ class Capacity:
         """The load in instances."""
         return Work(self.load.prefill_s, self.load.num_output_tokens / self.decode.tokens_per_s(self.load))
 
-    def strain(self, split: Split) -> Strain:
+    def strain(self, division: Division) -> Strain:
         """How much of what a division can do the work takes.
 
         With inlining decode instances compute the prompts that are too many for the prefill instances, as far
         as they can.
         """
-        work, (num_prefill, num_decode) = self.work, split
+        work, (num_prefill, num_decode) = self.work, division
         decode = work.decode / max(num_decode, _LEAST)
         beyond = max(0.0, work.prefill - FULL_SHARE * num_prefill) if self.has_inlining else 0.0
         if beyond:

@@ -1,4 +1,4 @@
-"""The control loop of elasticity: every second requests are moved and roles changed as rules want it.
+"""The control loop of elasticity: requests are moved and roles changed as rules want it.
 
 Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
 a request moves (`conductor.requests.migrations`), how an instance changes its role (`conductor.membership`).
@@ -98,10 +98,10 @@ class Elasticity:
             instance.name, instance.role, heartbeat, num_pages, self._capacity_token_s, now_s
         )
 
-    # -- every second -------------------------------------------------------------------------------
+    # -- as time passes -----------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Move requests and change roles, as far as rules want it. Call this about once a second."""
+        """Move requests and change roles, as far as rules want it. Call this about twice a second."""
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)

@@ -6,7 +6,7 @@ Owns: these values. Does not know: how decisions are made, who shows them.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.elasticity.capacity import Split, Strain, Work
+from conductor.elasticity.capacity import Division, Strain, Work
 from mooncake.messages.workers import Role
 
 
@@ -18,7 +18,7 @@ class Change(NamedTuple):
     after: Role
     work: Work
     """The load in instances."""
-    split: Split
+    division: Division
     """The division before the change."""
     strain_before: Strain
     strain_after: Strain
@@ -34,7 +34,7 @@ class Change(NamedTuple):
         """The numbers behind the change, for people."""
         return (
             f"the load takes {self.work.prefill:.2f} instances for prefill and {self.work.decode:.2f} for"
-            f" decode, there are {self.split.num_prefill} and {self.split.num_decode};"
+            f" decode, there are {self.division.num_prefill} and {self.division.num_decode};"
             f" {self.strain_before.served:.0%} of the requests can be served,"
             f" {self.strain_after.served:.0%} afterwards"
         )

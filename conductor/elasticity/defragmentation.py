@@ -10,7 +10,7 @@ from conductor.elasticity.batches import Batch, Coming, destination_of, moved
 from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
-PATIENCE_S = 0.5
+PATIENCE_S = 2.0
 """The time for which a request waits before others move for it: most find room by themselves."""
 
 

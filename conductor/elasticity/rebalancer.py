@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
-from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Split, Strain, Work
+from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Division, Strain, Work
 from conductor.elasticity.consolidation import consolidate
 from conductor.elasticity.decisions import Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
@@ -53,6 +53,8 @@ class RebalancingRules:
     """The time over which arrivals before and after a change are compared."""
     queue_share: float = 0.5
     """The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
+    least_left_s: float = 15.0
+    """The time for which a load must be expected to last: the change is late, and so is the one back."""
     same_load: float = 1.5
     """The factor up to which the work of a stage counts as the same load."""
     target: float = 0.7
@@ -95,10 +97,10 @@ class State(NamedTuple):
         return [member for member in self.members if member.role is role and member.takes_requests]
 
     @property
-    def split(self) -> Split:
+    def division(self) -> Division:
         """The present division. Instances with both roles decode, and inline."""
         num_both = len(self.serving(Role.BOTH))
-        return Split(len(self.serving(Role.PREFILL)), len(self.serving(Role.DECODE)) + num_both)
+        return Division(len(self.serving(Role.PREFILL)), len(self.serving(Role.DECODE)) + num_both)
 
 
 class _Sample(NamedTuple):
@@ -201,16 +203,18 @@ class Rebalancer:
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
             return None  # it would be taken back though the load is the same
-        split = state.split
+        division = state.division
         if len(state.serving(other)) < 2:
             return None
         more = 1 if role is Role.PREFILL else -1
-        after_split = Split(split.num_prefill + more, split.num_decode - more)
-        before, after = able.strain(split), able.strain(after_split)
+        division_after = Division(division.num_prefill + more, division.num_decode - more)
+        before, after = able.strain(division), able.strain(division_after)
         if not self._is_worth_it(before, after, role):
             return None
-        num_instances, load_s = len(state.members), able.load.window_s
-        benefit_s = (after.served / before.served - 1) * (self._persistence.left_s(load_s) - self._switch_s)
+        num_instances, left_s = len(state.members), self._persistence.left_s(able.load.window_s)
+        if left_s < self.rules.least_left_s:
+            return None
+        benefit_s = (after.served / before.served - 1) * (left_s - self._switch_s)
         cost_s = self._switch_s / num_instances
         if benefit_s < self.rules.rho * cost_s:
             return None
@@ -219,7 +223,7 @@ class Rebalancer:
             return None
         num_requests = member.num_prompts if member.batch is None else member.batch.size
         return Change(
-            member.name, other, role, able.work, split, before, after, num_requests, benefit_s, cost_s
+            member.name, other, role, able.work, division, before, after, num_requests, benefit_s, cost_s
         )
 
     def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:

@@ -18,6 +18,8 @@ from conductor.view.migration_costs import num_tokens_so_far
 from mooncake.messages.costs import Costs
 from mooncake.messages.workers import InstanceState, Role
 
+_HEARTBEAT_S = 1.5
+"""The age that the latest heartbeat has at most, if nothing is wrong."""
 _SANE = (0.5, 2.0)
 """Bounds of what one heartbeat may say of a prediction."""
 
@@ -41,24 +43,15 @@ class Survey:
         return batches
 
     def _batch(self, instance: Instance, slot: int, here: list[TrackedRequest], now_s: float) -> Batch:
-        decoded = [of for of in here if of.decode == instance.name]
-        residents = tuple(self._resident(of, now_s) for of in decoded if of.state is RequestState.DECODING)
-        coming = [
-            Coming(
-                of.request_id,
-                len(of.request.token_ids),
-                of.slos.tbt_s,
-                of.request.priority,
-                now_s - of.placed.assigned_s if of.state is RequestState.RESERVING else 0.0,
-            )
-            for of in decoded
-            if of.state is not RequestState.DECODING
-        ]
+        own = [of for of in here if of.decode == instance.name]
+        decoded = [of for of in own if of.state is RequestState.DECODING]
+        waiting = _waiting_for_pages(instance, decoded, now_s)
+        residents = tuple(self._resident(of, now_s) for of in decoded if of not in waiting)
+        coming = [_coming(of, now_s - (of.placed.decode_began_s or now_s)) for of in waiting]
+        coming += [_coming(of) for of in own if of.state is not RequestState.DECODING]
         coming += [
-            Coming(of.request_id, len(of.request.token_ids), of.slos.tbt_s, of.request.priority)
-            for of in here
-            if of.decode != instance.name and of.prefill != instance.name  # it moves here
-        ]
+            _coming(of) for of in here if instance.name not in (of.decode, of.prefill)
+        ]  # it moves here
         capacity, block_size = instance.registration.capacity, instance.registration.layout.block_size
         num_free_pages = capacity.num_device_pages
         if instance.heartbeat is not None:
@@ -160,6 +153,31 @@ class Survey:
 def may_change(instance: Instance) -> bool:
     """Whether the rebalancer may give the instance another role. Instances with both keep them."""
     return instance.role is not Role.BOTH and instance.registration.can_decode
+
+
+def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:
+    request = tracked.request
+    return Coming(
+        tracked.request_id, len(request.token_ids), tracked.slos.tbt_s, request.priority, has_waited_s
+    )
+
+
+def _waiting_for_pages(
+    instance: Instance, decoded: list[TrackedRequest], now_s: float
+) -> list[TrackedRequest]:
+    """The requests that were to be decoded before the latest heartbeat, and are in no batch: the newest ones.
+
+    Those that wait for the TBT of the batch are not among them.
+    """
+    heartbeat = instance.heartbeat
+    if heartbeat is None:
+        return []
+    began = sorted(
+        (of for of in decoded if (of.placed.decode_began_s or 0.0) < now_s - _HEARTBEAT_S),
+        key=lambda of: of.placed.decode_began_s or 0.0,
+    )
+    num_batched = heartbeat.num_running + heartbeat.decode_load.num_awaiting_turn
+    return began[num_batched:]
 
 
 def answer_of(tracked: TrackedRequest, num_tokens: int) -> Answer:

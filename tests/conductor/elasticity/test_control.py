@@ -71,7 +71,7 @@ class SmallCluster:
         for instance in list(self.conductor.instances):
             load = loads.get(instance.name, DecodeLoad())
             pools = {instance.name: msgspec.structs.replace(POOL, num_pages=100_000, num_free=100_000)}
-            self.tell(instance.identity, Heartbeat(0, 0, 100_000, pools, decode_load=load))
+            self.tell(instance.identity, Heartbeat(load.num_requests, 0, 100_000, pools, decode_load=load))
         self.carry_out(self.conductor.tick(self.now_s))
 
     def orders(self, kind: type) -> list[tuple[str, object]]:
@@ -122,3 +122,13 @@ def test_a_late_instance_is_relieved(moves_requests: bool) -> None:
     assert [name for name, _ in cluster.orders(PreCopy)] == (["d0"] if moves_requests else [])
     cluster.pass_second(**late)
     assert len(cluster.orders(PreCopy)) == moves_requests  # it is being relieved
+
+
+def test_requests_that_are_too_many_are_load_too() -> None:
+    cluster = SmallCluster(1, 3, Limits(max_running_requests=2), Rules(has_rebalancing=True))
+    for number in range(5):
+        cluster.submit(f"r{number}", 5000)
+    cluster.pass_second()
+    load = cluster.conductor.elasticity.demand.load([], cluster.now_s)
+    assert load is not None
+    assert load.prefill_s == pytest.approx(5 * 0.51)

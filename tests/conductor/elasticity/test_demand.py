@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from conductor.elasticity.demand import Answer, AnswerLengths, Demand, Kind, mean_length
+from conductor.elasticity.demand import Answer, AnswerLengths, Demand, Kind, Persistence, mean_length
 
 
 def offer(
@@ -105,3 +105,13 @@ def test_the_mean_length_is_found_from_ended_and_running_answers(seed: int) -> N
         length, age = rng.lognormvariate(6.0, 0.5), rng.uniform(0.0, 2500.0)
         (ended if length <= age else running).append(min(length, age))
     assert mean_length(ended, running) == pytest.approx(403.4 * 1.133, rel=0.05)
+
+
+def test_loads_are_expected_to_last_as_long_as_the_shorter_ones_before() -> None:
+    persistence = Persistence()
+    assert persistence.left_s(5.0) == 55.0
+    for now_s in (0.0, 10.0, 60.0, 70.0, 120.0):  # bursts of 10 s
+        persistence.changed(now_s)
+    assert persistence.left_s(4.0) == 6.0
+    assert persistence.left_s(40.0) == 40.0  # it has lasted longer, and will as long again
+    assert persistence.left_s(500.0) == 120.0

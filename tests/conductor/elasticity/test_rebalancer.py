@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from conductor.elasticity.batches import Batch, Resident
-from conductor.elasticity.capacity import Capacity, DecodeCapacity, Split, Work
+from conductor.elasticity.capacity import Capacity, DecodeCapacity, Division, Work
 from conductor.elasticity.decisions import Change
 from conductor.elasticity.demand import Load
 from conductor.elasticity.rebalancer import Member, Rebalancer, State
@@ -40,11 +40,11 @@ def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 
 def test_work_is_counted_in_instances() -> None:
     able = Capacity(load_of(1.5, 0.5), CAPACITY)
     assert able.work == pytest.approx(Work(1.5, 0.5))
-    assert able.strain(Split(2, 2)) == pytest.approx((0.75, 0.25))
+    assert able.strain(Division(2, 2)) == pytest.approx((0.75, 0.25))
 
 
 def served(capacity: DecodeCapacity, *, has_inlining: bool) -> float:
-    return Capacity(load_of(3.0, 0.5), capacity, has_inlining).strain(Split(1, 3)).served
+    return Capacity(load_of(3.0, 0.5), capacity, has_inlining).strain(Division(1, 3)).served
 
 
 def test_inlining_lets_decode_instances_take_what_is_too_much_for_prefill_within_the_tbt_slo() -> None:
@@ -118,8 +118,8 @@ def test_a_change_is_not_taken_back_while_the_load_is_the_same() -> None:
 
 def test_a_changed_load_allows_two_changes() -> None:
     rebalancer, num_changes = Rebalancer(), 0
-    for now_s, split in ((10.0, (5, 1)), (20.0, (4, 2)), (30.0, (3, 3)), (40.0, (3, 3))):
-        of = state(*split, load_of(0.3, 4.5), num_requests=1)
+    for now_s, division in ((10.0, (5, 1)), (20.0, (4, 2)), (30.0, (3, 3)), (40.0, (3, 3))):
+        of = state(*division, load_of(0.3, 4.5), num_requests=1)
         change = rebalancer.decide(of, now_s)
         if change is not None:
             num_changes += 1
@@ -194,3 +194,13 @@ def test_autoscalers_are_told_how_many_instances_the_load_needs() -> None:
     rebalancer = Rebalancer()
     rebalancer.decide(state(2, 2, load_of(3.5, 7.0)), 10.0)
     assert rebalancer.desired == {Role.PREFILL: 5, Role.DECODE: 10}
+
+
+def test_short_bursts_change_nothing() -> None:
+    rebalancer = Rebalancer()
+    for number, now_s in enumerate((0.0, 10.0, 60.0, 70.0, 120.0), 1):  # the load changes, and is watched
+        assert rebalancer.decide(state(2, 2, load_of(0.4, 2.6, window_s=0.0), changed=number), now_s) is None
+    burst = state(2, 2, load_of(0.4, 2.6, window_s=4.0), changed=5)
+    assert rebalancer.decide(burst, 124.0) is None
+    lasting = burst._replace(load=load_of(0.4, 2.6, window_s=20.0))
+    assert rebalancer.decide(lasting, 140.0) is not None

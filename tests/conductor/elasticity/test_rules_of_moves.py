@@ -1,6 +1,7 @@
 """Rules of moves: which request leaves which batch, for which other one."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -52,8 +53,6 @@ def test_no_relief_where_the_destination_would_need_relief_itself() -> None:
 def test_no_relief_to_an_instance_that_drains_or_has_no_pages() -> None:
     late = batch("d0", resident("a", 6000), resident("b", 4500))
     assert relieve([late, batch("d1", free=5000)]) == []
-    from dataclasses import replace
-
     assert relieve([late, replace(batch("d1"), takes_requests=False)]) == []
 
 
@@ -90,7 +89,7 @@ def test_one_class_alone_makes_no_room() -> None:
 
 
 def test_short_requests_move_for_a_long_one_that_waits() -> None:
-    waiting = Coming("long", 9000, SLO_S * 10, has_waited_s=2.0)
+    waiting = Coming("long", 9000, SLO_S * 10, has_waited_s=3.0)
     residents = [resident(name, size, slo_s=None) for name, size in (("a", 1000), ("b", 3000), ("c", 2500))]
     source = batch("d0", *residents, free=6500, coming=(waiting,))
     moves = defragment([source, batch("d1", free=100_000)])
@@ -98,7 +97,7 @@ def test_short_requests_move_for_a_long_one_that_waits() -> None:
 
 
 def test_nothing_moves_if_not_enough_would_be_freed() -> None:
-    waiting = Coming("long", 50_000, has_waited_s=2.0)
+    waiting = Coming("long", 50_000, has_waited_s=3.0)
     source = batch("d0", resident("a", 1000, slo_s=None), free=6500, coming=(waiting,))
     assert defragment([source, batch("d1")]) == []
 
