@@ -102,6 +102,7 @@ class Elasticity:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Move requests and change roles, as far as rules want it. Call this about twice a second."""
+        self.utilisation.keep({instance.name for instance in self._instances})
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)

@@ -1,9 +1,11 @@
 """The decisions of the rebalancer: what, why in numbers, the predicted benefit, and later what came of it.
 
-Owns: these values. Does not know: how decisions are made, who shows them.
+Owns: these values, and the share of arrivals that was accepted in a time. Does not know: how decisions are
+made, who shows them.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from conductor.elasticity.capacity import Division, Strain, Work
@@ -68,3 +70,31 @@ class Decision:
     def is_open(self) -> bool:
         """Whether the change is being made."""
         return self.done_s is None and self.outcome is None
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    num_arrived: int
+    num_rejected: int
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """The numbers of requests that have arrived and were rejected, over the latest time."""
+
+    kept_s: float
+    _samples: deque[_Sample] = field(default_factory=deque)
+
+    def note(self, num_arrived: int, num_rejected: int, now_s: float) -> None:
+        """Note the numbers so far."""
+        self._samples.append(_Sample(now_s, num_arrived, num_rejected))
+        while self._samples[0].at_s < now_s - self.kept_s:
+            self._samples.popleft()
+
+    def share(self, from_s: float, until_s: float) -> float:
+        """The share of arrivals in a time that were not rejected; 1 without arrivals."""
+        inside = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
+        if len(inside) < 2 or inside[-1].num_arrived == inside[0].num_arrived:
+            return 1.0
+        num_rejected = inside[-1].num_rejected - inside[0].num_rejected
+        return 1 - num_rejected / (inside[-1].num_arrived - inside[0].num_arrived)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from conductor.elasticity.batches import Batch
 from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Division, Strain, Work
 from conductor.elasticity.consolidation import consolidate
-from conductor.elasticity.decisions import Change, Decision, Outcome
+from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
 from conductor.elasticity.utilisation import Used
 from conductor.view.decision_stats import MigrationReason
@@ -103,12 +103,6 @@ class State(NamedTuple):
         return Division(len(self.serving(Role.PREFILL)), len(self.serving(Role.DECODE)) + num_both)
 
 
-class _Sample(NamedTuple):
-    at_s: float
-    num_arrived: int
-    num_rejected: int
-
-
 class Rebalancer:
     """Decides about roles."""
 
@@ -123,7 +117,7 @@ class Rebalancer:
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
-        self._samples: deque[_Sample] = deque()
+        self._acceptance = Acceptance(2 * self.rules.evaluated_s + self.rules.budget_s)
         self._looked_s = -math.inf
         self._num_changes_seen = 0
         self._same: Work | None = None
@@ -144,7 +138,7 @@ class Rebalancer:
     def decide(self, state: State, now_s: float) -> Change | None:
         """The change to be made now, of which `decisions` has a record; None for none."""
         self._looked_s = now_s
-        self._sample(state, now_s)
+        self._acceptance.note(state.num_arrived, state.num_rejected, now_s)
         self._follow(state, now_s)
         load, capacity = state.load, state.capacity
         if load is None or capacity is None:
@@ -257,12 +251,6 @@ class Rebalancer:
     def _open(self, change: Change) -> Decision | None:
         return next((of for of in self.decisions if of.change is change and of.is_open), None)
 
-    def _sample(self, state: State, now_s: float) -> None:
-        self._samples.append(_Sample(now_s, state.num_arrived, state.num_rejected))
-        oldest_s = now_s - 2 * self.rules.evaluated_s - self.rules.budget_s
-        while self._samples[0].at_s < oldest_s:
-            self._samples.popleft()
-
     def _follow(self, state: State, now_s: float) -> None:
         """Note which changes are done, and what came of those that were done a while ago."""
         members = {member.name: member for member in state.members}
@@ -273,8 +261,8 @@ class Rebalancer:
             if decision.done_s is None:
                 self._follow_open(decision, member, now_s)
             elif now_s >= decision.done_s + self.rules.evaluated_s:
-                before = self._accepted(decision.at_s - self.rules.evaluated_s, decision.at_s)
-                after = self._accepted(decision.done_s, now_s)
+                before = self._acceptance.share(decision.at_s - self.rules.evaluated_s, decision.at_s)
+                after = self._acceptance.share(decision.done_s, now_s)
                 decision.outcome = Outcome(decision.done_s - decision.at_s, before, after)
 
     def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
@@ -284,16 +272,10 @@ class Rebalancer:
         elif member.role is decision.change.after and member.takes_requests:
             decision.done_s = now_s
             self._switch_s += 0.3 * (took_s - self._switch_s)
+        elif member.role is decision.change.before and member.takes_requests:
+            decision.outcome = Outcome(took_s, 0.0, 0.0, "it was undone")
         elif took_s > self.rules.budget_s:
             decision.outcome = Outcome(took_s, 0.0, 0.0, f"not done within {self.rules.budget_s:g} s")
-
-    def _accepted(self, from_s: float, until_s: float) -> float:
-        """The share of arrivals in a time that were not rejected; 1 without arrivals."""
-        inside = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
-        if len(inside) < 2 or inside[-1].num_arrived == inside[0].num_arrived:
-            return 1.0
-        num_rejected = inside[-1].num_rejected - inside[0].num_rejected
-        return 1 - num_rejected / (inside[-1].num_arrived - inside[0].num_arrived)
 
 
 def _least_to_lose(member: Member) -> tuple[float, float]:

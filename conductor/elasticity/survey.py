@@ -3,9 +3,9 @@
 Owns: the way from the view, the registry and heartbeats to values. Does not know: any rule.
 """
 
+from conductor.elasticity.answers import Answer, Kind
 from conductor.elasticity.batches import Batch, Coming, Resident
 from conductor.elasticity.capacity import DecodeCapacity
-from conductor.elasticity.demand import Answer, Kind
 from conductor.elasticity.precedence import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
 from conductor.elasticity.utilisation import Utilisation

@@ -8,6 +8,7 @@ of the time.
 Owns: these figures by instance. Does not know: roles to be, predictions of loads.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,9 +77,10 @@ class Utilisation:
         last = before.used or now
         new.used = Used(*(one + _WEIGHT * (other - one) for one, other in zip(last, now, strict=True)))
 
-    def forget(self, name: str) -> None:
-        """Forget an instance that has gone, or that does something else from now on."""
-        self._totals.pop(name, None)
+    def keep(self, names: Set[str]) -> None:
+        """Forget instances that have gone: those that are not among these."""
+        if not names >= self._totals.keys():
+            self._totals = {name: of for name, of in self._totals.items() if name in names}
 
     def by_name(self) -> dict[str, Used]:
         """What instances use, as far as it is known."""

@@ -32,10 +32,11 @@ from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Plan, Run, TraceSource
 from benchmarks.tools.simulator.calibration import LOOPS, Calibration, calibrated
 from benchmarks.tools.simulator.cluster.cards import STATED, HardwareCard, ModelCard
-from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster, InstanceShape
+from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.machine import StepJitter
 from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
 from benchmarks.tools.simulator.cluster.requests import Results
+from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.traces.request import TraceRequest
 from conductor.rules import Limits, Rules
 from mooncake.config.profile import load_profile

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from conductor.elasticity.demand import Answer, AnswerLengths, Demand, Kind, Persistence, mean_length
+from conductor.elasticity.demand import Demand, Persistence
 
 
 def offer(
@@ -56,55 +56,6 @@ def test_one_long_prompt_is_no_change() -> None:
     demand.arrived(100_000, 100, 20.0, 60.5)
     demand.load([], 61.0)
     assert demand.num_changes == num_before
-
-
-CHAT, SUMMARY = Kind.of(200, 2048), Kind.of(8000, 2048)
-
-
-def learned(*lengths: tuple[Kind, int, float]) -> AnswerLengths:
-    """Eight answers of each kind, of a length, that began at a time."""
-    learned = AnswerLengths()
-    for kind, num_tokens, began_s in lengths:
-        for _ in range(8):
-            learned.learn(Answer(kind, began_s, num_tokens))
-    return learned
-
-
-def test_answers_of_a_kind_are_as_long_as_those_before() -> None:
-    lengths = learned((CHAT, 800, 0.0), (SUMMARY, 50, 0.0))
-    means = lengths.means([CHAT, SUMMARY], [], 0.0)
-    assert means == {CHAT: 800, SUMMARY: 50}
-
-
-def test_answers_of_a_load_before_count_until_enough_of_the_present_one_have_ended() -> None:
-    lengths = learned((CHAT, 800, 0.0))
-    assert lengths.means([CHAT], [], 100.0)[CHAT] == 800
-    for _ in range(8):
-        lengths.learn(Answer(CHAT, 101.0, 100))
-    assert lengths.means([CHAT], [], 100.0)[CHAT] == 100
-
-
-def test_long_answers_that_are_still_decoded_are_not_overlooked() -> None:
-    lengths = learned((CHAT, 100, 0.0))
-    running = [Answer(CHAT, 5.0, 400.0)] * 24
-    assert lengths.means([CHAT], running, 0.0)[CHAT] > 500
-    assert lengths.means([CHAT], running, 10.0)[CHAT] == 100  # they are of the load before
-
-
-def test_no_answer_is_expected_to_be_longer_than_its_limit() -> None:
-    lengths = learned((CHAT, 4000, 0.0))
-    short = Kind.of(200, 10)
-    assert lengths.means([short], [], 0.0)[short] <= 16
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_mean_length_is_found_from_ended_and_running_answers(seed: int) -> None:
-    rng = random.Random(seed)
-    ended, running = [], []
-    for _ in range(2000):  # each has been decoded for a time that anything else decides
-        length, age = rng.lognormvariate(6.0, 0.5), rng.uniform(0.0, 2500.0)
-        (ended if length <= age else running).append(min(length, age))
-    assert mean_length(ended, running) == pytest.approx(403.4 * 1.133, rel=0.05)
 
 
 def test_loads_are_expected_to_last_as_long_as_the_shorter_ones_before() -> None:

@@ -101,11 +101,29 @@ def decided(rebalancer: Rebalancer, of: State, now_s: float) -> Change:
     return change
 
 
+def switching(of: State, name: str) -> State:
+    """The cluster while an instance changes its role."""
+    members = [
+        member._replace(takes_requests=member.name != name and member.takes_requests) for member in of.members
+    ]
+    return of._replace(members=members)
+
+
 def test_one_change_at_a_time() -> None:
     rebalancer, of = Rebalancer(), state(3, 1, load_of(0.4, 3.0))
-    decided(rebalancer, of, 10.0)
+    change = decided(rebalancer, of, 10.0)
     assert rebalancer.is_switching
-    assert rebalancer.decide(of, 12.0) is None
+    assert rebalancer.decide(switching(of, change.instance), 12.0) is None
+    assert rebalancer.is_switching
+
+
+def test_a_change_that_was_undone_is_over() -> None:
+    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
+    decided(rebalancer, of, 10.0)
+    rebalancer.decide(of._replace(load=None), 12.0)  # the instance serves in its old role
+    outcome = rebalancer.decisions[0].outcome
+    assert outcome is not None
+    assert outcome.note == "it was undone"
 
 
 def test_a_change_is_not_taken_back_while_the_load_is_the_same() -> None:
@@ -172,8 +190,8 @@ def test_a_change_of_an_instance_that_has_gone_is_over() -> None:
 
 def test_a_change_that_takes_too_long_does_not_block_the_next() -> None:
     rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
-    decided(rebalancer, of, 10.0)
-    rebalancer.decide(of._replace(load=None), 50.0)
+    change = decided(rebalancer, of, 10.0)
+    rebalancer.decide(switching(of, change.instance)._replace(load=None), 50.0)
     assert not rebalancer.is_switching
 
 

@@ -43,3 +43,13 @@ def test_a_new_life_of_an_instance_begins_anew() -> None:
     for at_s, num_tokens in ((10.0, 5000), (11.0, 6000), (12.0, 10)):
         utilisation.learn("d0", Role.DECODE, heartbeat(num_tokens=num_tokens), 100, TOKEN_S, at_s)
     assert utilisation.of("d0") is None
+
+
+def test_an_instance_that_has_gone_is_forgotten() -> None:
+    utilisation = Utilisation()
+    for name in ("d0", "d1"):
+        for at_s in (10.0, 11.0):
+            utilisation.learn(name, Role.DECODE, heartbeat(), 100, TOKEN_S, at_s)
+    assert utilisation.by_name().keys() == {"d0", "d1"}
+    utilisation.keep({"d1", "d2"})
+    assert utilisation.by_name().keys() == {"d1"}

@@ -1,4 +1,4 @@
-"""Simulated clusters: the server's Conductor over simulated instances, and rivals without one.
+"""Simulated clusters: the server's Conductor over simulated instances.
 
 Every message between front, Conductor and instances takes `MESSAGE_S`; tokens go straight to the front. The
 Conductor is ticked and hears heartbeats as often as in the server.
@@ -7,31 +7,27 @@ Owns: who is connected to whom, the life of the requests. Does not know: what an
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import msgspec
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
-from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
 from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.costs import Costs
-from benchmarks.tools.simulator.cluster.coupled import CoupledInstance, least_loaded, num_pages_of
 from benchmarks.tools.simulator.cluster.decode import DecodeInstance
+from benchmarks.tools.simulator.cluster.feed import Feed
 from benchmarks.tools.simulator.cluster.instance import Instance
-from benchmarks.tools.simulator.cluster.machine import Machine, StepJitter
+from benchmarks.tools.simulator.cluster.machine import Machine
 from benchmarks.tools.simulator.cluster.network import Network
 from benchmarks.tools.simulator.cluster.node import INCARNATION, Node
 from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
 from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest
-from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
+from benchmarks.tools.simulator.cluster.shape import InstanceShape
+from benchmarks.tools.traces.request import TraceRequest
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
-from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import ConfigError
-from mooncake.messages.blocks import KVLayout
 from mooncake.messages.fronts import Ended, Failed, FromFront, FrontHello, Rejected, Submit, ToFront
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity
@@ -76,89 +72,12 @@ _ORDERS = (
 """Messages on which workers act."""
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceShape:
-    """What every instance of a cluster is. Capacities in blocks."""
-
-    model: ModelCard
-    hardware: HardwareCard
-    costs: Costs
-    efficiencies: Efficiencies = STATED
-    num_pool_blocks: int | None = None
-    """Blocks of a pool; None: what the hardware's DRAM holds."""
-    eviction: EvictionPolicy = EvictionPolicy.LRU
-    prefill_chunk: int = 2048
-    max_batch: int = 256
-    checks_reservations: bool = False
-    """Whether the double check is made at reservations too, as in `DecodeInstance`."""
-    block_tokens: int = BLOCK_TOKENS
-    saturating_tokens: int | None = None
-    """Tokens that saturate a pass, as in `PrefillQueue`."""
-    prefill_layer_window: bool = False
-    """Whether the devices of prefill instances have memory for only some layers at a time."""
-    first_token_s: float = 0.0
-    """Seconds of everything on the way to the first token but queues and computing: front, dispatch."""
-    slowdowns: tuple[float, float] | None = None
-    """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
-    jitter: StepJitter | None = None
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.model.layout(self.block_tokens)
-
-    @property
-    def num_blocks_in_pool(self) -> int:
-        return self.num_pool_blocks or int(self.hardware.pool_bytes // self.layout.block_bytes)
-
-    @property
-    def num_device_blocks(self) -> int:
-        """KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
-        memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
-        left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
-        num_blocks = int(left_bytes // self.layout.block_bytes)
-        if num_blocks < 1:
-            raise ConfigError(
-                f"the weights of {self.model.name} ({self.model.weights_bytes / 1e9:.0f} GB) leave no room"
-                f" for KVCache on {self.hardware.num_gpus} {self.hardware.name}; use more devices"
-            )
-        return num_blocks
-
-
 class _CountedRequest(Request, frozen=True):
     """A request of whose tokens only the number matters. The blocks of its output have no keys."""
 
     def continued(self, output: list[int], block_size: int) -> Request:
         num_tokens = self.num_prompt_tokens + len(output)
         return msgspec.structs.replace(self, token_ids=range(num_tokens), num_output_tokens=len(output))
-
-
-class Feed:
-    """Brings each request when it arrives; holds one that has not."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        load: Iterable[TraceRequest],
-        block_tokens: int,
-        submit: Callable[[SimulatedRequest], None],
-    ) -> None:
-        self._clock, self._block_tokens, self._submit = clock, block_tokens, submit
-        self._load: Iterator[TraceRequest] = iter(load)
-        self.num_submitted = 0
-        self.is_over = False
-        self._plan_next()
-
-    def _plan_next(self) -> None:
-        request = next(self._load, None)
-        if request is None:
-            self.is_over = True
-        else:
-            self._clock.at(request.arrival_s, self._arrive, request)
-
-    def _arrive(self, request: TraceRequest) -> None:
-        self.num_submitted += 1
-        self._submit(SimulatedRequest.of(self.num_submitted, request, self._block_tokens))
-        self._plan_next()
 
 
 class DisaggregatedCluster:
@@ -355,50 +274,3 @@ class DisaggregatedCluster:
                 self.results.end(self._live.pop(request_id), Outcome.REJECTED, now_s)
             case Failed(request_id=request_id):
                 self.results.end(self._live.pop(request_id), Outcome.FAILED, now_s)
-
-
-class CoupledCluster:
-    """Instances that do both, each request on the one with the fewest. `chunk_tokens` as in
-    `CoupledInstance`.
-
-    The prefix cache of each is what its device has beside the weights.
-    """
-
-    def __init__(
-        self,
-        shape: InstanceShape,
-        num_instances: int,
-        chunk_tokens: int | None,
-        max_prefill_tokens: int = 8192,
-    ) -> None:
-        self.clock = Clock()
-        self.results = Results()
-        self._block_tokens = shape.block_tokens
-        self.instances = [
-            CoupledInstance(
-                self.clock,
-                shape.costs,
-                SimulatedPool(self.clock, shape.num_device_blocks, shape.eviction),
-                shape.max_batch,
-                chunk_tokens,
-                max_prefill_tokens,
-                self._ended,
-            )
-            for _ in range(num_instances)
-        ]
-
-    def run(self, load: Iterable[TraceRequest]) -> Results:
-        """All of `load`, until every request has ended."""
-        Feed(self.clock, load, self._block_tokens, self._submit)
-        self.clock.run()
-        return self.results
-
-    def _submit(self, request: SimulatedRequest) -> None:
-        instance = least_loaded(self.instances)
-        if num_pages_of(request) > instance.pool.num_pages:
-            self.results.end(request, Outcome.REJECTED, self.clock.now_s)
-        else:
-            instance.submit(request)
-
-    def _ended(self, request: SimulatedRequest) -> None:
-        self.results.end(request, Outcome.FINISHED, self.clock.now_s)

@@ -22,6 +22,7 @@ from benchmarks.tools.simulator.cluster.migrating import Migrating
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from benchmarks.tools.simulator.cluster.sequence import Sequence
+from benchmarks.tools.simulator.cluster.turns import Turns
 from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
@@ -74,7 +75,7 @@ class DecodeInstance:
         self._sequences: dict[Ref, Sequence] = {}
         self._sequence_of: dict[Member, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
-        self._turns: deque[Sequence] = deque()
+        self._turns = Turns(node.clock, self._turn_too_slow_s, self._begin, self._refuse_turn)
         """Sequences that wait because the batch is too large."""
         self._num_begun = self._num_grants = 0
         self._num_outside_tokens = self._num_begun_outside_tokens = 0
@@ -86,8 +87,6 @@ class DecodeInstance:
         self._between_steps: list[Callable[[], None]] = []
         self._tails: list[tuple[Sequence, int]] = []
         """Requests that have moved here, each with the tokens that it has on the device."""
-        self._num_held = self._num_held_tokens = 0
-        """Slots and device tokens that are held for requests that come."""
 
     @property
     def num_sequences(self) -> int:
@@ -105,7 +104,7 @@ class DecodeInstance:
     @property
     def num_free_tokens(self) -> int:
         """Free tokens of the device's KVCache."""
-        num_others = self.inlined.num_device_tokens + self._num_held_tokens
+        num_others = self.inlined.num_device_tokens + self.migrating.num_held_tokens
         return self.capacity_tokens - self.batch.num_kv_tokens - num_others
 
     @property
@@ -132,7 +131,8 @@ class DecodeInstance:
             case Reserve():
                 self._reserve(message)
             case Decode():
-                self._decode(self._sequences.get(message.ref), message.time_left_s)
+                if (sequence := self._sequences.get(message.ref)) is not None:
+                    self._turns.add(sequence, message.time_left_s)
             case Abort():
                 self.migrating.abort(message.ref)
                 self._abort(message.ref)
@@ -198,38 +198,12 @@ class DecodeInstance:
         self.num_refusals += 1
         self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
 
-    def _decode(self, sequence: Sequence | None, time_left_s: float | None) -> None:
-        """Prefill has ended: the first token leaves when it is its turn, or the request is refused."""
-        if sequence is None:
-            return
-        self._turns.append(sequence)
-        if time_left_s is not None:
-            sequence.due_s = self.node.clock.now_s + time_left_s
-        if time_left_s is not None and time_left_s > 0:
-            self.node.clock.after(time_left_s, self._end_turn, sequence)
-            self._take_turns()
-        else:
-            self._end_turn(sequence)
+    def _turn_too_slow_s(self, sequence: Sequence) -> float | None:
+        return self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens)
 
-    def _take_turns(self) -> None:
-        while self._turns and self._has_turn(self._turns[0]):
-            self._begin(self._turns.popleft())
-
-    def _has_turn(self, sequence: Sequence) -> bool:
-        return self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens) is None
-
-    def _end_turn(self, sequence: Sequence) -> None:
-        """End the wait of a sequence whose time is over."""
-        if sequence not in self._turns:
-            return
-        self._turns.remove(sequence)
-        tbt_s = self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens)
-        if tbt_s is None:
-            self._begin(sequence)
-        else:
-            self._refuse(sequence, self._num_begun, tbt_s)
-            self._forget(sequence)
-        self._take_turns()
+    def _refuse_turn(self, sequence: Sequence, tbt_s: float) -> None:
+        self._refuse(sequence, self._num_begun, tbt_s)
+        self._forget(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         self._note_begun(sequence)
@@ -278,19 +252,19 @@ class DecodeInstance:
         if not self._runner.is_running:
             if not self._is_mixed:
                 self._run()
-        elif self._has_room_for(sequence.member):
+        elif self.has_room(sequence.member.num_tokens):
             self._runner.cut()
 
-    def _has_room_for(self, member: Member) -> bool:
-        """Whether there is room for a member, and for the next token of all others."""
-        num_next = self.batch.size + len(self.inlined) + self._num_held + 1
-        return num_next <= self._max_batch and self.num_free_tokens >= member.num_tokens + num_next
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether there is room for a request, and for the next token of all others."""
+        num_next = self.batch.size + len(self.inlined) + self.migrating.num_held + 1
+        return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
 
     def _run(self) -> None:
         actions, self._between_steps = self._between_steps, []
         for action in actions:
             action()
-        while self._waiting and self._has_room_for(self._waiting[0].member):
+        while self._waiting and self.has_room(self._waiting[0].member.num_tokens):
             sequence = self._waiting.popleft()
             sequence.is_waiting = False
             if sequence.prompt is not None and sequence.prompt.num_left:
@@ -341,7 +315,7 @@ class DecodeInstance:
         self._num_tokens += num_steps * size
         self._computed_for(seconds)
         self._leave(ended)
-        self._take_turns()
+        self._turns.take()
         self._run()
 
     def _computed_for(self, seconds: float) -> None:
@@ -372,7 +346,7 @@ class DecodeInstance:
         for prompt in computed:
             self._prefilled(self._sequence_of[prompt.member])
             self.inlined.turns.end(prompt)
-        self._take_turns()
+        self._turns.take()
         self._run()
 
     def _prefilled(self, sequence: Sequence) -> None:
@@ -405,14 +379,6 @@ class DecodeInstance:
 
     def num_drawn(self, sequence: Sequence) -> int:
         return sequence.request.num_output_tokens - self.batch.num_left_of(sequence.member)
-
-    def has_room(self, num_tokens: int) -> bool:
-        num_next = self.batch.size + len(self.inlined) + self._num_held + 1
-        return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
-
-    def hold(self, num_requests: int, num_tokens: int) -> None:
-        self._num_held += num_requests
-        self._num_held_tokens += num_tokens
 
     def let_go(self, sequence: Sequence) -> None:
         if sequence.request.first_token_s is None:  # it was held, or the request waited for its turn
@@ -449,7 +415,7 @@ class DecodeInstance:
         for sequence in sequences:
             if self._sequences.get(sequence.ref) is sequence:
                 self._continued(sequence)
-        self._take_turns()
+        self._turns.take()
         self._run()
 
     def _continued(self, sequence: Sequence) -> None:
@@ -474,8 +440,7 @@ class DecodeInstance:
             return
         if sequence.is_waiting:
             self._waiting.remove(sequence)
-        if sequence in self._turns:
-            self._turns.remove(sequence)
+        self._turns.remove(sequence)
         if sequence.member.is_running:
             self.batch.remove(sequence.member)
             self._leave_batch(sequence)
@@ -483,7 +448,7 @@ class DecodeInstance:
         if sequence.prompt is not None:
             self.inlined.remove(sequence.prompt)
             self.inlined.turns.end(sequence.prompt)
-        self._take_turns()
+        self._turns.take()
 
     def _forget(self, sequence: Sequence) -> None:
         """Forget a sequence that is in no batch."""

@@ -49,9 +49,6 @@ class Batched(Protocol):
     def has_room(self, num_tokens: int) -> bool:
         """Whether a batch slot and device pages are free for a request."""
 
-    def hold(self, num_requests: int, num_tokens: int) -> None:
-        """Hold slots and device tokens for requests that come; fewer with negative numbers."""
-
     def let_go(self, sequence: Sequence) -> None:
         """Forget a request that is decoded elsewhere from now on."""
 
@@ -78,6 +75,13 @@ class Migrating:
         self._coming: dict[Ref, _Coming] = {}
         self._num_stored: dict[Ref, int] = {}
         """Tokens of requests here whose blocks the pool has, because they migrate."""
+        self.num_held_tokens = 0
+        """Device tokens that are held for requests that come."""
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are held for requests that come."""
+        return len(self._coming)
 
     def receive(self, order: MigrationOrder) -> None:
         """Receive an order of the Conductor. What is about a request that has ended is dropped."""
@@ -96,7 +100,7 @@ class Migrating:
         coming = self._coming.pop(ref, None)
         self._num_stored.pop(ref, None)
         if coming is not None:
-            self._instance.hold(-1, -coming.num_held)
+            self.num_held_tokens -= coming.num_held
             if coming.transfer is not None:
                 self._node.traffic.cancel(coming.transfer)
 
@@ -139,8 +143,7 @@ class Migrating:
                 self._node.send(WorkFailed(order.ref, "no batch slot or device pages", True))
                 return
             coming = self._coming[order.ref] = _Coming()
-            self._instance.hold(1, 0)
-        self._instance.hold(0, num_tokens - coming.num_held)
+        self.num_held_tokens += num_tokens - coming.num_held
         coming.num_held, num_full = num_tokens, self._full_tokens(num_tokens)
         num_here = max(coming.num_loaded, self._num_in_pool(order.ref))
         source = self._node.peers[order.shards[0].messenger.instance]
@@ -177,6 +180,6 @@ class Migrating:
         if coming is None:
             self._node.send(WorkFailed(order.ref, "it was not prepared", True))
             return
-        self._instance.hold(-1, -coming.num_held)
+        self.num_held_tokens -= coming.num_held
         request = self._find_request(order.ref.request_id)
         self._instance.continue_(order.ref, request, len(order.request.token_ids), coming.num_loaded)

@@ -1,0 +1,62 @@
+"""What every instance of a simulated cluster is.
+
+Owns: this description. Does not know: instances, clusters.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.costs import Costs
+from benchmarks.tools.simulator.cluster.machine import StepJitter
+from benchmarks.tools.traces.request import BLOCK_TOKENS
+from mooncake.config.policies import EvictionPolicy
+from mooncake.errors import ConfigError
+from mooncake.messages.blocks import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShape:
+    """What every instance of a cluster is. Capacities in blocks."""
+
+    model: ModelCard
+    hardware: HardwareCard
+    costs: Costs
+    efficiencies: Efficiencies = STATED
+    num_pool_blocks: int | None = None
+    """Blocks of a pool; None: what the hardware's DRAM holds."""
+    eviction: EvictionPolicy = EvictionPolicy.LRU
+    prefill_chunk: int = 2048
+    max_batch: int = 256
+    checks_reservations: bool = False
+    """Whether the double check is made at reservations too, as in `DecodeInstance`."""
+    block_tokens: int = BLOCK_TOKENS
+    saturating_tokens: int | None = None
+    """Tokens that saturate a pass, as in `PrefillQueue`."""
+    prefill_layer_window: bool = False
+    """Whether the devices of prefill instances have memory for only some layers at a time."""
+    first_token_s: float = 0.0
+    """Seconds of everything on the way to the first token but queues and computing: front, dispatch."""
+    slowdowns: tuple[float, float] | None = None
+    """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
+    jitter: StepJitter | None = None
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.model.layout(self.block_tokens)
+
+    @property
+    def num_blocks_in_pool(self) -> int:
+        return self.num_pool_blocks or int(self.hardware.pool_bytes // self.layout.block_bytes)
+
+    @property
+    def num_device_blocks(self) -> int:
+        """KVCache blocks beside the weights. Raises ConfigError if not even one fits."""
+        memory_bytes = self.hardware.num_gpus * self.hardware.gpu_memory_bytes
+        left_bytes = self.efficiencies.device_memory * memory_bytes - self.model.weights_bytes
+        num_blocks = int(left_bytes // self.layout.block_bytes)
+        if num_blocks < 1:
+            raise ConfigError(
+                f"the weights of {self.model.name} ({self.model.weights_bytes / 1e9:.0f} GB) leave no room"
+                f" for KVCache on {self.hardware.num_gpus} {self.hardware.name}; use more devices"
+            )
+        return num_blocks

@@ -1,0 +1,67 @@
+"""Requests whose prefill has ended, and that wait for the batch of a simulated decode instance to shrink.
+
+Owns: who waits, and until when. Does not know: when a batch is too large, what is done with a turn.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.sequence import Sequence
+
+
+class Turns:
+    """The queue for turns, first come, first served.
+
+    Args:
+        clock: The time.
+        too_slow_s: Tells the TBT with a sequence, if that is too long.
+        begin: Called with a sequence that has its turn.
+        refuse: Called with one whose time is over, and that TBT.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        too_slow_s: Callable[[Sequence], float | None],
+        begin: Callable[[Sequence], None],
+        refuse: Callable[[Sequence, float], None],
+    ) -> None:
+        self._clock, self._too_slow_s, self._begin, self._refuse = clock, too_slow_s, begin, refuse
+        self._waiting: deque[Sequence] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence, time_left_s: float | None) -> None:
+        """Let a sequence have its turn in this time, or now (None), or not at all."""
+        self._waiting.append(sequence)
+        if time_left_s is not None:
+            sequence.due_s = self._clock.now_s + time_left_s
+        if time_left_s is not None and time_left_s > 0:
+            self._clock.after(time_left_s, self._end, sequence)
+            self.take()
+        else:
+            self._end(sequence)
+
+    def take(self) -> None:
+        """Give turns to those for whom there is room."""
+        while self._waiting and self._too_slow_s(self._waiting[0]) is None:
+            self._begin(self._waiting.popleft())
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out. Idempotent."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """End the wait of a sequence whose time is over."""
+        if sequence not in self._waiting:
+            return
+        self._waiting.remove(sequence)
+        tbt_s = self._too_slow_s(sequence)
+        if tbt_s is None:
+            self._begin(sequence)
+        else:
+            self._refuse(sequence, tbt_s)
+        self.take()
