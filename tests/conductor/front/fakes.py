@@ -50,12 +50,14 @@ from mooncake.messages.operators import (
     ChangeRole,
     Drain,
     InstanceList,
+    InstanceStatus,
     ListInstances,
     Migrate,
     Migrates,
     Ordered,
 )
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.messages.workers import InstanceState, Role
 from mooncake.model.grammar import Grammars, Vocabulary
 from mooncake.security.curve import LARGEST_FRAME_BYTES, Gate, use_key
 from mooncake.security.keys import ClusterKey
@@ -138,6 +140,10 @@ def _byte_level_characters() -> list[str]:
 Behaviour = Callable[["FakeCluster", Request], Awaitable[None]]
 
 
+ONLY_INSTANCE = InstanceStatus("d0", Role.DECODE, InstanceState.DRAINING, 3, num_moved=2)
+"""The instance that the fake Conductor knows. It obeys what is forced."""
+
+
 async def answer_hello(cluster: "FakeCluster", request: Request) -> None:
     await cluster.say(request, "Hello!", end=True)
 
@@ -170,6 +176,7 @@ class FakeCluster:
         self.attempts_to_replace: list[int | None] = []
         """of each in `continued`: the attempt of which tokens came that others should have come before"""
         self.migrates: list[Migrate] = []
+        self.orders: list[Drain | ChangeRole] = []
         self.contexts: list[KeepContext | DropContext] = []
 
     async def run(self) -> None:
@@ -200,9 +207,12 @@ class FakeCluster:
                         source = "d0" if request_id == "r" else None
                         await self.to_front(Migrates(order, source, None if refusal else instance, refusal))
                     case ListInstances(order):
-                        await self.to_front(InstanceList(order, []))
+                        await self.to_front(InstanceList(order, [ONLY_INSTANCE]))
                     case Drain(order, instance) | ChangeRole(order, instance):
-                        await self.to_front(Ordered(order, None, f"no instance {instance!r}"))
+                        self.orders.append(message)
+                        status = ONLY_INSTANCE if instance == ONLY_INSTANCE.name else None
+                        refusal = "" if status is not None and message.force else "the last one, or unknown"
+                        await self.to_front(Ordered(order, status, refusal))
                     case KeepContext() | DropContext():
                         self.contexts.append(message)
                     case Cancel(request_id):

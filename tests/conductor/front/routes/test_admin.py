@@ -3,6 +3,8 @@
 import httpx
 import pytest
 
+from mooncake.messages.operators import ChangeRole, Drain
+from mooncake.messages.workers import Role
 from tests.conductor.front.fakes import Running
 from tests.deadline import DEADLINE_S
 
@@ -31,3 +33,62 @@ def test_a_request_that_stays_is_told_with_the_reason(
     answer = migrate(front, request_id, **query)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert request_id in answer.json()["error"]["message"]
+
+
+STATUS = {
+    "name": "d0",
+    "role": "decode",
+    "state": "draining",
+    "num_requests": 3,
+    "next_role": None,
+    "num_moved": 2,
+    "num_blocks_left": 0,
+    "since_s": 0.0,
+}
+
+
+def order(front: Running, path: str, **query: str) -> httpx.Response:
+    return httpx.post(f"{front.url}/admin/instances/{path}", params=query, timeout=DEADLINE_S)
+
+
+def test_an_operator_sees_all_instances(front: Running) -> None:
+    answer = httpx.get(f"{front.url}/admin/instances", timeout=DEADLINE_S)
+    assert (answer.status_code, answer.json()) == (200, {"instances": [STATUS]})
+
+
+def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> None:
+    for path, query in (
+        ("d0/drain", {"force": "true"}),
+        ("d0/drain", {"force": "true", "stay": "true"}),
+        ("d0/role", {"force": "true", "role": "both"}),
+    ):
+        answer = order(front, path, **query)
+        assert (answer.status_code, answer.json()) == (200, STATUS)
+    drain, stay, role = front.cluster.orders
+    assert drain == Drain(drain.order, "d0", force=True)
+    assert stay == Drain(stay.order, "d0", force=True, stays=True)
+    assert role == ChangeRole(role.order, "d0", Role.BOTH, force=True)
+    assert len({one.order for one in (drain, stay, role)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "status", "code"),
+    [
+        ("d0/drain", {}, 409, "refused"),
+        ("d0/role", {"role": "prefill"}, 409, "refused"),
+        ("d0/serve", {}, 409, "refused"),
+        ("nobody/drain", {}, 404, "unknown_instance"),
+        ("d0/role", {}, 400, None),
+        ("d0/role", {"role": "conductor"}, 400, None),
+        ("d0/drain", {"force": "perhaps"}, 400, None),
+    ],
+)
+def test_orders_that_are_not_obeyed_are_told_with_the_reason(
+    front: Running, path: str, query: dict[str, str], status: int, code: str | None
+) -> None:
+    answer = order(front, path, **query)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, code)
+    assert error["message"]
+    if status == 400:
+        assert error["param"] == ("role" if "role" in path else "force")
