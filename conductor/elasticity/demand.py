@@ -30,8 +30,8 @@ _FEWEST_ARRIVALS = 6
 """The number of arrivals that can show a change."""
 MOST_LEFT_S = 120.0
 """The longest time for which a load is expected to stay as it is."""
-_NUM_GAPS = 8
-"""The number of changes that are remembered."""
+_NUM_GAPS, _FEWEST_GAPS = 8, 3
+"""The numbers of times between changes that are remembered, and that tell how long loads stay."""
 _MOST_OF_MEAN = 4.0
 """The amount, in means, at which a single arrival stops to be a surprise."""
 
@@ -170,6 +170,11 @@ class Persistence:
         if self._changed_s is not None:
             self._gaps_s.append(now_s - self._changed_s)
         self._changed_s = now_s
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough changes were seen to tell."""
+        return len(self._gaps_s) >= _FEWEST_GAPS
 
     def left_s(self, window_s: float) -> float:
         """The time for which a load that has been the same for `window_s` is expected to stay so.

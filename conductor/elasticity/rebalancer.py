@@ -206,7 +206,7 @@ class Rebalancer:
         if not self._is_worth_it(before, after, role):
             return None
         num_instances, left_s = len(state.members), self._persistence.left_s(able.load.window_s)
-        if left_s < self.rules.least_left_s:
+        if left_s < self.rules.least_left_s or self._is_risky(able.load):
             return None
         benefit_s = (after.served / before.served - 1) * (left_s - self._switch_s)
         cost_s = self._switch_s / num_instances
@@ -219,6 +219,11 @@ class Rebalancer:
         return Change(
             member.name, other, role, able.work, division, before, after, num_requests, benefit_s, cost_s
         )
+
+    def _is_risky(self, load: Load) -> bool:
+        """Whether this would be another change for a new load of which nobody knows whether it lasts."""
+        is_another = self._direction is not None
+        return is_another and not self._persistence.is_known and load.window_s < self.rules.least_left_s
 
     def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:
         index = 0 if role is Role.PREFILL else 1

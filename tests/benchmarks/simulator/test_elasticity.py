@@ -59,6 +59,14 @@ def test_roles_follow_a_load_that_changes() -> None:
     assert again.summary == follows.summary
 
 
+def test_bursts_that_are_soon_over_cost_nothing() -> None:
+    few, burst = Phase(50.0, 4.0, 1024, 1024), Phase(10.0, 16.0, 4096, 128)
+    phases = [few, burst] * 4
+    static, _ = simulate(STRICT, load(*phases))
+    follows, _ = simulate(msgspec.structs.replace(STRICT, rebalancing=True), load(*phases))
+    assert follows.summary.num_effective >= 0.97 * static.summary.num_effective
+
+
 def test_roles_stay_where_the_load_does() -> None:
     rebalancing = msgspec.structs.replace(STRICT, rebalancing=True)
     steady, _ = simulate(rebalancing, load(Phase(60.0, 6.0, 2048, 300)))

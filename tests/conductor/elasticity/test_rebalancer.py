@@ -222,3 +222,18 @@ def test_short_bursts_change_nothing() -> None:
     assert rebalancer.decide(burst, 124.0) is None
     lasting = burst._replace(load=load_of(0.4, 2.6, window_s=20.0))
     assert rebalancer.decide(lasting, 140.0) is not None
+
+
+def test_a_second_change_waits_while_nobody_knows_whether_loads_last() -> None:
+    rebalancer, new = Rebalancer(), load_of(0.3, 4.5, window_s=5.0)
+    of = state(5, 1, new, num_requests=1)
+    change = decided(rebalancer, of, 10.0)
+    done = [
+        member._replace(role=change.after, batch=batch(member.name))
+        if member.name == change.instance
+        else member
+        for member in of.members
+    ]
+    assert rebalancer.decide(of._replace(members=done), 14.0) is None
+    later = of._replace(members=done, load=load_of(0.3, 4.5, window_s=16.0))
+    assert rebalancer.decide(later, 24.0) is not None
