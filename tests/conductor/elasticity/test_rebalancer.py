@@ -225,7 +225,7 @@ def test_short_bursts_change_nothing() -> None:
 
 
 def test_a_second_change_waits_while_nobody_knows_whether_loads_last() -> None:
-    rebalancer, new = Rebalancer(), load_of(0.3, 4.5, window_s=5.0)
+    rebalancer, new = Rebalancer(), load_of(0.3, 4.5, window_s=12.0)
     of = state(5, 1, new, num_requests=1)
     change = decided(rebalancer, of, 10.0)
     done = [
