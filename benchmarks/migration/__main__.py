@@ -3,8 +3,8 @@
     python -m benchmarks.migration [--sizes N,N,...] [--moves N] [--others N]
 
 Two decode instances with the default model, one core each, and real messenger processes; each decodes
-streams of its own besides. A stream with a context of each size moves from one to the other and back; pools
-hold none of its blocks before a move, so all of them are copied. The ways:
+streams of its own besides. A stream with a context of each size moves from one to the other and back; before
+a move its destination's pool holds none of its blocks, so all of them travel. The ways:
 
     none           it stays, for as many tokens as in the migration before
     migration      its blocks are copied while it is decoded, then it is handed over
@@ -114,7 +114,7 @@ class Bench:
         move = {MIGRATION: on.migrate, STOP: on.stop_and_copy, RECOMPUTE: on.recompute}[way]
         for _ in range(num_moves):
             await stream.reached(len(stream.tokens) + TOKENS_BETWEEN)
-            await on.drop_blocks(stream)
+            await on.drop_blocks(stream, on.other(stream.at))
             await stream.reached(len(stream.tokens) + TOKENS_BETWEEN)
             num = await self._window(stream, lambda: move(stream), measured[way])
             if way == MIGRATION:
@@ -143,7 +143,7 @@ class Bench:
 
     async def _compare(self, stream: Stream, prompt: list[int]) -> None:
         """Count a stream with other tokens than one that stays, and computes all of them itself."""
-        await self._rig.drop_blocks(stream)
+        await self._rig.drop_blocks(stream, stream.at)
         stays = await self._stream(prompt, len(stream.tokens), stream.at, counts=False)
         await stays.reached(len(stream.tokens))
         self.num_streams_with_other_tokens += stays.tokens != stream.tokens

@@ -186,11 +186,10 @@ class Rig:
         [other] = [other for other in self.instances.values() if other is not instance]
         return other
 
-    async def drop_blocks(self, stream: Stream) -> None:
-        """Drop a stream's blocks from both pools, so that the next move copies all of them."""
+    async def drop_blocks(self, stream: Stream, instance: Instance) -> None:
+        """Drop a stream's blocks that an instance's pool holds."""
         keys = stream.request.continued(stream.tokens, self._block_size).block_keys
-        for instance in self.instances.values():
-            await self._tell(instance, DropCopies(keys))
+        await self._tell(instance, DropCopies(keys))
 
     # -- moves --------------------------------------------------------------------------------------
 
@@ -224,7 +223,6 @@ class Rig:
         destination = self.other(stream.at)
         output = await self._hand_over(stream)
         request = stream.request.continued(output, self._block_size)
-        await self.drop_blocks(stream)
         stream.num_attempts += 1
         stream.at = destination
         await self._tell(destination, Reserve(stream.ref, request, inline=True))
