@@ -63,9 +63,9 @@ class Dispatcher:
         effects = self._migrations.lose(lost)
         for instance in lost:
             for request_id in list(instance.requests):
-                tracked = by_id[request_id]
-                if instance.name in (tracked.prefill, tracked.decode):
-                    effects += self._retry(tracked, f"{instance.name} {reason}", now_s)
+                here = by_id.get(request_id)  # None: it yielded to one before it, and was rejected
+                if here is not None and instance.name in (here.prefill, here.decode):
+                    effects += self._retry(here, f"{instance.name} {reason}", now_s)
         return effects
 
     def _computed_by(self, instance: Instance) -> list[str]:

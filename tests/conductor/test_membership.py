@@ -238,3 +238,21 @@ def test_workers_that_do_not_fit_are_refused_by_name(changed: dict[str, object],
     [effect] = new_conductor().handle(peer_identity("p9", 1), Register(**{**fields, **changed}), 1.0)
     assert isinstance(effect.message, RegisterRefused)
     assert all(word in effect.message.message for word in [*words, "p9"])
+
+
+def test_a_request_of_a_lost_instance_that_yields_to_another_of_it_is_rejected() -> None:
+    costs = Costs(0.0, 0.01, 0.0), Costs(0.01, 0.0, 0.0)
+    conductor = Conductor(7, "model", Limits(ttft_slo_s=2.5), Rules(), costs)
+    conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
+    conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
+    conductor.handle(D0, registration("d0", Role.DECODE), 0.0)
+    first = msgspec.structs.replace(request("first", 100), block_keys=[])
+    conductor.handle(FRONT, Submit(first), 0.0)
+    second = msgspec.structs.replace(request("second", 100), block_keys=[], priority=1)
+    conductor.handle(FRONT, Submit(second), 0.0)
+    conductor.handle(peer_identity("d1", 1), registration("d1", Role.DECODE), 0.5)
+    effects = conductor.peer_gone(D0, 1.0)
+    assert [effect.message.request_id for effect in effects if isinstance(effect.message, Rejected)] == [
+        "second"
+    ]
+    assert list(conductor.requests) == ["first"]
