@@ -6,7 +6,7 @@
     follow     when the change is done, and how many requests are rejected before and after it
 
 A change gives up no SLO that is met: what the instance has must fit the others first. It is never taken back
-while the load stays the same, and a change of the load allows a limited number of them.
+while load and instances stay the same, and a change of either allows a limited number of them.
 
 Owns: the decisions. Does not know: how a role is changed, where figures come from (`survey`), the clock.
 """
@@ -51,6 +51,8 @@ class RebalancingRules:
     """The longest time that a change may take; then the next one may be decided."""
     evaluated_s: float = 15.0
     """The time over which arrivals before and after a change are compared."""
+    instances_s: float = 15.0
+    """The time for which other instances must have been there: one that restarts is no other one."""
     queue_share: float = 0.5
     """The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
     least_left_s: float = 15.0
@@ -122,9 +124,13 @@ class Rebalancer:
         self._num_changes_seen = 0
         self._same: Work | None = None
         """The load for which `_num_left` changes are left."""
+        self._names: frozenset[str] = frozenset()
+        """The instances for which they are left."""
+        self._other_names: tuple[frozenset[str], float] = (frozenset(), math.inf)
+        """Other instances that there are instead, and since when."""
         self._num_left = 0
         self._direction: Role | None = None
-        """The role of the first change for this load."""
+        """The role of the first change for this load and these instances."""
 
     @property
     def is_switching(self) -> bool:
@@ -152,9 +158,11 @@ class Rebalancer:
             Role.PREFILL: max(1, math.ceil(work.prefill / self.rules.target)),
             Role.DECODE: max(1, math.ceil(work.decode / self.rules.target)),
         }
+        names = frozenset(member.name for member in state.members)
+        self._note_instances(names, now_s)
         if self.is_switching or not self._is_known(load):
             return None
-        self._renew(work, len(state.members))
+        self._renew(work, names, now_s)
         change = self._best(state, able)
         if change is None or not self._num_left:
             return None
@@ -176,12 +184,20 @@ class Rebalancer:
 
     # -- which change -------------------------------------------------------------------------------
 
-    def _renew(self, work: Work, num_instances: int) -> None:
-        """Allow changes again if the load is another one."""
-        same = self._same
-        if same is None or not all(map(self._is_same, work, same)):
-            self._same, self._direction = work, None
-            self._num_left = max(2, num_instances // 4)
+    def _note_instances(self, names: frozenset[str], now_s: float) -> None:
+        """Note since when the instances have been others."""
+        if names == self._names:
+            self._other_names = (names, math.inf)
+        elif names != self._other_names[0]:
+            self._other_names = (names, now_s)
+
+    def _renew(self, work: Work, names: frozenset[str], now_s: float) -> None:
+        """Allow changes again if the load is another one, or the instances have been others for a while."""
+        same, since_s = self._same, self._other_names[1]
+        are_others = now_s - since_s >= self.rules.instances_s
+        if same is None or are_others or not all(map(self._is_same, work, same)):
+            self._same, self._names, self._direction = work, names, None
+            self._num_left = max(2, len(names) // 4)
 
     def _is_same(self, one: float, other: float) -> bool:
         larger, smaller = max(one, other), min(one, other)

@@ -237,3 +237,24 @@ def test_a_second_change_waits_while_nobody_knows_whether_loads_last() -> None:
     assert rebalancer.decide(of._replace(members=done), 14.0) is None
     later = of._replace(members=done, load=load_of(0.3, 4.5, window_s=16.0))
     assert rebalancer.decide(later, 24.0) is not None
+
+
+def test_a_change_may_be_taken_back_once_instances_have_joined_and_stayed() -> None:
+    rebalancer = Rebalancer()
+    of = state(2, 1, load_of(0.75, 1.2), num_requests=1)
+    change = decided(rebalancer, of, 10.0)
+    assert change.after is Role.DECODE
+    done = [
+        member._replace(role=Role.DECODE, batch=batch(member.name, 1))
+        if member.name == change.instance
+        else member
+        for member in of.members
+    ]
+    same = load_of(0.95, 1.2)
+    assert rebalancer.decide(of._replace(members=done, load=same), 14.0) is None
+    joined = [*done, Member("d1", Role.DECODE, True, True, None, 0.0, 0, batch("d1", 1))]
+    of = of._replace(members=joined, load=same)
+    assert rebalancer.decide(of, 16.0) is None
+    assert rebalancer.decide(of._replace(members=done), 20.0) is None  # it restarts
+    assert rebalancer.decide(of, 22.0) is None
+    assert decided(rebalancer, of, 40.0).after is Role.PREFILL
