@@ -4,7 +4,8 @@
                           ──> SERVING in the old role, if that takes too long
 
 Weights and pool stay, so a switch costs the time that the running requests take to end or to move. An
-instance keeps the role that it was given over its restarts, until it has been drained.
+instance keeps the role that it was given over its restarts, until it has been drained, or no instance is left
+for what it was started for.
 
 Owns: which role an instance has, and when it has another one. Does not know: who wants that, how an instance
 is emptied.
@@ -79,6 +80,9 @@ class Roles:
             return []
         if role is not Role.PREFILL and not instance.registration.can_decode:
             self.forget(instance.name)  # it was started anew with other settings
+            return []
+        if self._instances.lacks_stage(instance.role, role):
+            self.forget(instance.name)
             return []
         instance.role = role
         return [Effect(instance.identity, SwitchRole(role))]

@@ -215,6 +215,13 @@ class Instances:
                 return stage
         return None
 
+    def lacks_stage(self, role: Role, other: Role) -> bool:
+        """Whether no instance, expected ones included, does a stage that `role` could do, and `other` not."""
+        return any(
+            self._rules.can(role, stage) and not self._rules.can(other, stage) and self.largest(stage) is None
+            for stage in STAGES
+        )
+
     def silent_since(self, deadline_s: float) -> list[Instance]:
         """The instances that were last heard before `deadline_s`."""
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]

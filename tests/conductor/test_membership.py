@@ -16,7 +16,7 @@ from mooncake.messages.fronts import (
     Rejected,
     Submit,
 )
-from mooncake.messages.operators import Drain
+from mooncake.messages.operators import ChangeRole, Drain
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
@@ -256,3 +256,17 @@ def test_a_request_of_a_lost_instance_that_yields_to_another_of_it_is_rejected()
         "second"
     ]
     assert list(conductor.requests) == ["first"]
+
+
+def test_an_instance_restarts_in_its_first_role_if_nobody_is_left_for_it() -> None:
+    conductor = new_conductor(Limits(return_grace_s=1.0))
+    p1 = peer_identity("p1", 1)
+    conductor.handle(p1, registration("p1", Role.PREFILL), 0.0)
+    conductor.handle(FRONT, ChangeRole(1, "p1", Role.DECODE), 0.0)
+    again = peer_identity("p1", 2)
+    conductor.handle(again, registration("p1", Role.PREFILL, 2), 1.0)
+    assert [one.role for one in conductor.instances if one.name == "p1"] == [Role.DECODE]
+    conductor.peer_gone(P0, 2.0)
+    conductor.tick(4.0)
+    conductor.handle(peer_identity("p1", 3), registration("p1", Role.PREFILL, 3), 5.0)
+    assert [one.role for one in conductor.instances if one.name == "p1"] == [Role.PREFILL]
