@@ -174,7 +174,7 @@ class Conductor:
                 return self._on_worker(sender, message, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Let time pass for silent peers and waiting requests. Call this about once a second."""
+        """Let time pass for silent peers and waiting requests. Call this about twice a second."""
         effects: list[Effect] = []
         self._forgive_own_silence(now_s)
         deadline_s = now_s - self.limits.peer_timeout_s

@@ -237,7 +237,7 @@ class Rebalancer:
         )
 
     def _is_risky(self, load: Load) -> bool:
-        """Whether this would be another change for a new load of which nobody knows whether it lasts."""
+        """Whether a change would follow another one while the load is too new to tell how long it lasts."""
         is_another = self._direction is not None
         return is_another and not self._persistence.is_known and load.window_s < self.rules.least_left_s
 

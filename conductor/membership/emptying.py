@@ -38,7 +38,7 @@ class Emptier:
         return effects
 
     def retry(self, now_s: float) -> list[Effect]:
-        """Do the same if requests have left instances since, so that there may be room by now."""
+        """Try again if requests have left instances since the last try: there may be room by now."""
         return self.tick(now_s) if self._num_released != self._requests.num_released else []
 
     def go_on(self, instance: Instance, now_s: float) -> list[Effect]:

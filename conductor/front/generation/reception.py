@@ -87,6 +87,7 @@ class Reception:
     def accept(self, output: TokenOutput) -> list[Received] | None:
         """Return what is new with `output`, or None if it belongs to an attempt that has been replaced.
 
+        While tokens are missing, an output of a replaced attempt may fill the gap.
         Raises GenerationFailedError when its tokens differ from those that an earlier attempt has given: what
         the client has read cannot be taken back.
         """
@@ -103,7 +104,7 @@ class Reception:
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
         """Add early outputs before which nothing is missing now that tokens of `attempt` came."""
-        if attempt == self.attempt:  # it gives the rest itself, and what earlier ones have given may differ
+        if attempt == self.attempt:  # it gives the rest itself, so outputs of earlier attempts are not needed
             self.early = [output for output in self.early if _attempt(output) == attempt]
         while self.early and self.early[0].position <= len(self.token_ids):
             if received and received[-1].finish_reason is not None:

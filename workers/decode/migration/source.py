@@ -1,8 +1,8 @@
 """The source of migrations: a sequence's blocks go to the own pool while it is decoded, then it leaves.
 
-Orders come at any time. What they need of a sequence's pages is done by the sequence's own task, which waits
-in `copying_until` while the batch has the sequence, or it waits for the batch. A sequence whose KVCache is
-not complete yet comes to that later, and its orders wait for it.
+Orders come at any time. The sequence's own task copies its pages: the task waits in `copying_until` while the
+sequence is in the batch or waits to be admitted, and carries out orders there. Orders for a sequence whose
+KVCache is not complete yet wait until then.
 
 Owns: the answers to `PreCopy`, when a sequence leaves. Does not know: destinations, what is handed over.
 """
