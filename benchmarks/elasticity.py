@@ -42,7 +42,7 @@ from benchmarks.tools.traces.phases import Phase
 
 TOLD_TTFT_S, TOLD_TBT_S = 4.0, 0.06
 SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=1000)
-"""What counts as effective, as in `benchmarks.overload`."""
+"""SLOs of an effective request, as in `benchmarks.overload`."""
 PROMPTS_PER_S, ANSWERS_PER_S = 8.0, 6.0
 FIXED = "--conductor-rebalancing=false"
 SIDES = {
@@ -190,7 +190,7 @@ class Streams:
 
 
 class StreamResult(NamedTuple):
-    """What a stream said, and its longest gap."""
+    """The text of a stream, and its longest gap."""
 
     text: str
     longest_gap_s: float

@@ -1,4 +1,4 @@
-"""What moving a running stream costs: its pause, and the tokens of those beside it.
+"""Measure what a move of a running stream costs: its pause, and the tokens of streams beside it.
 
     python -m benchmarks.migration [--sizes N,N,...] [--moves N] [--others N]
 

@@ -1,1 +1,1 @@
-"""Which requests move, and which roles instances have: rules that follow the load, and decide without IO."""
+"""Rules that follow the load without IO: which requests move, and which roles instances have."""

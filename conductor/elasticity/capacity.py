@@ -1,4 +1,4 @@
-"""What a division of instances into prefill and decode can serve of a load within its SLOs.
+"""The share of a load that a division into prefill and decode can serve within its SLOs.
 
 DistServe (OSDI 2024, section 4) chooses the division offline, for a load that is known; Splitwise (ISCA 2024,
 section 4.1) lets machines of a mixed pool do what is short. Here the same question is asked every few
@@ -52,7 +52,7 @@ class Strain(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """What a mean decode instance can draw."""
+    """Tokens that a mean decode instance can draw."""
 
     costs: Costs
     """Seconds of an iteration, by requests and tokens of KVCache."""
@@ -96,7 +96,7 @@ class DecodeCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What divisions of instances can serve of a load."""
+    """Shares of a load that divisions of instances can serve."""
 
     load: Load
     decode: DecodeCapacity

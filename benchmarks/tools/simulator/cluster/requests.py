@@ -44,7 +44,7 @@ class SimulatedRequest:
     gaps: list[tuple[int, float]] = field(default_factory=list)
     """Gaps between its tokens, as (number, seconds)."""
     member: Member | None = None
-    """Its place in a batch, which it keeps when it migrates; None before it is decoded."""
+    """The place in a batch, which a request keeps when it migrates; None before it is decoded."""
 
     @classmethod
     def of(cls, number: int, request: TraceRequest, block_tokens: int = BLOCK_TOKENS) -> "SimulatedRequest":

@@ -1,4 +1,4 @@
-"""What every instance of a simulated cluster is.
+"""The shape of an instance in a simulated cluster: what all of its instances have in common.
 
 Owns: this description. Does not know: instances, clusters.
 """
@@ -16,7 +16,7 @@ from mooncake.messages.blocks import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class InstanceShape:
-    """What every instance of a cluster is. Capacities in blocks."""
+    """The shape of every instance of a cluster. Capacities are in blocks."""
 
     model: ModelCard
     hardware: HardwareCard
