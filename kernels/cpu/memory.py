@@ -4,13 +4,18 @@ Owns: the allocation. Does not know: what is stored.
 """
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
 
-_HUGE_PAGE_BYTES = 2 << 20
-_CHUNK_BYTES = 16 * _HUGE_PAGE_BYTES
+HUGE_PAGE_BYTES = 2 << 20
+_CHUNK_BYTES = 16 * HUGE_PAGE_BYTES
 _ALIGNMENT_BYTES = 64
+_MADV_POPULATE_WRITE = 23  # Python has no name for this advice
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -19,12 +24,21 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     Streams 4 to 10% faster than small pages do.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     raw = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -raw.data_ptr() % _HUGE_PAGE_BYTES
+    first = -raw.data_ptr() % HUGE_PAGE_BYTES
     return raw[first : first + num_bytes].view(dtype).view(shape)
+
+
+def populate(memory: torch.Tensor) -> None:
+    """Have the system give the pages under `memory`, whole huge pages, now and not when each is first used.
+
+    The content stays. A kernel older than 5.14 gives them at first use all the same. Blocking: 0.1 s a GiB
+    on a machine of one's own, 2 s where a hypervisor gives its memory late, too.
+    """
+    _libc.madvise(memory.data_ptr(), memory.numel() * memory.element_size(), _MADV_POPULATE_WRITE)
 
 
 class HugeMemory:

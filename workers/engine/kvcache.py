@@ -4,11 +4,12 @@ Owns: device memory of pages and which of them are free. Does not know: the owne
 pool of host memory.
 """
 
+import time
 from collections.abc import Iterable
 
 import torch
 
-from kernels.cpu.memory import huge_zeros
+from kernels.cpu.memory import HUGE_PAGE_BYTES, huge_zeros, populate
 from workers.engine.spec import ModelSpec
 
 
@@ -60,6 +61,21 @@ class DeviceKVCache:
             self._tensors = [torch.zeros(self.layer_shape, dtype=dtype, device=self.device) for _ in tensors]
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = [True] * num_pages
+
+    def take_memory(self) -> None:
+        """Have the system give a CPU's memory for all pages, the first ones first. Blocking.
+
+        Otherwise the pass that is the first to use a huge page waits for this page of each layer. At a
+        quarter of the speed, because others compute meanwhile.
+        """
+        if self.device.type != "cpu":
+            return
+        layers = [tensor.view(-1).view(torch.uint8) for tensor in self._tensors]
+        for start in range(0, len(layers[0]), HUGE_PAGE_BYTES):
+            began_s = time.perf_counter()
+            for layer in layers:
+                populate(layer[start : start + HUGE_PAGE_BYTES])
+            time.sleep(3 * (time.perf_counter() - began_s))
 
     @property
     def num_free_pages(self) -> int:

@@ -4,6 +4,7 @@ Owns: the choices made once at start. Does not know: what is computed later.
 """
 
 import os
+import threading
 
 import torch
 
@@ -84,6 +85,7 @@ def load_executor(
     kv = DeviceKVCache(
         spec, layers, num_pages, layout.block_size, dtype, device, kv_heads=model.kv_heads, window=window
     )
+    threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
     if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
         warm_up(model, kv)
     grammars = Grammars(lambda: load_vocabulary(checkpoint))

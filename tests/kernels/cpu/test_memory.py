@@ -1,8 +1,11 @@
 """Memory in huge pages."""
 
+import ctypes
+import mmap
+
 import torch
 
-from kernels.cpu.memory import HugeMemory, huge_zeros
+from kernels.cpu.memory import HugeMemory, huge_zeros, populate
 
 
 def test_memory_begins_with_a_huge_page_and_is_zero() -> None:
@@ -23,3 +26,22 @@ def test_tensors_of_one_memory_are_aligned_and_do_not_overlap() -> None:
     assert [int(tensor.float().mean()) for tensor in tensors] == [1, 2, 3, 4, 5]
     assert all(bool((tensor == tensor[0]).all()) for tensor in tensors)
     assert tensors[1].data_ptr() - tensors[0].data_ptr() == 64
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Return how many of a tensor's bytes are in memory."""
+    libc, num_pages = ctypes.CDLL(None), len(tensor) // mmap.PAGESIZE
+    resident = (ctypes.c_ubyte * num_pages)()
+    address = ctypes.c_void_p(tensor.data_ptr())
+    assert libc.mincore(address, ctypes.c_size_t(len(tensor)), resident) == 0
+    return mmap.PAGESIZE * sum(page & 1 for page in resident)
+
+
+def test_populated_memory_is_there_before_it_is_used_and_keeps_its_content() -> None:
+    memory = huge_zeros((16 << 20,), torch.uint8)
+    memory[5] = 7
+    assert resident_bytes(memory) <= 4 << 20
+    populate(memory[: 8 << 20])
+    assert resident_bytes(memory) == 8 << 20
+    assert memory[5] == 7
+    assert memory.sum() == 7

@@ -47,3 +47,10 @@ def test_layers_are_numbered_as_in_the_whole_model(kv: DeviceKVCache) -> None:
     assert kv.layer(1).data_ptr() != kv.layer(2).data_ptr()
     with pytest.raises(AssertionError, match="not in"):
         kv.layer(0)
+
+
+def test_memory_that_is_taken_early_keeps_what_passes_have_written(kv: DeviceKVCache) -> None:
+    kv.layer(2)[3].fill_(1.5)
+    kv.take_memory()
+    assert kv.layer(1).sum() == 0
+    assert (kv.layer(2)[3] == 1.5).all()
