@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from conductor.effects import ToConductor
+from conductor.requests.migration import MigrationStep, step_behind_copies
 from mooncake.config.settings import Config, load_config
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.bus import Router
@@ -196,15 +197,17 @@ class Rig:
     async def migrate(self, stream: Stream) -> None:
         """Move a stream as the Conductor does: copies while it is decoded, in rounds."""
         source, destination, ref = stream.at, self.other(stream.at), self._next_ref(stream)
-        num_copied, num_rounds = 0, 0
+        order, num_loaded, num_rounds, has_waited = PreCopy(stream.ref), 0, 0, False
         while True:
-            copied = await self._ask(source, PreCopy(stream.ref), stream.ref, PreCopied)
-            num_drawn, num_copied = len(copied.output) - num_copied, len(copied.output)
-            if num_rounds and num_drawn <= self._block_size:
-                break
-            await self._prepare(stream, ref, copied.output)
-            num_rounds += 1
-            if num_rounds == 3:
+            output = (await self._ask(source, order, stream.ref, PreCopied)).output
+            num_lacking = stream.request.num_prompt_tokens + len(output) - num_loaded
+            step = step_behind_copies(num_lacking, num_rounds, self._block_size, has_waited=has_waited)
+            if step is MigrationStep.COPYING:
+                order, has_waited = PreCopy(stream.ref, num_loaded + self._block_size), True
+            elif step is MigrationStep.PREPARING:
+                num_loaded = (await self._prepare(stream, ref, output)).num_tokens
+                order, num_rounds = PreCopy(stream.ref), num_rounds + 1
+            else:
                 break
         output = await self._hand_over(stream)
         await self._take_over(stream, destination, output)

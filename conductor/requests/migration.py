@@ -1,9 +1,8 @@
 """One migration as the Conductor sees it: its steps, the ways between them, and all that is known of it.
 
-    COPYING ──> PREPARING ──> HANDING_OVER ──> (moved)
-       ^ │          │           ^     │
-       │ └──────────│───────────┘     └──> STRANDED
-       └────────────┘
+    COPYING <──> PREPARING ──> HANDING_OVER ──> (moved)
+        │                        ^    │
+        └────────────────────────┘    └──> STRANDED
 
     every step ──> (ended without a move)
 
@@ -38,6 +37,36 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
     MigrationStep.STRANDED: frozenset(),
 }
 
+MAX_ROUNDS = 3
+"""Rounds of copies. A source that draws more than a block in each of them hands over nevertheless."""
+
+
+def step_behind_copies(
+    num_lacking: int, num_rounds: int, block_size: int, *, has_waited: bool
+) -> MigrationStep:
+    """Return what follows copies at the source.
+
+    A destination computes the tokens behind the last full block again, while the stream and those beside it
+    wait. If these are more than half a block, the block is waited for once: up to half a block of tokens,
+    drawn without a pause.
+
+    Args:
+        num_lacking: Tokens whose KVCache the destination has not loaded, the newest included.
+        num_rounds: Rounds in which the destination has loaded blocks.
+        block_size: Tokens of a block.
+        has_waited: Whether a block has been waited for.
+
+    Returns:
+        PREPARING if there is a full block to load, COPYING if there soon will be, or HANDING_OVER.
+    """
+    if not num_rounds:
+        return MigrationStep.PREPARING
+    if num_rounds >= MAX_ROUNDS or num_lacking <= block_size // 2:
+        return MigrationStep.HANDING_OVER
+    if num_lacking > block_size:
+        return MigrationStep.PREPARING
+    return MigrationStep.HANDING_OVER if has_waited else MigrationStep.COPYING
+
 
 @dataclass(slots=True)
 class Migration:
@@ -58,6 +87,8 @@ class Migration:
     """Rounds of copies that have ended."""
     num_copied_tokens: int = 0
     """The length of the output whose full blocks the source has stored."""
+    has_waited: bool = False
+    """Whether the source was told to copy once it has another full block."""
     num_loaded_tokens: int = 0
     """Tokens whose KVCache the destination has loaded."""
     outcome: MigrationOutcome | None = None

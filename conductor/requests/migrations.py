@@ -2,7 +2,7 @@
 
     C -> source PreCopy, -> PreCopied       the source stores the request's full blocks
     C -> destination Prepare, -> Prepared   the destination fetches and loads them
-    ... again, until at most a block of tokens was drawn since, or `MAX_ROUNDS` are over ...
+    ... again, until little more than half a block is lacking (`step_behind_copies`) ...
     C -> source HandOver, -> HandedOver     the request leaves the source's batch
     C -> destination TakeOver               its destination decodes it from now on
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
-from conductor.requests.migration import Migration, MigrationStep
+from conductor.requests.migration import MAX_ROUNDS, Migration, MigrationStep, step_behind_copies
 from conductor.requests.registry import Requests
 from conductor.rules import Rules
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
@@ -28,8 +28,6 @@ from mooncake.messages.workers import InstanceState, Role
 
 RETRY_AFTER_S = 5.0
 """The time for which an instance that has refused a request is not chosen for it again."""
-MAX_ROUNDS = 3
-"""Rounds of copies. A source that draws more than a block in each of them hands over nevertheless."""
 
 
 class Migrations:
@@ -170,21 +168,31 @@ class Migrations:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_pre_copied(self, tracked: TrackedRequest, pre_copied: PreCopied, now_s: float) -> list[Effect]:
-        """Order the destination to fetch the copies, or the source to hand over if they are hardly more."""
+        """Order the destination to fetch the copies, or the source to hand over or to copy another block."""
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.COPYING:
             return []
         if self._requests.suspicion.is_suspect(tracked.request_id):
             return self._requests.end_migration(tracked, MigrationOutcome.CALLED_OFF)
-        num_tokens = len(pre_copied.output)
-        num_drawn, migration.num_copied_tokens = num_tokens - migration.num_copied_tokens, num_tokens
-        if migration.num_rounds and num_drawn <= self._block_size:
+        migration.num_copied_tokens = len(pre_copied.output)
+        num_lacking = (
+            tracked.request.num_prompt_tokens + migration.num_copied_tokens - migration.num_loaded_tokens
+        )
+        step = step_behind_copies(
+            num_lacking, migration.num_rounds, self._block_size, has_waited=migration.has_waited
+        )
+        if step is MigrationStep.HANDING_OVER:
             return self._hand_over(tracked, migration, now_s)
+        source = tracked.placed.placement.decode
+        if step is MigrationStep.COPYING:
+            migration.has_waited = True
+            num_tokens = migration.num_loaded_tokens + self._block_size
+            return [Effect(source.identity, PreCopy(tracked.ref, num_tokens))]
         migration.move_to(MigrationStep.PREPARING)
         prepare = Prepare(
             migration.ref,
             tracked.request.continued(pre_copied.output, self._block_size),
-            tracked.placed.placement.decode.registration.shards,
+            source.registration.shards,
             max(0.0, migration.deadline_s - now_s),
             self._requests.slos_in_batch(tracked).tbt_s,
         )

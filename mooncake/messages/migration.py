@@ -1,11 +1,11 @@
 """The messages of a migration: a running request moves from one decode instance to another.
 
     Conductor                 source                      destination
-    PreCopy           ->      stores full blocks
+    PreCopy           ->      stores full blocks, now or when there is one more
                       <-      PreCopied(output)
     Prepare(output)   ->                                  fetches and loads them, holds a slot
                                                     <-    Prepared
-    ... rounds, as long as the source draws more than a block in one of them ...
+    ... rounds, until the destination lacks little more than half a block ...
     HandOver          ->      the request leaves its batch
                       <-      HandedOver(output)
     TakeOver(output)  ->                                  decodes the request
@@ -33,6 +33,8 @@ class PreCopy(msgspec.Struct, tag=True, frozen=True):
     """
 
     ref: Ref
+    num_tokens: Count = 0
+    """Tokens whose KVCache is to exist first; a request that is not in the batch is not waited for."""
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
@@ -76,15 +78,13 @@ class TakeOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreCopied(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `PreCopy`: the first full blocks of these tokens are in the pool of the source.
+    """Answer to `PreCopy`: the full blocks of these tokens are in the source's pool, as far as it had room.
 
     `output` are all tokens that the request has drawn, in earlier attempts too. The newest has no KVCache.
     """
 
     ref: Ref
     output: list[TokenId]
-    num_stored_tokens: Count
-    """Number of leading tokens, prompt included, in these blocks; 0 if the pool had no room for them."""
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):

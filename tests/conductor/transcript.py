@@ -362,9 +362,7 @@ class Transcript:
 
     def _do_precopied(self, request_id: str, output: str) -> list[str]:
         tracked = self.conductor.requests[request_id]
-        num_tokens = tracked.request.num_prompt_tokens + int(output)
-        num_stored_tokens = num_tokens // self._block_size * self._block_size
-        return self._tell(tracked.decode, PreCopied(tracked.ref, [42] * int(output), num_stored_tokens))
+        return self._tell(tracked.decode, PreCopied(tracked.ref, [42] * int(output)))
 
     def _do_prepared(self, request_id: str, tokens: str) -> list[str]:
         ref, destination = self._coming(request_id)
@@ -430,8 +428,9 @@ class Transcript:
                 return None
             case Migrates(_, source, destination, refusal):
                 return f"it moves from {source} to {destination}" if not refusal else (f"it stays: {refusal}")
-            case PreCopy(ref):
-                return f"precopy {ref.request_id}#{ref.attempt}"
+            case PreCopy(ref, num_tokens):
+                length = f" tokens={num_tokens}" if num_tokens else ""
+                return f"precopy {ref.request_id}#{ref.attempt}{length}"
             case Prepare(ref, request, shards, timeout_s, tbt_slo_s):
                 slo = "" if tbt_slo_s is None else f" tbt_slo={tbt_slo_s:g}"
                 name = shards[0].messenger.instance

@@ -154,8 +154,8 @@ class Move:
     def _continued(self) -> Request:
         return self.decoded.request.continued(self.output, self._lab.sizes.block_size)
 
-    async def pre_copy(self) -> PreCopied | Finished | WorkFailed:
-        self._source.obey(PreCopy(self._source_ref))
+    async def pre_copy(self, num_tokens: int = 0) -> PreCopied | Finished | WorkFailed:
+        self._source.obey(PreCopy(self._source_ref, num_tokens))
         answer = await self._lab.next_said(self._source_ref)
         assert isinstance(answer, PreCopied | Finished | WorkFailed)
         if isinstance(answer, PreCopied):

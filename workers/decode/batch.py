@@ -51,6 +51,7 @@ class DecodeBatch:
         sequence.admitted.clear()
         sequence.left.clear()
         sequence.prefilled.clear()
+        sequence.check_copy()
         insort(self._waiting, sequence, key=_by_rank)
 
     def prepare(self, sequence: Sequence) -> bool:

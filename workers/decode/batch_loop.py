@@ -75,6 +75,7 @@ class BatchLoop:
                     continue
                 sequence.tokens.append(token)
                 sequence.prefilled.set()
+                sequence.check_copy()
                 sequence.must_be_alone = False
                 sequence.newest_logprobs = logprobs
                 if sequence.grammar is not None and sequence.grammar.error is not None:

@@ -66,8 +66,11 @@ class Sequence:
     """Set when the first token of an inlined prompt is drawn, or with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sequence has left the batch, its tokens are sent, and nothing computes with its pages."""
-    copy_ordered: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while a migration wants the full blocks in the pool."""
+    copy_at: int | None = None
+    """Number of tokens with KVCache at which a migration wants the full blocks in the pool; None: it does
+    not."""
+    copy_due: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while the sequence is so long, or grows no longer."""
     is_wanted_elsewhere: bool = False
     """Whether another instance is to go on with the sequence: it leaves the batch as soon as it can."""
     error: Exception | None = None
@@ -108,6 +111,12 @@ class Sequence:
     def continue_behind(self, request: Request) -> None:
         """Go on behind the output of `request`, which another instance has drawn."""
         self.request, self.tokens = request, list(request.token_ids)
+
+    def check_copy(self) -> None:
+        """Note whether the copy that a migration wants is due, after a change of length or state."""
+        is_waiting = self.state is SequenceState.WAITING
+        if self.copy_at is not None and (is_waiting or self.num_kv_tokens >= self.copy_at):
+            self.copy_due.set()
 
     @property
     def num_output_tokens(self) -> int:

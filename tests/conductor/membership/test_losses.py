@@ -77,7 +77,7 @@ class Cluster:
             case Prefill(ref=ref):
                 self.hear(peer, Prefilled(ref, 1, 0))
             case PreCopy(ref=ref):
-                self.hear(peer, PreCopied(ref, [1, 2, 3], 12))
+                self.hear(peer, PreCopied(ref, [1, 2, 3]))
             case Prepare(ref=ref):
                 self.hear(peer, Prepared(ref, 12))
             case HandOver(ref=ref):

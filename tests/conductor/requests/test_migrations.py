@@ -6,6 +6,7 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState
+from conductor.requests.migration import MigrationStep, step_behind_copies
 from conductor.rules import Limits
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from mooncake.messages.fronts import Cancel, Continue, Failed, FrontHello, Interrupted, Submit
@@ -34,7 +35,7 @@ from tests.conductor.small_cluster import (
     two_decode_instances,
 )
 
-OUTPUT = [1, 2]
+OUTPUT = [1]
 SOURCE, DESTINATION = ref(1), ref(2)
 
 
@@ -86,7 +87,7 @@ def copying(moving: Moving) -> None:
 
 
 def preparing(moving: Moving) -> None:
-    moving.hear(D0, PreCopied(SOURCE, OUTPUT, 8))
+    moving.hear(D0, PreCopied(SOURCE, OUTPUT))
 
 
 def copying_again(moving: Moving) -> None:
@@ -96,7 +97,7 @@ def copying_again(moving: Moving) -> None:
 
 def handing_over(moving: Moving) -> None:
     copying_again(moving)
-    moving.hear(D0, PreCopied(SOURCE, OUTPUT, 8))
+    moving.hear(D0, PreCopied(SOURCE, OUTPUT))
 
 
 BEFORE = [copying, preparing, copying_again]
@@ -216,7 +217,7 @@ def test_before_the_hand_over_the_source_just_goes_on(
     assert (tracked.state, tracked.decode, tracked.ref) == (RequestState.DECODING, "d0", SOURCE)
     assert (moving.outcomes, tracked.failures) == ([outcome], [])
     assert moving.aborts == ([] if event is destination_is_lost else [(D1, 2)])
-    moving.hear(D0, PreCopied(SOURCE, OUTPUT, 8))  # late words of it change nothing
+    moving.hear(D0, PreCopied(SOURCE, OUTPUT))  # late words of it change nothing
     moving.hear(D1, Prepared(DESTINATION, 8))
     assert moving.conductor.requests["r"] is tracked
     finish(moving)
@@ -263,3 +264,23 @@ def test_a_hand_over_that_nobody_has_ordered_costs_the_source_the_request() -> N
     moving.hear(D0, HandedOver(SOURCE, OUTPUT))
     assert moving.conductor.requests["r"].state is RequestState.INTERRUPTED
     assert not [effect for effect in moving.told if isinstance(effect.message, Failed)]
+
+
+@pytest.mark.parametrize(
+    ("num_lacking", "num_rounds", "has_waited", "step"),
+    [
+        (2000, 0, False, MigrationStep.PREPARING),  # nothing has been copied
+        (1, 0, False, MigrationStep.PREPARING),  # and the destination has no room yet
+        (16, 1, False, MigrationStep.HANDING_OVER),
+        (17, 1, False, MigrationStep.COPYING),  # soon it is a block
+        (32, 1, False, MigrationStep.COPYING),  # the newest token has no KVCache
+        (33, 1, False, MigrationStep.PREPARING),
+        (33, 2, True, MigrationStep.PREPARING),
+        (17, 2, True, MigrationStep.HANDING_OVER),
+        (500, 3, False, MigrationStep.HANDING_OVER),  # it would have no end
+    ],
+)
+def test_what_follows_copies(
+    num_lacking: int, num_rounds: int, has_waited: bool, step: MigrationStep
+) -> None:
+    assert step_behind_copies(num_lacking, num_rounds, 32, has_waited=has_waited) is step

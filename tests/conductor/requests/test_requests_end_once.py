@@ -144,7 +144,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
             case Prefill(ref=ref):
                 self.hear(peer, Prefilled(ref, 1, 0))
             case PreCopy(ref=ref):
-                self.hear(peer, PreCopied(ref, output, num_output_tokens))
+                self.hear(peer, PreCopied(ref, output))
             case Prepare(ref=ref, request=moving):
                 self.hear(peer, Prepared(ref, len(moving.token_ids)))
             case HandOver(ref=ref):

@@ -111,22 +111,12 @@ class GroupBlocks:
         """Load the first blocks that the sequence has in the pools into these device pages."""
         await self._perform(LoadBlocks(sequence.number, pages))
 
-    async def store(self, sequence: Sequence, *, is_parked: bool) -> int:
-        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`.
-
-        Return the number of tokens in the full blocks.
-        """
+    async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
+        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`."""
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
         await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked))
-        return len(keys) * self._page_size
-
-    def num_stored_tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens in full blocks of a sequence outside the batch that the pool keeps."""
-        if not self._own.has_pages(sequence.number):
-            return 0
-        return sequence.num_kv_tokens // self._page_size * self._page_size
 
     async def save_to_host(self, sequence: Sequence) -> None:
         """Copy the sequence's KVCache to host memory, from which `load` restores it."""

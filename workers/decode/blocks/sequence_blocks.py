@@ -72,11 +72,6 @@ class SequenceBlocks:
             return 0
         return _num_missing(holding.reservation)
 
-    def has_pages(self, number: int) -> bool:
-        """Whether the pool keeps pages for a sequence."""
-        holding = self._holdings.get(number)
-        return holding is not None and holding.reservation is not None
-
     def close(self) -> None:
         """Accept no further work."""
         self._transfers.close()

@@ -34,10 +34,11 @@ class MigrationSource:
         self._changed, self._pool_closed, self._send = changed, pool_closed, send
 
     def pre_copy(self, order: PreCopy) -> None:
-        """Have the sequence's full blocks stored in the pool, as far as it lacks them."""
+        """Have the sequence's full blocks stored in the pool, as far as it lacks them, once it is so long."""
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
-            sequence.copy_ordered.set()
+            sequence.copy_at = order.num_tokens
+            sequence.check_copy()
 
     def hand_over(self, order: HandOver) -> None:
         """Let a sequence leave the batch, or its wait for it: an iteration that runs is its last one here."""
@@ -50,26 +51,26 @@ class MigrationSource:
     async def copying_until(self, event: asyncio.Event, sequence: Sequence) -> None:
         """Wait for `event`, and store the sequence's blocks meanwhile if that is ordered."""
         while not event.is_set():
-            await _first_set(event, sequence.copy_ordered)
+            await _first_set(event, sequence.copy_due)
             if not event.is_set():
-                sequence.copy_ordered.clear()
+                sequence.copy_at = None
+                sequence.copy_due.clear()
                 await self._pre_copy(sequence)
 
     async def _pre_copy(self, sequence: Sequence) -> None:
-        """Store the full blocks of a sequence that goes on, or has been preempted, and say how many they are.
+        """Store the full blocks of a sequence that goes on, or has been preempted, and say so.
 
         A pool without room is no failure: the destination then finds fewer blocks.
         """
         output = sequence.output
-        num_tokens = self._blocks.num_stored_tokens(sequence)
         if sequence.pages:
             try:
-                num_tokens = await self._blocks.store(sequence, is_parked=False)
+                await self._blocks.store(sequence, is_parked=False)
             except PoolError:
                 if self._pool_closed.is_set():
                     raise
         if sequence.finish_reason is None and sequence.error is None:
-            await self._send(PreCopied(sequence.ref, output, num_tokens))
+            await self._send(PreCopied(sequence.ref, output))
 
 
 async def _first_set(*events: asyncio.Event) -> None:

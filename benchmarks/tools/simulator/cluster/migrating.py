@@ -37,6 +37,10 @@ class Batched(Protocol):
 
     node: Node
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of an iteration of those that are decoded."""
+
     def find(self, ref: Ref) -> Sequence | None:
         """The request of an attempt that is here."""
 
@@ -86,8 +90,8 @@ class Migrating:
     def receive(self, order: MigrationOrder) -> None:
         """Receive an order of the Conductor. What is about a request that has ended is dropped."""
         match order:
-            case PreCopy(ref):
-                self._instance.between_steps(partial(self._pre_copy, ref))
+            case PreCopy():
+                self._instance.between_steps(partial(self._pre_copy, order))
             case HandOver(ref):
                 self._instance.between_steps(partial(self._hand_over, ref))
             case Prepare():
@@ -115,15 +119,21 @@ class Migrating:
 
     # -- source -------------------------------------------------------------------------------------
 
-    def _pre_copy(self, ref: Ref) -> None:
+    def _pre_copy(self, order: PreCopy) -> None:
+        ref = order.ref
         sequence = self._instance.find(ref)
         if sequence is None:
             return
         num_drawn = self._instance.num_drawn(sequence)
-        num_full = self._full_tokens(sequence.request.num_input_tokens + num_drawn)
+        num_tokens = sequence.request.num_input_tokens + num_drawn
+        seconds = (order.num_tokens + 1 - num_tokens) * self._instance.step_s
+        if seconds > 0:
+            self._node.clock.after(seconds, self.receive, order)
+            return
+        num_full = self._full_tokens(num_tokens)
         seconds = self._copy_s(num_full - self._num_stored.get(ref, 0))
         self._num_stored[ref] = num_full
-        answer = PreCopied(ref, [ANY_TOKEN] * num_drawn, num_full)
+        answer = PreCopied(ref, [ANY_TOKEN] * num_drawn)
         self._node.clock.after(seconds, self._node.send, answer)
 
     def _hand_over(self, ref: Ref) -> None:

@@ -77,15 +77,13 @@ async def test_a_request_stays_if_one_rank_has_no_room(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_source_one_of_whose_ranks_has_no_room_says_so(
+async def test_a_source_one_of_whose_ranks_has_no_room_goes_on(
     start_decode_lab: StartDecodeLab, reference: Reference, rank: int
 ) -> None:
     async with start_decode_lab(GROUPS) as lab:
         decoded, move = await moving(lab)
         pool = lab.decodes[0].pools[rank]
         taken = await pool.reserve([], pool.num_pages - (await pool.stats()).num_used)
-        copied = await move.pre_copy()
-        assert isinstance(copied, PreCopied)
-        assert copied.num_stored_tokens == 0
+        assert isinstance(await move.pre_copy(), PreCopied)
         await pool.release(taken.reservation_id)
         await ends(lab, decoded, reference)
