@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore.client.backends import Backend, Backends, Unreachable, connect_all, no_answer
-from kvstore.client.connections import Place, PoolConnection, key_for
+from kvstore.client.connections import CopyLayers, Place, PoolConnection, key_for
 from kvstore.client.leases import Lease
 from kvstore.client.mapped import MappedConnection
 from kvstore.client.replicas import Replicas, change_replica
@@ -132,6 +132,19 @@ class KVCachePool:
             some_keys = distinct[part]
             some_blocks = [by_key[key] for key in some_keys]
             self._backends.first(lambda connection: connection.put(some_keys, some_blocks, timeout_s))  # noqa: B023
+
+    def put_layers(
+        self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float = PUT_TIMEOUT_S
+    ) -> None:
+        """Store blocks while they are made, some layers of all of them after the other.
+
+        `copy(layers, positions, addresses)` copies `layers` of the blocks at these positions of `keys`, each
+        to its address, and returns their xxh3-64, `[block][layer]`; it may wait until they are there. What it
+        raises ends the call, and nothing of these blocks stays. When a pool is lost it may be called from the
+        first layer on again. Keys are distinct. Otherwise as `put`.
+        """
+        self._check(keys)
+        self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))
 
     def get(
         self, keys: Sequence[BlockKey], out: "Sequence[WriteableBuffer]", layers: range | None = None

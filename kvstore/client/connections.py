@@ -12,7 +12,7 @@ import struct
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -38,6 +38,8 @@ from kvstore.protocol.calls import (
     ReservePages,
     VerifyBlocks,
 )
+from kvstore.protocol.frames import max_keys
+from messenger.wire.checksums import CHECKSUM_BYTES, Addresses, Digests
 from mooncake.errors import ConfigError, PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import MessengerAddress
@@ -45,6 +47,16 @@ from mooncake.security.keys import ClusterKey
 
 RemoteCall = Call | GetBlocks | PutBlocks
 Expected = TypeVar("Expected", bound=Answer | GotBlocks)
+CopyLayers = Callable[[range, Sequence[int], Addresses], Digests]
+"""A caller's copy of consecutive layers of some of its blocks, given by position, each to an address.
+
+Returns the xxh3-64 of every layer, `[block][layer]`. It may wait until the layers are there.
+"""
+
+_WRITTEN_BYTES = 1 << 20
+"""Bytes that are worth a commit."""
+_COMMIT_BYTES = 1 << 17
+"""Most bytes of checksums in one message."""
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
@@ -180,6 +192,17 @@ class PoolConnection(ABC):
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
         """Store blocks of distinct keys. Waits up to `timeout_s` for pages, then raises PoolFullError."""
 
+    @abstractmethod
+    def put_layers(self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float) -> None:
+        """Store blocks of distinct keys whose layers come one after another, as `copy` brings them."""
+
+    def layer_groups(self, num_blocks: int) -> Iterator[range]:
+        """Split the layers into ranges, each worth a commit and not too large for one."""
+        stride = -(-_WRITTEN_BYTES // (num_blocks * self.layout.layer_bytes))
+        stride = max(1, min(stride, _COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
+        num_layers = self.layout.num_layers
+        return (range(start, min(start + stride, num_layers)) for start in range(0, num_layers, stride))
+
     def reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
         """Lease or reserve a page for each key. Waits up to `timeout_s` for pages.
 
@@ -208,7 +231,7 @@ class PoolConnection(ABC):
 
     def parts(self, num_blocks: int) -> list[slice]:
         """Split a batch, so that no slice claims too much of a small pool at once."""
-        stride = max(1, self.num_pages // 4)
+        stride = max(1, min(self.num_pages // 4, max_keys(self.layout.num_layers)))
         return [slice(start, start + stride) for start in range(0, num_blocks, stride)]
 
     def release(self, reservation_id: int) -> None:

@@ -14,15 +14,24 @@ import threading
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
-from kvstore.client.connections import Place, PoolConnection, RemoteCall
+from kvstore.client.connections import CopyLayers, Place, PoolConnection, RemoteCall
 from kvstore.pool.pages import PageState
 from kvstore.pool.segment import Segment
 from kvstore.protocol.answers import Connected, Done, FromPool, Leased
-from kvstore.protocol.calls import MAX_MESSAGE_BYTES, Connect, EndLease, LeaseBlocks, Notice, SealBlocks
+from kvstore.protocol.calls import (
+    MAX_MESSAGE_BYTES,
+    Commit,
+    Connect,
+    EndLease,
+    LeaseBlocks,
+    Notice,
+    SealBlocks,
+)
 from kvstore.protocol.frames import encode
 from kvstore.protocol.packets import FD_SPACE, receive_soon, set_up
-from messenger.wire.checksums import copy_layers, layer_checksums
+from messenger.wire.checksums import address_of, copy_layers, layer_checksums
 from mooncake.errors import PoolError
 from mooncake.messages.blocks import BlockKey
 
@@ -219,6 +228,29 @@ class MappedConnection(PoolConnection):
                 if not page.sealed
             ]
             self.call(SealBlocks(self.next_id(), reservation.reservation_id, b"".join(checksums)), Done)
+        except OSError:  # nobody answers: the connection will be closed, which ends the reservation
+            raise
+        except BaseException:
+            self.release(reservation.reservation_id)
+            raise
+
+    def put_layers(self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float) -> None:
+        for part in self.parts(len(keys)):
+            self._put_layers_of(keys[part], part.start, copy, timeout_s)
+
+    def _put_layers_of(
+        self, keys: Sequence[BlockKey], first: int, copy: CopyLayers, timeout_s: float
+    ) -> None:
+        reservation = self.reserve(keys, timeout_s)
+        try:
+            missing = [index for index, block in enumerate(reservation.blocks) if not block.sealed]
+            pages = [reservation.blocks[index].page for index in missing]
+            for layers in self.layer_groups(len(missing)) if missing else ():
+                targets = [address_of(self.mapping.view(page, layers)) for page in pages]
+                positions = [first + index for index in missing]
+                checksums = copy(layers, positions, np.array(targets, np.int64)).astype("<u8").tobytes()
+                self.notify(Commit(reservation.reservation_id, layers.start, layers.stop, pages, checksums))
+            self.release(reservation.reservation_id)
         except OSError:  # nobody answers: the connection will be closed, which ends the reservation
             raise
         except BaseException:

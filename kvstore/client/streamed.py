@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from itertools import compress
 
 import msgspec
+import numpy as np
 
-from kvstore.client.connections import Place, PoolConnection, RemoteCall
+from kvstore.client.connections import CopyLayers, Place, PoolConnection, RemoteCall
 from kvstore.protocol.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
 from kvstore.protocol.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
 from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
@@ -185,3 +186,17 @@ class StreamedConnection(PoolConnection):
         self._send([memoryview(frame), *by_key.values()])
         self._answer(put, Done, answer_timeout_s)
         self._set_timeout(socket.SO_SNDTIMEO, self._timeout_s)
+
+    def put_layers(self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float) -> None:
+        for part in self.parts(len(keys)):
+            some_keys = keys[part]
+            located = self.call(Lookup(self.next_id(), list(some_keys)), Located).locations
+            missing = [index for index, place in enumerate(located) if not place]
+            if not missing:
+                continue
+            blocks = np.empty((len(missing), self.layout.block_bytes), np.uint8)
+            starts = blocks.ctypes.data + self.layout.block_bytes * np.arange(len(missing), dtype=np.int64)
+            positions = [part.start + index for index in missing]
+            for layers in self.layer_groups(len(missing)):
+                copy(layers, positions, starts + layers.start * self.layout.layer_bytes)
+            self.put([some_keys[index] for index in missing], [row.data for row in blocks], timeout_s)
