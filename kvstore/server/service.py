@@ -175,8 +175,8 @@ class Service:
         """
         if self.store is None and not connect.may_format:
             raise PoolError(
-                f"{self._config.instance} has no pool yet: no worker has attached, and this client names"
-                " no fingerprint and layout of its own"
+                f"{self._config.instance} has no pool yet: no worker or engine has brought a layout, and this"
+                " client names no fingerprint and layout of its own"
             )
         store = self.store_for(connect.fingerprint, connect.layout)
         name = "a client on another host"
@@ -311,6 +311,8 @@ async def serve(config: MessengerProcess) -> None:
         for listener in (peer_listener, *tcp_listeners):
             tasks.create_task(service.accept_peers(listener))
         detail = ", ".join(f"{host}:{port}" for host, port in endpoints)
+        if config.kvcache.socket is not None:
+            detail += f", clients at unix:{config.worker_socket}"
         if config.kvcache.listen is not None:
             client_listener = stack.enter_context(listen_clients(config.kvcache.listen))
             tasks.create_task(service.accept_clients(client_listener))

@@ -147,8 +147,8 @@ def clock(machine: Machine) -> Iterator[Finding]:
 def cluster_key(path: Path | None, load: Callable[[Path], ClusterKey], config: Config) -> Iterator[Finding]:
     """Check whether the key that every node must have exists, and is private."""
     title = "cluster key"
-    if path is None and config.role == "all":
-        yield Finding(Level.OK, title, "role all makes one for each run")
+    if path is None and config.is_alone:
+        yield Finding(Level.OK, title, f"role {config.role} makes one for each run")
     elif path is None:
         advice = "mooncake-serve keygen FILE on one node, copy it to all, set security.key_file"
         yield Finding(Level.FAIL, title, f"role {config.role} needs one, and none is configured", advice)

@@ -51,11 +51,11 @@ def interfaces(machine: Machine) -> Iterator[Finding]:
 
 def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
     """Check whether messenger.hosts are addresses of this machine that others can be told."""
-    if not config.runs_instances:
+    if not config.has_pool:
         return
     good = []
     for host in config.messenger.hosts:
-        trouble = _trouble(machine, host, is_alone=config.role == "all")
+        trouble = _trouble(machine, host, is_alone=config.is_alone)
         if trouble is None:
             good.append(host)
         else:

@@ -38,12 +38,15 @@ def check_node(config: Config) -> None:
     Raises ConfigError or ModelError as the process would that meets the mistake.
     """
     check_free(listen_addresses(config))
+    if config.has_pool:
+        _check_certificates(config.security)
+    if config.role == "pool":
+        return  # whoever stores the first block says of which model
     checkpoint = open_checkpoint(config.model, config.load_format)
     if config.runs_instances:
         _check_device(config.worker.device)
-        _check_certificates(config.security)
         _check_pool(config, checkpoint)
-    if not config.runs_one_instance:
+    if config.has_api:
         _check_tokenizer(checkpoint)
         _check_api(config.http)
 

@@ -127,6 +127,11 @@ class KVCacheConfig(Section):
         None,
         description="host:port for clients of the pool on other hosts (instance i: port + i); off",
     )
+    socket: Path | None = Field(
+        None,
+        description="Unix socket for clients of the pool on this host (instance i: -i behind it); default: in"
+        " the run directory",
+    )
     vllm_events: Endpoint | None = Field(
         None,
         description="publish KV events in vLLM's format at this ZeroMQ endpoint (instance i: port + i)",

@@ -41,7 +41,7 @@ RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
 class Config(Section):
     """The whole configuration of `mooncake-serve`."""
 
-    role: Literal["all", "conductor", "prefill", "decode", "both", "front"] = Field(
+    role: Literal["all", "conductor", "prefill", "decode", "both", "front", "pool"] = Field(
         "all", description="what to run here"
     )
     model: str | None = Field(
@@ -53,7 +53,7 @@ class Config(Section):
     )
     served_model_name: str | None = Field(None, min_length=1, description="the name that clients ask for")
     instance: str | None = Field(
-        None, pattern=NAME, description="name of this instance (--role prefill, decode, both)"
+        None, pattern=NAME, description="name of this instance (--role prefill, decode, both, pool)"
     )
     num_prefill: int | None = Field(
         None, ge=0, description="prefill instances (--role all); default: 1, beside num_both none"
@@ -79,9 +79,24 @@ class Config(Section):
     security: SecurityConfig = Field(default_factory=SecurityConfig)
 
     @property
+    def has_api(self) -> bool:
+        """Whether this node runs a front."""
+        return self.role in ("all", "conductor", "front")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this node is a cluster of its own, unless it is given a key that others have too."""
+        return self.role in ("all", "pool")
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether this node runs messengers."""
+        return self.role not in ("conductor", "front")
+
+    @property
     def runs_instances(self) -> bool:
         """Whether this node runs messengers and workers."""
-        return self.role not in ("conductor", "front")
+        return self.has_pool and self.role != "pool"
 
     @property
     def runs_one_instance(self) -> bool:
@@ -107,9 +122,9 @@ class Config(Section):
             num = self.num_instances
             if not num[Role.BOTH] and not (num[Role.PREFILL] and num[Role.DECODE]):
                 raise ValueError("a cluster needs num_prefill and num_decode of at least 1 each, or num_both")
-        if not self.runs_one_instance and self.instance is not None:
+        if self.has_api and self.instance is not None:
             raise ValueError(f"instance names one instance of a node of its own, not role {self.role}")
-        if self.role in ("decode", "both", "conductor", "front") and self.pipeline.stages > 1:
+        if self.role not in ("all", "prefill") and self.pipeline.stages > 1:
             raise ValueError(f"pipeline.stages is for prefill instances, not role {self.role}")
         if self.role == "all" and self.pipeline.stages > 1 and not self.num_instances[Role.PREFILL]:
             raise ValueError("pipeline.stages is for prefill instances, and num_prefill is 0")
@@ -125,7 +140,7 @@ class Config(Section):
                 f" {self.worker.tensor_parallel} do not go together: a stage is one process; leave one at 1"
             )
         keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
-        if self.runs_one_instance and keeps is not None and self.instance is None:
+        if self.has_pool and not self.has_api and keeps is not None and self.instance is None:
             raise ValueError(
                 f"kvcache.{keeps} keeps files by the name of the instance: give it one (--instance NAME)"
             )

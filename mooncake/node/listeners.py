@@ -34,6 +34,8 @@ class Part(NamedTuple):
 def parts_of(config: Config) -> list[Part]:
     """Return the parts that run on this node, in the order in which their ports are numbered."""
     pipeline = config.pipeline
+    if config.role == "pool":
+        return [Part(0, leads=False)] * config.worker.tensor_parallel
     return [
         Part(stage, leads=stage == 0 and rank == 0)
         for role, count in config.num_instances.items()
@@ -85,7 +87,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def _of_front(config: Config) -> Iterator[ListenAddress]:
-    if config.runs_one_instance:
+    if not config.has_api:
         return
     yield ListenAddress("http.port", config.http.host, config.http.port)
     if config.http.admin_listen is not None:

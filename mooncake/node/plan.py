@@ -6,6 +6,7 @@
 --role decode     one messenger and one worker, for each rank of a group
 --role both       the same
 --role front      a front beside that of the conductor
+--role pool       one messenger, for engines that are started otherwise
 
 Owns: the choice of processes, and the addresses that they share. Does not know: how they are started
 (`mooncake.node.supervisor`), how memory is taken (`mooncake.node.segments`).
@@ -15,6 +16,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from mooncake.config.sections import KVCacheConfig, MessengerConfig, WorkerConfig
 from mooncake.config.settings import Config
@@ -51,10 +53,10 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An instance, or one of its stages or ranks: each has a messenger and a worker."""
+    """An instance, or one of its stages or ranks: each has a messenger, and a worker if it has a role."""
 
     instance: str
-    role: Role
+    role: Role | None
     stage: StageProcess
     rank: RankProcess
 
@@ -74,14 +76,13 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     This creates the pool segments: their memory is taken here, all at once, so that a node without enough
     fails at start and not under load.
     """
-    if config.role == "all":
+    if config.is_alone:
         local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
         conductor = config.conductor.model_copy(
             update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
         )
         config = config.model_copy(update={"conductor": conductor})
-    has_api = config.role in ("all", "conductor", "front")
-    http_port = config.http.port or None if has_api else None
+    http_port = config.http.port or None if config.has_api else None
     run_dir.describe(Run(config.role, config.conductor.endpoint, http_port))
     key = _cluster_key(config)
     parts = _parts(config, run_dir)
@@ -97,15 +98,26 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         sockets = {
             kind: run_dir.socket(f"{kind}-{index}") for kind in ("worker", "peers", "events", "replay")
         }
-        specs += _part(config, key, index, sockets, part, len(parts))
+        if config.kvcache.socket is not None:
+            sockets["worker"] = _own_socket(config.kvcache.socket, index, sockets["worker"])
+        specs.append(_messenger(config, key, index, sockets, part))
+        if part.role is not None:
+            specs.append(_worker(config, key, index, sockets["worker"], part, part.role, len(parts)))
     return specs
+
+
+def _own_socket(path: Path, index: int, usual: str) -> str:
+    """Return the socket of part `index` at a place of the user's; the usual path leads there too."""
+    socket_path = _port_higher(str(path.absolute()), index)
+    os.symlink(socket_path, usual)
+    return socket_path
 
 
 def _cluster_key(config: Config) -> ClusterKey:
     """Return the cluster key; a cluster that is all on this node makes one for the run."""
     if config.security.key_file is not None:
         return ClusterKey.load(config.security.key_file)
-    if config.role == "all":
+    if config.is_alone:
         if config.kvcache.listen is not None:
             raise ConfigError(
                 "kvcache.listen is for clients on other hosts, who need the cluster's key: make one with"
@@ -119,9 +131,10 @@ def _cluster_key(config: Config) -> ClusterKey:
     )
 
 
-def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role]]:
-    if config.runs_one_instance:
-        return [(config.instance or _name_of_node(config, run_dir), Role(config.role))]
+def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role | None]]:
+    if not config.has_api:
+        role = None if config.role == "pool" else Role(config.role)
+        return [(config.instance or _name_of_node(config, run_dir), role)]
     counts = config.num_instances.items()
     return [(f"{role.value}-{index}", role) for role, count in counts for index in range(count)]
 
@@ -160,7 +173,7 @@ def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
 
 def _check_directories(config: Config) -> None:
     """Check directories before any process starts, not when the first worker has loaded its model."""
-    for path in config.kvcache.ssd_dirs if config.runs_instances else ():
+    for path in config.kvcache.ssd_dirs if config.has_pool else ():
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
 
@@ -179,22 +192,16 @@ def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:
     return ChildSpec("front", "conductor.front.process.service", process)
 
 
-def _part(
-    config: Config,
-    key: ClusterKey,
-    index: int,
-    sockets: dict[str, str],
-    part: _Part,
-    num_local_workers: int,
-) -> list[ChildSpec]:
+def _messenger(
+    config: Config, key: ClusterKey, index: int, sockets: dict[str, str], part: _Part
+) -> ChildSpec:
     segment_fd = create_segment(part.name, int(config.kvcache.pool_bytes), config.kvcache.segment_dir)
-    record_fd = _pass_record(part.name)
-    if config.role == "all":
+    if config.is_alone:
         event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
     else:
         event_endpoints = (f"tcp://{config.messenger.hosts[0]}:*",) * 2
 
-    def messenger(life: Life) -> str:
+    def process(life: Life) -> str:
         return MessengerProcess(
             cluster_key=key,
             settings=_messenger_of_part(config.messenger, index),
@@ -208,14 +215,30 @@ def _part(
             segment_fd=segment_fd,
         ).model_dump_json()
 
-    def worker(life: Life) -> str:
+    return ChildSpec(
+        f"{part.name}/messenger", "kvstore.server.service", process, (segment_fd,), instance=part.instance
+    )
+
+
+def _worker(
+    config: Config,
+    key: ClusterKey,
+    index: int,
+    messenger_socket: str,
+    part: _Part,
+    role: Role,
+    num_local_workers: int,
+) -> ChildSpec:
+    record_fd = _pass_record(part.name)
+
+    def process(life: Life) -> str:
         return WorkerProcess(
             cluster_key=key,
             config=config.model_copy(update={"worker": _worker_of_part(config.worker, index)}),
-            role=part.role,
+            role=role,
             instance=part.instance,
             incarnation=life.incarnation,
-            messenger_socket=sockets["worker"],
+            messenger_socket=messenger_socket,
             num_local_workers=num_local_workers,
             stage=part.stage,
             rank=part.rank,
@@ -223,24 +246,14 @@ def _part(
             pass_record_fd=record_fd,
         ).model_dump_json()
 
-    messenger_fds, worker_fds = (segment_fd,), (record_fd,)
-    return [
-        ChildSpec(
-            f"{part.name}/messenger",
-            "kvstore.server.service",
-            messenger,
-            messenger_fds,
-            instance=part.instance,
-        ),
-        ChildSpec(
-            part.name,
-            "workers.process.service",
-            worker,
-            worker_fds,
-            drains=part.leads,
-            instance=part.instance,
-        ),
-    ]
+    return ChildSpec(
+        part.name,
+        "workers.process.service",
+        process,
+        (record_fd,),
+        drains=part.leads,
+        instance=part.instance,
+    )
 
 
 def _pass_record(name: str) -> int:

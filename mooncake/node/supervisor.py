@@ -50,7 +50,7 @@ async def supervise(config: Config) -> int:
     started_at_s = time.monotonic()
     stopping = Stopping()  # before there is anything that a signal could leave behind
     with RunDirectory() as run_dir:
-        if config.runs_instances:
+        if config.has_pool:
             with contextlib.suppress(OSError, ValueError):  # stderr is closed
                 size = config.kvcache.pool_bytes.human_readable()
                 print(f"taking memory for the KVCache pool, {size} an instance", file=sys.stderr, flush=True)

@@ -214,5 +214,5 @@ def test_a_measurement_takes_the_configuration_on_either_side_of_its_name(tmp_pa
 def test_help_names_choices_and_defaults() -> None:
     text = " ".join(run_command("--help-all").stdout.split())
     assert "--worker-max-batch N most requests decoded together (default: 32)" in text
-    assert "one of all, conductor, prefill, decode, both, front (default: all)" in text
+    assert "one of all, conductor, prefill, decode, both, front, pool (default: all)" in text
     assert "(default: 1.0GiB)" in text

@@ -277,3 +277,37 @@ def test_mapping_begins_where_a_huge_page_does_and_lasts_as_long_as_its_views(si
     assert view[-1] == 7
     del view
     assert Path("/proc/self/maps").read_text().count("memfd:test") == maps_before
+
+
+def test_a_pool_alone_is_one_messenger_at_the_users_socket(
+    run_directory: RunDirectory, short_tmp_path: Path
+) -> None:
+    kvcache = KVCacheConfig(pool_bytes=SIZE, socket=short_tmp_path / "pool.sock")
+    [spec] = plan_node(Config(role="pool", instance="a", kvcache=kvcache), run_directory)
+    told = json.loads(spec.config(Life(1)))
+    assert (spec.name, spec.module) == ("a/messenger", "kvstore.server.service")
+    assert told["worker_socket"] == str(short_tmp_path / "pool.sock")
+    assert os.readlink(run_directory.socket("worker-0")) == str(short_tmp_path / "pool.sock")
+    assert all(endpoint.startswith("ipc://") for endpoint in told["event_endpoints"])
+    [(_, run)] = running()
+    assert run.role == "pool"
+    assert run.http_port is None
+
+
+def test_instances_of_a_node_have_sockets_of_their_own(
+    run_directory: RunDirectory, short_tmp_path: Path
+) -> None:
+    kvcache = KVCacheConfig(pool_bytes=SIZE, socket=short_tmp_path / "pool.sock")
+    specs = plan_node(Config(kvcache=kvcache), run_directory)
+    sockets = [
+        json.loads(spec.config(Life(1)))["worker_socket"]
+        for spec in specs
+        if spec.name.endswith("/messenger")
+    ]
+    assert sockets == [str(short_tmp_path / "pool.sock"), str(short_tmp_path / "pool.sock-1")]
+
+
+def test_a_pool_that_others_reach_needs_their_key(run_directory: RunDirectory) -> None:
+    kvcache = KVCacheConfig(pool_bytes=SIZE, listen="127.0.0.1:7000")
+    with pytest.raises(ConfigError, match=r"kvcache\.listen is for clients on other hosts"):
+        plan_node(Config(role="pool", kvcache=kvcache), run_directory)
