@@ -29,7 +29,7 @@ LAYERS = {
         | cli | __main__
     """,
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
-    "kvstore": "events | pool | protocol, ssd | client, transfer | server",
+    "kvstore": "events | pool | protocol, ssd | client, transfer | connectors, server",
     "kernels": "attention, cpu, cuda | kv_copy",
     "workers": "engine, errors | kvcache | execution | groups | decode, prefill | process",
     "workers.engine": """

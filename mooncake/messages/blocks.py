@@ -117,9 +117,13 @@ def _positions(wanted: range, there: range, what: str) -> range:
 
 
 @lru_cache(_MOST_ROOTS)
-def root_key(fingerprint: str, cache_salt: str = "") -> BlockKey:
-    """Return the parent of every first block. Models and tenants with different roots never share a block."""
-    return hashlib.sha256(f"mooncake-root\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
+def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -> BlockKey:
+    """Return the parent of every first block. Models and tenants with different roots never share a block.
+
+    Nor do adapters (LoRA), each named by a hexadecimal digest of its weights; empty for none.
+    """
+    model = f"mooncake-root-adapter\0{adapter_digest}" if adapter_digest else "mooncake-root"
+    return hashlib.sha256(f"{model}\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
 
 
 def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:

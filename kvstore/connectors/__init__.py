@@ -1,0 +1,1 @@
+"""Engines of others on the KVCache pool."""

@@ -1,0 +1,95 @@
+"""An engine's way to its pools, which may come after the engine, go, and come again.
+
+Owns: joining; what both sides must agree on. Does not know: what is asked of the pools.
+"""
+
+import logging
+import threading
+
+from kvstore.client.client import KVCachePool
+from kvstore.connectors.vllm.engine_kv import EngineKV, check_layout
+from kvstore.connectors.vllm.settings import ConnectorSettings
+from mooncake.errors import MismatchError, MooncakeError, PoolError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 32
+_FIRST_TIMEOUT_S = 2.0
+"""Time that a pool may take to answer when the engine starts, and later."""
+_RETRY_S = 1.0
+_ADVICE = "give each model its own pool"
+
+
+class PoolLink:
+    """A client of the pools, as soon as one of them is there. `close` must be called.
+
+    Raises what is wrong for good: ConfigError, MismatchError. That no pool answers is not.
+    """
+
+    def __init__(self, settings: ConnectorSettings, engine: EngineKV, *, speaks: bool) -> None:
+        """Join, or begin to try. `speaks`: this side of the connector tells the user."""
+        self._settings, self._engine = settings, engine
+        self._level = logging.WARNING if speaks else logging.DEBUG
+        self.pool: KVCachePool | None = None
+        """None until a pool was there; later a lost pool is one that has nothing."""
+        self._is_ended = threading.Event()
+        if settings.block_size is not None:
+            engine.check_block_size(settings.block_size)
+        try:
+            self._join()
+        except PoolError as error:
+            log.log(self._level, "serving without the KVCache pool until it is there: %s", error)
+            threading.Thread(target=self._keep_trying, name="mooncake-join", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_ended.set()
+        if self.pool is not None:
+            self.pool.close()
+
+    def _keep_trying(self) -> None:
+        while not self._is_ended.wait(_RETRY_S):
+            try:
+                self._join()
+            except PoolError:
+                continue
+            except MooncakeError as error:
+                log.log(max(self._level, logging.INFO), "the KVCache pool is not used: %s", error)
+            else:
+                log.log(
+                    self._level, "the KVCache pool at %s is used from now on", self._settings.addresses[0]
+                )
+            return
+
+    def _join(self) -> None:
+        """Connect. Raises PoolError if no pool answers, else what the pools do not agree on."""
+        try:
+            pool = self._connect(None)
+        except PoolError:
+            # Nobody there, or a pool without blocks so far, which takes ours.
+            pool = self._connect(self._settings.block_size or DEFAULT_BLOCK_SIZE)
+        try:
+            self._check(pool)
+        except MooncakeError:
+            pool.close()
+            raise
+        self.pool = pool
+
+    def _connect(self, block_size: int | None) -> KVCachePool:
+        layout = None if block_size is None else self._engine.layout(block_size)
+        fingerprint = None if block_size is None else self._engine.fingerprint(block_size)
+        return KVCachePool.connect(
+            *self._settings.addresses,
+            fingerprint=fingerprint,
+            layout=layout,
+            timeout_s=_FIRST_TIMEOUT_S,
+            key_file=self._settings.key_file,
+        )
+
+    def _check(self, pool: KVCachePool) -> None:
+        wanted, found = self._settings.block_size, pool.layout.block_size
+        if wanted is not None and wanted != found:
+            raise MismatchError("block size", wanted, found, "leave block_size out to take the pool's")
+        self._engine.check_block_size(found)
+        check_layout(self._engine.layout(found), pool.layout, _ADVICE)
+        if pool.fingerprint != (ours := self._engine.fingerprint(found)):
+            raise MismatchError("model fingerprint", ours, pool.fingerprint, _ADVICE)

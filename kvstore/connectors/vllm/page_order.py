@@ -1,0 +1,55 @@
+"""The order of elements in an engine's pages, as its own attention backend writes them.
+
+The backend is given numbers instead of keys and values, and the page tells where each went. So any order
+is known that is one: of vectors transposed for the processor, of tokens before heads or behind them.
+
+Owns: that measurement. Does not know: what the order is used for. Loads torch and vLLM.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvstore.connectors.vllm.pages import Order
+from mooncake.errors import ConfigError
+
+_BASE = 128
+"""Numbers up to here are exact in every dtype."""
+
+
+def page_order(layer: Any, pages: torch.Tensor) -> Order:
+    """Return `[kv_head, 2, token, head_dim]`: the place of each element in a page of `pages`.
+
+    Args:
+        layer: vLLM's attention layer, with its backend.
+        pages: Its KVCache `[page, kv_head, token, 2 * head_dim]`; nothing of it is written.
+
+    Raises ConfigError if a page is no reordering of what it gets, as with quantised KVCache.
+    """
+    _, num_heads, num_tokens, width = pages.shape
+    shape = (num_heads, 2, num_tokens, width // 2)
+    numbers = torch.arange(num_heads * num_tokens * width).reshape(shape)
+    found = torch.zeros_like(numbers)
+    scale = 1
+    while scale < numbers.numel():
+        found += scale * _written(layer, pages, numbers // scale % _BASE).reshape(shape)
+        scale *= _BASE
+    places = np.empty(numbers.numel(), np.int32)
+    numbers_at = found.reshape(-1).numpy()
+    if not np.array_equal(np.sort(numbers_at), np.arange(len(numbers_at))):
+        raise ConfigError(
+            f"{type(layer.impl).__name__} keeps keys and values otherwise than as they are; blocks of a pool"
+            " cannot be made of its pages"
+        )
+    places[numbers_at] = np.arange(len(numbers_at), dtype=np.int32)
+    return places.reshape(shape)
+
+
+def _written(layer: Any, pages: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return what is in a page, in memory's order, when `numbers` were written as keys and values."""
+    page = torch.zeros_like(pages[:1])
+    tokens_first = numbers.permute(1, 2, 0, 3).to(pages.dtype).contiguous()
+    slots = torch.arange(pages.shape[2])
+    layer.impl.do_kv_cache_update(layer, tokens_first[0], tokens_first[1], page, slots)
+    return page.contiguous().reshape(-1).to(torch.int64)

@@ -1,0 +1,166 @@
+"""Copies between an engine's pages and blocks of the pool: a gather, whatever order a page's elements have.
+
+A layer of a block is `[kv_head][K, V][token][head_dim]`. An attention backend may keep keys transposed or
+packed; `orders` says where each element of a page is. Blocks and pages of other numbers of tokens are copied
+in *pieces*, the tokens that a block and a page have in common.
+
+Owns: the arithmetic of pieces, the copies, checksums of what is gathered. Does not know: vLLM, threads, when.
+"""
+
+import functools
+from collections.abc import Sequence
+from ctypes import CDLL, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.connectors.vllm.plans import PlacedBlock
+from messenger.wire.checksums import Addresses, Digests, copy_scattered
+from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
+from mooncake.native import load_or_do_without
+
+Order = np.ndarray[Any, np.dtype[np.int32]]
+
+
+def prepare() -> None:
+    """Compile the code unless that has been done, so that no step waits for it."""
+    _native()
+
+
+class EnginePages:
+    """The pages of an engine in the memory of this process, and how they make blocks of one layout."""
+
+    def __init__(
+        self, layers: Sequence[int], page_stride: int, num_pages: int, order: Order, layout: KVLayout
+    ) -> None:
+        """Describe the pages.
+
+        Args:
+            layers: The address of page 0 of each layer. The caller keeps the memory mapped.
+            page_stride: The bytes from one page of a layer to the next one.
+            num_pages: The number of pages.
+            order: `[kv_head, 2, page_tokens, head_dim]`: the place of each element in a page of one layer.
+            layout: The layout of the blocks.
+        """
+        self.layout = layout
+        self._layers = np.array(layers, np.int64)
+        self._page_stride, self._num_pages = page_stride, num_pages
+        self._element_bytes = DTYPE_BYTES[layout.dtype]
+        page_tokens = order.shape[2]
+        piece_tokens = min(page_tokens, layout.block_size)
+        block_order = np.arange(order.size // page_tokens * layout.block_size, dtype=np.int32).reshape(
+            order.shape[0], 2, layout.block_size, order.shape[3]
+        )
+        self._page_orders = _parts(order, piece_tokens)
+        self._block_orders = _parts(block_order, piece_tokens)
+
+    def gather(self, layers: range, blocks: Sequence[PlacedBlock], targets: Addresses) -> Digests:
+        """Copy `layers` of blocks out of pages, each to its address; return xxh3-64 `[block, layer]`."""
+        staged = np.empty((len(blocks), len(layers), self.layout.layer_bytes), np.uint8)
+        pieces = _Pieces(self, layers, blocks, staged)
+        copy_indexed(
+            pieces.in_blocks, pieces.block_orders, pieces.in_pages, pieces.page_orders, self._element_bytes
+        )
+        steps = np.arange(len(layers), dtype=np.int64) * self.layout.layer_bytes
+        sources = staged.ctypes.data + np.arange(len(blocks) * len(layers)) * self.layout.layer_bytes
+        scattered = (targets[:, None] + steps).reshape(-1)
+        digests = copy_scattered(sources.astype(np.int64), scattered, self.layout.layer_bytes)
+        return digests.reshape(len(blocks), len(layers))
+
+    def scatter(self, layers: range, blocks: Sequence[PlacedBlock], staged: np.ndarray[Any, Any]) -> None:
+        """Copy `layers` of blocks, `[block, layer, bytes]`, to their pages."""
+        pieces = _Pieces(self, layers, blocks, staged)
+        copy_indexed(
+            pieces.in_pages, pieces.page_orders, pieces.in_blocks, pieces.block_orders, self._element_bytes
+        )
+
+
+class _Pieces:
+    """The pieces of some layers of blocks: addresses in pages and in staged blocks, and both orders."""
+
+    def __init__(
+        self, engine: EnginePages, layers: range, blocks: Sequence[PlacedBlock], staged: np.ndarray[Any, Any]
+    ) -> None:
+        layer_bytes = engine.layout.layer_bytes
+        assert staged.flags.c_contiguous
+        assert staged.shape == (len(blocks), len(layers), layer_bytes)
+        pieces = [
+            (page, number, block.part, part)
+            for number, block in enumerate(blocks)
+            for part, page in enumerate(block.pages)
+            if page is not None
+        ]
+        pages, numbers, page_parts, block_parts = np.array(pieces, np.int64).reshape(-1, 4).T
+        assert ((pages >= 0) & (pages < engine._num_pages)).all(), "copies know no other bounds"
+        base = engine._layers[layers.start : layers.stop]
+        self.in_pages = (base + (pages * engine._page_stride)[:, None]).reshape(-1)
+        in_block = staged.ctypes.data + np.arange(len(layers), dtype=np.int64) * layer_bytes
+        self.in_blocks = (in_block + (numbers * len(layers) * layer_bytes)[:, None]).reshape(-1)
+        self.page_orders = [engine._page_orders[part] for part in page_parts.tolist() for _ in layers]
+        self.block_orders = [engine._block_orders[part] for part in block_parts.tolist() for _ in layers]
+
+
+def copy_indexed(
+    targets: Addresses,
+    target_orders: Sequence[Order],
+    sources: Addresses,
+    source_orders: Sequence[Order],
+    element_bytes: int,
+) -> None:
+    """Copy pieces: element i of each from place `source_order[i]` to place `target_order[i]`.
+
+    All orders have one length. Other threads run meanwhile, as it is one call for all of them.
+    """
+    if not len(targets):
+        return
+    native = _native()
+    num_elements = len(target_orders[0])
+    if native is None:
+        kind = np.dtype(f"u{element_bytes}")
+        for target, to, source, origin in zip(
+            targets.tolist(), target_orders, sources.tolist(), source_orders, strict=True
+        ):
+            _elements(target, int(to.max()) + 1, kind)[to] = _elements(source, int(origin.max()) + 1, kind)[
+                origin
+            ]
+        return
+    to_places = np.array([order.ctypes.data for order in target_orders], np.int64)
+    from_places = np.array([order.ctypes.data for order in source_orders], np.int64)
+    native.copy_indexed(
+        targets.ctypes.data,
+        to_places.ctypes.data,
+        sources.ctypes.data,
+        from_places.ctypes.data,
+        num_elements,
+        element_bytes,
+        len(targets),
+    )
+
+
+def _elements(address: int, num_elements: int, kind: "np.dtype[Any]") -> np.ndarray[Any, Any]:
+    interface = {"data": (address, False), "shape": (num_elements,), "typestr": kind.str, "version": 3}
+    holder = type("_Memory", (), {"__array_interface__": interface})()
+    return np.asarray(holder)
+
+
+def _parts(order: Order, piece_tokens: int) -> list[Order]:
+    """Split an order along its tokens."""
+    return [
+        np.ascontiguousarray(order[:, :, start : start + piece_tokens], np.int32).reshape(-1)
+        for start in range(0, order.shape[2], piece_tokens)
+    ]
+
+
+@functools.cache
+def _native() -> CDLL | None:
+    library = load_or_do_without(
+        Path(__file__).with_name("indexed_copy.cpp"), "KVCache of engines is copied more slowly"
+    )
+    if library is not None:
+        library.copy_indexed.argtypes = (
+            *(c_void_p, c_void_p, c_void_p, c_void_p),
+            *(c_size_t, c_size_t, c_size_t),
+        )
+        library.copy_indexed.restype = None
+    return library

@@ -1,0 +1,84 @@
+"""What the scheduler's side tells the worker's side for one step.
+
+Owns: these messages. Does not know: how a plan is made or carried out.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mooncake.messages.blocks import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBlock:
+    """A block of the pool and the engine's pages in which its tokens are.
+
+    If pages are larger than blocks there is one page, and the block is its part number `part`. Else there are
+    several pages, and `part` is 0; pages that are not to be loaded are None.
+    """
+
+    key: BlockKey
+    pages: tuple[int | None, ...]
+    part: int = 0
+
+
+def pages_of(blocks: Iterable[PlacedBlock]) -> set[int]:
+    """Return the pages of blocks."""
+    return {page for block in blocks for page in block.pages if page is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks that a request waits for."""
+
+    request_id: str
+    blocks: list[PlacedBlock]
+
+    @property
+    def pages(self) -> set[int]:
+        return pages_of(self.blocks)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The loads that begin with a step, and the blocks that it completes."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[PlacedBlock] = field(default_factory=list)
+
+
+def place_blocks(
+    keys: list[BlockKey],
+    tokens: range,
+    pages: list[int],
+    *,
+    block_size: int,
+    page_tokens: int,
+) -> list[PlacedBlock]:
+    """Place the blocks that `tokens` of a request touch.
+
+    Args:
+        keys: The keys of the request's leading blocks.
+        tokens: The tokens to place, whole blocks or whole pages of them; other pages are left out.
+        pages: The engine's pages of the request, from its first token on.
+        block_size: The tokens of a block of the pool.
+        page_tokens: The tokens of a page; one of both is a multiple of the other.
+    """
+    numbers = range(tokens.start // block_size, -(-tokens.stop // block_size))
+    if block_size <= page_tokens:
+        num_parts = page_tokens // block_size
+        return [
+            PlacedBlock(keys[number], (pages[number // num_parts],), number % num_parts) for number in numbers
+        ]
+    num_pages = block_size // page_tokens
+    wanted = range(tokens.start // page_tokens, tokens.stop // page_tokens)
+    return [
+        PlacedBlock(
+            keys[number],
+            tuple(
+                pages[page] if page in wanted else None
+                for page in range(number * num_pages, (number + 1) * num_pages)
+            ),
+        )
+        for number in numbers
+    ]

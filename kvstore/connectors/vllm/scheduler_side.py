@@ -1,0 +1,274 @@
+"""The scheduler's side: which blocks of a request are in the pool, and what each step loads and stores.
+
+Requests are vLLM's; of one this uses its id, tokens, salt, adapter and number of computed tokens. Searches
+run beside the scheduler, which asks again as long as one has not ended: blocks on SSD are promoted meanwhile.
+What was found is leased until it is loaded.
+
+Owns: the keys of running requests, searches, leases. Does not know: vLLM's classes, pages' bytes.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.client.client import KVCachePool
+from kvstore.client.leases import Lease
+from kvstore.connectors.vllm.link import PoolLink
+from kvstore.connectors.vllm.plans import Load, StepPlan, place_blocks
+from mooncake.errors import MooncakeError
+from mooncake.messages.blocks import BlockKey, extended_keys, root_key
+
+_NUM_SEARCHES = 8
+"""Searches at a time."""
+_AT_ONCE_S = 0.02
+"""Time that the scheduler waits for a search: most take less than a millisecond."""
+_LONGEST_SEARCH_S = 3.0
+"""Time after which a request is computed rather than searched for any longer."""
+_LEASE_S = 30.0
+_PAUSE_S = 1.0
+"""Time without searches after one that found no pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The number of a request's leading blocks that are in the pool, and what keeps them there."""
+
+    num_blocks: int
+    lease: Lease | None
+
+    def end(self) -> None:
+        """End the lease. Idempotent."""
+        if self.lease is not None:
+            self.lease.end()
+
+
+@dataclass(slots=True)
+class _Search:
+    """A search for a request's blocks, begun at `begun_s`."""
+
+    begun_s: float
+    result: "Future[Found]"
+
+    def end(self) -> None:
+        """End the search and its lease, now or when it ends."""
+        self.result.add_done_callback(_end_found)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that may share blocks. `0 <= num_stored <= len(keys)`."""
+
+    request: Any
+    root: BlockKey
+    keys: list[BlockKey] = field(default_factory=list)
+    num_stored: int = 0
+    """Leading blocks that the pool has, or gets with a step that was planned."""
+    search: _Search | None = None
+    num_local_tokens: int = 0
+    """Tokens that the engine's own cache had when it asked."""
+    loading_pages: set[int] | None = None
+    """Pages that are being loaded."""
+    may_load: bool = True
+    """Whether no load has failed: a request is not searched for twice."""
+
+
+class SchedulerSide:
+    """What the connector does in the scheduler's process. All methods are the scheduler's."""
+
+    def __init__(
+        self,
+        link: PoolLink,
+        page_tokens: int,
+        *,
+        adapter_of: Callable[[Any], str | None],
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
+        """Begin.
+
+        Args:
+            link: The way to the pools.
+            page_tokens: The tokens of an engine's page.
+            adapter_of: Returns the digest of a request's adapter, empty for none; None if it has no identity.
+            loads: Whether blocks of the pool are loaded (kv_role kv_consumer, kv_both).
+            stores: Whether computed blocks are stored (kv_role kv_producer, kv_both).
+        """
+        self._link, self._page_tokens = link, page_tokens
+        self._adapter_of, self._loads, self._stores = adapter_of, loads, stores
+        self._requests: dict[str, _Tracked] = {}
+        self._new_loads: list[Load] = []
+        self._threads = ThreadPoolExecutor(_NUM_SEARCHES, "mooncake-search")
+        self._resume_s = 0.0
+        """Time before which no search begins."""
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    def num_new_matched(self, request: Any, num_local_tokens: int) -> int | None:
+        """Return how many tokens behind `num_local_tokens` can be loaded; None: ask again."""
+        tracked = self._track(request)
+        if tracked is None or not self._loads or not tracked.may_load:
+            return 0
+        # The last token is computed, for its logits; and only whole pages are taken over.
+        most_tokens: int = (request.num_tokens - 1) // self._page_tokens * self._page_tokens
+        if most_tokens <= num_local_tokens:
+            return 0
+        found = self._found(tracked, most_tokens)
+        if found is None:
+            return None
+        tracked.num_stored = max(tracked.num_stored, found.num_blocks)
+        tracked.num_local_tokens = num_local_tokens
+        num_tokens = min(found.num_blocks * self._block_size, most_tokens)
+        return max(0, num_tokens // self._page_tokens * self._page_tokens - num_local_tokens)
+
+    def _found(self, tracked: _Tracked, num_tokens: int) -> Found | None:
+        """Return the result of a request's search, begun if need be; None while it goes on."""
+        now_s = time.monotonic()
+        if tracked.search is not None and now_s - tracked.search.begun_s > _LEASE_S / 2:
+            self._end_search(tracked)  # its lease may end before the load
+        if tracked.search is None:
+            pool = self._link.pool
+            keys = self._keys(tracked, num_tokens)
+            if pool is None or not keys or now_s < self._resume_s:
+                return Found(0, None)
+            tracked.search = _Search(now_s, self._threads.submit(find, pool, keys))
+        try:
+            return tracked.search.result.result(_AT_ONCE_S if tracked.search.begun_s == now_s else 0)
+        except TimeoutError:
+            if now_s - tracked.search.begun_s <= _LONGEST_SEARCH_S:
+                return None
+        except MooncakeError:
+            pass  # the client has said what it has to say
+        self._end_search(tracked)
+        self._resume_s = now_s + _PAUSE_S
+        return Found(0, None)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, pages: Sequence[int], num_loaded_tokens: int) -> None:
+        """Take note that a request has pages, into which so many tokens are to be loaded."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        if num_loaded_tokens == 0:
+            if tracked.loading_pages is None:
+                self._end_search(tracked)
+            return
+        start = tracked.num_local_tokens
+        blocks = place_blocks(
+            tracked.keys,
+            range(start, start + num_loaded_tokens),
+            list(pages),
+            block_size=self._block_size,
+            page_tokens=self._page_tokens,
+        )
+        load = Load(request.request_id, blocks)
+        tracked.loading_pages = load.pages
+        self._new_loads.append(load)
+
+    def plan(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Sequence[int]]) -> StepPlan:
+        """Plan a step that computes so many tokens of each request."""
+        loads, self._new_loads = self._new_loads, []
+        plan = StepPlan(loads)
+        if not self._stores or self._link.pool is None:
+            return plan
+        planned: set[BlockKey] = set()
+        for request_id, num_tokens in num_scheduled.items():
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            request = tracked.request
+            # Tokens that are not known yet (asynchronous scheduling, drafts) make no keys.
+            num_there = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
+            num_blocks = num_there // self._block_size
+            if num_blocks <= tracked.num_stored:
+                continue
+            tokens = range(tracked.num_stored * self._block_size, num_blocks * self._block_size)
+            blocks = place_blocks(
+                self._keys(tracked, tokens.stop),
+                tokens,
+                list(pages_of(request_id)),
+                block_size=self._block_size,
+                page_tokens=self._page_tokens,
+            )
+            tracked.num_stored = num_blocks
+            plan.stores += [block for block in blocks if block.key not in planned]
+            planned.update(block.key for block in blocks)
+        return plan
+
+    def loaded(self, request_ids: Iterable[str], missing_pages: set[int]) -> None:
+        """Take note that the loads of these requests have ended, and which pages lack something."""
+        for request_id in request_ids:
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.loading_pages is None:
+                continue
+            if tracked.loading_pages & missing_pages:
+                tracked.may_load, tracked.num_stored = False, 0
+            tracked.loading_pages = None
+            self._end_search(tracked)
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request."""
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            self._end_search(tracked)
+
+    def close(self) -> None:
+        for request_id in list(self._requests):
+            self.finished(request_id)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------------------------------------
+
+    @property
+    def _block_size(self) -> int:
+        assert self._link.pool is not None
+        return self._link.pool.layout.block_size
+
+    def _track(self, request: Any) -> _Tracked | None:
+        """Return what is known of a request; None if its blocks are not shared."""
+        tracked = self._requests.get(request.request_id)
+        pool = self._link.pool
+        if tracked is not None or pool is None:
+            return tracked
+        if request.mm_features or request.prompt_embeds is not None:
+            return None  # tokens do not say what it computes
+        adapter = self._adapter_of(request.lora_request)
+        if adapter is None:
+            return None
+        root = root_key(pool.fingerprint, request.cache_salt or "", adapter)
+        tracked = self._requests[request.request_id] = _Tracked(request, root)
+        return tracked
+
+    def _keys(self, tracked: _Tracked, num_tokens: int) -> list[BlockKey]:
+        """Return at least the keys of the full blocks of the first `num_tokens` tokens."""
+        if len(tracked.keys) < num_tokens // self._block_size:
+            tokens = tracked.request.all_token_ids[:num_tokens]
+            tracked.keys = extended_keys(tracked.keys, tokens, self._block_size, tracked.root)
+        return tracked.keys
+
+    def _end_search(self, tracked: _Tracked) -> None:
+        search, tracked.search = tracked.search, None
+        if search is not None:
+            search.end()
+
+
+def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> Found:
+    """Find the leading blocks that are in the pool, promote them to DRAM, and keep them there.
+
+    Raises MooncakeError if no pool answers.
+    """
+    num_blocks = pool.prefix_len(keys)
+    is_local = [address.startswith("unix:") for address in pool.addresses]
+    if not num_blocks or not any(is_local):
+        return Found(num_blocks, None)
+    lease = pool.lease(keys[:num_blocks], _LEASE_S)
+    if all(is_local):  # what cannot be had in DRAM now is not there; others may send it
+        num_blocks = next((i for i, view in enumerate(lease.blocks) if view is None), num_blocks)
+    return Found(num_blocks, lease)
+
+
+def _end_found(result: "Future[Found]") -> None:
+    if not result.cancelled() and result.exception() is None:
+        result.result().end()

@@ -1,0 +1,166 @@
+"""An engine as vLLM is to the connector, small enough for unit tests: requests, pages, steps.
+
+The KVCache of a token is drawn from all tokens up to it, so a page holds what it should or it does not.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore.client.client import KVCachePool
+from kvstore.connectors.vllm.plans import StepPlan
+from kvstore.connectors.vllm.scheduler_side import SchedulerSide
+from kvstore.connectors.vllm.worker_side import Memory, WorkerSide
+from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
+from tests.deadline import DEADLINE_S
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Request:
+    """What the connector reads of a request of vLLM."""
+
+    all_token_ids: list[int]
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
+    num_computed_tokens: int = 0
+    request_id: str = field(default_factory=lambda: f"request-{next(_numbers)}")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class Link:
+    """A pool that is there, or is not."""
+
+    pool: KVCachePool | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How many tokens a request found, and how many of them could not be loaded."""
+
+    num_matched: int
+    num_missing: int
+
+
+def transposed_keys(layout: KVLayout, page_tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """An order with the keys of a head as `[head_dim, token]`, as vLLM has them on CPUs."""
+    shape = (layout.num_kv_heads, 2, page_tokens, layout.head_dim)
+    places = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    keys = places[:, 0].reshape(layout.num_kv_heads, layout.head_dim, page_tokens)
+    places[:, 0] = keys.transpose(0, 2, 1).copy()
+    return places
+
+
+class Engine:
+    """One engine with pages of `page_tokens`, which computes one request after the other."""
+
+    def __init__(
+        self,
+        pool: KVCachePool | None,
+        layout: KVLayout,
+        page_tokens: int,
+        num_pages: int = 64,
+        **roles: bool,
+    ) -> None:
+        self.layout, self.page_tokens = layout, page_tokens
+        self.order = transposed_keys(layout, page_tokens)
+        kind = np.dtype(f"u{DTYPE_BYTES[layout.dtype]}")
+        self.pages = np.zeros((layout.num_layers, num_pages, self.order.size), kind)
+        self.link = Link(pool)
+        self.scheduler = SchedulerSide(
+            self.link,  # type: ignore[arg-type]
+            page_tokens,
+            adapter_of=lambda lora: lora or "",
+            **roles,
+        )
+        self.worker = WorkerSide(self.link)  # type: ignore[arg-type]
+        layers = [layer.ctypes.data for layer in self.pages]
+        stride = self.order.size * kind.itemsize
+        self.worker.register(Memory(layers, stride, num_pages, self.pages), self.order)
+        self._free = list(reversed(range(num_pages)))
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+
+    def run(self, request: Request, num_local_tokens: int = 0, chunk: int = 10**9) -> Outcome:
+        """Compute a request's tokens, in steps of `chunk`, and give its pages back.
+
+        `num_local_tokens` are those that the engine's own cache has.
+        """
+        num_matched = self.match(request, num_local_tokens)
+        pages = [self._free.pop() for _ in range(-(-request.num_tokens // self.page_tokens))]
+        self.compute(request, pages, range(num_local_tokens))
+        self.scheduler.allocated(request, pages, num_matched)
+        missing = self.load(request, pages, num_local_tokens + num_matched) if num_matched else 0
+        request.num_computed_tokens = num_local_tokens + num_matched - missing
+        while request.num_computed_tokens < request.num_tokens:
+            self.step(request, pages, min(chunk, request.num_tokens - request.num_computed_tokens))
+        self.assert_holds(request, pages)
+        self.scheduler.finished(request.request_id)
+        self._free += reversed(pages)
+        return Outcome(num_matched, missing)
+
+    def match(self, request: Request, num_local_tokens: int = 0) -> int:
+        """Ask until there is an answer."""
+        end_s = time.monotonic() + DEADLINE_S
+        while (num_matched := self.scheduler.num_new_matched(request, num_local_tokens)) is None:
+            assert time.monotonic() < end_s
+        return num_matched
+
+    def load(self, request: Request, pages: list[int], num_tokens: int) -> int:
+        """Run a step that begins to load, and others until it has ended; how many tokens are missing."""
+        self.worker.begin_step(self.scheduler.plan({}, lambda _: []))
+        end_s = time.monotonic() + DEADLINE_S
+        while request.request_id not in (ended := self.worker.take_loaded()):
+            assert time.monotonic() < end_s
+            self.worker.begin_step(StepPlan())
+            self.worker.end_step()
+        missing = self.worker.take_missing_pages()
+        self.scheduler.loaded(ended, missing)
+        first = next((i for i, page in enumerate(pages) if page in missing), len(pages))
+        return max(0, num_tokens - first * self.page_tokens)
+
+    def step(self, request: Request, pages: list[int], num_tokens: int) -> None:
+        """Compute and store."""
+        plan = self.scheduler.plan({request.request_id: num_tokens}, lambda _: pages)
+        self.worker.begin_step(plan)
+        tokens = range(request.num_computed_tokens, request.num_computed_tokens + num_tokens)
+        for layer in range(self.layout.num_layers):
+            self.compute(request, pages, tokens, layer)
+            self.worker.computed(layer)
+        self.worker.end_step()
+        request.num_computed_tokens += num_tokens
+
+    def compute(self, request: Request, pages: list[int], tokens: range, layer: int | None = None) -> None:
+        """Write the KVCache of `tokens`, of one layer or all."""
+        layers = range(self.layout.num_layers) if layer is None else [layer]
+        for token in tokens:
+            page, slot = pages[token // self.page_tokens], token % self.page_tokens
+            values = self.kv_of(request, token)
+            for each in layers:
+                self.pages[each, page, self.order[:, :, slot]] = values[each]
+
+    def assert_holds(self, request: Request, pages: list[int]) -> None:
+        for token in range(request.num_tokens):
+            page, slot = pages[token // self.page_tokens], token % self.page_tokens
+            found = self.pages[:, page][:, self.order[:, :, slot]]
+            assert np.array_equal(found, self.kv_of(request, token)), f"token {token}"
+
+    def kv_of(self, request: Request, token: int) -> np.ndarray[Any, Any]:
+        """What a model would compute: `[layer, kv_head, 2, head_dim]`."""
+        seed = xxhash.xxh3_64_intdigest(np.asarray(request.all_token_ids[: token + 1], "<u4").tobytes())
+        shape = (self.layout.num_layers, self.layout.num_kv_heads, 2, self.layout.head_dim)
+        return np.random.default_rng(seed).integers(1, 60000, shape, self.pages.dtype)
