@@ -78,6 +78,26 @@ async def test_waiting_prompts_can_be_aborted(start_lab: StartLab) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
+async def test_prompt_that_is_aborted_as_its_last_pass_ends_is_computed_when_it_comes_again(
+    start_lab: StartLab, num_stages: int
+) -> None:
+    """A retry of the same prompt must not wait for blocks of the aborted attempt."""
+    prompt, gate = prompt_of(7, 200), Gate(store=0)
+    async with (
+        start_lab(num_stages=num_stages) as lab,
+        lab.running(Setting(overlap=False, make_copies=gate.make)),
+    ):
+        aborted = await lab.order(prompt)
+        await gate.reached()
+        gate.open()
+        lab.executor.submit(lambda: None).result(DEADLINE_S)  # the pass has ended, and nobody knows it yet
+        lab.jobs.cancel(aborted.ref)
+        await aborted.release()
+        again = await lab.order(prompt)
+        assert (await again.result()).tokens == lab.plain(prompt).tokens
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
 async def test_decode_side_that_dies_in_mid_prefill_fails_the_attempt(
     start_lab: StartLab, num_stages: int
 ) -> None:

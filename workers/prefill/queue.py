@@ -185,9 +185,13 @@ class PrefillQueue:
         prompt.chunk_ends = [chunk.stop for chunk in self._cut(num_done, prompt.num_tokens)]
 
     def computed(self, prompt: QueuedPrompt) -> None:
-        """Record that the last pass of a prompt has ended. `remove` follows when its blocks are stored."""
-        self.remove(prompt)
-        self._storing.append(prompt)
+        """Record that the last pass of a prompt has ended. `remove` follows when its blocks are stored.
+
+        A prompt that was aborted in that pass has been removed already, and stays so.
+        """
+        if prompt in self._prompts:
+            self.remove(prompt)
+            self._storing.append(prompt)
 
     def remove(self, prompt: QueuedPrompt) -> None:
         """Remove a prompt that has been stored, or is not wanted any more. Idempotent."""

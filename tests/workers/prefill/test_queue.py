@@ -411,6 +411,18 @@ def test_prompt_waits_until_the_blocks_of_one_before_it_are_stored() -> None:
     assert admitted(queue) is second
 
 
+def test_nothing_waits_for_a_prompt_that_was_aborted_in_its_last_pass() -> None:
+    queue = PrefillQueue(1000, block_size=BLOCK)
+    first = waiting(queue, keys(1, 2))
+    assert admitted(queue) is first
+    queue.ready(first, 0)
+    assert [prompt for prompt, _ in queue.plan()] == [first]
+    queue.remove(first)  # aborted, while the pass runs
+    queue.computed(first)
+    again = waiting(queue, keys(1, 2))
+    assert admitted(queue) is again
+
+
 def compute_all(queue: PrefillQueue) -> list[QueuedPrompt]:
     """Computes what is READY to its end; stores none of it."""
     ended = []
