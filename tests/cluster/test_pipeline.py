@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mooncake.security.keys import ClusterKey
@@ -84,7 +85,11 @@ def test_process_that_is_killed_in_mid_prefill_fails_no_request(server: Server, 
             finally:
                 with contextlib.suppress(ProcessLookupError):  # it may be the victim
                     os.kill(last_stage, signal.SIGCONT)
-            assert [text_of(answer.result()) for answer in answers] == expected, victim
+            try:
+                assert [text_of(answer.result()) for answer in answers] == expected, victim
+            except httpx.TimeoutException as late:
+                late.add_note(f"the victim was {victim}")
+                raise
         wait_until_idle(server, num_stages=NUM_STAGES)
         assert {name for name, _ in server.children().items() - before.items()} == {victim}
 

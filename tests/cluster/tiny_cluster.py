@@ -1,6 +1,7 @@
 """Clusters of a tiny model: how they are started, what clients ask of them, what is seen from outside."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -44,8 +45,26 @@ def body(prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, **fields: obj
     }
 
 
-def post(server: Server, content: dict[str, object], **options: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=content, **{"timeout": DEADLINE_S, **options})
+def post(
+    server: Server, content: dict[str, object], timeout: float | None = None, **options: Any
+) -> httpx.Response:
+    """An answer that is late although no `timeout` is wanted comes with the state of the cluster."""
+    url = f"{server.url}/v1/completions"
+    try:
+        return httpx.post(url, json=content, timeout=timeout or DEADLINE_S, **options)
+    except httpx.TimeoutException as late:
+        if timeout is None:
+            late.add_note(_what_it_says(server))
+        raise
+
+
+def _what_it_says(server: Server) -> str:
+    """What the server shows of itself, and all that it has printed."""
+    try:
+        state = json.dumps(httpx.get(f"{server.url}/dashboard/state", timeout=5).json(), indent=1)
+    except (httpx.HTTPError, ValueError) as error:
+        state = repr(error)
+    return "\n".join([f"/dashboard/state: {state}", *server.lines])
 
 
 def complete(server: Server, **fields: object) -> dict[str, Any]:
