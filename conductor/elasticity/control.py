@@ -15,7 +15,7 @@ from conductor.elasticity.moves import Move, RecentMoves
 from conductor.elasticity.precedence import make_room
 from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
-from conductor.elasticity.survey import Survey, answer_of, may_change
+from conductor.elasticity.survey import Survey, answer_of
 from conductor.elasticity.utilisation import Utilisation
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
@@ -163,8 +163,3 @@ class Elasticity:
             self._num_arrived,
             self._requests.stats.num_rejections.total(),
         )
-
-    @property
-    def num_changeable(self) -> int:
-        """The instances whose roles may change."""
-        return sum(may_change(instance) for instance in self._instances)

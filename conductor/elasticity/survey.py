@@ -16,7 +16,7 @@ from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from conductor.view.migration_costs import num_tokens_so_far
 from mooncake.messages.costs import Costs
-from mooncake.messages.workers import InstanceState, Role
+from mooncake.messages.workers import STAGES, InstanceState, Role
 
 _HEARTBEAT_S = 1.5
 """The age that the latest heartbeat has at most, if nothing is wrong."""
@@ -84,7 +84,7 @@ class Survey:
     def members(self, batches: list[Batch], utilisation: Utilisation, now_s: float) -> list[Member]:
         """All instances, for the rebalancer."""
         loads, by_name = self._view.loads, {batch.instance: batch for batch in batches}
-        queue_s = loads.queue_s(now_s)
+        queue_s, changeable = loads.queue_s(now_s), self._changeable()
         members = []
         for instance in self._instances:
             slot = self._view.slot_of(instance.name)
@@ -94,7 +94,7 @@ class Survey:
                         instance.name,
                         instance.role,
                         instance.state is InstanceState.SERVING,
-                        may_change(instance),
+                        instance.name in changeable,
                         utilisation.of(instance.name),
                         float(queue_s[slot]),
                         int(loads.num_prompts[slot]),
@@ -102,6 +102,22 @@ class Survey:
                     )
                 )
         return members
+
+    def _changeable(self) -> set[str]:
+        """The instances to which the rebalancer may give another role. Those with both keep them.
+
+        Of each role at least one must be left that holds the longest sequences of the cluster.
+        """
+        instances, longest = self._instances, self._instances.max_sequence_blocks()
+        holding = {
+            role: {of.name for of in instances.serving(role) if of.max_sequence_blocks >= longest}
+            for role in STAGES
+        }
+        return {
+            of.name
+            for of in instances
+            if of.role is not Role.BOTH and of.registration.can_decode and not holding[of.role] <= {of.name}
+        }
 
     def running(self, now_s: float) -> list[Answer]:
         """The answers that are being decoded, with the tokens that they are believed to have."""
@@ -148,11 +164,6 @@ class Survey:
             0.0 if prefill_costs is None or layout is None else prefill_costs.first_s * layout.block_size
         )
         return DecodeCapacity(costs, pool.mean_max_batch, num_device_tokens, tbt_slo_s, chunk_s)
-
-
-def may_change(instance: Instance) -> bool:
-    """Whether the rebalancer may give the instance another role. Instances with both keep them."""
-    return instance.role is not Role.BOTH and instance.registration.can_decode
 
 
 def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:

@@ -31,7 +31,8 @@ PROFILE = Costs(0.01, 1e-4, 0.0), Costs(0.01, 0.0, 1e-6)
 class SmallCluster:
     """A Conductor whose instances answer at once."""
 
-    def __init__(self, num_prefill: int, num_decode: int, limits: Limits, rules: Rules) -> None:
+    def __init__(self, num_prefill: int, num_decode: int, limits: Limits, rules: Rules, **pages: int) -> None:
+        """`pages` are those of instances that have fewer or more than others, by name."""
         self.conductor = Conductor(EPOCH, "model", limits, rules, PROFILE)
         self.now_s = 0.0
         self.ordered: list[tuple[str, object]] = []
@@ -40,7 +41,7 @@ class SmallCluster:
         self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
         names = [(f"p{n}", Role.PREFILL) for n in range(num_prefill)]
         for name, role in names + [(f"d{n}", Role.DECODE) for n in range(num_decode)]:
-            self.tell(f"{name}#1".encode(), registration(name, role, pages=100_000))
+            self.tell(f"{name}#1".encode(), registration(name, role, pages=pages.get(name, 100_000)))
 
     def tell(self, sender: bytes, message: object) -> None:
         self.carry_out(self.conductor.handle(sender, message, self.now_s))  # type: ignore[arg-type]
@@ -80,17 +81,8 @@ class SmallCluster:
 
 def test_an_instance_changes_its_role_and_gets_prompts_in_the_new_one() -> None:
     cluster = SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True))
-    number = 0
-    for _ in range(12):
-        for _ in range(4):  # 4 prompts of half a second, answers of few tokens
-            number += 1
-            cluster.submit(f"r{number}", 5000)
-            cluster.finish(f"r{number}", 3)
-        cluster.pass_second()
-    switches = cluster.orders(SwitchRole)
-    assert switches
-    assert all(message == SwitchRole(Role.PREFILL) for _, message in switches)
-    switched = {name for name, _ in switches}
+    switched = flood(cluster)
+    assert switched
     cluster.answers_prompts = False
     for number in range(4):
         cluster.submit(f"s{number}", 5000)
@@ -99,6 +91,28 @@ def test_an_instance_changes_its_role_and_gets_prompts_in_the_new_one() -> None:
     rebalancer = cluster.conductor.elasticity.rebalancer
     assert rebalancer is not None
     assert {decision.change.instance for decision in rebalancer.decisions} == switched
+
+
+def flood(cluster: SmallCluster) -> set[str]:
+    """Offer more prompts than one instance computes. Returns the instances that become prefill ones."""
+    number = 0
+    for _ in range(12):
+        for _ in range(4):  # prompts of half a second
+            number += 1
+            cluster.submit(f"r{number}", 5000)
+            cluster.finish(f"r{number}", 3)
+        cluster.pass_second()
+    switches = cluster.orders(SwitchRole)
+    assert all(message == SwitchRole(Role.PREFILL) for _, message in switches)
+    return {name for name, _ in switches}
+
+
+@pytest.mark.parametrize("largest", ["d0", "d1", "d2"])
+def test_the_only_instance_of_a_role_that_holds_the_longest_sequences_keeps_it(largest: str) -> None:
+    smaller = {name: 10_000 for name in ("d0", "d1", "d2") if name != largest}
+    switched = flood(SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True), **smaller))
+    assert switched
+    assert largest not in switched
 
 
 def test_roles_stay_where_rebalancing_is_off() -> None:
