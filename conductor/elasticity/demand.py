@@ -7,20 +7,19 @@ those that follow.
 Owns: arrivals, changes of the load. Does not know: instances, what is done about the load.
 """
 
-from collections import Counter, deque
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from conductor.elasticity.answers import Answer, AnswerLengths, Kind
 
 WINDOW_S = 60.0
 """The longest time for which arrivals count."""
-_MOST_ARRIVALS = 8192
-_STEP_S = 1.0
-"""The resolution at which a change of the load is looked for."""
 _SIGNIFICANT = 4.0
 """Standard deviations by which the latest seconds differ from those before if the load has changed. There are
 many ways to divide the window, so fewer would be seen by chance."""
@@ -33,17 +32,21 @@ MOST_LEFT_S = 120.0
 _NUM_GAPS, _FEWEST_GAPS = 8, 3
 """The numbers of times between changes that are remembered, and that tell how long loads stay."""
 _MOST_OF_MEAN = 4.0
-"""The amount, in means, at which a single arrival stops to be a surprise."""
+"""The amount, in means, at which requests of one kind and second stop to be a surprise."""
 
 
-class Arrival(NamedTuple):
-    """What a request would take."""
+@dataclass(slots=True)
+class _Arrivals:
+    """The requests of one kind that have arrived in one second of the clock."""
 
-    at_s: float
-    prefill_s: float
-    """Seconds of a prefill instance."""
-    num_prompt_tokens: int
+    second: int
     kind: Kind
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    prefill_s: float = 0.0
+    """Seconds of a prefill instance that they take."""
+    prefill_squares: float = 0.0
+    """The sum of the squares of each one's seconds."""
 
 
 class Load(NamedTuple):
@@ -72,7 +75,10 @@ class Demand:
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     num_changes: int = 0
     """The number of times that the load has changed."""
-    _arrivals: deque[Arrival] = field(default_factory=lambda: deque(maxlen=_MOST_ARRIVALS))
+    _arrivals: deque[_Arrivals] = field(default_factory=deque)
+    """Arrivals by second and kind: many requests in a second take no more room than few."""
+    _latest: dict[Kind, _Arrivals] = field(default_factory=dict)
+    """The arrivals of the latest second that had any."""
     _began_s: float | None = None
     """The time since when the load has been the same."""
 
@@ -80,8 +86,17 @@ class Demand:
         """Count a request that a client has sent, whatever is done with it."""
         if self._began_s is None:
             self._began_s = now_s
-        kind = Kind.of(num_prompt_tokens, max_tokens)
-        self._arrivals.append(Arrival(now_s, prefill_s, num_prompt_tokens, kind))
+        second, kind = math.floor(now_s), Kind.of(num_prompt_tokens, max_tokens)
+        if not self._arrivals or self._arrivals[-1].second != second:
+            self._latest.clear()
+        arrivals = self._latest.get(kind)
+        if arrivals is None:
+            arrivals = self._latest[kind] = _Arrivals(second, kind)
+            self._arrivals.append(arrivals)
+        arrivals.num_requests += 1
+        arrivals.num_prompt_tokens += num_prompt_tokens
+        arrivals.prefill_s += prefill_s
+        arrivals.prefill_squares += prefill_s**2
 
     def finished(self, answer: Answer) -> None:
         """Learn from an answer that has ended."""
@@ -91,71 +106,77 @@ class Demand:
         """The present load; None before the first request."""
         if self._began_s is None:
             return None
-        self._began_s = max(self._began_s, now_s - WINDOW_S)
-        self._forget()
-        kinds = Counter(arrival.kind for arrival in self._arrivals)
+        self._began_s = self._forget(max(self._began_s, math.ceil(now_s - WINDOW_S)))
+        kinds = {of.kind for of in self._arrivals}
         means = self.lengths.means(kinds, running, self._began_s)
-        if self._find_change(means, now_s):
+        if (changed_s := self._latest_change(means, self._began_s, now_s)) is not None:
+            self.num_changes += 1
+            self._began_s = self._forget(changed_s)
             means = self.lengths.means(kinds, running, self._began_s)
-        seconds = max(now_s - self._began_s, _STEP_S)
-        kinds = Counter(arrival.kind for arrival in self._arrivals)
-        num_requests, num_tokens = len(self._arrivals), sum(of.num_prompt_tokens for of in self._arrivals)
-        num_outputs = sum(number * means[kind] for kind, number in kinds.items())
+        seconds = max(now_s - self._began_s, 1.0)
+        num_requests = sum(of.num_requests for of in self._arrivals)
+        num_outputs = sum(of.num_requests * means[of.kind] for of in self._arrivals)
         return Load(
             num_requests / seconds,
             sum(of.prefill_s for of in self._arrivals) / seconds,
             num_outputs / seconds,
-            num_tokens / max(1, num_requests),
+            sum(of.num_prompt_tokens for of in self._arrivals) / max(1, num_requests),
             num_outputs / max(1, num_requests),
             seconds,
         )
 
-    def _find_change(self, means: dict[Kind, float], now_s: float) -> bool:
-        """Forget arrivals before the latest change of the load; whether there was one.
+    def _forget(self, began_s: float) -> float:
+        """Forget arrivals before `began_s`, and return it."""
+        while self._arrivals and self._arrivals[0].second < math.floor(began_s):
+            self._arrivals.popleft()
+        return began_s
+
+    def _latest_change(self, means: dict[Kind, float], began_s: float, now_s: float) -> float | None:
+        """The time of the latest change of the load; None if it has been the same since `began_s`.
 
         The latest seconds, however many, are compared with those before them, by the work of both stages. The
         sum of n amounts that arrive at random has a variance of the sum of their squares.
         """
-        assert self._began_s is not None
-        num_steps = int((now_s - self._began_s) / _STEP_S)
-        if num_steps < 2 or len(self._arrivals) < _FEWEST_ARRIVALS:
-            return False
-        ages = np.array([now_s - of.at_s for of in self._arrivals])
-        bucket = np.minimum((ages / _STEP_S).astype(np.intp), num_steps - 1)
-        counts = np.bincount(bucket, minlength=num_steps).cumsum()
-        recent_s = _STEP_S * np.arange(1, num_steps)
-        before_s = now_s - self._began_s - recent_s
-        expected = (counts[-1] - counts[:-1]) * recent_s / before_s
-        is_seen = np.maximum(counts[:-1], expected) >= _FEWEST_ARRIVALS
-        best, found = _SIGNIFICANT, 0
-        for amounts in (
-            np.array([of.prefill_s for of in self._arrivals]),
-            np.array([means[of.kind] for of in self._arrivals]),
+        now, first = math.floor(now_s), math.floor(began_s)
+        nums = np.array([of.num_requests for of in self._arrivals])
+        borders = np.arange(now - 1, math.ceil(began_s), -1)
+        """The seconds, latest first, with which what is compared with the time before may begin."""
+        if not len(borders) or nums.sum() < _FEWEST_ARRIVALS:
+            return None
+        ages = now - np.array([of.second for of in self._arrivals])
+
+        def by_border(amounts: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+            """What has arrived from each border on, and before it."""
+            sums = np.bincount(ages, amounts, now - first + 1).cumsum()
+            recent = sums[1 : len(borders) + 1]
+            return recent, sums[-1] - recent
+
+        recent_s, before_s = now_s - borders, borders - began_s
+        recent, before = by_border(nums)
+        is_seen = np.maximum(recent, before * recent_s / before_s) >= _FEWEST_ARRIVALS
+        outputs = nums * np.array([means[of.kind] for of in self._arrivals])
+        best, changed_s = _SIGNIFICANT, None
+        for sums, squares in (
+            (
+                np.array([of.prefill_s for of in self._arrivals]),
+                np.array([of.prefill_squares for of in self._arrivals]),
+            ),
+            (outputs, outputs**2 / nums),
         ):
-            amounts = np.minimum(amounts, _MOST_OF_MEAN * amounts.mean())
-            sums = np.bincount(bucket, amounts, num_steps).cumsum()
-            squares = np.bincount(bucket, amounts**2, num_steps).cumsum()
-            recent, before = sums[:-1] / recent_s, (sums[-1] - sums[:-1]) / before_s
+            most = _MOST_OF_MEAN * sums.sum() / nums.sum()
+            squares = np.where(sums > most * nums, most**2 * nums, squares)
+            recent, before = by_border(np.minimum(sums, most * nums))
+            recent, before = recent / recent_s, before / before_s
             # Both are compared as if they were one load: few arrivals do not look sure of being none.
-            mean_square = squares[-1] / (now_s - self._began_s)
+            mean_square = squares.sum() / (now_s - began_s)
             deviation = np.sqrt(mean_square * (1 / recent_s + 1 / before_s))
             surprise = np.abs(recent - before) / np.maximum(deviation, 1e-12)
             larger, smaller = np.maximum(recent, before), np.minimum(recent, before)
             surprise[(larger < _LEAST_CHANGE * smaller) | ~is_seen] = 0.0
-            step = int(surprise.argmax())
-            if surprise[step] > best:
-                best, found = float(surprise[step]), step + 1
-        if found:
-            self.num_changes += 1
-            self._began_s = now_s - found * _STEP_S
-            self._forget()
-        return found > 0
-
-    def _forget(self) -> None:
-        began_s = self._began_s
-        assert began_s is not None
-        while self._arrivals and self._arrivals[0].at_s < began_s:
-            self._arrivals.popleft()
+            found = int(surprise.argmax())
+            if surprise[found] > best:
+                best, changed_s = float(surprise[found]), float(borders[found])
+        return changed_s
 
 
 class Persistence:

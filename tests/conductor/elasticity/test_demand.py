@@ -47,6 +47,17 @@ def test_a_step_is_seen_within_seconds(seed: int, factor: float) -> None:
     assert load.prefill_s == pytest.approx(1.6 * factor, rel=0.6)
 
 
+def test_many_requests_in_a_second_are_counted_for_the_whole_window() -> None:
+    demand, rng = Demand(), random.Random(1)
+    for second in range(40):
+        offer(demand, rng, second, second + 1, 500.0, 0.002)
+        load = demand.load([], second + 1.0)
+    assert load is not None
+    assert load.window_s > 20
+    assert load.num_requests == pytest.approx(500, rel=0.05)
+    assert load.prefill_s == pytest.approx(1.0, rel=0.05)
+
+
 def test_one_long_prompt_is_no_change() -> None:
     demand, rng = Demand(), random.Random(1)
     for second in range(60):
