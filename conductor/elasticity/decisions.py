@@ -71,6 +71,11 @@ class Decision:
         """Whether the change is being made."""
         return self.done_s is None and self.outcome is None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the change was not made."""
+        return self.done_s is None and self.outcome is not None
+
 
 class _Sample(NamedTuple):
     at_s: float

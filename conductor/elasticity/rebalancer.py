@@ -49,6 +49,8 @@ class RebalancingRules:
     """The arrivals that tell of a load."""
     budget_s: float = 30.0
     """The longest time that a change may take; then the next one may be decided."""
+    again_after_s: float = 60.0
+    """The time after a change that was not made in which its instance is not chosen again."""
     evaluated_s: float = 15.0
     """The time over which arrivals before and after a change are compared."""
     instances_s: float = 15.0
@@ -163,7 +165,7 @@ class Rebalancer:
         if self.is_switching or not self._is_known(load):
             return None
         self._renew(work, names, now_s)
-        change = self._best(state, able)
+        change = self._best(state, able, now_s)
         if change is None or not self._num_left:
             return None
         self._num_left -= 1
@@ -203,12 +205,12 @@ class Rebalancer:
         larger, smaller = max(one, other), min(one, other)
         return larger <= self.rules.same_load * smaller or larger < 0.2
 
-    def _best(self, state: State, able: Capacity) -> Change | None:
-        options = [self._change(state, able, role) for role in (Role.PREFILL, Role.DECODE)]
+    def _best(self, state: State, able: Capacity, now_s: float) -> Change | None:
+        options = [self._change(state, able, role, now_s) for role in (Role.PREFILL, Role.DECODE)]
         found = [change for change in options if change is not None]
         return max(found, key=lambda change: change.benefit_s, default=None)
 
-    def _change(self, state: State, able: Capacity, role: Role) -> Change | None:
+    def _change(self, state: State, able: Capacity, role: Role, now_s: float) -> Change | None:
         """One more instance of a role, if that pays; None if it does not, or no instance can be spared."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
@@ -228,7 +230,7 @@ class Rebalancer:
         cost_s = self._switch_s / num_instances
         if benefit_s < self.rules.rho * cost_s:
             return None
-        member = self._spared(state, other)
+        member = self._spared(state, other, now_s)
         if member is None:
             return None
         num_requests = member.num_prompts if member.batch is None else member.batch.size
@@ -247,10 +249,11 @@ class Rebalancer:
         is_spared = after[1 - index] <= self.rules.down or before[1 - index] > self.rules.up
         return is_short and gain >= self.rules.least_gain * (1.0 if is_spared else 2.0)
 
-    def _spared(self, state: State, role: Role) -> Member | None:
+    def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
         """The instance of a role whose requests fit the others with the least to move; None if none's do."""
-        members = state.serving(role)
-        able = [member for member in members if member.may_change]
+        members, failed_s = state.serving(role), now_s - self.rules.again_after_s
+        failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
+        able = [member for member in members if member.may_change and member.name not in failed]
         if role is Role.PREFILL:
             return self._spared_prefill(able, members, state.ttft_slo_s)
         batches = [member.batch for member in state.members if member.batch is not None]

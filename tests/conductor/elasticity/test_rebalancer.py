@@ -126,6 +126,17 @@ def test_a_change_that_was_undone_is_over() -> None:
     assert outcome.note == "it was undone"
 
 
+def test_an_instance_whose_change_was_undone_is_not_chosen_again_at_once() -> None:
+    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6, window_s=60.0))
+    assert decided(rebalancer, of, 10.0).instance == "p0"
+    assert rebalancer.decide(switching(of, "p0"), 12.0) is None
+    assert decided(rebalancer, of, 40.0).instance == "p1"
+    rebalancer.refused(rebalancer.decisions[-1].change, "it drains")
+    another = of._replace(load=load_of(0.6, 4.5, window_s=60.0))
+    assert rebalancer.decide(another, 50.0) is None
+    assert decided(rebalancer, another, 80.0).instance == "p0"
+
+
 def test_a_change_is_not_taken_back_while_the_load_is_the_same() -> None:
     rebalancer = Rebalancer()
     decided(rebalancer, state(2, 2, load_of(0.75, 2.2)), 10.0)
