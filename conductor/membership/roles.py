@@ -22,6 +22,9 @@ from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
 from mooncake.messages.workers import InstanceState, Register, Role, SwitchRole
 
+_MOST_GONE = 256
+"""The most instances that are gone, and have their role again should they come back."""
+
 
 class SwitchEnd(StrEnum):
     """How a switch ends."""
@@ -40,7 +43,7 @@ class Roles:
         self._placer, self._emptier, self._fronts = placer, emptier, fronts
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
         self._given: dict[str, Role] = {}
-        """Roles that the Conductor has given to instances, by name."""
+        """Roles that the Conductor has given to instances, by name, the latest last."""
         self.num_switches = Counter(dict.fromkeys(SwitchEnd, 0))
         """Switches by their end."""
 
@@ -93,6 +96,14 @@ class Roles:
             [] if register.role is instance.role else [Effect(instance.identity, SwitchRole(instance.role))]
         )
 
+    def _remember(self, name: str, role: Role) -> None:
+        """Let the next life of an instance have this role, too. Many names never come back."""
+        self.forget(name)
+        self._given[name] = role
+        gone = [given for given in self._given if self._instances.get(given) is None]
+        for oldest in gone[:-_MOST_GONE]:
+            self.forget(oldest)
+
     def forget(self, name: str) -> None:
         """Let the next life of an instance have the role that it is started with."""
         self._given.pop(name, None)
@@ -117,7 +128,7 @@ class Roles:
         return effects
 
     def _complete(self, instance: Instance, role: Role, now_s: float) -> list[Effect]:
-        self._given[instance.name] = role
+        self._remember(instance.name, role)
         self._instances.serve(instance, role)
         self._view.begin_role(instance)
         self.num_switches[SwitchEnd.DONE] += 1

@@ -265,8 +265,25 @@ def test_an_instance_restarts_in_its_first_role_if_nobody_is_left_for_it() -> No
     conductor.handle(FRONT, ChangeRole(1, "p1", Role.DECODE), 0.0)
     again = peer_identity("p1", 2)
     conductor.handle(again, registration("p1", Role.PREFILL, 2), 1.0)
-    assert [one.role for one in conductor.instances if one.name == "p1"] == [Role.DECODE]
+    assert role_of(conductor, "p1") is Role.DECODE
     conductor.peer_gone(P0, 2.0)
     conductor.tick(4.0)
     conductor.handle(peer_identity("p1", 3), registration("p1", Role.PREFILL, 3), 5.0)
-    assert [one.role for one in conductor.instances if one.name == "p1"] == [Role.PREFILL]
+    assert role_of(conductor, "p1") is Role.PREFILL
+
+
+def role_of(conductor: Conductor, name: str) -> Role:
+    return next(instance.role for instance in conductor.instances if instance.name == name)
+
+
+def test_roles_are_given_again_only_to_the_latest_instances_that_are_gone() -> None:
+    conductor = new_conductor()
+    for number in range(300):  # each start has a name of its own
+        peer = peer_identity(f"p-{number}", 1)
+        conductor.handle(peer, registration(f"p-{number}", Role.PREFILL), 0.0)
+        conductor.handle(FRONT, ChangeRole(number, f"p-{number}", Role.DECODE), 0.0)
+        if number:
+            conductor.handle(peer, Leave(), 0.0)
+    for number, role in ((0, Role.DECODE), (1, Role.PREFILL), (299, Role.DECODE)):
+        conductor.handle(peer_identity(f"p-{number}", 2), registration(f"p-{number}", Role.PREFILL, 2), 1.0)
+        assert role_of(conductor, f"p-{number}") is role
