@@ -78,4 +78,5 @@ def status_of(instance: Instance, now_s: float) -> InstanceStatus:
         emptying.num_moved,
         emptying.num_blocks_left,
         max(0.0, now_s - emptying.began_s),
+        instance.state is InstanceState.DRAINING and not emptying.leaves,
     )

@@ -119,6 +119,8 @@ def drain(client: AdminClient, name: str, *, force: bool) -> int:
             return f"{name} has left"
         if status.state in (InstanceState.SERVING, InstanceState.SWITCHING):
             raise MooncakeError(f"{name} is {status.state.value} again: the order was taken back, or lost")
+        if status.stays:
+            raise MooncakeError(f"{name} drains, but will not leave: somebody has ordered so (`stay`) since")
         return None
 
     order = partial(client.drain, name, force=force)

@@ -76,6 +76,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """Blocks that are yet to be copied to other instances before it leaves."""
     since_s: Seconds = 0.0
     """Seconds for which it has been draining or switching."""
+    stays: bool = False
+    """Whether it drains, and then stays in the cluster until it is to serve again."""
 
 
 class Ordered(msgspec.Struct, tag=True, frozen=True):

@@ -498,7 +498,9 @@ def _described(status: InstanceStatus) -> str:
     state = status.state.value if status.next_role is None else f"switching to {status.next_role.value}"
     moved = f", {status.num_moved} moved" if status.num_moved else ""
     blocks = f", {status.num_blocks_left} blocks left" if status.num_blocks_left else ""
-    return f"{status.name} ({status.role.value}) is {state}, {status.num_requests} requests{moved}{blocks}"
+    stays = ", it stays" if status.stays else ""
+    left = f"{status.num_requests} requests{moved}{blocks}{stays}"
+    return f"{status.name} ({status.role.value}) is {state}, {left}"
 
 
 def _instance(source: Instance, placement: object) -> str:

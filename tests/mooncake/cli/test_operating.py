@@ -75,6 +75,12 @@ def test_a_drain_that_is_taken_back_is_an_error() -> None:
         drain(Server([status("draining")], [status("serving")]).client(), "decode-0", force=False)
 
 
+def test_a_drain_after_which_the_instance_is_to_stay_is_an_error() -> None:
+    stays = msgspec.structs.replace(status("draining"), stays=True)
+    with pytest.raises(MooncakeError, match="decode-0 drains, but will not leave"):
+        drain(Server([status("draining")], [stays]).client(), "decode-0", force=False)
+
+
 @pytest.mark.parametrize(
     ("then", "told"),
     [

@@ -44,6 +44,7 @@ STATUS = {
     "num_moved": 2,
     "num_blocks_left": 0,
     "since_s": 0.0,
+    "stays": False,
 }
 
 
