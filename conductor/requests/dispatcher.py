@@ -36,9 +36,13 @@ class Dispatcher:
         return self._placer.place(tracked, now_s)
 
     def resubmit_behind_loss(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Place a decoded request again, whose front lacks tokens before others: the attempt has failed."""
+        """Place a decoded request again, whose front lacks tokens before others.
+
+        The attempt has failed if the front has got nothing new of it.
+        """
         reason = f"tokens from {request.num_output_tokens} on were lost on their way"
-        if self._count_failure(tracked):
+        has_got_on = request.num_output_tokens > tracked.request.num_output_tokens
+        if not has_got_on and self._count_failure(tracked):
             return self._placer.fail(tracked, reason, now_s)
         effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
         return effects + self.resubmit(tracked, request, now_s)
