@@ -143,7 +143,7 @@ class Elasticity:
         assert instance is not None
         effects = self._switch_role(instance, change.after, now_s)
         if not effects:
-            rebalancer.refused(change, "the instance could not begin to switch")
+            rebalancer.refused("the instance could not begin to switch")
         return effects
 
     def _state(self, now_s: float) -> State:

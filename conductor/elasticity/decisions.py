@@ -24,8 +24,6 @@ class Change(NamedTuple):
     """The division before the change."""
     strain_before: Strain
     strain_after: Strain
-    num_requests: int
-    """Requests that the instance has: they move, or go elsewhere."""
     benefit_s: float
     """Seconds of the whole cluster that the change gains, as long as the load stays as it is."""
     cost_s: float

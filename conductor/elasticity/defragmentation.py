@@ -49,12 +49,8 @@ def _make_room(source: Batch, waiting: Coming, batches: list[Batch]) -> list[Mov
         destination = destination_of(resident, batches, source.instance)
         if destination is None:
             continue
-        why = (
-            f"{waiting.num_prompt_tokens} tokens wait for device pages, {source.num_free_tokens} are free;"
-            f" this request has {resident.num_tokens}"
-        )
         reason = MigrationReason.DEFRAGMENT
-        moves.append(Move(resident.request_id, source.instance, destination.instance, reason, why))
+        moves.append(Move(resident.request_id, source.instance, destination.instance, reason))
         batches = moved(batches, resident, source.instance, destination.instance)
         num_missing -= resident.num_tokens
     return moves if num_missing <= 0 else []

@@ -4,11 +4,19 @@ Owns: what a rule returns, hysteresis. Does not know: why a request should move,
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
 from conductor.view.decision_stats import MigrationReason
+
+AGAIN_AFTER_S = 10.0
+"""The time after a request's move in which it does not move again."""
+SETTLE_S = 2.0
+"""The time after a move to or from an instance in which no rule looks at it: its figures are older."""
+MOST_AT_ONCE = 4
+"""The moves that may be in flight in the cluster."""
+MOST_OF_SOURCE = 1
+"""The moves that may be in flight from one instance."""
 
 
 class Move(NamedTuple):
@@ -18,29 +26,12 @@ class Move(NamedTuple):
     source: str
     destination: str
     reason: MigrationReason
-    why: str
-    """The numbers behind the reason, for people."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoveLimits:
-    """How often requests move. Copies take bandwidth, and what was just mispredicted is so again."""
-
-    again_after_s: float = 10.0
-    """The time after a request's move in which it does not move again."""
-    settle_s: float = 2.0
-    """The time after a move to or from an instance in which no rule looks at it: its figures are older."""
-    most_at_once: int = 4
-    """The moves that may be in flight in the cluster."""
-    most_of_source: int = 1
-    """The moves that may be in flight from one instance."""
 
 
 class RecentMoves:
-    """The moves of the last seconds."""
+    """The moves of the last seconds. Copies take bandwidth, and what was just mispredicted is so again."""
 
-    def __init__(self, limits: MoveLimits | None = None) -> None:
-        self.limits = limits or MoveLimits()
+    def __init__(self) -> None:
         self._moved_s: dict[str, float] = {}
         """When each request was last ordered to move."""
         self._touched_s: dict[str, float] = {}
@@ -53,15 +44,15 @@ class RecentMoves:
 
     def forget(self, now_s: float) -> None:
         """Forget what no limit looks at any more."""
-        self._moved_s = _since(self._moved_s, now_s - self.limits.again_after_s)
-        self._touched_s = _since(self._touched_s, now_s - self.limits.settle_s)
+        self._moved_s = _since(self._moved_s, now_s - AGAIN_AFTER_S)
+        self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[Batch], now_s: float) -> list[Batch]:
         """The batches at which rules may look, in which requests that have just moved may not move."""
         return [
             batch.fixing(self._moved_s)
             for batch in batches
-            if self._touched_s.get(batch.instance, -1e18) <= now_s - self.limits.settle_s
+            if self._touched_s.get(batch.instance, -1e18) <= now_s - SETTLE_S
         ]
 
     def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
@@ -73,9 +64,9 @@ class RecentMoves:
         """
         kept, of_source, taken = list[Move](), in_flight.copy(), set[str]()
         for move in moves:
-            if of_source.total() >= self.limits.most_at_once:
+            if of_source.total() >= MOST_AT_ONCE:
                 break
-            if of_source[move.source] < self.limits.most_of_source and move.destination not in taken:
+            if of_source[move.source] < MOST_OF_SOURCE and move.destination not in taken:
                 of_source[move.source] += 1
                 taken.add(move.destination)
                 kept.append(move)

@@ -28,12 +28,8 @@ def make_room(batches: list[Batch]) -> list[Move]:
             destination = destination_of(resident, apart, source.instance)
             if destination is None:
                 continue
-            why = (
-                f"a token takes {1000 * source.full_tbt_s:.1f} ms of {1000 * min(slos_s):g} ms for"
-                f" {len(first)} requests of priority {first[0].priority}; this one has {resident.priority}"
-            )
             reason = MigrationReason.PRIORITY
-            moves.append(Move(resident.request_id, source.instance, destination.instance, reason, why))
+            moves.append(Move(resident.request_id, source.instance, destination.instance, reason))
             batches = moved(batches, resident, source.instance, destination.instance)
             break
     return moves

@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
 from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Division, Strain, Work
-from conductor.elasticity.consolidation import consolidate
+from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
 from conductor.elasticity.utilisation import Used
-from conductor.view.decision_stats import MigrationReason
 from mooncake.messages.workers import Role
 
 NUM_KEPT = 100
@@ -75,7 +74,6 @@ class Member(NamedTuple):
     used: Used | None = None
     queue_s: float = 0.0
     """Predicted seconds of its prompts."""
-    num_prompts: int = 0
     batch: Batch | None = None
     """Its batch, if it decodes."""
 
@@ -174,11 +172,9 @@ class Rebalancer:
         self.decisions.append(Decision(now_s, change))
         return change
 
-    def refused(self, change: Change, why: str) -> None:
-        """Note that a change was not possible after all."""
-        decision = self._open(change)
-        if decision is not None:
-            decision.outcome = Outcome(0.0, 0.0, 0.0, why)
+    def refused(self, why: str) -> None:
+        """Note that the latest change was not possible after all."""
+        self.decisions[-1].outcome = Outcome(0.0, 0.0, 0.0, why)
 
     def _is_known(self, load: Load) -> bool:
         num_arrivals = load.num_requests * load.window_s
@@ -233,10 +229,7 @@ class Rebalancer:
         member = self._spared(state, other, now_s)
         if member is None:
             return None
-        num_requests = member.num_prompts if member.batch is None else member.batch.size
-        return Change(
-            member.name, other, role, able.work, division, before, after, num_requests, benefit_s, cost_s
-        )
+        return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: Load) -> bool:
         """Whether a change would follow another one while the load is too new to tell how long it lasts."""
@@ -271,9 +264,6 @@ class Rebalancer:
         return min(able, key=_least_to_lose, default=None)
 
     # -- what came of it ----------------------------------------------------------------------------
-
-    def _open(self, change: Change) -> Decision | None:
-        return next((of for of in self.decisions if of.change is change and of.is_open), None)
 
     def _follow(self, state: State, now_s: float) -> None:
         """Note which changes are done, and what came of those that were done a while ago."""
@@ -317,4 +307,4 @@ def _fits_others(batch: Batch, batches: list[Batch]) -> bool:
     how many there are on average is part of the strain.
     """
     present = [replace(other, coming=()) for other in batches]
-    return consolidate(present, replace(batch, coming=()), MigrationReason.SWITCH) is not None
+    return can_be_emptied(replace(batch, coming=()), present)

@@ -21,12 +21,8 @@ def relieve(batches: list[Batch]) -> list[Move]:
         if found is None:
             continue
         resident, destination = found
-        why = (
-            f"a token takes {1000 * source.tbt_s:.1f} ms, {_lateness(source):.2f} of the strictest SLO;"
-            f" {1000 * source.without(resident).tbt_s:.1f} ms without {resident.num_tokens} tokens"
-        )
         reason = MigrationReason.RELIEVE
-        moves.append(Move(resident.request_id, source.instance, destination.instance, reason, why))
+        moves.append(Move(resident.request_id, source.instance, destination.instance, reason))
         batches = moved(batches, resident, source.instance, destination.instance)
     return moves
 

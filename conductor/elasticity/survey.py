@@ -97,7 +97,6 @@ class Survey:
                         instance.name in changeable,
                         utilisation.of(instance.name),
                         float(queue_s[slot]),
-                        int(loads.num_prompts[slot]),
                         by_name.get(instance.name),
                     )
                 )

@@ -29,11 +29,6 @@ class Used(NamedTuple):
         """U, from 0 to 2."""
         return self.compute + self.memory
 
-    @property
-    def load(self) -> float:
-        """The resource of which more is used."""
-        return max(self)
-
 
 @dataclass(slots=True)
 class _Totals:

@@ -38,24 +38,22 @@ class Leaving:
 
     def order(self, instance: Instance, now_s: float, *, leaves: bool) -> list[Effect]:
         """Drain an instance as an operator orders, who may change the order while it drains."""
-        effects = self._begin(instance, InstanceState.DRAINING, now_s)
-        if instance.state is InstanceState.DRAINING:
-            assert instance.emptying is not None
-            instance.emptying.leaves = leaves
-        return effects + self.copy_blocks(now_s) + self.settle()
+        return self._drain(instance, InstanceState.DRAINING, now_s, leaves=leaves)
 
     def retire(self, instance: Instance, now_s: float) -> list[Effect]:
         """Drain an instance whose worker has been told to end. No effects if it does that already."""
-        effects = self._begin(instance, InstanceState.RETIRING, now_s)
-        return effects + self.copy_blocks(now_s) + self.settle()
+        return self._drain(instance, InstanceState.RETIRING, now_s, leaves=True)
 
-    def _begin(self, instance: Instance, state: InstanceState, now_s: float) -> list[Effect]:
+    def _drain(self, instance: Instance, state: InstanceState, now_s: float, *, leaves: bool) -> list[Effect]:
         was_switching = instance.state is InstanceState.SWITCHING
-        if self._emptier.begin(instance, state, now_s) is None:
-            return []
-        if was_switching:
-            self._roles.given_up()
-        return self._emptier.go_on(instance, now_s) + self._fronts.tell()
+        emptying, effects = self._emptier.begin(instance, state, now_s), list[Effect]()
+        if emptying is not None:
+            if was_switching:
+                self._roles.given_up()
+            effects = self._emptier.go_on(instance, now_s) + self._fronts.tell()
+        if instance.emptying is not None and instance.state is state:
+            instance.emptying.leaves = leaves
+        return effects + self.copy_blocks(now_s) + self.settle()
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
         """Take an order to drain back. No effects if the instance is about to end."""
@@ -73,15 +71,12 @@ class Leaving:
             emptying = instance.emptying
             if emptying is None or not self._is_to_leave(instance):
                 continue
-            is_empty = not instance.requests and not emptying.num_blocks_left
-            if is_empty and self._instances.retire(instance):
+            if not instance.requests and not emptying.num_blocks_left and self._instances.retire(instance):
                 self._roles.forget(instance.name)
                 effects.append(Effect(instance.identity, Retired()))
         return effects
 
     @staticmethod
     def _is_to_leave(instance: Instance) -> bool:
-        is_ordered = instance.emptying is not None and instance.emptying.leaves
-        return instance.state is InstanceState.RETIRING or (
-            instance.state is InstanceState.DRAINING and is_ordered
-        )
+        emptying = instance.emptying
+        return emptying is not None and emptying.leaves and instance.state is not InstanceState.RETIRED

@@ -81,10 +81,8 @@ class Roles:
         role = self._given.get(instance.name, instance.role)
         if role is instance.role:
             return []
-        if role is not Role.PREFILL and not instance.registration.can_decode:
-            self.forget(instance.name)  # it was started anew with other settings
-            return []
-        if self._instances.lacks_stage(instance.role, role):
+        may_not_decode = role is not Role.PREFILL and not instance.registration.can_decode
+        if may_not_decode or self._instances.lacks_stage(instance.role, role):
             self.forget(instance.name)
             return []
         instance.role = role

@@ -39,8 +39,6 @@ class MigrationReason(StrEnum):
 
     RELIEVE = "relieve"
     """The source would miss a TBT SLO."""
-    CONSOLIDATE = "consolidate"
-    """The source is to be emptied, as few requests are on many instances."""
     DEFRAGMENT = "defragment"
     """The source makes room for a long prompt."""
     PRIORITY = "priority"

@@ -1,7 +1,6 @@
 """Predicted costs of moving a running request to another decode instance.
 
-Blocks that the destination's pool holds do not travel; the prefix index knows those of the prompt. All travel
-while the source goes on decoding, so a client only waits for an iteration of the destination.
+Blocks that the destination's pool holds do not travel; the prefix index knows those of the prompt.
 
 Owns: this prediction. Does not know: which requests move, and why.
 """
@@ -21,10 +20,6 @@ class MigrationCost(NamedTuple):
     """The request's leading blocks that the destination's pool is believed to hold."""
     num_bytes: int
     """Bytes of the blocks that it lacks."""
-    copy_s: float
-    """Seconds for which source and destination are busy with the copies."""
-    pause_s: float
-    """Seconds by which one gap between tokens is longer."""
 
 
 def num_tokens_so_far(view: ClusterView, request: Request, assignment: Assignment, now_s: float) -> int:
@@ -53,8 +48,4 @@ def migration_cost(
     num_tokens = num_tokens_so_far(view, request, assignment, now_s)
     num_held_blocks = view.prefixes.match(request.block_keys).num_blocks_at(slot)
     num_blocks = max(0, num_tokens // view.layout.block_size - num_held_blocks)
-    num_bytes = num_blocks * view.block_bytes
-    first_s, byte_s = view.transfers.costs(assignment.decode_slot, 0)
-    pause_s = view.next_gap_s(slot, assignment.num_tokens)
-    copy_s = first_s + num_bytes * byte_s if num_bytes else 0.0
-    return MigrationCost(num_held_blocks, num_bytes, copy_s, pause_s)
+    return MigrationCost(num_held_blocks, num_blocks * view.block_bytes)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from conductor.elasticity.batches import Batch, Coming, Resident
-from conductor.elasticity.consolidation import consolidate, least_to_move
+from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.defragmentation import defragment
-from conductor.elasticity.moves import Move, MoveLimits, RecentMoves
+from conductor.elasticity.moves import Move, RecentMoves
 from conductor.elasticity.precedence import make_room
 from conductor.elasticity.relief import relieve
 from conductor.view.decision_stats import MigrationReason
@@ -37,7 +37,6 @@ def test_relieves_a_late_batch_of_its_cheapest_request_that_suffices() -> None:
     moves = relieve([late, batch("d1", resident("e", 1000))])
     assert shown(moves) == [("c", "d0", "d1")]
     assert moves[0].reason is MigrationReason.RELIEVE
-    assert "21.0 ms" in moves[0].why
 
 
 def test_a_request_that_suffices_alone_goes_before_a_cheaper_one_that_does_not() -> None:
@@ -108,30 +107,24 @@ def test_a_request_that_has_just_come_finds_room_by_itself() -> None:
     assert defragment([source, batch("d1")]) == []
 
 
-def test_consolidation_empties_an_instance_within_the_slos_of_others() -> None:
+@pytest.mark.parametrize(("longest", "fits"), [(2000, True), (7000, False)])
+def test_an_instance_can_be_emptied_if_all_requests_fit_others_within_their_slos(
+    longest: int, fits: bool
+) -> None:
     batches = [
-        batch("d0", resident("a", 1000), resident("b", 2000)),
+        batch("d0", resident("a", 1000), resident("b", longest)),
         batch("d1", resident("c", 4000)),
         batch("d2", resident("d", 5000)),
     ]
-    least = least_to_move(batches)
-    assert least is not None
-    assert least.instance == "d0"
-    moves = consolidate(batches, least, MigrationReason.SWITCH)
-    assert shown(moves) == [("b", "d0", "d1"), ("a", "d0", "d2")]
-
-
-def test_consolidation_does_nothing_by_halves() -> None:
-    batches = [batch("d0", resident("a", 1000), resident("b", 7000)), batch("d1", resident("c", 4000))]
-    assert consolidate(batches, batches[0], MigrationReason.SWITCH) is None
+    assert can_be_emptied(batches[0], batches) is fits
 
 
 def move(request_id: str = "a", source: str = "d0", destination: str = "d1") -> Move:
-    return Move(request_id, source, destination, MigrationReason.RELIEVE, "")
+    return Move(request_id, source, destination, MigrationReason.RELIEVE)
 
 
 def test_a_request_does_not_move_again_soon() -> None:
-    recent = RecentMoves(MoveLimits(again_after_s=10.0, settle_s=2.0))
+    recent = RecentMoves()
     recent.note(move(), 100.0)
     batches = [batch("d1", resident("a", 1000), resident("b", 1000))]
     (settled,) = recent.settled(batches, 105.0)
@@ -142,7 +135,7 @@ def test_a_request_does_not_move_again_soon() -> None:
 
 
 def test_source_and_destination_are_left_alone_until_their_figures_are_new() -> None:
-    recent = RecentMoves(MoveLimits(settle_s=2.0))
+    recent = RecentMoves()
     recent.note(move(), 100.0)
     batches = [batch("d0"), batch("d1"), batch("d2")]
     assert [of.instance for of in recent.settled(batches, 101.0)] == ["d2"]
@@ -151,6 +144,6 @@ def test_source_and_destination_are_left_alone_until_their_figures_are_new() -> 
 
 @pytest.mark.parametrize(("in_flight", "kept"), [({}, 2), ({"d0": 1}, 2), ({"d5": 3}, 1), ({"d5": 4}, 0)])
 def test_few_moves_are_in_flight_at_a_time(in_flight: dict[str, int], kept: int) -> None:
-    recent = RecentMoves(MoveLimits(most_at_once=4, most_of_source=1))
+    recent = RecentMoves()
     moves = [move("a", "d0", "d2"), move("b", "d0", "d3"), move("c", "d1", "d2"), move("d", "d4", "d3")]
     assert len(recent.within(moves, Counter(in_flight))) == kept

@@ -33,7 +33,7 @@ def test_blocks_that_the_destination_holds_do_not_travel(cluster: Transcript) ->
     assert cost(cluster).num_bytes == 25 * BLOCK_BYTES
     cluster.run("holds d1 20 prompt=r")
     assert cost(cluster).num_bytes == 5 * BLOCK_BYTES
-    assert cost(cluster).copy_s < cost(cluster, "d2").copy_s
+    assert cost(cluster, "d2").num_bytes == 25 * BLOCK_BYTES
 
 
 def test_the_output_travels_too_as_far_as_iterations_tell(cluster: Transcript) -> None:
@@ -41,12 +41,6 @@ def test_the_output_travels_too_as_far_as_iterations_tell(cluster: Transcript) -
     assert cost(cluster).num_bytes == pytest.approx(50 * BLOCK_BYTES, rel=0.05)
     cluster.run("at 1000")  # no output is longer than it may be
     assert cost(cluster).num_bytes == 150 * BLOCK_BYTES
-
-
-def test_a_busy_source_takes_longer(cluster: Transcript) -> None:
-    idle = cost(cluster).copy_s
-    cluster.run("traffic d0 from=d2 bytes=1e9 rate=1e9")
-    assert cost(cluster).copy_s > idle + 0.9
 
 
 def test_a_request_that_has_moved_teaches_how_long_it_was_decoded_in_all(cluster: Transcript) -> None:
