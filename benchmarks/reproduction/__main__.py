@@ -20,7 +20,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.reproduction import (
+from benchmarks.reproduction.experiment import Experiment, Trace
+from benchmarks.reproduction.experiments import (
     banaserve,
     coupled,
     datasets,
@@ -37,7 +38,6 @@ from benchmarks.reproduction import (
     scheduling,
     workload,
 )
-from benchmarks.reproduction.experiment import Experiment, Trace
 from benchmarks.reproduction.page import Found, Run, section, write_page
 from benchmarks.tools.arguments import count
 from mooncake.cli.command_line import FAILED, WRONG_USE

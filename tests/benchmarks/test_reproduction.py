@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.reproduction import banaserve, inlining, interconnects, scheduling
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
-from benchmarks.reproduction.coupled import capacity_per_s
 from benchmarks.reproduction.experiment import Outcome, Table, Trace
-from benchmarks.reproduction.formulas import needed_bytes_per_s
+from benchmarks.reproduction.experiments import banaserve, inlining, interconnects, scheduling
+from benchmarks.reproduction.experiments.coupled import capacity_per_s
+from benchmarks.reproduction.experiments.formulas import needed_bytes_per_s
+from benchmarks.reproduction.experiments.workload import block_hits
 from benchmarks.reproduction.page import Run, write_page
-from benchmarks.reproduction.workload import block_hits
 from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.cluster.requests import Outcome as Ended
 from benchmarks.tools.simulator.cluster.requests import Results, SimulatedRequest

@@ -1,0 +1,1 @@
+"""The experiments, each with the figures that a paper published."""
