@@ -13,7 +13,7 @@ from benchmarks.reproduction.experiments.coupled import capacity_per_s
 from benchmarks.reproduction.experiments.formulas import needed_bytes_per_s
 from benchmarks.reproduction.experiments.workload import block_hits
 from benchmarks.reproduction.page import Run, write_page
-from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.machines.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.cluster.requests import Outcome as Ended
 from benchmarks.tools.simulator.cluster.requests import Results, SimulatedRequest
 from benchmarks.tools.simulator.summary import SLOs

@@ -4,8 +4,15 @@ long."""
 from pathlib import Path
 
 from benchmarks.reproduction.experiment import Experiment, Outcome, Table, Trace, always
-from benchmarks.tools.simulator.cluster.cards import GBPS, HARDWARE, MODELS, STATED, HardwareCard, ModelCard
-from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.machines.cards import (
+    GBPS,
+    HARDWARE,
+    MODELS,
+    STATED,
+    HardwareCard,
+    ModelCard,
+)
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)

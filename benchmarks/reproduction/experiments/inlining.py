@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table, Trace, number
-from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest

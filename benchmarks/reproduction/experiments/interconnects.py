@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from benchmarks.reproduction.experiment import Cell, Experiment, Outcome, Table, Trace, number
-from benchmarks.tools.simulator.cluster.cards import GBPS, HARDWARE, MODELS
-from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.machines.cards import GBPS, HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
 
 INTERCONNECTS = {"InfiniBand 200 Gbit/s": 25e9, "InfiniBand 400 Gbit/s": 50e9, "NVLink 4.0": 450e9}
 """Bytes/s, as the guide counts them."""

@@ -10,8 +10,8 @@ from benchmarks.reproduction.experiment import SEED, Experiment, Outcome, Table,
 from benchmarks.tools.planner import workload as workloads
 from benchmarks.tools.planner.goodput import Goodputs
 from benchmarks.tools.planner.search import FINE
-from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
-from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.machines.cards import HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.traces.synthetic import SyntheticLoad
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.reproduction.experiment import SEED, Cell, Experiment, Outcome, Table, Trace, number
-from benchmarks.tools.simulator.cluster.cards import GBPS, HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.machines.cards import GBPS, HARDWARE, MODELS
 from benchmarks.tools.simulator.prefill_groups import Attention, PrefillNodes
 
 NUM_NODES = 4

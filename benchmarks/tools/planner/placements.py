@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.tools.simulator.cluster.cards import hardware_card
-from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.cards import hardware_card
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.traces.request import num_blocks_of
 from mooncake.errors import ConfigError

@@ -10,7 +10,7 @@ Owns: the questions and the guides' thresholds. Does not know: simulations.
 import msgspec
 
 from benchmarks.tools.planner.workload import Workload
-from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
 
 SHORT_PROMPT, LONG_PROMPT = 256, 1024

@@ -18,7 +18,7 @@ import msgspec
 
 from benchmarks.tools.planner import placements
 from benchmarks.tools.planner.goodput import Goodputs
-from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
 
 COARSE, FINE = 0.08, 0.03

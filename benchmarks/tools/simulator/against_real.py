@@ -31,9 +31,9 @@ from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.load.prompts import PromptMaker
 from benchmarks.tools.load.sources import Plan, Run, TraceSource
 from benchmarks.tools.simulator.calibration import LOOPS, Calibration, calibrated
-from benchmarks.tools.simulator.cluster.cards import STATED, HardwareCard, ModelCard
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
-from benchmarks.tools.simulator.cluster.machine import StepJitter
+from benchmarks.tools.simulator.cluster.machines.cards import STATED, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
 from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tools.arguments import count, not_negative, positive
-from benchmarks.tools.simulator.cluster.cards import HARDWARE, MODELS
+from benchmarks.tools.simulator.cluster.machines.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.setup import Setup
 from benchmarks.tools.traces.replay import TICK_S
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from benchmarks.tools.load.outcomes import Kind, Outcome
-from benchmarks.tools.simulator.cluster.costs import Profiled
+from benchmarks.tools.simulator.cluster.machines.costs import Profiled
 from mooncake.messages.costs import Costs, prefill_quantities
 
 SHORT, LONG, BUSY = "short", "long", "busy"

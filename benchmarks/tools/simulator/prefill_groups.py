@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.tools.simulator.cluster.cards import STATED, HardwareCard, ModelCard
-from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.machines.cards import STATED, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
 from mooncake.messages.blocks import DTYPE_BYTES
 from workers.prefill.chunks import LayerCosts
 

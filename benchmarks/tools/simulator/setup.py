@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.tools.simulator.cluster.cards import GBPS, STATED, hardware_card, model_card
 from benchmarks.tools.simulator.cluster.cluster import UNLIMITED, DisaggregatedCluster
-from benchmarks.tools.simulator.cluster.costs import Costs, Profiled, PromptShare, Roofline
 from benchmarks.tools.simulator.cluster.coupled_cluster import CoupledCluster
+from benchmarks.tools.simulator.cluster.machines.cards import GBPS, STATED, hardware_card, model_card
+from benchmarks.tools.simulator.cluster.machines.costs import Costs, Profiled, PromptShare, Roofline
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.simulator.report import SimulatedRun

@@ -6,15 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-import benchmarks.tools.simulator.cluster.cache
-import benchmarks.tools.simulator.cluster.cluster
-import benchmarks.tools.simulator.cluster.inlining
-import benchmarks.tools.simulator.cluster.prefill
 import conductor.policy
 import kvstore.pool.allocator
 import workers.decode.prompt_budget
 import workers.prefill.queue
+from benchmarks.tools.simulator.cluster import prefill
 from benchmarks.tools.simulator.cluster.cluster import FRONT, DisaggregatedCluster
+from benchmarks.tools.simulator.cluster.decode import inlining
 from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.traces.mixes import Mix, RequestClass, mixed
@@ -42,10 +40,8 @@ def test_drives_the_servers_own_code() -> None:
     assert isinstance(cluster, DisaggregatedCluster)
     assert type(cluster.conductor) is conductor.policy.Conductor
     assert type(cluster.prefills[0].node.pool.allocator) is kvstore.pool.allocator.PageAllocator
-    assert benchmarks.tools.simulator.cluster.prefill.PrefillQueue is workers.prefill.queue.PrefillQueue
-    assert (
-        benchmarks.tools.simulator.cluster.inlining.PromptBudget is workers.decode.prompt_budget.PromptBudget
-    )
+    assert prefill.PrefillQueue is workers.prefill.queue.PrefillQueue
+    assert inlining.PromptBudget is workers.decode.prompt_budget.PromptBudget
 
 
 def test_needs_no_torch() -> None:

@@ -6,7 +6,7 @@ from benchmarks.tools.simulator.against_real import Row
 from benchmarks.tools.simulator.calibration import BUSY, LONG, LOOPS, SHORT, calibrated
 from benchmarks.tools.simulator.cluster.batch import tbt_s
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
-from benchmarks.tools.simulator.cluster.machine import Machine, StepJitter
+from benchmarks.tools.simulator.cluster.machines.machine import Machine, StepJitter
 from benchmarks.tools.simulator.cluster.requests import Results
 from conductor.rules import Limits, Rules
 from mooncake.messages.costs import Costs, prefill_quantities

@@ -2,8 +2,8 @@ from functools import partial
 
 import pytest
 
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.network import Network, Port
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.network import Network, Port
 
 
 def test_transfers_share_the_busier_end() -> None:

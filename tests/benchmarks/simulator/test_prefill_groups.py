@@ -7,7 +7,7 @@ import pytest
 from benchmarks.reproduction.experiment import Trace
 from benchmarks.reproduction.experiments import prefill_groups
 from benchmarks.reproduction.experiments.prefill_groups import NUM_NODES, WAYS, Arrival, nodes_with
-from benchmarks.tools.simulator.cluster.costs import PromptShare, Roofline
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
 from benchmarks.tools.simulator.prefill_groups import STEP_S, Attention, PrefillNodes
 
 INSTANT = nodes_with(1e9)

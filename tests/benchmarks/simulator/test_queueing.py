@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.costs import PromptShare
-from benchmarks.tools.simulator.cluster.network import Network
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.network import Network
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest

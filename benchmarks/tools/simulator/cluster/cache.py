@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
 from kvstore.events.batches import EventLog
 from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import RESERVED, PageTable

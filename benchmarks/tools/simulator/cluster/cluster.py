@@ -13,12 +13,12 @@ from functools import partial
 import msgspec
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.decode import DecodeInstance
+from benchmarks.tools.simulator.cluster.decode.instance import DecodeInstance
 from benchmarks.tools.simulator.cluster.feed import Feed
 from benchmarks.tools.simulator.cluster.instance import Instance
-from benchmarks.tools.simulator.cluster.machine import Machine
-from benchmarks.tools.simulator.cluster.network import Network
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.machine import Machine
+from benchmarks.tools.simulator.cluster.machines.network import Network
 from benchmarks.tools.simulator.cluster.node import INCARNATION, Node
 from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
 from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
 from benchmarks.tools.simulator.cluster.cache import Reservation, SimulatedPool
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.costs import Costs, PromptShare
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.costs import Costs, PromptShare
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 
 

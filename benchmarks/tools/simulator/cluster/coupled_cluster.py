@@ -6,9 +6,9 @@ Owns: which instance gets a request. Does not know: what an instance does with i
 from collections.abc import Iterable
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
-from benchmarks.tools.simulator.cluster.clock import Clock
 from benchmarks.tools.simulator.cluster.coupled import CoupledInstance, least_loaded, num_pages_of
 from benchmarks.tools.simulator.cluster.feed import Feed
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
 from benchmarks.tools.simulator.cluster.requests import Outcome, Results, SimulatedRequest
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.traces.request import TraceRequest

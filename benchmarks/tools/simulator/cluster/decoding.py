@@ -6,7 +6,7 @@ Owns: the run that is under way. Does not know: who joins, and why.
 from collections.abc import Callable
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
-from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
 
 
 class BatchRunner:

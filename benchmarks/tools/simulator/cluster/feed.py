@@ -5,7 +5,7 @@ Owns: when each arrives. Does not know: clusters.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from benchmarks.tools.traces.request import TraceRequest
 

@@ -5,7 +5,7 @@ Owns: which part gets which message, heartbeats. Does not know: what the parts d
 
 from dataclasses import dataclass
 
-from benchmarks.tools.simulator.cluster.decode import DecodeInstance
+from benchmarks.tools.simulator.cluster.decode.instance import DecodeInstance
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.tools.simulator.cluster.cache import SimulatedPool
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.costs import Costs
-from benchmarks.tools.simulator.cluster.machine import Machine
-from benchmarks.tools.simulator.cluster.network import Network, Port
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.costs import Costs
+from benchmarks.tools.simulator.cluster.machines.machine import Machine
+from benchmarks.tools.simulator.cluster.machines.network import Network, Port
 from benchmarks.tools.simulator.cluster.traffic import Traffic
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard, PoolStats

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Protocol
 
 from benchmarks.tools.simulator.cluster.cache import Reservation
-from benchmarks.tools.simulator.cluster.costs import PromptShare
-from benchmarks.tools.simulator.cluster.network import Transfer
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.network import Transfer
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.requests import Ref

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tools.simulator.cluster.batch import Member, tbt_s
-from benchmarks.tools.simulator.cluster.machine import StepJitter
+from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 

@@ -5,9 +5,9 @@ Owns: this description. Does not know: instances, clusters.
 
 from dataclasses import dataclass
 
-from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
-from benchmarks.tools.simulator.cluster.costs import Costs
-from benchmarks.tools.simulator.cluster.machine import StepJitter
+from benchmarks.tools.simulator.cluster.machines.cards import STATED, Efficiencies, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.machines.costs import Costs
+from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS
 from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import ConfigError

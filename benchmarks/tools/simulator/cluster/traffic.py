@@ -7,8 +7,8 @@ is sent.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.network import Network, Port, Transfer
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.network import Network, Port, Transfer
 from mooncake.messages.pools import PeerStats
 
 _WEIGHT = 0.3

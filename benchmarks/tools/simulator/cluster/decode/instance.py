@@ -14,15 +14,15 @@ from functools import partial
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
 from benchmarks.tools.simulator.cluster.cache import Reservation
-from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.decode.double_check import DoubleCheck
+from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Mixed, Prompt
+from benchmarks.tools.simulator.cluster.decode.migrating import Migrating
+from benchmarks.tools.simulator.cluster.decode.sequence import Sequence
+from benchmarks.tools.simulator.cluster.decode.turns import Turns
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
-from benchmarks.tools.simulator.cluster.double_check import DoubleCheck
-from benchmarks.tools.simulator.cluster.inlining import InlinedPrompts, Mixed, Prompt
-from benchmarks.tools.simulator.cluster.migrating import Migrating
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
-from benchmarks.tools.simulator.cluster.sequence import Sequence
-from benchmarks.tools.simulator.cluster.turns import Turns
 from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref

@@ -6,8 +6,8 @@ Owns: who waits, and until when. Does not know: when a batch is too large, what 
 from collections import deque
 from collections.abc import Callable
 
-from benchmarks.tools.simulator.cluster.clock import Clock
-from benchmarks.tools.simulator.cluster.sequence import Sequence
+from benchmarks.tools.simulator.cluster.decode.sequence import Sequence
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
 
 
 class Turns:

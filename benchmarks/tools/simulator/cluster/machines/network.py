@@ -9,7 +9,7 @@ Owns: who sends how fast. Does not know: what is sent.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.tools.simulator.cluster.clock import Clock
+from benchmarks.tools.simulator.cluster.machines.clock import Clock
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.tools.simulator.cluster.batch import Member
 from benchmarks.tools.simulator.cluster.cache import Reservation
-from benchmarks.tools.simulator.cluster.inlining import Prompt
+from benchmarks.tools.simulator.cluster.decode.inlining import Prompt
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.costs import HOLD_SHARE
 from mooncake.messages.requests import Ref

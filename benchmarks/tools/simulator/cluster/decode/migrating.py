@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from benchmarks.tools.simulator.cluster.network import Transfer
+from benchmarks.tools.simulator.cluster.decode.sequence import Sequence
+from benchmarks.tools.simulator.cluster.machines.network import Transfer
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
-from benchmarks.tools.simulator.cluster.sequence import Sequence
 from mooncake.messages.migration import (
     HandedOver,
     HandOver,

@@ -10,7 +10,7 @@ Owns: seconds of computing. Does not know: queues, networks, who computes.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from benchmarks.tools.simulator.cluster.cards import STATED, Efficiencies, HardwareCard, ModelCard
+from benchmarks.tools.simulator.cluster.machines.cards import STATED, Efficiencies, HardwareCard, ModelCard
 from mooncake.messages.costs import Costs as Polynomial
 
 

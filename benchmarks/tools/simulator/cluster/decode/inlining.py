@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member
-from benchmarks.tools.simulator.cluster.costs import PromptShare
+from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.workers import MixedIterations
 from workers.decode.prompt_budget import ChunkLimits, PromptBudget, divide_budget

@@ -1,0 +1,1 @@
+"""Simulated decode instances: sequences on their way into the batch, in it, and to other instances."""

@@ -1,0 +1,1 @@
+"""Time, machines and the networks between them: what computing and sending take."""
