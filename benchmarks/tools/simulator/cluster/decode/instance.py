@@ -1,30 +1,25 @@
-"""A simulated decode instance: pages, the double check, continuous batching.
+"""A simulated decode instance: continuous batching.
 
-The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
-again whenever somebody leaves the batch, while there is time until the first token is due. A
-batch that outgrows the device preempts its newest member, which joins again later. Prompts that are inlined
-(`inlining`) keep their pages, in the pool until they are computed. Requests that migrate are `migrating`'s.
+A batch that outgrows the device preempts its newest member, which joins again later. How requests come to the
+batch is `arrivals`'; those that migrate are `migrating`'s.
 
-Owns: sequences and the batch. Does not know: who placed them here, prefill instances.
+Owns: the batch and its iterations. Does not know: who placed requests here, prefill instances.
 """
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
-from benchmarks.tools.simulator.cluster.cache import Reservation
+from benchmarks.tools.simulator.cluster.decode.arrivals import Arrivals
 from benchmarks.tools.simulator.cluster.decode.double_check import DoubleCheck
-from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Mixed, Prompt
+from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Mixed
 from benchmarks.tools.simulator.cluster.decode.migrating import Migrating
-from benchmarks.tools.simulator.cluster.decode.sequence import Sequence
-from benchmarks.tools.simulator.cluster.decode.turns import Turns
+from benchmarks.tools.simulator.cluster.decode.sequence import Sequence, Sequences
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.migration import MigrationOrder
-from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
     Abort,
@@ -33,9 +28,7 @@ from mooncake.messages.workers import (
     DecodeStats,
     Finished,
     Prefilled,
-    Refused,
     Reserve,
-    Reserved,
 )
 from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.tbt import IterationPredictors
@@ -47,8 +40,7 @@ class DecodeInstance:
     """Takes `Reserve`, `Decode`, `Abort` and the orders of migrations; sends `Reserved`, `Prefilled`,
     `Refused`, `Finished` and the answers.
 
-    `capacity_tokens`: of KVCache on the device. Without `checks_reservations` the double check is made only
-    when prefill has ended.
+    `capacity_tokens`: of KVCache on the device. `checks_reservations` is for `Arrivals`.
     """
 
     def __init__(
@@ -63,7 +55,7 @@ class DecodeInstance:
     ) -> None:
         self.node = node
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
-        self._find_request, self._checks_reservations = find_request, checks_reservations
+        self._find_request = find_request
         self.batch = Batch()
         self._runner = BatchRunner(node.clock, self._step_cost, self.batch, self._run_ended)
         if node.machine is not None:
@@ -72,15 +64,20 @@ class DecodeInstance:
         self._double_check = DoubleCheck(self.predictors, max_batch)
         self.inlined = InlinedPrompts(self.predictors, chunk_limits)
         self._is_mixed = False  # whether an iteration with prompts is under way
-        self._sequences: dict[Ref, Sequence] = {}
-        self._sequence_of: dict[Member, Sequence] = {}
+        self._sequences = Sequences()
         self._waiting: deque[Sequence] = deque()
-        self._turns = Turns(node.clock, self._turn_too_slow_s, self._begin, self._refuse_turn)
-        """Sequences that wait because the batch is too large."""
-        self._num_begun = self._num_grants = 0
-        self._num_outside_tokens = self._num_begun_outside_tokens = 0
-        """Tokens of all sequences outside the batch, and of the ones among them that have begun."""
-        self.num_refusals = self.num_preemptions = self._num_iterations = self._num_tokens = 0
+        self._arrivals = Arrivals(
+            node,
+            self._sequences,
+            self.batch,
+            self._double_check,
+            self.inlined,
+            self._wait,
+            self._finish,
+            checks_reservations=checks_reservations,
+        )
+        self._turns = self._arrivals.turns
+        self.num_preemptions = self._num_iterations = self._num_tokens = 0
         self.busy_s = 0.0
         """Seconds of iterations."""
         self.migrating = Migrating(self, find_request)
@@ -95,9 +92,9 @@ class DecodeInstance:
     @property
     def load(self) -> DecodeLoad:
         """The load for heartbeats, as `workers.decode.double_check` reports it."""
-        num_kv_tokens = self.batch.num_kv_tokens + self._num_outside_tokens
+        num_kv_tokens = self.batch.num_kv_tokens + self._sequences.num_outside_tokens
         tbt_s = self._double_check.tbt_s(self.num_sequences, num_kv_tokens)
-        num_left = sum(s.prompt.num_left for s in self._sequences.values() if s.prompt is not None)
+        num_left = sum(s.prompt.num_left for s in self._sequences if s.prompt is not None)
         token_s = self.predictors.prompt_cost.predict_s(1) or 0.0
         return DecodeLoad(self.num_sequences, len(self._turns), tbt_s, num_left, token_s)
 
@@ -129,120 +126,18 @@ class DecodeInstance:
         """Receive a message from the Conductor."""
         match message:
             case Reserve():
-                self._reserve(message)
+                self._arrivals.reserve(message, self._find_request(message.ref.request_id))
             case Decode():
-                if (sequence := self._sequences.get(message.ref)) is not None:
-                    self._turns.add(sequence, message.time_left_s)
+                self._arrivals.decode(message)
             case Abort():
                 self.migrating.abort(message.ref)
                 self._abort(message.ref)
             case _:
                 self.migrating.receive(message)
 
-    # -- before the batch ---------------------------------------------------------------------------
-
-    def _reserve(self, order: Reserve) -> None:
-        request = self._find_request(order.ref.request_id)
-        member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
-        request.member = member
-        tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
-        sequence = Sequence(order.ref, request, member, tbt_slo_s, holds_first=order.tbt_slo_s is not None)
-        if order.inline:
-            sequence.prompt = Prompt(request, member, order.tbt_slo_s)
-        elif self._checks_reservations:
-            tbt_s = self._too_slow_s(sequence, len(self._sequences), self._num_outside_tokens)
-            if tbt_s is not None:
-                self._refuse(sequence, len(self._sequences), tbt_s)
-                return
-        self._sequences[order.ref] = self._sequence_of[member] = sequence
-        self._num_outside_tokens += member.num_tokens
-        if sequence.prompt is None:
-            self._reserve_pages(sequence)
-        else:
-            self.inlined.turns.add(sequence.prompt, partial(self._reserve_pages, sequence))
-
-    def _reserve_pages(self, sequence: Sequence) -> None:
-        request = sequence.request
-        sequence.take_back = self.node.pool.reserve(
-            request.block_keys, request.num_private_pages, partial(self._reserved, sequence)
-        )
-
-    def _reserved(self, sequence: Sequence, reservation: Reservation) -> None:
-        sequence.reservation = reservation
-        self._num_grants += 1
-        pages = [GrantedPage(index, reservation.pages[index], 0) for index in reservation.missing]
-        self.node.send(Reserved(sequence.ref, Grant(self._num_grants, self.node.messenger, pages)))
-        if sequence.prompt is not None:
-            self._begin_inlined(sequence, sequence.prompt, reservation)
-
-    def _begin_inlined(self, sequence: Sequence, prompt: Prompt, reservation: Reservation) -> None:
-        """Begin a prompt that is computed behind what the pool holds of it."""
-        num_found = reservation.num_found * prompt.request.block_tokens
-        prompt.request.num_cached_tokens = prompt.num_done = min(
-            num_found, prompt.request.num_reusable_tokens
-        )
-        self._note_begun(sequence)
-        self._load(sequence, prompt.num_done)
-        self.inlined.turns.reserved(prompt, reservation.num_found)
-
-    def _note_begun(self, sequence: Sequence) -> None:
-        sequence.has_begun = True
-        self._num_begun += 1
-        self._num_begun_outside_tokens += sequence.member.num_tokens
-
-    def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
-        num_kv_tokens = self.batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
-        return self._double_check.too_slow_s(sequence.tbt_slo_s, num_others, num_kv_tokens)
-
-    def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
-        self.num_refusals += 1
-        self.node.send(Refused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
-
-    def _turn_too_slow_s(self, sequence: Sequence) -> float | None:
-        return self._too_slow_s(sequence, self._num_begun, self._num_begun_outside_tokens)
-
-    def _refuse_turn(self, sequence: Sequence, tbt_s: float) -> None:
-        self._refuse(sequence, self._num_begun, tbt_s)
-        self._forget(sequence)
-
-    def _begin(self, sequence: Sequence) -> None:
-        self._note_begun(sequence)
-        sequence.first_may_leave(self.node.clock.now_s)
-        if not sequence.member.num_left:
-            self._finish(sequence)
-        elif sequence.has_arrived:
-            self._load(sequence, sequence.member.num_tokens)
-
     def arrived(self, ref: Ref) -> None:
-        """All its KVCache is in the pool."""
-        sequence = self._sequences.get(ref)
-        if sequence is None:
-            return
-        self._arrive(sequence)
-        sequence.has_arrived = True
-        if sequence.has_begun:
-            self._load(sequence, sequence.member.num_tokens)
-
-    def _arrive(self, sequence: Sequence) -> None:
-        assert sequence.reservation is not None
-        self.node.pool.arrived(sequence.reservation, range(len(sequence.reservation.keys)))
-
-    def _load(self, sequence: Sequence, num_tokens: int) -> None:
-        """Load tokens of a sequence to the device, beside the batch."""
-        num_bytes = num_tokens * self.node.kv_bytes_per_token
-        self.node.clock.after(num_bytes / self.node.pcie_bytes_per_s, self._loaded, sequence)
-
-    def _loaded(self, sequence: Sequence) -> None:
-        if sequence.ref not in self._sequences:
-            return
-        if sequence.prompt is None:
-            self._release(sequence)
-        self._wait(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.reservation is not None
-        self.node.pool.release(sequence.reservation)
-        sequence.reservation = None
+        """All KVCache of a prompt is in the pool."""
+        self._arrivals.arrived(ref)
 
     # -- the batch ----------------------------------------------------------------------------------
 
@@ -272,7 +167,7 @@ class DecodeInstance:
             else:
                 self._join(sequence)
         while self.batch.size > 1 and self.num_free_tokens < self.batch.size:
-            self._preempt(self._sequence_of[self.batch.newest()])
+            self._preempt(self._sequences.of(self.batch.newest()))
         mixed = self.inlined.plan(self.batch)
         if self._tails:
             self._run_tails()
@@ -286,8 +181,7 @@ class DecodeInstance:
     def _join(self, sequence: Sequence) -> None:
         """Let a sequence take part in the next iteration."""
         sequence.first_leaves(self.node.clock.now_s)
-        self._num_outside_tokens -= sequence.member.num_tokens
-        self._num_begun_outside_tokens -= sequence.member.num_tokens
+        self._sequences.join(sequence)
         self.batch.add(sequence.member, self.node.clock.now_s)
 
     def _step_cost(self) -> StepCost:
@@ -303,8 +197,7 @@ class DecodeInstance:
 
     def _leave_batch(self, sequence: Sequence) -> None:
         sequence.member.left_s = self.node.clock.now_s
-        self._num_outside_tokens += sequence.member.num_tokens
-        self._num_begun_outside_tokens += sequence.member.num_tokens
+        self._sequences.leave(sequence)
 
     def _run_ended(self, num_steps: int, seconds: float, ended: list[Member]) -> None:
         size = self.batch.size + len(ended)
@@ -324,35 +217,48 @@ class DecodeInstance:
 
     def _leave(self, ended: list[Member]) -> None:
         for member in ended:
-            sequence = self._sequence_of[member]
+            sequence = self._sequences.of(member)
             self._leave_batch(sequence)
             self._finish(sequence)
 
     def _run_mixed(self, mixed: Mixed) -> None:
         """Run one iteration with chunks of prompts."""
+        self._run_shares(mixed.shares, mixed.batch_size, mixed.num_kv_tokens, self._mixed_ended, mixed)
+
+    def _run_shares(
+        self,
+        shares: list[PromptShare],
+        size: int,
+        num_kv_tokens: int,
+        ended: Callable[..., None],
+        *of: object,
+    ) -> None:
+        """Run one iteration of a batch with shares of prompts, and call `ended` with its seconds and `of`."""
         self._is_mixed = True
         node, costs = self.node, self.node.costs
-        seconds = costs.iteration_s(mixed.shares, mixed.batch_size) + costs.kv_token_s * mixed.num_kv_tokens
-        node.clock.after(node.factor * seconds, self._mixed_ended, mixed, node.factor * seconds)
+        seconds = node.factor * (costs.iteration_s(shares, size) + costs.kv_token_s * num_kv_tokens)
+        node.clock.after(seconds, ended, seconds, *of)
 
-    def _mixed_ended(self, mixed: Mixed, seconds: float) -> None:
+    def _shares_ended(self, seconds: float, size: int, num_drawn: int) -> None:
         self._is_mixed = False
-        computed = self.inlined.ended(mixed, seconds)
         self._num_iterations += 1
-        self._num_tokens += mixed.batch_size + len(computed)
+        self._num_tokens += size + num_drawn
         self._computed_for(seconds)
-        if mixed.batch_size:
+        if size:
             self._leave(self.batch.advance(1, seconds))
+
+    def _mixed_ended(self, seconds: float, mixed: Mixed) -> None:
+        computed = self.inlined.ended(mixed, seconds)
+        self._shares_ended(seconds, mixed.batch_size, len(computed))
         for prompt in computed:
-            self._prefilled(self._sequence_of[prompt.member])
+            self._prefilled(self._sequences.of(prompt.member))
             self.inlined.turns.end(prompt)
         self._turns.take()
         self._run()
 
     def _prefilled(self, sequence: Sequence) -> None:
         """Note that an inlined prompt has its first token; others find its blocks."""
-        self._arrive(sequence)
-        self._release(sequence)
+        self._arrivals.stored(sequence)
         sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self.node.send(Prefilled(sequence.ref, ANY_TOKEN, sequence.request.num_cached_tokens))
         if sequence.member.num_left:
@@ -363,7 +269,7 @@ class DecodeInstance:
     def _finish(self, sequence: Sequence) -> None:
         sequence.request.gaps = sequence.member.gaps
         self.node.send(Finished(sequence.ref, FinishReason.LENGTH, sequence.request.num_output_tokens))
-        self._forget(sequence)
+        self._arrivals.forget(sequence)
 
     # -- migrations (`Batched`) ---------------------------------------------------------------------
 
@@ -385,33 +291,21 @@ class DecodeInstance:
             sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self._abort(sequence.ref)
 
-    def continue_(self, ref: Ref, request: SimulatedRequest, num_tokens: int, num_loaded: int) -> None:
-        member = request.member
-        assert member is not None
-        sequence = Sequence(ref, request, member, None, has_begun=True, has_arrived=True)
-        self._sequences[ref] = self._sequence_of[member] = sequence
-        self._num_begun += 1
-        self._num_outside_tokens += member.num_tokens
-        self._num_begun_outside_tokens += member.num_tokens
+    def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
+        assert request.member is not None
+        sequence = Sequence(ref, request, request.member, None, has_begun=True, has_arrived=True)
+        self._sequences.add(sequence)
         self._tails.append((sequence, num_loaded))
 
     def _run_tails(self) -> None:
         """Run one iteration that computes the tokens behind loaded blocks again."""
-        self._is_mixed = True
         tails, self._tails = self._tails, []
-        node, costs = self.node, self.node.costs
         shares = [PromptShare(of.member.num_tokens + 1 - num_loaded, num_loaded) for of, num_loaded in tails]
-        seconds = costs.iteration_s(shares, self.batch.size) + costs.kv_token_s * self.batch.num_kv_tokens
-        seconds *= node.factor
-        node.clock.after(seconds, self._tails_ended, [of for of, _ in tails], seconds)
+        size, num_kv_tokens = self.batch.size, self.batch.num_kv_tokens
+        self._run_shares(shares, size, num_kv_tokens, self._tails_ended, [of for of, _ in tails])
 
-    def _tails_ended(self, sequences: list[Sequence], seconds: float) -> None:
-        self._is_mixed = False
-        self._num_iterations += 1
-        self._num_tokens += self.batch.size + len(sequences)
-        self._computed_for(seconds)
-        if self.batch.size:
-            self._leave(self.batch.advance(1, seconds))
+    def _tails_ended(self, seconds: float, sequences: list[Sequence]) -> None:
+        self._shares_ended(seconds, self.batch.size, len(sequences))
         for sequence in sequences:
             if self._sequences.get(sequence.ref) is sequence:
                 self._continued(sequence)
@@ -423,10 +317,7 @@ class DecodeInstance:
         member, now_s = sequence.member, self.node.clock.now_s
         member.gaps.append((1, now_s - member.left_s))
         member.left_s = now_s
-        member.num_tokens += 1
-        member.num_left -= 1
-        self._num_outside_tokens += 1
-        self._num_begun_outside_tokens += 1
+        self._sequences.draw(sequence)
         if member.num_left:
             self._join(sequence)
         else:
@@ -444,20 +335,8 @@ class DecodeInstance:
         if sequence.member.is_running:
             self.batch.remove(sequence.member)
             self._leave_batch(sequence)
-        self._forget(sequence)
+        self._arrivals.forget(sequence)
         if sequence.prompt is not None:
             self.inlined.remove(sequence.prompt)
             self.inlined.turns.end(sequence.prompt)
         self._turns.take()
-
-    def _forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that is in no batch."""
-        del self._sequences[sequence.ref], self._sequence_of[sequence.member]
-        self._num_outside_tokens -= sequence.member.num_tokens
-        if sequence.has_begun:
-            self._num_begun -= 1
-            self._num_begun_outside_tokens -= sequence.member.num_tokens
-        if sequence.reservation is not None:
-            self.node.pool.release(sequence.reservation)
-        elif sequence.take_back is not None:
-            sequence.take_back()

@@ -56,8 +56,8 @@ class Batched(Protocol):
     def let_go(self, sequence: Sequence) -> None:
         """Forget a request that is decoded elsewhere from now on."""
 
-    def continue_(self, ref: Ref, request: SimulatedRequest, num_tokens: int, num_loaded: int) -> None:
-        """Decode a request of `num_tokens`, of whose first ones `num_loaded` have KVCache here."""
+    def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
+        """Decode a request, of whose first tokens `num_loaded` have KVCache here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -192,4 +192,4 @@ class Migrating:
             return
         self.num_held_tokens -= coming.num_held
         request = self._find_request(order.ref.request_id)
-        self._instance.continue_(order.ref, request, len(order.request.token_ids), coming.num_loaded)
+        self._instance.continue_(order.ref, request, coming.num_loaded)

@@ -1,9 +1,9 @@
-"""A request at a simulated decode instance.
+"""The requests at a simulated decode instance.
 
-Owns: its state. Does not know: what changes it.
+Owns: their state. Does not know: what changes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.tools.simulator.cluster.batch import Member
@@ -50,3 +50,69 @@ class Sequence:
         """Send the first token if it is still held, for its sequence joins the batch. Idempotent."""
         if self.held_until_s is not None and self.request.first_token_s is None:
             self.request.first_token_s = self.member.left_s = min(now_s, self.held_until_s)
+
+
+class Sequences:
+    """All sequences of one instance, and their tokens outside the batch."""
+
+    def __init__(self) -> None:
+        self._by_ref: dict[Ref, Sequence] = {}
+        self._by_member: dict[Member, Sequence] = {}
+        self.num_begun = 0
+        self.num_outside_tokens = 0
+        """Tokens of all sequences that are not in the batch."""
+        self.num_begun_outside_tokens = 0
+        """Tokens of the ones among them that have begun."""
+
+    def __len__(self) -> int:
+        return len(self._by_ref)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_ref.values())
+
+    def get(self, ref: Ref) -> Sequence | None:
+        return self._by_ref.get(ref)
+
+    def of(self, member: Member) -> Sequence:
+        """The sequence of a member of the batch."""
+        return self._by_member[member]
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence, outside the batch."""
+        self._by_ref[sequence.ref] = self._by_member[sequence.member] = sequence
+        self._count(sequence, 1)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Note that a sequence has its turn."""
+        sequence.has_begun = True
+        self.num_begun += 1
+        self.num_begun_outside_tokens += sequence.member.num_tokens
+
+    def draw(self, sequence: Sequence) -> None:
+        """Note a token of a sequence that has begun outside the batch."""
+        sequence.member.num_tokens += 1
+        sequence.member.num_left -= 1
+        self.num_outside_tokens += 1
+        self.num_begun_outside_tokens += 1
+
+    def join(self, sequence: Sequence) -> None:
+        """Note that a sequence joins the batch."""
+        self.num_outside_tokens -= sequence.member.num_tokens
+        self.num_begun_outside_tokens -= sequence.member.num_tokens
+
+    def leave(self, sequence: Sequence) -> None:
+        """Note that a sequence has left the batch."""
+        self.num_outside_tokens += sequence.member.num_tokens
+        self.num_begun_outside_tokens += sequence.member.num_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence that is in no batch."""
+        del self._by_ref[sequence.ref], self._by_member[sequence.member]
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        num_tokens = sign * sequence.member.num_tokens
+        self.num_outside_tokens += num_tokens
+        if sequence.has_begun:
+            self.num_begun += sign
+            self.num_begun_outside_tokens += num_tokens

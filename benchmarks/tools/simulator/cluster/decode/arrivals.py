@@ -1,0 +1,173 @@
+"""A request's way into the batch of a simulated decode instance.
+
+The double check (Mooncake, section 3) is made when prefill has ended, with the server's own predictor, and
+again whenever somebody leaves the batch, while there is time until the first token is due. Prompts that are
+inlined (`inlining`) keep their pages, in the pool until they are computed.
+
+Owns: the order of events until a sequence waits for the batch. Does not know: iterations.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.tools.simulator.cluster.batch import Batch, Member
+from benchmarks.tools.simulator.cluster.cache import Reservation
+from benchmarks.tools.simulator.cluster.decode.double_check import DoubleCheck
+from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Prompt
+from benchmarks.tools.simulator.cluster.decode.sequence import Sequence, Sequences
+from benchmarks.tools.simulator.cluster.decode.turns import Turns
+from benchmarks.tools.simulator.cluster.node import Node
+from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from mooncake.messages.pools import Grant, GrantedPage
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import Decode, Refused, Reserve, Reserved
+
+
+class Arrivals:
+    """The requests that are placed on one instance.
+
+    Args:
+        node: The instance.
+        sequences: Its sequences.
+        batch: Its batch.
+        double_check: The rule.
+        inlined: The prompts that it computes.
+        enter: Called with a sequence that has its KVCache, or is to be computed, on the device.
+        finish: Called with a sequence that has all its tokens.
+        checks_reservations: Whether the double check is made also when pages are reserved.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        sequences: Sequences,
+        batch: Batch,
+        double_check: DoubleCheck,
+        inlined: InlinedPrompts,
+        enter: Callable[[Sequence], None],
+        finish: Callable[[Sequence], None],
+        *,
+        checks_reservations: bool,
+    ) -> None:
+        self._node, self._sequences, self._batch = node, sequences, batch
+        self._double_check, self._inlined = double_check, inlined
+        self._enter, self._finish = enter, finish
+        self._checks_reservations = checks_reservations
+        self.turns = Turns(node.clock, self._turn_too_slow_s, self._begin, self._refuse_turn)
+        """Sequences that wait because the batch is too large."""
+        self._num_grants = 0
+
+    def reserve(self, order: Reserve, request: SimulatedRequest) -> None:
+        """Reserve pages for a request."""
+        member = Member(request.number, request.num_input_tokens, request.num_output_tokens - 1)
+        request.member = member
+        tbt_slo_s = order.tbt_slo_s if order.may_refuse else None
+        sequence = Sequence(order.ref, request, member, tbt_slo_s, holds_first=order.tbt_slo_s is not None)
+        if order.inline:
+            sequence.prompt = Prompt(request, member, order.tbt_slo_s)
+        elif self._checks_reservations:
+            tbt_s = self._too_slow_s(sequence, len(self._sequences), self._sequences.num_outside_tokens)
+            if tbt_s is not None:
+                self._refuse(sequence, len(self._sequences), tbt_s)
+                return
+        self._sequences.add(sequence)
+        if sequence.prompt is None:
+            self._reserve_pages(sequence)
+        else:
+            self._inlined.turns.add(sequence.prompt, partial(self._reserve_pages, sequence))
+
+    def decode(self, order: Decode) -> None:
+        """Let a request whose prefill has ended wait for its turn. An unknown one has just been aborted."""
+        if (sequence := self._sequences.get(order.ref)) is not None:
+            self.turns.add(sequence, order.time_left_s)
+
+    def _reserve_pages(self, sequence: Sequence) -> None:
+        request = sequence.request
+        sequence.take_back = self._node.pool.reserve(
+            request.block_keys, request.num_private_pages, partial(self._reserved, sequence)
+        )
+
+    def _reserved(self, sequence: Sequence, reservation: Reservation) -> None:
+        sequence.reservation = reservation
+        self._num_grants += 1
+        pages = [GrantedPage(index, reservation.pages[index], 0) for index in reservation.missing]
+        self._node.send(Reserved(sequence.ref, Grant(self._num_grants, self._node.messenger, pages)))
+        if sequence.prompt is not None:
+            self._begin_inlined(sequence, sequence.prompt, reservation)
+
+    def _begin_inlined(self, sequence: Sequence, prompt: Prompt, reservation: Reservation) -> None:
+        """Begin a prompt that is computed behind what the pool holds of it."""
+        num_found = reservation.num_found * prompt.request.block_tokens
+        prompt.request.num_cached_tokens = prompt.num_done = min(
+            num_found, prompt.request.num_reusable_tokens
+        )
+        self._sequences.begin(sequence)
+        self._load(sequence, prompt.num_done)
+        self._inlined.turns.reserved(prompt, reservation.num_found)
+
+    def _too_slow_s(self, sequence: Sequence, num_others: int, num_outside_tokens: int) -> float | None:
+        num_kv_tokens = self._batch.num_kv_tokens + num_outside_tokens + sequence.member.num_tokens
+        return self._double_check.too_slow_s(sequence.tbt_slo_s, num_others, num_kv_tokens)
+
+    def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
+        self._node.send(Refused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
+
+    def _turn_too_slow_s(self, sequence: Sequence) -> float | None:
+        sequences = self._sequences
+        return self._too_slow_s(sequence, sequences.num_begun, sequences.num_begun_outside_tokens)
+
+    def _refuse_turn(self, sequence: Sequence, tbt_s: float) -> None:
+        self._refuse(sequence, self._sequences.num_begun, tbt_s)
+        self.forget(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        self._sequences.begin(sequence)
+        sequence.first_may_leave(self._node.clock.now_s)
+        if not sequence.member.num_left:
+            self._finish(sequence)
+        elif sequence.has_arrived:
+            self._load(sequence, sequence.member.num_tokens)
+
+    def arrived(self, ref: Ref) -> None:
+        """Note that all KVCache of a prompt is in the pool."""
+        sequence = self._sequences.get(ref)
+        if sequence is None:
+            return
+        self._arrive(sequence)
+        sequence.has_arrived = True
+        if sequence.has_begun:
+            self._load(sequence, sequence.member.num_tokens)
+
+    def _arrive(self, sequence: Sequence) -> None:
+        assert sequence.reservation is not None
+        self._node.pool.arrived(sequence.reservation, range(len(sequence.reservation.keys)))
+
+    def _load(self, sequence: Sequence, num_tokens: int) -> None:
+        """Load tokens of a sequence to the device, beside the batch."""
+        num_bytes = num_tokens * self._node.kv_bytes_per_token
+        self._node.clock.after(num_bytes / self._node.pcie_bytes_per_s, self._loaded, sequence)
+
+    def _loaded(self, sequence: Sequence) -> None:
+        if self._sequences.get(sequence.ref) is None:
+            return
+        if sequence.prompt is None:
+            self._release(sequence)
+        self._enter(sequence)
+
+    def stored(self, sequence: Sequence) -> None:
+        """Seal the blocks of a prompt that was computed here, and leave them to the pool."""
+        self._arrive(sequence)
+        self._release(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that is in no batch."""
+        self._sequences.remove(sequence)
+        if sequence.reservation is not None:
+            self._node.pool.release(sequence.reservation)
+        elif sequence.take_back is not None:
+            sequence.take_back()
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.reservation is not None
+        self._node.pool.release(sequence.reservation)
+        sequence.reservation = None
