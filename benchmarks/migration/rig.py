@@ -20,6 +20,7 @@ from typing import TypeVar
 from conductor.effects import ToConductor
 from conductor.requests.migration import MigrationStep, step_behind_copies
 from mooncake.config.settings import Config, load_config
+from mooncake.messages.block_orders import DropCopies
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.bus import Router
 from mooncake.messages.fronts import Tokens
@@ -36,7 +37,6 @@ from mooncake.messages.migration import (
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import (
     Abort,
-    DropCopies,
     Finished,
     Heartbeat,
     HeartbeatAck,

@@ -14,8 +14,9 @@ from itertools import islice
 from conductor.effects import Effect
 from conductor.index.prefix_index import PrefixIndex
 from conductor.view.instances import Instance, Instances
+from mooncake.messages.block_orders import Pin, Unpin
 from mooncake.messages.blocks import BlockKey
-from mooncake.messages.workers import InstanceState, Pin, Role, Unpin
+from mooncake.messages.workers import InstanceState, Role
 
 PIN_S = 60.0
 """The time for which blocks are pinned."""

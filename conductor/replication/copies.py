@@ -23,8 +23,8 @@ from conductor.replication.heat import Heat
 from conductor.rules import ReplicationRules
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
+from mooncake.messages.block_orders import DropCopies, Replicate
 from mooncake.messages.blocks import BlockKey, KVLayout
-from mooncake.messages.workers import DropCopies, Replicate
 
 FETCH_S = 30.0
 """The time that an instance may take for a copy."""

@@ -19,8 +19,8 @@ from conductor.replication.copies import Replication
 from conductor.rules import ReplicationRules
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
+from mooncake.messages.block_orders import Replicate
 from mooncake.messages.blocks import BlockKey
-from mooncake.messages.workers import Replicate
 
 MOST_S = 20.0
 """Seconds after which an instance waits for no more copies."""

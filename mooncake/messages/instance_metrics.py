@@ -6,9 +6,10 @@ Owns: these metrics' names and labels. Does not know: scrapers, how a heartbeat 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mooncake.messages.exposition import Family, labels
 from mooncake.messages.pools import PREFILL_SOURCES, PeerStats, PoolStats
 from mooncake.messages.workers import PREEMPTED_TO, DecodeStats, Heartbeat
+
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class InstanceReport(NamedTuple):
@@ -17,6 +18,35 @@ class InstanceReport(NamedTuple):
     instance: str
     num_device_pages: int
     heartbeat: Heartbeat
+
+
+class Family:
+    """The samples of one metric in Prometheus' text format: `add` them, then take the `text`.
+
+    prometheus_client takes about 6 us a sample, which is too long for an event loop that sends tokens and
+    reports on a hundred instances; this takes about 1 us.
+    """
+
+    __slots__ = ("_head", "_lines", "name")
+
+    def __init__(self, name: str, kind: str, help_text: str) -> None:
+        self.name = name
+        self._head = f"# HELP {name} {help_text}\n# TYPE {name} {kind}\n"
+        self._lines: list[str] = []
+
+    def add(self, label_text: str, value: float) -> None:
+        """Add a sample; `label_text` is from `labels`, further labels follow behind a comma."""
+        self._lines.append(f"{self.name}{{{label_text}}} {value}\n")
+
+    @property
+    def text(self) -> str:
+        """The family's lines; without samples too, so that a name can be looked up before it has some."""
+        return self._head + "".join(self._lines)
+
+
+def labels(**values: str) -> str:
+    """Return a set of labels as it stands between the braces. Most of a sample's time goes here: keep it."""
+    return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 
 def instance_text(reports: Iterable[InstanceReport], model_name: str) -> str:

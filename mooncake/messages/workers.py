@@ -12,7 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
-from mooncake.messages.blocks import BlockKey, KVLayout
+from mooncake.messages.block_orders import BlockOrder
+from mooncake.messages.blocks import KVLayout
 from mooncake.messages.migration import FromMigration, MigrationOrder
 from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
@@ -335,47 +336,6 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     """Stop an attempt, whatever its step, and release everything. Needs no answer."""
 
     ref: Ref
-
-
-class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep these blocks, as far as the pool has them, for `ttl_s` or until `Unpin`. Needs no answer.
-
-    They are evicted after all others, so running requests still find room.
-    """
-
-    keys: list[BlockKey]
-    ttl_s: float
-
-
-class Unpin(msgspec.Struct, tag=True, frozen=True):
-    """Let these blocks be evicted like others again. Needs no answer."""
-
-    keys: list[BlockKey]
-
-
-class Replicate(msgspec.Struct, tag=True, frozen=True):
-    """Fetch missing blocks of a prompt's beginning in the background, and keep them. Needs no answer.
-
-    The fetch is given up after `timeout_s`.
-    """
-
-    keys: list[BlockKey]
-    shards: tuple[PoolShard, ...]
-    """Shards of the instance that has them."""
-    timeout_s: float
-
-
-class DropCopies(msgspec.Struct, tag=True, frozen=True):
-    """Drop the named blocks that are in no use and under no pin: other instances hold them too.
-
-    Needs no answer.
-    """
-
-    keys: list[BlockKey]
-
-
-BlockOrder = Pin | Unpin | Replicate | DropCopies
-"""Orders about blocks in an instance's pool."""
 
 
 FromWorker = (

@@ -8,6 +8,7 @@ import pytest
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits
+from mooncake.messages.block_orders import Pin, Unpin
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     ClusterState,
@@ -19,12 +20,7 @@ from mooncake.messages.fronts import (
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.pools import Tier
 from mooncake.messages.requests import Request
-from mooncake.messages.workers import (
-    PROTOCOL_VERSION,
-    Pin,
-    Role,
-    Unpin,
-)
+from mooncake.messages.workers import PROTOCOL_VERSION, Role
 from tests.conductor.small_cluster import (
     D0,
     EPOCH,

@@ -40,6 +40,7 @@ from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance
 from mooncake.config.policies import Overload, Scheduling
+from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
@@ -75,17 +76,14 @@ from mooncake.messages.workers import (
     Decode,
     DecodeLoad,
     DecodeStats,
-    DropCopies,
     Finished,
     Heartbeat,
     HeartbeatAck,
-    Pin,
     Prefill,
     Prefilled,
     Refused,
     Register,
     Registered,
-    Replicate,
     Reserve,
     Reserved,
     Retire,
@@ -94,7 +92,6 @@ from mooncake.messages.workers import (
     ReturnNoted,
     Role,
     SwitchRole,
-    Unpin,
     WorkFailed,
 )
 

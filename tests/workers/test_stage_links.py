@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mooncake.errors import ConfigError
+from mooncake.messages.block_orders import Pin
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, PoolStats
-from mooncake.messages.workers import PROTOCOL_VERSION, Pin
+from mooncake.messages.workers import PROTOCOL_VERSION
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S
 from tests.mooncake.messages.test_instance_metrics import STATS
 from tests.relay import relay_to

@@ -24,9 +24,10 @@ Owns: the vocabulary. Does not know: sockets.
 
 import msgspec
 
+from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import TokenLogprobs
-from mooncake.messages.workers import BlockOrder, Prefill
+from mooncake.messages.workers import Prefill
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):

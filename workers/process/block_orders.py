@@ -9,7 +9,7 @@ import logging
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import PoolError, PoolFullError
-from mooncake.messages.workers import BlockOrder, DropCopies, Pin, Replicate, Unpin
+from mooncake.messages.block_orders import BlockOrder, DropCopies, Pin, Replicate, Unpin
 from workers.groups.followers import Followers
 from workers.groups.next_stage import NextStage
 

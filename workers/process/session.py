@@ -15,6 +15,7 @@ from typing import assert_never
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import ConfigError
+from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
@@ -25,24 +26,20 @@ from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
-    DropCopies,
     FromWorker,
     Heartbeat,
     HeartbeatAck,
     Leave,
-    Pin,
     Prefill,
     Register,
     Registered,
     RegisterRefused,
-    Replicate,
     Reserve,
     Retire,
     Retired,
     ReturnNoted,
     SwitchRole,
     ToWorker,
-    Unpin,
     WorkFailed,
 )
 from mooncake.node.process import Left, Progress, Ready, report

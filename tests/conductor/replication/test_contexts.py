@@ -7,10 +7,11 @@ from conductor.index.prefix_index import PrefixIndex
 from conductor.replication.contexts import PIN_S, RENEW_S, Contexts
 from conductor.rules import Rules
 from conductor.view.instances import Instance, Instances
+from mooncake.messages.block_orders import Pin, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.kv_events import KVRemoved, KVStored
 from mooncake.messages.pools import Capacity, Tier
-from mooncake.messages.workers import Pin, Register, Role, Unpin
+from mooncake.messages.workers import Register, Role
 
 KEYS = [bytes(15) + bytes([number]) for number in range(6)]
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")

@@ -9,10 +9,11 @@ from conductor.replication.heat import HALF_LIFE_S
 from conductor.rules import ReplicationRules
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
+from mooncake.messages.block_orders import DropCopies, Replicate
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.kv_events import KVRemoved, KVStored
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard, Tier
-from mooncake.messages.workers import DropCopies, Register, Replicate, Role
+from mooncake.messages.workers import Register, Role
 from tests.conductor.replication.test_heat import keys_of
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")

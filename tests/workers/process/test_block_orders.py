@@ -9,9 +9,9 @@ import pytest
 
 from kvstore.protocol.answers import Reservation, ReservedBlock
 from mooncake.errors import PoolError, PoolFullError
+from mooncake.messages.block_orders import BlockOrder, DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard
-from mooncake.messages.workers import BlockOrder, DropCopies, Pin, Replicate, Unpin
 from tests.kvstore.nodes import DEADLINE_S
 from workers.errors import SessionLostError
 from workers.process.block_orders import BlockOrders

@@ -28,6 +28,7 @@ from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
 from mooncake.errors import ConfigError
+from mooncake.messages.block_orders import Replicate
 from mooncake.messages.fronts import Ended, Failed, FromFront, FrontHello, Rejected, Submit, ToFront
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity
@@ -39,7 +40,6 @@ from mooncake.messages.workers import (
     FromWorker,
     Prefill,
     Register,
-    Replicate,
     Reserve,
     Retire,
     Retired,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from benchmarks.tools.simulator.cluster.decode.instance import DecodeInstance
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
+from mooncake.messages.block_orders import Replicate
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.workers import (
     Abort,
     Decode,
     Heartbeat,
     Prefill,
-    Replicate,
     Reserve,
     Retired,
     Role,
