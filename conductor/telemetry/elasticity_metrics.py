@@ -3,12 +3,12 @@
 Owns: names of metrics. Does not know: how anything is decided.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from conductor.elasticity.control import Elasticity
+from conductor.telemetry.families import counters, gauges
 
 
 def elasticity_metrics(elasticity: Elasticity) -> Iterator[Metric]:
@@ -23,18 +23,15 @@ def elasticity_metrics(elasticity: Elasticity) -> Iterator[Metric]:
         used.add_metric([name, "memory"], shares.memory)
     yield used
     rebalancer = elasticity.rebalancer
-    desired = GaugeMetricFamily(
+    yield gauges(
         "mooncake_desired_instances",
         "instances that the load needs within its SLOs, for autoscalers",
-        labels=["role"],
+        "role",
+        rebalancer.desired if rebalancer is not None else {},
     )
-    decided = CounterMetricFamily(
-        "mooncake_rebalancer_decisions", "changes of roles that were decided", labels=["role"]
+    yield counters(
+        "mooncake_rebalancer_decisions",
+        "changes of roles that were decided",
+        "role",
+        rebalancer.num_decided.copy() if rebalancer is not None else {},
     )
-    if rebalancer is not None:
-        for role, number in rebalancer.desired.items():
-            desired.add_metric([role.value], number)
-        for role, number in Counter(rebalancer.num_decided).items():
-            decided.add_metric([role.value], number)
-    yield desired
-    yield decided

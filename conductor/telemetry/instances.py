@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from conductor.policy import Conductor
+from conductor.telemetry.families import counters, gauges
 from conductor.view.instances import Emptying
 from mooncake.messages.workers import STAGES, InstanceState, Role
 
@@ -16,8 +17,8 @@ def instance_metrics(conductor: Conductor) -> Iterator[Metric]:
     """Instances by role and state, and the ends of switches."""
     instances = list(conductor.instances)
     by_role = {role.value: sum(instance.role is role for instance in instances) for role in Role}
-    yield _gauges("mooncake_instances", "registered instances", "role", by_role)
-    yield _gauges(
+    yield gauges("mooncake_instances", "registered instances", "role", by_role)
+    yield gauges(
         "mooncake_stage_instances",
         "instances that take requests and can do this part of them",
         "stage",
@@ -36,19 +37,19 @@ def instance_metrics(conductor: Conductor) -> Iterator[Metric]:
             states.add_metric([instance.name, state.value], instance.state is state)
     yield from (roles, states)
     emptying = {one.name: one.emptying or Emptying(0.0) for one in instances}
-    yield _gauges(
+    yield gauges(
         "mooncake_instance_moved_requests",
         "requests that others have taken over since the instance began to drain or to switch its role",
         "instance",
         {name: of.num_moved for name, of in emptying.items()},
     )
-    yield _gauges(
+    yield gauges(
         "mooncake_instance_blocks_left",
         "blocks that are yet to be copied to others before the instance leaves",
         "instance",
         {name: of.num_blocks_left for name, of in emptying.items()},
     )
-    yield _gauges(
+    yield gauges(
         "mooncake_instance_assigned_tokens",
         "prompt tokens assigned to an instance",
         "instance",
@@ -62,21 +63,14 @@ def instance_metrics(conductor: Conductor) -> Iterator[Metric]:
     for instance in instances:
         engines.add_metric([instance.name, instance.registration.engine], 1)
     yield engines
-    switches = CounterMetricFamily(
-        "mooncake_role_switches", "switches of an instance's role by their end", labels=["outcome"]
+    yield counters(
+        "mooncake_role_switches",
+        "switches of an instance's role by their end",
+        "outcome",
+        conductor.roles.num_switches,
     )
-    for end, number in conductor.roles.num_switches.items():
-        switches.add_metric([end.value], number)
-    yield switches
     yield CounterMetricFamily(
         "mooncake_evacuated_blocks",
         "blocks of leaving instances that others were told to fetch, as nobody else held them",
         conductor.evacuation.num_ordered_blocks,
     )
-
-
-def _gauges(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for value_of_label, value in values.items():
-        family.add_metric([value_of_label], value)
-    return family

@@ -19,6 +19,7 @@ from conductor.replication.copies import Replication
 from conductor.requests.lifecycle import RUNNING_STATES
 from conductor.rules import Limits
 from conductor.telemetry.elasticity_metrics import elasticity_metrics
+from conductor.telemetry.families import counters, gauges
 from conductor.telemetry.history import History
 from conductor.telemetry.instances import instance_metrics
 from conductor.view.cluster_view import ClusterView
@@ -65,7 +66,7 @@ class ConductorMetrics(Collector):
         conductor = self._conductor
         yield from instance_metrics(conductor)
         states = Counter(tracked.state for tracked in conductor.requests.values())
-        yield _gauges(
+        yield gauges(
             "mooncake_requests_by_state",
             "accepted requests by state; queued: in the admission queue",
             "state",
@@ -76,7 +77,7 @@ class ConductorMetrics(Collector):
             "accepted requests that wait for load to fall, while their TTFT SLO allows it",
             conductor.num_queued,
         )
-        yield _gauges(
+        yield gauges(
             "mooncake_stage_load",
             "what is predicted of a stage's instances in relation to its SLO, on average",
             "stage",
@@ -88,7 +89,7 @@ class ConductorMetrics(Collector):
             conductor.view.balancing.threshold,
         )
         contexts = conductor.contexts
-        yield _gauges(
+        yield gauges(
             "mooncake_context_cache_blocks",
             "blocks of context caches, and how many of them are pinned in some pool",
             "state",
@@ -122,13 +123,13 @@ class HistoryMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         history = self._history
-        yield _counters(
+        yield counters(
             "mooncake_ended_requests", "requests (choices) by their end", "outcome", history.num_ended
         )
-        yield _counters(
+        yield counters(
             "mooncake_request_steps", "steps that requests have been through", "step", history.num_steps
         )
-        yield _counters("mooncake_request_step_seconds", "time that they took", "step", history.step_s)
+        yield counters("mooncake_request_step_seconds", "time that they took", "step", history.step_s)
 
 
 def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, float]:
@@ -152,13 +153,13 @@ def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, fl
 
 def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
     """Placements, rejections, fetches, and the errors of predictions."""
-    yield _counters(
+    yield counters(
         "mooncake_placements",
         "requests that were given a pair of instances, by where the prefix that is reused comes from",
         "prefix",
         {reuse.value: stats.num_placements[reuse] for reuse in Reuse},
     )
-    yield _counters(
+    yield counters(
         "mooncake_rejections",
         "requests that were rejected, by the limit or SLO that they would have missed",
         "reason",
@@ -237,25 +238,25 @@ def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> 
         for tier, num_blocks in prefixes.num_held(name).items():
             held.add_metric([name, tier.value], num_blocks)
     yield held
-    yield _gauges(
+    yield gauges(
         "mooncake_index_current",
         "1 while every KV event that is known of has been applied",
         "instance",
         {name: stream.is_current for name, stream in streams.items()},
     )
-    yield _counters(
+    yield counters(
         "mooncake_kv_event_batches",
         "batches of KV events applied",
         "instance",
         {name: stream.num_batches for name, stream in streams.items()},
     )
-    yield _counters(
+    yield counters(
         "mooncake_kv_event_gaps",
         "times that live batches were missing and replayed",
         "instance",
         {name: stream.num_gaps for name, stream in streams.items()},
     )
-    yield _counters(
+    yield counters(
         "mooncake_kv_event_snapshots",
         "snapshots of a pool's contents applied",
         "instance",
@@ -292,20 +293,6 @@ def instances_text(conductor: Conductor, model_name: str) -> str:
         ],
         model_name,
     )
-
-
-def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for value_of_label, value in values.items():
-        family.add_metric([value_of_label], value)
-    return family
-
-
-def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value_of_label, value in values.items():
-        family.add_metric([value_of_label], value)
-    return family
 
 
 def _histogram(name: str, of: str, errors: Errors) -> Metric:

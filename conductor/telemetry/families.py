@@ -1,0 +1,27 @@
+"""Metrics with one label, whose samples are at hand as a table.
+
+Owns: how such a table becomes a metric. Does not know: what is counted.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+Label = TypeVar("Label", bound=str)
+
+
+def gauges(name: str, text: str, label: str, values: Mapping[Label, float]) -> Metric:
+    """Gauges by the values of `label`."""
+    return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
+
+
+def counters(name: str, text: str, label: str, values: Mapping[Label, float]) -> Metric:
+    """Counters by the values of `label`."""
+    return _filled(CounterMetricFamily(name, text, labels=[label]), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[Label, float]) -> Metric:
+    for value_of_label, value in values.items():
+        family.add_metric([value_of_label], value)
+    return family
