@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from tests.workers.gate import Gate
+from tests.workers.prefill.test_equality import assert_equal
 from tests.workers.prefill_lab import Setting, StartLab
 from tests.workers.references import prompt_of
-from tests.workers.test_prefill_equality import assert_equal
 
 pytestmark = pytest.mark.cluster
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.kvstore.nodes import DEADLINE_S
+from tests.workers.prefill.test_equality import BLOCK_SIZE, assert_equal
 from tests.workers.prefill_lab import Lab, Receiving, Setting, StartLab
 from tests.workers.references import prompt_of
-from tests.workers.test_prefill_equality import BLOCK_SIZE, assert_equal
 from workers.execution.executor import Executor
 
 NUM_PAGES_OF_SHORT = -(-20 // BLOCK_SIZE)

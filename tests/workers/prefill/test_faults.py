@@ -17,6 +17,7 @@ from tests.kvstore.nodes import DEADLINE_S
 from tests.kvstore.nodes import until as pool_until
 from tests.messenger.proxy import proxied
 from tests.workers.gate import Gate
+from tests.workers.prefill.test_equality import assert_equal, holding
 from tests.workers.prefill_lab import (
     BLOCK_SIZE,
     Lab,
@@ -26,7 +27,6 @@ from tests.workers.prefill_lab import (
     endless_patience,
 )
 from tests.workers.references import prompt_of
-from tests.workers.test_prefill_equality import assert_equal, holding
 from workers.engine.kvcache import DeviceKVCache
 from workers.kvcache import prefix_fetch
 from workers.kvcache.copies import BlockCopy, LayerCopies, Mark, copies_for

@@ -11,10 +11,10 @@ from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
+from tests.workers.prefill.test_equality import assert_equal
+from tests.workers.prefill.test_faults import FailingStore, answers_of, gone
 from tests.workers.prefill_lab import BLOCK_SIZE, Lab, Setting, StartLab, prefill_lab
 from tests.workers.references import prompt_of
-from tests.workers.test_prefill_equality import assert_equal
-from tests.workers.test_prefill_faults import FailingStore, answers_of, gone
 
 pytestmark = pytest.mark.cluster
 

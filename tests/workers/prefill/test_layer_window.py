@@ -18,10 +18,10 @@ from tests.kvstore.holder import Answer
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
+from tests.workers.prefill.test_equality import assert_equal, cell, fail
+from tests.workers.prefill.test_faults import gone
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, StartLab, prefill_lab
 from tests.workers.references import prompt_of
-from tests.workers.test_prefill_equality import assert_equal, cell, fail
-from tests.workers.test_prefill_faults import gone
 from workers.engine.batch import Chunk
 from workers.execution.loading import layer_window
 from workers.kvcache.copies import BlockCopy, LoadedLayer, Mark

@@ -9,10 +9,10 @@ from mooncake.errors import TransferError
 from mooncake.messages.workers import Prefilled, WorkFailed
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
+from tests.workers.prefill.test_equality import assert_equal
+from tests.workers.prefill.test_faults import answers_of, gone
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, StartLab
 from tests.workers.references import prompt_of
-from tests.workers.test_prefill_equality import assert_equal
-from tests.workers.test_prefill_faults import answers_of, gone
 
 pytestmark = pytest.mark.cluster
 ONE, STAGES, RANKS = {"num_stages": 1}, {"num_stages": 3}, {"num_ranks": 2}

@@ -12,9 +12,9 @@ from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.gate import Gate
 from tests.workers.mini_cluster import Sizes, StartCluster, tokens_of
+from tests.workers.prefill.test_faults import gone
 from tests.workers.prefill_lab import Setting, StartLab
 from tests.workers.references import Reference, prompt_of
-from tests.workers.test_prefill_faults import gone
 
 pytestmark = pytest.mark.cluster
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
