@@ -50,7 +50,7 @@ def test_a_request_that_has_moved_teaches_how_long_it_was_decoded_in_all(cluster
             "migrate r to=d1",
             "precopied r output=90",
             "prepared r tokens=188",
-            "precopied r output=91",
+            "precopied r output=90",
         ),
         *("at 2", "handedover r output=92", "at 5", "finished r tokens=300"),
     ):
