@@ -195,13 +195,17 @@ def test_the_exposition_is_what_prometheus_wants(monitored: Monitored) -> None:
         assert complaints == []
 
 
+def text_at(url: str) -> str:
+    return httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text
+
+
 def test_each_instance_answers_for_itself(monitored: Monitored) -> None:
     for number, name in enumerate(("prefill-0", "decode-0")):
         url = f"http://127.0.0.1:{monitored.metrics_port + number}"
         assert httpx.get(f"{url}/ready", timeout=DEADLINE_S).status_code == 200
-        text = httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text
-        assert f'mooncake_instance_device_pages{{instance="{name}"}}' in text
-        other = {"prefill-0": "decode-0", "decode-0": "prefill-0"}[name]
+        own = f'mooncake_instance_device_pages{{instance="{name}"}}'
+        eventually(lambda own=own, url=url: own in text_at(url), "its first heartbeat")
+        text, other = text_at(url), {"prefill-0": "decode-0", "decode-0": "prefill-0"}[name]
         assert f'instance="{other}"' not in text
 
 
