@@ -1,15 +1,16 @@
 """A real cluster whose load changes: fixed divisions of its instances beside one that rebalances itself.
 
     python -m benchmarks.elasticity [--only swing,steady,switch,drain] [--sides NAME;...] [--seconds N]
-                                    [--cycles N] [mooncake-serve flags]
+                                    [--cycles N] [--load X] [mooncake-serve flags]
 
 Its workers compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`:
 0.25 ms a prompt token; 20 ms a decode step and 1 ms for each request), so four instances do not take the
 machine's cores from one another.
 
 `swing`: the load changes every `--seconds` from long prompts with short answers to short prompts with long
-answers (1,500 and 30 tokens; 150 and 300). Goodput of the fixed divisions and of one that rebalances; its
-switches and migrations. `steady`: the mean of both at once, all the time. `switch`: seconds from the order to
+answers (1,500 and 30 tokens; 150 and 300), at `--load` times 8 and 6 requests/s. Goodput of the fixed
+divisions, in which decode instances may inline prompts or not, and of one that rebalances; its switches and
+migrations. `steady`: the mean of both at once, all the time. `switch`: seconds from the order to
 switch a decode instance with 8 running streams to a prefill instance, to the first prompt that it has
 computed. `drain`: seconds in which an instance with 32 running streams leaves; whether a stream broke or said
 anything else than on a quiet cluster. Logits of a model of random weights are nearly equal, so an answer may
@@ -45,24 +46,23 @@ SLO = Slo(ttft_s=1.5 * TOLD_TTFT_S, tbt_s=1.5 * TOLD_TBT_S, long_from=1000)
 """SLOs of an effective request, as in `benchmarks.overload`."""
 PROMPTS_PER_S, ANSWERS_PER_S = 8.0, 6.0
 FIXED = "--conductor-rebalancing=false"
+NO_INLINING = "--conductor-inlining=false"
 SIDES = {
     "1P+3D": ("--num-prefill=1", "--num-decode=3", FIXED),
     "2P+2D": ("--num-prefill=2", "--num-decode=2", FIXED),
     "3P+1D": ("--num-prefill=3", "--num-decode=1", FIXED),
+    "1P+3D, strict": ("--num-prefill=1", "--num-decode=3", FIXED, NO_INLINING),
+    "2P+2D, strict": ("--num-prefill=2", "--num-decode=2", FIXED, NO_INLINING),
+    "3P+1D, strict": ("--num-prefill=3", "--num-decode=1", FIXED, NO_INLINING),
     "4 both": ("--num-both=4", FIXED),
     "2P+2D, rebalanced": ("--num-prefill=2", "--num-decode=2", "--conductor-rebalancing=true"),
 }
 WARM_UP = (Phase(8.0, 3.0, 500, 50),)
 
 
-def swinging(seconds: float) -> tuple[Phase, ...]:
-    """Long prompts, then long answers."""
-    return (Phase(seconds, PROMPTS_PER_S, 1500, 30), Phase(seconds, ANSWERS_PER_S, 150, 300))
-
-
-def steady(seconds: float) -> tuple[Phase, ...]:
-    """Both at once: short phases of each, which the instances do not notice."""
-    return (Phase(1.0, PROMPTS_PER_S, 1500, 30), Phase(1.0, ANSWERS_PER_S, 150, 300))
+def swinging(seconds: float, load: float) -> tuple[Phase, ...]:
+    """Long prompts, then long answers. Phases as short as a second are both at once: nobody notices them."""
+    return (Phase(seconds, load * PROMPTS_PER_S, 1500, 30), Phase(seconds, load * ANSWERS_PER_S, 150, 300))
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ class StreamResult(NamedTuple):
 
 LENIENT = "--conductor-tbt-slo-s=0.2"
 """A TBT SLO that one instance keeps with the streams of two: it may get them all."""
-ORDER_FLAGS = ("--num-prefill=1", "--num-decode=2", FIXED, "--conductor-inlining=false", LENIENT)
+ORDER_FLAGS = ("--num-prefill=1", "--num-decode=2", FIXED, NO_INLINING, LENIENT)
 
 
 def _num_requests(url: str, instance: str) -> int:
@@ -300,6 +300,7 @@ def main() -> None:
     parser.add_argument("--sides", default=";".join(SIDES), metavar="NAME;...", help="default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of a phase")
     parser.add_argument("--cycles", type=count, default=2, help="times that both phases come")
+    parser.add_argument("--load", type=float, default=1.0, help="times the usual rates")
     arguments, flags = parser.parse_known_args()
     chosen = arguments.only.split(",")
     if unknown := set(chosen) - {"swing", "steady", "switch", "drain"}:
@@ -310,9 +311,10 @@ def main() -> None:
     duration_s = 2 * arguments.seconds * arguments.cycles
     with telling_why(ServerError, httpx.HTTPError) as output:
         if "swing" in chosen:
-            compare("swinging load", swinging(arguments.seconds), duration_s, sides, flags, output)
+            phases = swinging(arguments.seconds, arguments.load)
+            compare("swinging load", phases, duration_s, sides, flags, output)
         if "steady" in chosen:
-            compare("steady load", steady(arguments.seconds), duration_s, sides, flags, output)
+            compare("steady load", swinging(1.0, arguments.load), duration_s, sides, flags, output)
         if "switch" in chosen:
             measure_switch(output)
         if "drain" in chosen:
