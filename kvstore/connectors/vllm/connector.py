@@ -71,7 +71,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True
+        return False  # no layer of a step is loaded or stored by itself
 
     def shutdown(self) -> None:
         self._worker.close()
@@ -90,14 +90,21 @@ class MooncakeServeConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         scheduled: Mapping[str, int] = scheduler_output.num_scheduled_tokens
         pages = self._kv_cache_manager.get_block_ids
-        return StepMetadata(self._scheduler.plan(scheduled, lambda request_id: pages(request_id)[0]))
+        preempted = scheduler_output.preempted_req_ids or set()
+        return StepMetadata(
+            self._scheduler.plan(scheduled, lambda request_id: pages(request_id)[0], preempted)
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids)
+        self._scheduler.stored(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        self._scheduler.finished(request.request_id)
-        return False, None
+        return self._scheduler.finished(request.request_id, len(block_ids)), None
+
+    def has_pending_block_frees(self) -> bool:
+        """Asked before a request is preempted: pages that finished ones keep are given back instead."""
+        return self._scheduler.demand_pages()
 
     # -- the worker's side ------------------------------------------------------------------------
 
@@ -105,6 +112,9 @@ class MooncakeServeConnector(KVConnectorBase_V1):
         tensors = [kv_caches[name] for name in self._layers]
         order = page_order(self._attention[next(iter(self._layers))], tensors[0])
         self._worker.register(_memory(tensors), order)
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        self._worker.preempt(kv_connector_metadata.plan.preempted)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -120,13 +130,13 @@ class MooncakeServeConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._worker.computed(self._layers[layer_name])
+        """Nothing to do: blocks are stored when all of their layers are there."""
 
     def wait_for_save(self) -> None:
         self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        return set(), self._worker.take_loaded()
+        return self._worker.take_stored(), self._worker.take_loaded()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_missing_pages()

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from ctypes import CDLL, c_size_t, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,19 @@ from mooncake.messages.blocks import DTYPE_BYTES, KVLayout
 from mooncake.native import load_or_do_without
 
 Order = np.ndarray[Any, np.dtype[np.int32]]
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Orders(NamedTuple):
+    """The order of each of n pieces: `table[rows[i]]` of `table` `[row, element]`, which is contiguous."""
+
+    table: Order
+    rows: Rows
+
+    @property
+    def addresses(self) -> Addresses:
+        """Addresses `[n]` of the pieces' orders."""
+        return self.table.ctypes.data + self.rows * self.table.strides[0]
 
 
 def prepare() -> None:
@@ -43,9 +56,9 @@ class EnginePages:
             order: `[kv_head, 2, page_tokens, head_dim]`: the place of each element in a page of one layer.
             layout: The layout of the blocks.
         """
-        self.layout = layout
+        self.layout, self.num_pages = layout, num_pages
         self._layers = np.array(layers, np.int64)
-        self._page_stride, self._num_pages = page_stride, num_pages
+        self._page_stride = page_stride
         self._element_bytes = DTYPE_BYTES[layout.dtype]
         page_tokens = order.shape[2]
         piece_tokens = min(page_tokens, layout.block_size)
@@ -92,47 +105,40 @@ class _Pieces:
             if page is not None
         ]
         pages, numbers, page_parts, block_parts = np.array(pieces, np.int64).reshape(-1, 4).T
-        assert ((pages >= 0) & (pages < engine._num_pages)).all(), "copies know no other bounds"
+        assert ((pages >= 0) & (pages < engine.num_pages)).all(), "copies know no other bounds"
         base = engine._layers[layers.start : layers.stop]
         self.in_pages = (base + (pages * engine._page_stride)[:, None]).reshape(-1)
         in_block = staged.ctypes.data + np.arange(len(layers), dtype=np.int64) * layer_bytes
         self.in_blocks = (in_block + (numbers * len(layers) * layer_bytes)[:, None]).reshape(-1)
-        self.page_orders = [engine._page_orders[part] for part in page_parts.tolist() for _ in layers]
-        self.block_orders = [engine._block_orders[part] for part in block_parts.tolist() for _ in layers]
+        self.page_orders = Orders(engine._page_orders, np.repeat(page_parts, len(layers)))
+        self.block_orders = Orders(engine._block_orders, np.repeat(block_parts, len(layers)))
 
 
 def copy_indexed(
-    targets: Addresses,
-    target_orders: Sequence[Order],
-    sources: Addresses,
-    source_orders: Sequence[Order],
-    element_bytes: int,
+    targets: Addresses, target_orders: Orders, sources: Addresses, source_orders: Orders, element_bytes: int
 ) -> None:
     """Copy pieces: element i of each from place `source_order[i]` to place `target_order[i]`.
 
-    All orders have one length. Other threads run meanwhile, as it is one call for all of them.
+    Other threads run meanwhile, as it is one call for all of them.
     """
     if not len(targets):
         return
     native = _native()
-    num_elements = len(target_orders[0])
     if native is None:
         kind = np.dtype(f"u{element_bytes}")
-        for target, to, source, origin in zip(
-            targets.tolist(), target_orders, sources.tolist(), source_orders, strict=True
-        ):
-            _elements(target, int(to.max()) + 1, kind)[to] = _elements(source, int(origin.max()) + 1, kind)[
-                origin
-            ]
+        for index, (target, source) in enumerate(zip(targets.tolist(), sources.tolist(), strict=True)):
+            to = target_orders.table[target_orders.rows[index]]
+            origin = source_orders.table[source_orders.rows[index]]
+            found = _elements(source, int(origin.max()) + 1, kind)[origin]
+            _elements(target, int(to.max()) + 1, kind)[to] = found
         return
-    to_places = np.array([order.ctypes.data for order in target_orders], np.int64)
-    from_places = np.array([order.ctypes.data for order in source_orders], np.int64)
+    to_places, from_places = target_orders.addresses, source_orders.addresses
     native.copy_indexed(
         targets.ctypes.data,
         to_places.ctypes.data,
         sources.ctypes.data,
         from_places.ctypes.data,
-        num_elements,
+        target_orders.table.shape[1],
         element_bytes,
         len(targets),
     )
@@ -144,12 +150,13 @@ def _elements(address: int, num_elements: int, kind: "np.dtype[Any]") -> np.ndar
     return np.asarray(holder)
 
 
-def _parts(order: Order, piece_tokens: int) -> list[Order]:
-    """Split an order along its tokens."""
-    return [
-        np.ascontiguousarray(order[:, :, start : start + piece_tokens], np.int32).reshape(-1)
-        for start in range(0, order.shape[2], piece_tokens)
-    ]
+def _parts(order: Order, piece_tokens: int) -> Order:
+    """Split an order along its tokens: `[part, element]`."""
+    num_heads, _, num_tokens, head_dim = order.shape
+    parts = order.reshape(num_heads, 2, num_tokens // piece_tokens, piece_tokens, head_dim)
+    return np.ascontiguousarray(parts.transpose(2, 0, 1, 3, 4), np.int32).reshape(
+        num_tokens // piece_tokens, -1
+    )
 
 
 @functools.cache

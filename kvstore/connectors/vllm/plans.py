@@ -39,12 +39,26 @@ class Load:
         return pages_of(self.blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Blocks that a request completes with a step, in the order of its tokens."""
+
+    request_id: str
+    blocks: list[PlacedBlock]
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """The loads that begin with a step, and the blocks that it completes."""
+    """The loads that begin with a step, the blocks that it completes, and what became of requests before."""
 
     loads: list[Load] = field(default_factory=list)
-    stores: list[PlacedBlock] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+    """Requests that have lost their pages, which this step may give to others."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Requests that have finished, and keep so many pages until the worker's side reports them as stored."""
+    needs_pages: bool = False
+    """Whether the engine waits for pages of finished requests."""
 
 
 def place_blocks(

@@ -8,7 +8,7 @@ Owns: the keys of running requests, searches, leases. Does not know: vLLM's clas
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from kvstore.client.client import KVCachePool
 from kvstore.client.leases import Lease
 from kvstore.connectors.vllm.link import PoolLink
-from kvstore.connectors.vllm.plans import Load, StepPlan, place_blocks
+from kvstore.connectors.vllm.plans import Load, StepPlan, Store, place_blocks
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey, extended_keys, root_key
 
@@ -70,6 +70,8 @@ class _Tracked:
     """Tokens that the engine's own cache had when it asked."""
     loading_pages: set[int] | None = None
     """Pages that are being loaded."""
+    has_stored: bool = False
+    """Whether a block of it was to be stored, and may be still."""
     may_load: bool = True
     """Whether no load has failed: a request is not searched for twice."""
 
@@ -99,6 +101,11 @@ class SchedulerSide:
         self._adapter_of, self._loads, self._stores = adapter_of, loads, stores
         self._requests: dict[str, _Tracked] = {}
         self._new_loads: list[Load] = []
+        self._kept: dict[str, int] = {}
+        """Pages of requests that have finished since the last step, and keep them."""
+        self._num_kept = 0
+        """Finished requests that keep their pages."""
+        self._needs_pages = False
         self._threads = ThreadPoolExecutor(_NUM_SEARCHES, "mooncake-search")
         self._resume_s = 0.0
         """Time before which no search begins."""
@@ -167,10 +174,23 @@ class SchedulerSide:
         tracked.loading_pages = load.pages
         self._new_loads.append(load)
 
-    def plan(self, num_scheduled: Mapping[str, int], pages_of: Callable[[str], Sequence[int]]) -> StepPlan:
-        """Plan a step that computes so many tokens of each request."""
-        loads, self._new_loads = self._new_loads, []
-        plan = StepPlan(loads)
+    def plan(
+        self,
+        num_scheduled: Mapping[str, int],
+        pages_of: Callable[[str], Sequence[int]],
+        preempted: Collection[str] = (),
+    ) -> StepPlan:
+        """Plan a step that computes so many tokens of each request.
+
+        `preempted`: requests that have lost their pages since the last step, and begin anew.
+        """
+        plan = StepPlan(
+            self._new_loads, preempted=set(preempted), finished=self._kept, needs_pages=self._needs_pages
+        )
+        self._new_loads, self._kept, self._needs_pages = [], {}, False
+        for request_id in preempted:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.num_stored = 0
         if not self._stores or self._link.pool is None:
             return plan
         planned: set[BlockKey] = set()
@@ -193,7 +213,8 @@ class SchedulerSide:
                 page_tokens=self._page_tokens,
             )
             tracked.num_stored = num_blocks
-            plan.stores += [block for block in blocks if block.key not in planned]
+            tracked.has_stored = True
+            plan.stores.append(Store(request_id, [block for block in blocks if block.key not in planned]))
             planned.update(block.key for block in blocks)
         return plan
 
@@ -208,15 +229,31 @@ class SchedulerSide:
             tracked.loading_pages = None
             self._end_search(tracked)
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request."""
+    def finished(self, request_id: str, num_pages: int) -> bool:
+        """Forget a request that has so many pages. Returns whether it keeps them until they are stored."""
         tracked = self._requests.pop(request_id, None)
-        if tracked is not None:
-            self._end_search(tracked)
+        if tracked is None:
+            return False
+        self._end_search(tracked)
+        # One that is loading has stored nothing, and gives its pages back when that has ended.
+        if not tracked.has_stored or tracked.loading_pages is not None:
+            return False
+        self._kept[request_id] = num_pages
+        self._num_kept += 1
+        return True
+
+    def stored(self, request_ids: Collection[str]) -> None:
+        """Take note that finished requests keep their pages no more."""
+        self._num_kept -= len(request_ids)
+
+    def demand_pages(self) -> bool:
+        """Return whether finished requests keep pages, which are given back with the next step then."""
+        self._needs_pages = self._num_kept > 0
+        return self._needs_pages
 
     def close(self) -> None:
-        for request_id in list(self._requests):
-            self.finished(request_id)
+        for tracked in self._requests.values():
+            self._end_search(tracked)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------------------------------------

@@ -1,137 +1,217 @@
-"""Stores: the blocks that a step completes go to the pool layer by layer, while later layers are computed.
+"""Stores: blocks that are complete go to the pool beside the computation, which never waits for that.
 
-When the step ends they are in the pool, or given up: the engine may give their pages to others. A pool that
-is full, silent or gone costs a step a moment, then the next ones nothing for a while.
+A complete block does not change as long as its request has its pages. So blocks are collected over some
+steps and copied by a thread: while their request runs, and for a moment after. What would take longer, or
+more pages, is not stored: the next request computes it. A pool that is full, silent or gone gets nothing for
+a while.
 
-Owns: the store in progress. Does not know: requests, which blocks are complete.
+Owns: blocks that are to be stored, pages that are kept for that. Does not know: which blocks are complete.
 """
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvstore.client.client import KVCachePool
 from kvstore.connectors.vllm.pages import EnginePages
-from kvstore.connectors.vllm.plans import PlacedBlock
+from kvstore.connectors.vllm.plans import PlacedBlock, Store
 from messenger.wire.checksums import Addresses, Digests
 from mooncake.errors import MooncakeError
+from mooncake.messages.blocks import BlockKey
 
 log = logging.getLogger(__name__)
 
+_COLLECT_S = 0.05
+"""Time that a block waits for others, unless its request has finished: a call for each step is dear."""
+_BATCH_BYTES = 16 << 20
+"""Bytes of the blocks of one call."""
+_KEEP_S = 2.0
+"""Longest time that a finished request keeps its pages."""
+_KEPT_SHARE = 0.25
+"""Most of the engine's pages that finished requests keep, unless it is a single one."""
 _ROOM_S = 0.5
 """Time that the pool may take to make room."""
-_BEGIN_S = 0.1
-"""Time that the end of a step waits for pages that the pool has not given so far."""
-_COPY_S = 2.0
-"""Time that the end of a step waits for the rest of the copies."""
 _PAUSE_S = 1.0
 """Time without stores after one that failed."""
 
 
 class _GivenUpError(Exception):
-    """The end of a store whose step could not wait for it."""
+    """The end of a call some of whose pages may not be read any more."""
 
 
-class _Running:
-    """The store of one step's blocks. `wait_for` and `copy` are called by the store's thread."""
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A block that is to be stored."""
 
-    def __init__(self, pages: EnginePages, blocks: list[PlacedBlock]) -> None:
-        self._pages, self.blocks = pages, blocks
-        self._changed = threading.Condition()
-        self._num_layers = 0
-        """Leading layers that have been computed."""
-        self._is_given_up = False
-        self.has_begun = False
-        """Whether the pool has given pages."""
-        self.has_ended = threading.Event()
+    request_id: str
+    block: PlacedBlock
+    since_s: float
 
-    def computed(self, num_layers: int) -> None:
-        with self._changed:
-            self._num_layers = num_layers
-            self._changed.notify()
 
-    def give_up(self) -> None:
-        """Return when the engine's pages are not read any more."""
-        with self._changed:
-            self._is_given_up = True
-            self._changed.notify()
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The pages of a finished request, and the time until which they may be kept."""
 
-    def copy(self, layers: range, positions: Sequence[int], targets: Addresses) -> Digests:
-        """Copy layers to the pool's pages when they have been computed. Raises _GivenUpError."""
-        self.has_begun = True
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_given_up or self._num_layers >= layers.stop)
-            if self._is_given_up:
-                raise _GivenUpError
-            return self._pages.gather(layers, [self.blocks[position] for position in positions], targets)
+    num_pages: int
+    due_s: float
 
 
 class Stores:
-    """The stores of one worker, one at a time. All but its thread is the engine's."""
+    """The stores of one worker. All methods are the engine's, and none waits for the pool."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
         self._pool, self._pages = pool, pages
-        self._running: _Running | None = None
-        """The store of this step."""
-        self._unfinished: _Running | None = None
-        """A store that was given up and has not noticed."""
+        self._changed = threading.Condition()
+        """Condition of all that follows, up to `_reading`."""
+        self._queue: deque[_Waiting] = deque()
+        self._batch: list[_Waiting] = []
+        """Blocks of the call in progress."""
+        self._given_up: set[str] = set()
+        """Requests of that call whose pages may not be read any more."""
+        self._num_blocks: Counter[str] = Counter()
+        """Blocks of each request in the queue and the batch, without those given up."""
+        self._kept: dict[str, _Kept] = {}
+        """Finished requests that keep pages, the first one first."""
+        self._incomplete: set[str] = set()
+        """Running requests of which a block was not stored: those behind are of no use."""
         self._resume_s = 0.0
-        self._work: _Running | None = None
-        self._has_work = threading.Condition()
         self._is_closed = False
+        self._reading = threading.Lock()
+        """Lock of the engine's pages, while they are read."""
         threading.Thread(target=self._serve, name="mooncake-store", daemon=True).start()
 
-    def begin(self, blocks: list[PlacedBlock]) -> None:
-        """Begin to store the blocks that this step completes."""
-        is_busy = self._unfinished is not None and not self._unfinished.has_ended.is_set()
-        if not blocks or is_busy or time.monotonic() < self._resume_s:
-            return
-        self._running, self._unfinished = _Running(self._pages, blocks), None
-        with self._has_work:
-            self._work = self._running
-            self._has_work.notify()
+    def add(self, stores: Iterable[Store]) -> None:
+        """Store blocks, which are complete, or drop them if the pool fails at present."""
+        now_s = time.monotonic()
+        with self._changed:
+            for store in stores:
+                if now_s < self._resume_s:
+                    self._incomplete.add(store.request_id)
+                if store.request_id not in self._incomplete:
+                    self._num_blocks[store.request_id] += len(store.blocks)
+                    self._queue += (_Waiting(store.request_id, block, now_s) for block in store.blocks)
+            self._changed.notify()
 
-    def computed(self, layer: int) -> None:
-        """Take note that a layer has been computed, and those before it."""
-        if self._running is not None:
-            self._running.computed(layer + 1)
+    def finish(self, num_pages: Mapping[str, int]) -> None:
+        """Take note that requests have finished, which keep so many pages until `take_ended` names them."""
+        due_s = time.monotonic() + _KEEP_S
+        with self._changed:
+            for request_id, num in num_pages.items():
+                self._kept[request_id] = _Kept(num, due_s)
+                self._incomplete.discard(request_id)
+            self._changed.notify()
 
-    def finish(self) -> None:
-        """Return when the blocks of this step are stored, or given up."""
-        running, self._running = self._running, None
-        if running is None:
-            return
-        running.computed(self._pages.layout.num_layers)
-        if running.has_ended.wait(_BEGIN_S) or (running.has_begun and running.has_ended.wait(_COPY_S)):
-            return
-        running.give_up()
-        self._unfinished = running
-        self._resume_s = time.monotonic() + _PAUSE_S
+    def take_ended(self, *, needs_pages: bool) -> set[str]:
+        """Return finished requests whose pages are not read any more: all if the engine needs pages."""
+        if not self._kept:
+            return set()
+        self.give_up(set(self._kept) if needs_pages else self._too_many())
+        with self._changed:
+            ended = {request_id for request_id in self._kept if not self._num_blocks[request_id]}
+            for request_id in ended:
+                del self._kept[request_id], self._num_blocks[request_id]
+        return ended
+
+    def _too_many(self) -> set[str]:
+        """Return the first of the finished requests, which have kept pages for too long, or too many."""
+        now_s = time.monotonic()
+        num_pages = sum(kept.num_pages for kept in self._kept.values())
+        most = _KEPT_SHARE * self._pages.num_pages
+        late: set[str] = set()
+        for request_id, kept in self._kept.items():
+            is_last = len(late) + 1 == len(self._kept)
+            if now_s <= kept.due_s and (num_pages <= most or is_last):
+                break
+            late.add(request_id)
+            num_pages -= kept.num_pages
+        return late
+
+    def give_up(self, request_ids: set[str]) -> None:
+        """Drop stores of these requests. Their pages are not read any more when this returns."""
+        with self._changed:
+            num_dropped = sum(self._num_blocks.pop(request_id, 0) for request_id in request_ids)
+            self._incomplete -= request_ids
+            if not num_dropped:
+                return
+            self._queue = deque(each for each in self._queue if each.request_id not in request_ids)
+            self._given_up |= request_ids & {each.request_id for each in self._batch}
+        with self._reading:
+            pass  # a copy that has begun takes milliseconds
+        log.info("%d blocks were not stored: their pages are needed", num_dropped)
 
     def close(self) -> None:
-        self.finish()
-        with self._has_work:
+        with self._changed:
             self._is_closed = True
-            self._has_work.notify()
+            self._changed.notify()
+        with self._reading:
+            pass
+
+    # -- the thread -------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while True:
-            with self._has_work:
-                self._has_work.wait_for(lambda: self._work is not None or self._is_closed)
-                work, self._work = self._work, None
-            if work is None:
-                return
+        while batch := self._next_batch():
+            blocks = [each.block for each in batch]
             try:
-                self._store(work)
-            finally:
-                work.has_ended.set()
+                self._pool.put_layers(
+                    [block.key for block in blocks], functools.partial(self._copy, blocks), _ROOM_S
+                )
+            except _GivenUpError:
+                self._end_batch(is_stored=False)
+            except MooncakeError as error:
+                self._fail(error)
+            else:
+                self._end_batch(is_stored=True)
 
-    def _store(self, work: _Running) -> None:
-        try:
-            self._pool.put_layers([block.key for block in work.blocks], work.copy, _ROOM_S)
-        except _GivenUpError:
-            log.info("%d blocks were not stored: the pool was too slow", len(work.blocks))
-        except MooncakeError as error:
-            log.info("%d blocks were not stored: %s", len(work.blocks), error)
+    def _copy(
+        self, blocks: list[PlacedBlock], layers: range, positions: Sequence[int], targets: Addresses
+    ) -> Digests:
+        with self._reading:
+            if self._given_up or self._is_closed:
+                raise _GivenUpError
+            return self._pages.gather(layers, [blocks[position] for position in positions], targets)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Wait for blocks that are worth a call, of distinct keys. Returns none when there will be none."""
+        most = max(1, _BATCH_BYTES // self._pages.layout.block_bytes)
+        with self._changed:
+            while not self._is_closed and (wait_s := self._time_to_collect_s(most)) != 0:
+                self._changed.wait(wait_s)
+            keys: set[BlockKey] = set()
+            while self._queue and len(self._batch) < most and not self._is_closed:
+                if (key := self._queue[0].block.key) in keys:
+                    break  # another request has computed the same
+                keys.add(key)
+                self._batch.append(self._queue.popleft())
+            return self._batch
+
+    def _time_to_collect_s(self, most: int) -> float | None:
+        """Return how long to wait for more blocks; None if there is none."""
+        if not self._queue:
+            return None
+        if len(self._queue) >= most or any(self._num_blocks[request_id] for request_id in self._kept):
+            return 0
+        return max(0, self._queue[0].since_s + _COLLECT_S - time.monotonic())
+
+    def _end_batch(self, *, is_stored: bool) -> None:
+        """End the call; what was not given up is tried again unless it is stored."""
+        with self._changed:
+            rest = [each for each in self._batch if each.request_id not in self._given_up]
+            self._batch, self._given_up = [], set()
+            if is_stored:
+                self._num_blocks.subtract(each.request_id for each in rest)
+            else:
+                self._queue.extendleft(reversed(rest))
+
+    def _fail(self, error: MooncakeError) -> None:
+        """Drop all that waits, and what comes in the next moment."""
+        with self._changed:
+            log.info("%d blocks were not stored: %s", self._num_blocks.total(), error)
+            self._incomplete |= {name for name, num in self._num_blocks.items() if num} - self._kept.keys()
+            self._queue.clear()
+            self._num_blocks.clear()
+            self._batch, self._given_up = [], set()
             self._resume_s = time.monotonic() + _PAUSE_S

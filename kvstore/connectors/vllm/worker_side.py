@@ -35,6 +35,8 @@ class WorkerSide:
         self._refused: list[Load] = []
         """Loads that came before that."""
         self._missing_pages: set[int] = set()
+        self._plan = StepPlan()
+        """The plan of the step in progress."""
 
     def register(self, memory: Memory, order: Order) -> None:
         """Take note of the engine's pages and the order `[kv_head, 2, token, head_dim]` of their elements."""
@@ -42,19 +44,21 @@ class WorkerSide:
         checksums.prepare()
         self._registered = memory, order
 
+    def preempt(self, request_ids: set[str]) -> None:
+        """Let pages of requests go, which are written to from now on."""
+        if self._transfers is not None:
+            self._transfers[1].give_up(request_ids)
+
     def begin_step(self, plan: StepPlan) -> None:
-        """Begin what a step loads, and be ready to store what it completes."""
-        if not plan.loads and not plan.stores:
-            return
-        if self._transfers is None:
+        """Begin what a step loads."""
+        self._plan = plan
+        if self._transfers is None and (plan.loads or plan.stores):
             self._transfers = self._open()
-        if self._transfers is None:
-            self._refused += plan.loads
-            return
-        loads, stores = self._transfers
         for load in plan.loads:
-            loads.begin(load)
-        stores.begin(plan.stores)
+            if self._transfers is None:
+                self._refused.append(load)
+            else:
+                self._transfers[0].begin(load)
 
     def _open(self) -> tuple[Loads, Stores] | None:
         assert self._registered is not None, "vLLM registers its pages before the first step"
@@ -65,15 +69,17 @@ class WorkerSide:
         engine = EnginePages(memory.layers, memory.page_stride, memory.num_pages, order, pool.layout)
         return Loads(pool, engine), Stores(pool, engine)
 
-    def computed(self, layer: int) -> None:
-        """Take note that a layer of this step has been computed."""
-        if self._transfers is not None:
-            self._transfers[1].computed(layer)
-
     def end_step(self) -> None:
-        """Return when the step's blocks are stored, or given up."""
+        """Begin to store what the step has completed."""
         if self._transfers is not None:
-            self._transfers[1].finish()
+            self._transfers[1].finish(self._plan.finished)
+            self._transfers[1].add(self._plan.stores)
+
+    def take_stored(self) -> set[str]:
+        """Return the finished requests that need their pages no more."""
+        if self._transfers is None:
+            return set(self._plan.finished)
+        return self._transfers[1].take_ended(needs_pages=self._plan.needs_pages)
 
     def take_loaded(self) -> set[str]:
         """Return the requests whose loads have ended since."""

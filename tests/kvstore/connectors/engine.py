@@ -109,9 +109,29 @@ class Engine:
         while request.num_computed_tokens < request.num_tokens:
             self.step(request, pages, min(chunk, request.num_tokens - request.num_computed_tokens))
         self.assert_holds(request, pages)
-        self.scheduler.finished(request.request_id)
-        self._free += reversed(pages)
+        self.finish(request, pages)
         return Outcome(num_matched, missing)
+
+    def finish(self, request: Request, pages: list[int], *, needs_pages: bool = False) -> None:
+        """End a request, and run steps until its pages may be given back."""
+        end_s = time.monotonic() + DEADLINE_S
+        is_kept = self.scheduler.finished(request.request_id, len(pages))
+        if is_kept and needs_pages:
+            assert self.scheduler.demand_pages()
+        while is_kept:
+            assert time.monotonic() < end_s
+            stored = self.empty_step()
+            self.scheduler.stored(stored)
+            is_kept = request.request_id not in stored
+        self._free += reversed(pages)
+
+    def empty_step(self, preempted: Sequence[str] = ()) -> set[str]:
+        """Run a step that computes nothing; the finished requests that are stored."""
+        plan = self.scheduler.plan({}, lambda _: [], preempted)
+        self.worker.preempt(plan.preempted)
+        self.worker.begin_step(plan)
+        self.worker.end_step()
+        return self.worker.take_stored()
 
     def match(self, request: Request, num_local_tokens: int = 0) -> int:
         """Ask until there is an answer."""
@@ -138,19 +158,17 @@ class Engine:
         plan = self.scheduler.plan({request.request_id: num_tokens}, lambda _: pages)
         self.worker.begin_step(plan)
         tokens = range(request.num_computed_tokens, request.num_computed_tokens + num_tokens)
-        for layer in range(self.layout.num_layers):
-            self.compute(request, pages, tokens, layer)
-            self.worker.computed(layer)
+        self.compute(request, pages, tokens)
         self.worker.end_step()
+        self.scheduler.stored(self.worker.take_stored())
         request.num_computed_tokens += num_tokens
 
-    def compute(self, request: Request, pages: list[int], tokens: range, layer: int | None = None) -> None:
-        """Write the KVCache of `tokens`, of one layer or all."""
-        layers = range(self.layout.num_layers) if layer is None else [layer]
+    def compute(self, request: Request, pages: list[int], tokens: range) -> None:
+        """Write the KVCache of `tokens`."""
         for token in tokens:
             page, slot = pages[token // self.page_tokens], token % self.page_tokens
             values = self.kv_of(request, token)
-            for each in layers:
+            for each in range(self.layout.num_layers):
                 self.pages[each, page, self.order[:, :, slot]] = values[each]
 
     def assert_holds(self, request: Request, pages: list[int]) -> None:

@@ -166,17 +166,69 @@ def test_a_messenger_killed_between_search_and_load_is_a_miss(pools: Pools, engi
     assert engine.match(request) == 0, "a request whose load failed is computed"
 
 
+@contextlib.contextmanager
+def silent(pool: Pool) -> Iterator[None]:
+    """A messenger that answers nothing meanwhile."""
+    assert pool.process is not None
+    os.kill(pool.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pool.process.pid, signal.SIGCONT)
+
+
 def test_a_silent_messenger_holds_nobody_up(pools: Pools, engine_of: MakeEngine) -> None:
     pool = pools.start(layout=LAYOUT, num_pages=64)
     engine = engine_of(pool)
     engine.run(Request(tokens(90)))
-    assert pool.process is not None
-    os.kill(pool.process.pid, signal.SIGSTOP)
-    try:
-        for seed in range(3):
+    with silent(pool):
+        for seed in range(2):
             assert engine.run(Request(tokens(90, seed=seed + 1))) == Outcome(0, 0)
-    finally:
-        os.kill(pool.process.pid, signal.SIGCONT)
+
+
+def test_pages_that_are_needed_are_not_kept(pools: Pools, engine_of: MakeEngine) -> None:
+    pool = pools.start(layout=LAYOUT, num_pages=64)
+    engine, request, pages = engine_of(pool), Request(tokens(90)), list(range(12))
+    assert engine.match(request) == 0
+    with silent(pool):
+        engine.step(request, pages, 90)
+        assert engine.scheduler.finished(request.request_id, len(pages))
+        assert engine.empty_step() == set()
+        assert engine.scheduler.demand_pages()
+        stored = engine.empty_step()
+        assert stored == {request.request_id}
+        engine.scheduler.stored(stored)
+        assert not engine.scheduler.demand_pages()
+
+
+def test_finished_requests_keep_few_pages(pools: Pools, engine_of: MakeEngine) -> None:
+    pool = pools.start(layout=LAYOUT, num_pages=64)
+    engine, requests = engine_of(pool), [Request(tokens(64, seed=seed)) for seed in range(3)]
+    assert [engine.match(request) for request in requests] == [0, 0, 0]
+    with silent(pool):
+        for number, request in enumerate(requests):  # 8 of 64 pages each
+            engine.step(request, list(range(8 * number, 8 * number + 8)), 64)
+            assert engine.scheduler.finished(request.request_id, 8)
+        assert engine.empty_step() == {requests[0].request_id}
+
+
+def test_pages_of_a_preempted_request_are_not_read(pools: Pools, engine_of: MakeEngine) -> None:
+    pool = pools.start(layout=LAYOUT, num_pages=64)
+    engine, request, pages = engine_of(pool), Request(tokens(90)), list(range(12))
+    other = Request(tokens(40, seed=1))
+    assert engine.match(request) == engine.match(other) == 0
+    with silent(pool):
+        engine.step(request, pages, 90)
+        engine.step(other, list(range(20, 26)), 40)
+        engine.empty_step(preempted=[request.request_id])
+        engine.pages[:, pages] = 7  # as they are others' now
+        request.num_computed_tokens = 0
+    pages = list(range(30, 42))
+    engine.step(request, pages, 90)
+    engine.finish(request, pages)
+    engine.finish(other, list(range(20, 26)))
+    assert engine_of(pool).run(Request(other.all_token_ids)) == Outcome(32, 0)
+    assert engine_of(pool).run(Request(request.all_token_ids)) == Outcome(88, 0)
 
 
 def test_a_full_pool_is_no_error(pools: Pools, engine_of: MakeEngine) -> None:

@@ -1,6 +1,9 @@
 """Real vLLM servers with our connector, in the environment that benchmarks/peers makes."""
 
+import contextlib
 import json
+import os
+import random
 import re
 import signal
 import subprocess
@@ -11,12 +14,44 @@ from typing import Any
 import httpx
 
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
-from tests.cluster.harness import eventually
+from kvstore.client.client import KVCachePool
+from mooncake.messages.blocks import block_keys, root_key
+from tests.cluster.harness import Server, eventually
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 
 START_DEADLINE_S = 2 * DEADLINE_S
 KV_CACHE_BYTES = 1 << 28
+PAGE_TOKENS = 32
+TINY_OPTIONS = ["--skip-tokenizer-init", "--block-size", str(PAGE_TOKENS)]
+"""of a server of `tiny_model`"""
+
+
+def whole_pages(num_tokens: int) -> int:
+    """Tokens of a prompt of `num_tokens` that can be loaded: its last one is computed."""
+    return (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def until_stored(pool: str, prompts: list[list[int]]) -> None:
+    """Wait until all full blocks of prompts are in the pool: they follow a moment after the answers."""
+    with KVCachePool.connect(pool, timeout_s=DEADLINE_S) as client:
+        root, size = root_key(client.fingerprint), client.layout.block_size
+
+        def are_stored() -> bool:
+            keys = [block_keys(prompt, size, root) for prompt in prompts]
+            return all(client.prefix_len(some) == len(some) for some in keys)
+
+        eventually(are_stored, "all blocks are in the pool")
+
+
+def messenger_of(pool: Server) -> int:
+    [pid] = [pid for name, pid in pool.children().items() if name.endswith("/messenger")]
+    return pid
+
+
+def draw_prompts(draw: random.Random, num: int, lengths: range, tokens: range) -> list[list[int]]:
+    """Draw `num` prompts."""
+    return [draw.choices(tokens, k=draw.choice(lengths)) for _ in range(num)]
 
 
 def installed() -> VllmCpu:
@@ -102,6 +137,12 @@ class VllmServer:
         answer = self._http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text + self.log[-4000:]
         return list(answer.json()["choices"][0]["token_ids"])
+
+    def kill(self) -> None:
+        """Kill it and all processes of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
 
     def num_loaded(self) -> int:
         """Prompt tokens that came from the pool so far."""

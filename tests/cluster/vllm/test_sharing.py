@@ -5,50 +5,32 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.harness import Server, eventually
-from tests.cluster.vllm_server import VllmServer, installed
-from tests.tiny_models import VOCAB_SIZE, tiny_model
+from tests.cluster.vllm.server import (
+    TINY_OPTIONS,
+    VllmServer,
+    draw_prompts,
+    installed,
+    messenger_of,
+    until_stored,
+    whole_pages,
+)
+from tests.tiny_models import VOCAB_SIZE
 
-NUM_TOKENS, PAGE_TOKENS = 400, 32
-NUM_SHARED = (NUM_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS
-OPTIONS = ["--skip-tokenizer-init", "--block-size", str(PAGE_TOKENS)]
+NUM_TOKENS = 400
+NUM_SHARED = whole_pages(NUM_TOKENS)
 _draw = random.Random(7)
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _vllm() -> None:
-    installed()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("qwen3", directory, max_position_embeddings=2048)
-    return directory
-
-
-@pytest.fixture
-def socket(run_dir: Path) -> Path:
-    return run_dir / "pool.sock"
-
-
-@pytest.fixture
-def pool(run_dir: Path, socket: Path) -> Iterator[Server]:
-    arguments = ["--role", "pool", "--kvcache-socket", str(socket), "--kvcache-pool-bytes", "64MiB"]
-    with Server(*arguments, run_dir=run_dir) as server:
-        yield server
-
-
 def prompts(num: int) -> list[list[int]]:
     """Prompts that nobody has asked so far."""
-    return [_draw.choices(range(VOCAB_SIZE), k=NUM_TOKENS) for _ in range(num)]
+    return draw_prompts(_draw, num, range(NUM_TOKENS, NUM_TOKENS + 1), range(VOCAB_SIZE))
 
 
 def alone(server: VllmServer, prompt: list[int]) -> list[int]:
@@ -61,21 +43,35 @@ def resume(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def messenger_of(pool: Server) -> int:
-    [pid] = [pid for name, pid in pool.children().items() if name.endswith("/messenger")]
-    return pid
+@pytest.mark.soak
+def test_a_server_loads_what_it_has_stored(model: Path, pool: Server, socket: Path, tmp_path: Path) -> None:
+    options = [*TINY_OPTIONS, "--no-enable-prefix-caching"]  # what is found comes from the pool
+    with VllmServer(model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as server:
+        some = prompts(8)
+        expected = [alone(server, prompt) for prompt in some]
+        assert [server.complete(prompt) for prompt in some] == expected
+        assert server.num_loaded() == 0
+        until_stored(f"unix:{socket}", some)
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(server.complete, some)) == expected
+        assert server.num_loaded() == 8 * NUM_SHARED
+        os.kill(messenger_of(pool), signal.SIGKILL)
+        more = prompts(4)
+        answers = [server.complete(prompt) for prompt in more]
+        assert answers == [alone(server, prompt) for prompt in more]
 
 
-@pytest.mark.soak  # the installation takes minutes and 4 GB
+@pytest.mark.soak
 def test_two_servers_share_prefixes(model: Path, pool: Server, socket: Path, tmp_path: Path) -> None:
     with (
-        VllmServer(model, tmp_path / "a.log", *OPTIONS, pool=f"unix:{socket}").start() as first,
-        VllmServer(model, tmp_path / "b.log", *OPTIONS, pool=f"unix:{socket}").start() as second,
+        VllmServer(model, tmp_path / "a.log", *TINY_OPTIONS, pool=f"unix:{socket}").start() as first,
+        VllmServer(model, tmp_path / "b.log", *TINY_OPTIONS, pool=f"unix:{socket}").start() as second,
     ):
         some = prompts(8)
         expected = [alone(first, prompt) for prompt in some]
         assert [first.complete(prompt) for prompt in some] == expected
         assert first.num_loaded() == 0
+        until_stored(f"unix:{socket}", some)
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(second.complete, some)) == expected
         assert second.num_loaded() == 8 * NUM_SHARED
@@ -91,7 +87,9 @@ def test_two_servers_share_prefixes(model: Path, pool: Server, socket: Path, tmp
         def is_back() -> bool:
             [prompt] = prompts(1)
             num_loaded = second.num_loaded()
-            assert first.complete(prompt) == second.complete(prompt)
+            answer = first.complete(prompt)
+            until_stored(f"unix:{socket}", [prompt])
+            assert second.complete(prompt) == answer
             return second.num_loaded() == num_loaded + NUM_SHARED
 
         eventually(is_back, "the pool is used again")
@@ -101,7 +99,7 @@ def test_two_servers_share_prefixes(model: Path, pool: Server, socket: Path, tmp
 def test_the_default_model_finds_prefixes_on_ssd_and_survives_damage(
     run_dir: Path, socket: Path, tmp_path: Path
 ) -> None:
-    vllm = installed()
+    default_model = installed().model
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     # DRAM for two of the prompts, SSD for all of them.
@@ -112,11 +110,12 @@ def test_the_default_model_finds_prefixes_on_ssd_and_survives_damage(
     options = ["--no-enable-prefix-caching"]  # what is found comes from the pool
     with (
         Server(*arguments, run_dir=run_dir) as pool,
-        VllmServer(vllm.model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as first,
-        VllmServer(vllm.model, tmp_path / "b.log", *options, pool=f"unix:{socket}").start() as second,
+        VllmServer(default_model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as first,
+        VllmServer(default_model, tmp_path / "b.log", *options, pool=f"unix:{socket}").start() as second,
     ):
         some = [_draw.choices(range(1000, 40000), k=1500) for _ in range(8)]
         expected = [first.complete(prompt) for prompt in some]
+        until_stored(f"unix:{socket}", some[-1:])
         assert [second.complete(prompt) for prompt in some] == expected
         assert second.num_loaded() >= 4 * 1408, "a busy disk may have no room for some"
         pool.stop()
@@ -127,7 +126,7 @@ def test_the_default_model_finds_prefixes_on_ssd_and_survives_damage(
                 file.write(b"damaged")
     with (
         Server(*arguments, run_dir=run_dir),
-        VllmServer(vllm.model, tmp_path / "c.log", *options, pool=f"unix:{socket}").start() as third,
+        VllmServer(default_model, tmp_path / "c.log", *options, pool=f"unix:{socket}").start() as third,
     ):
         assert [third.complete(prompt) for prompt in some] == expected
         assert [third.complete(prompt) for prompt in some] == expected
@@ -139,8 +138,8 @@ def test_a_pool_that_comes_and_goes_changes_no_token(
 ) -> None:
     arguments = ["--role", "pool", "--kvcache-socket", str(socket), "--kvcache-pool-bytes", "16MiB"]
     with (
-        VllmServer(model, tmp_path / "a.log", *OPTIONS, pool=f"unix:{socket}").start() as first,
-        VllmServer(model, tmp_path / "b.log", *OPTIONS, pool=f"unix:{socket}").start() as second,
+        VllmServer(model, tmp_path / "a.log", *TINY_OPTIONS, pool=f"unix:{socket}").start() as first,
+        VllmServer(model, tmp_path / "b.log", *TINY_OPTIONS, pool=f"unix:{socket}").start() as second,
     ):
         assert first.log.count("serving without the KVCache pool") == 1
         some = prompts(40)
@@ -161,27 +160,3 @@ def test_a_pool_that_comes_and_goes_changes_no_token(
                         threading.Timer(3.0, resume, (messenger,)).start()
                     assert list(answers) == [expected[index] for index in shuffled]
                     pool.wait_for_line("messenger] ready", 1 + (number + 2) // 3)
-
-
-@pytest.mark.soak
-def test_what_does_not_match_is_refused_by_name(
-    model: Path, pool: Server, socket: Path, tmp_path: Path
-) -> None:
-    with VllmServer(model, tmp_path / "a.log", *OPTIONS, pool=f"unix:{socket}").start() as first:
-        first.complete(prompts(1)[0])
-    other = tmp_path / "other"
-    tiny_model("qwen3", other, max_position_embeddings=2048, rope_theta=5.0)
-    refused = {
-        "model fingerprint differs": VllmServer(other, tmp_path / "b.log", *OPTIONS, pool=f"unix:{socket}"),
-        "dtype differs: ours is bfloat16, theirs is float32": VllmServer(
-            model, tmp_path / "c.log", *OPTIONS, "--dtype", "bfloat16", pool=f"unix:{socket}"
-        ),
-        "unknown key pol; did you mean pool": VllmServer(
-            model, tmp_path / "d.log", *OPTIONS, pol=f"unix:{socket}"
-        ),
-        "block size differs": VllmServer(
-            model, tmp_path / "e.log", *OPTIONS, pool=f"unix:{socket}", block_size=64
-        ),
-    }
-    for message, server in refused.items():
-        assert message in server.start().wait()
