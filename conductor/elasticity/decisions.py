@@ -45,10 +45,8 @@ class Outcome(NamedTuple):
 
     took_s: float
     """Seconds until the instance took requests in its new role."""
-    accepted_before: float
-    """Share of arrivals that were not rejected, in the time before."""
-    accepted_after: float
-    """The same, in as much time after."""
+    accepted_after: float = 0.0
+    """The share of arrivals that were not rejected, for some time after the change."""
     note: str = ""
     """Why the change was not made, if it was not."""
 
@@ -59,6 +57,8 @@ class Decision:
 
     at_s: float
     change: Change
+    accepted_before: float
+    """The share of arrivals that were not rejected, for some time before the decision."""
     done_s: float | None = None
     """The time at which the instance took requests in its new role; None before."""
     outcome: Outcome | None = None

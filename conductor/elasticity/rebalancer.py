@@ -22,7 +22,7 @@ from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
 from conductor.elasticity.utilisation import Used
-from mooncake.messages.workers import Role
+from mooncake.messages.workers import InstanceState, Role
 
 NUM_KEPT = 100
 """The latest decisions that are kept."""
@@ -46,8 +46,6 @@ class RebalancingRules:
     """The time for which a load must have been the same."""
     least_arrivals: float = 10.0
     """The arrivals that tell of a load."""
-    budget_s: float = 30.0
-    """The longest time that a change may take; then the next one may be decided."""
     again_after_s: float = 60.0
     """The time after a change that was not made in which its instance is not chosen again."""
     evaluated_s: float = 15.0
@@ -69,13 +67,18 @@ class Member(NamedTuple):
 
     name: str
     role: Role
-    takes_requests: bool
+    state: InstanceState
     may_change: bool
     used: Used | None = None
     queue_s: float = 0.0
     """Predicted seconds of its prompts."""
     batch: Batch | None = None
     """Its batch, if it decodes."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may be placed on the instance."""
+        return self.state is InstanceState.SERVING
 
 
 class State(NamedTuple):
@@ -119,7 +122,7 @@ class Rebalancer:
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
-        self._acceptance = Acceptance(2 * self.rules.evaluated_s + self.rules.budget_s)
+        self._acceptance = Acceptance(2 * self.rules.evaluated_s)
         self._looked_s = -math.inf
         self._num_changes_seen = 0
         self._same: Work | None = None
@@ -169,12 +172,13 @@ class Rebalancer:
         self._num_left -= 1
         self._direction = change.after
         self.num_decided[change.after] += 1
-        self.decisions.append(Decision(now_s, change))
+        accepted = self._acceptance.share(now_s - self.rules.evaluated_s, now_s)
+        self.decisions.append(Decision(now_s, change, accepted))
         return change
 
     def refused(self, why: str) -> None:
         """Note that the latest change was not possible after all."""
-        self.decisions[-1].outcome = Outcome(0.0, 0.0, 0.0, why)
+        self.decisions[-1].outcome = Outcome(0.0, note=why)
 
     def _is_known(self, load: Load) -> bool:
         num_arrivals = load.num_requests * load.window_s
@@ -275,21 +279,21 @@ class Rebalancer:
             if decision.done_s is None:
                 self._follow_open(decision, member, now_s)
             elif now_s >= decision.done_s + self.rules.evaluated_s:
-                before = self._acceptance.share(decision.at_s - self.rules.evaluated_s, decision.at_s)
-                after = self._acceptance.share(decision.done_s, now_s)
-                decision.outcome = Outcome(decision.done_s - decision.at_s, before, after)
+                accepted = self._acceptance.share(decision.done_s, now_s)
+                decision.outcome = Outcome(decision.done_s - decision.at_s, accepted)
 
     def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
+        """Note the end of a change, if it has ended: the Conductor undoes one that takes too long."""
         took_s = now_s - decision.at_s
         if member is None:
-            decision.outcome = Outcome(took_s, 0.0, 0.0, "the instance has gone")
-        elif member.role is decision.change.after and member.takes_requests:
+            decision.outcome = Outcome(took_s, note="the instance has gone")
+        elif member.state is InstanceState.SWITCHING:
+            return
+        elif member.role is decision.change.after:
             decision.done_s = now_s
             self._switch_s += 0.3 * (took_s - self._switch_s)
-        elif member.role is decision.change.before and member.takes_requests:
-            decision.outcome = Outcome(took_s, 0.0, 0.0, "it was undone")
-        elif took_s > self.rules.budget_s:
-            decision.outcome = Outcome(took_s, 0.0, 0.0, f"not done within {self.rules.budget_s:g} s")
+        else:
+            decision.outcome = Outcome(took_s, note="it was undone")
 
 
 def _least_to_lose(member: Member) -> tuple[float, float]:

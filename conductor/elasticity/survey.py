@@ -93,7 +93,7 @@ class Survey:
                     Member(
                         instance.name,
                         instance.role,
-                        instance.state is InstanceState.SERVING,
+                        instance.state,
                         instance.name in changeable,
                         utilisation.of(instance.name),
                         float(queue_s[slot]),

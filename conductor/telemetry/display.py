@@ -148,6 +148,7 @@ class Display:
                 "why": decision.change.why,
                 "benefit_s": round(decision.change.benefit_s, 2),
                 "cost_s": round(decision.change.cost_s, 2),
+                "accepted_before": decision.accepted_before,
                 "outcome": None if decision.outcome is None else decision.outcome._asdict(),
             }
             for decision in islice(reversed(rebalancer.decisions), NUM_DECISIONS)

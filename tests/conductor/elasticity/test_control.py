@@ -16,6 +16,7 @@ from mooncake.messages.workers import (
     Finished,
     FinishReason,
     Heartbeat,
+    InstanceState,
     Prefill,
     Prefilled,
     Reserve,
@@ -113,6 +114,24 @@ def test_the_only_instance_of_a_role_that_holds_the_longest_sequences_keeps_it(l
     switched = flood(SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True), **smaller))
     assert switched
     assert largest not in switched
+
+
+def test_no_other_change_begins_while_one_is_being_made() -> None:
+    """A switch may take as long as `switch_timeout_s` says, here longer than usual."""
+    cluster = SmallCluster(2, 4, Limits(switch_timeout_s=300.0), Rules(has_rebalancing=True))
+    for name in ("d0", "d1", "d2", "d3"):
+        cluster.submit(f"stays on {name}", 10, 3000)
+    number = 0
+    while cluster.now_s < 80.0:
+        for _ in range(8):
+            number += 1
+            cluster.submit(f"r{number}", 5000)
+            cluster.finish(f"r{number}", 3)
+        cluster.pass_second()
+        switching = [of for of in cluster.conductor.instances if of.state is InstanceState.SWITCHING]
+        assert len(switching) <= 1
+    assert cluster.conductor.elasticity.rebalancer is not None
+    assert len(cluster.conductor.elasticity.rebalancer.decisions) == 1
 
 
 def test_roles_stay_where_rebalancing_is_off() -> None:

@@ -10,7 +10,7 @@ from conductor.elasticity.decisions import Change
 from conductor.elasticity.demand import Load
 from conductor.elasticity.rebalancer import Member, Rebalancer, State
 from mooncake.messages.costs import Costs
-from mooncake.messages.workers import Role
+from mooncake.messages.workers import InstanceState, Role
 
 COSTS = Costs(0.01, 0.0, 1e-6)
 CAPACITY = DecodeCapacity(COSTS, 64, 1e6, 0.0265)
@@ -29,9 +29,11 @@ def batch(name: str, num_requests: int = 2) -> Batch:
 
 
 def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 2, changed: int = 0) -> State:
-    prefills = [Member(f"p{n}", Role.PREFILL, True, True, None, 0.1 * n) for n in range(num_prefill)]
+    prefills = [
+        Member(f"p{n}", Role.PREFILL, InstanceState.SERVING, True, None, 0.1 * n) for n in range(num_prefill)
+    ]
     decodes = [
-        Member(f"d{n}", Role.DECODE, True, True, None, 0.0, batch(f"d{n}", num_requests))
+        Member(f"d{n}", Role.DECODE, InstanceState.SERVING, True, None, 0.0, batch(f"d{n}", num_requests))
         for n in range(num_decode)
     ]
     return State([*prefills, *decodes], load, changed, CAPACITY, 5.0, False, 1000, 0)
@@ -104,7 +106,8 @@ def decided(rebalancer: Rebalancer, of: State, now_s: float) -> Change:
 def switching(of: State, name: str) -> State:
     """The cluster while an instance changes its role."""
     members = [
-        member._replace(takes_requests=member.name != name and member.takes_requests) for member in of.members
+        member._replace(state=InstanceState.SWITCHING) if member.name == name else member
+        for member in of.members
     ]
     return of._replace(members=members)
 
@@ -183,7 +186,7 @@ def test_a_decision_says_what_came_of_it() -> None:
     assert decision.done_s == 12.0
     assert decision.outcome is not None
     assert decision.outcome.took_s == 2.0
-    assert decision.outcome.accepted_before == pytest.approx(0.6)
+    assert decision.accepted_before == pytest.approx(0.6)
     assert decision.outcome.accepted_after == 1.0
     assert not rebalancer.is_switching
 
@@ -196,13 +199,6 @@ def test_a_change_of_an_instance_that_has_gone_is_over() -> None:
     outcome = rebalancer.decisions[0].outcome
     assert outcome is not None
     assert "gone" in outcome.note
-    assert not rebalancer.is_switching
-
-
-def test_a_change_that_takes_too_long_does_not_block_the_next() -> None:
-    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
-    change = decided(rebalancer, of, 10.0)
-    rebalancer.decide(switching(of, change.instance)._replace(load=None), 50.0)
     assert not rebalancer.is_switching
 
 
@@ -263,7 +259,7 @@ def test_a_change_may_be_taken_back_once_instances_have_joined_and_stayed() -> N
     ]
     same = load_of(0.95, 1.2)
     assert rebalancer.decide(of._replace(members=done, load=same), 14.0) is None
-    joined = [*done, Member("d1", Role.DECODE, True, True, None, 0.0, batch("d1", 1))]
+    joined = [*done, Member("d1", Role.DECODE, InstanceState.SERVING, True, None, 0.0, batch("d1", 1))]
     of = of._replace(members=joined, load=same)
     assert rebalancer.decide(of, 16.0) is None
     assert rebalancer.decide(of._replace(members=done), 20.0) is None  # it restarts

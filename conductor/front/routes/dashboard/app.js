@@ -134,7 +134,7 @@ function drawDecisions(state) {
   fill("decisions", state.decisions.map((decision) => {
     const came = decision.outcome;
     const outcome = came === null ? "not known yet" : came.note
-      || `took ${seconds(came.took_s)}; ${share(came.accepted_before)} accepted before, ${share(came.accepted_after)} after`;
+      || `took ${seconds(came.took_s)}; ${share(decision.accepted_before)} accepted before, ${share(came.accepted_after)} after`;
     return element("tr", {},
       cell(clock(decision.at_s)), cell(decision.instance), cell(decision.before, decision.before),
       cell(decision.after, decision.after), cell(decision.why, "text"), cell(seconds(decision.benefit_s), "number"),
