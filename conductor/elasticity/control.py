@@ -28,6 +28,9 @@ from mooncake.messages.workers import Heartbeat, Role
 RULES = (relieve, make_room, defragment)
 """The rules of moves, the most urgent first."""
 
+OVERLOADED = 429
+"""The HTTP status of rejections because of the load; others say nothing of it."""
+
 SwitchRole = Callable[[Instance, Role, float], list[Effect]]
 """Begin to give an instance another role; no effects if that is not possible now."""
 
@@ -161,5 +164,9 @@ class Elasticity:
             self._requests.limits.ttft_slo_s,
             self._rules.has_inlining,
             self._num_arrived,
-            self._requests.stats.num_rejections.total(),
+            sum(
+                number
+                for reason, number in self._requests.stats.num_rejections.items()
+                if reason.status == OVERLOADED
+            ),
         )

@@ -95,7 +95,7 @@ class State(NamedTuple):
     num_arrived: int
     """Requests so far."""
     num_rejected: int
-    """Requests so far that were rejected."""
+    """Requests so far that were rejected because of the load."""
 
     def serving(self, role: Role) -> list[Member]:
         """The instances that take requests of this role."""

@@ -98,6 +98,7 @@ def flood(cluster: SmallCluster) -> set[str]:
     """Offer more prompts than one instance computes. Returns the instances that become prefill ones."""
     number = 0
     for _ in range(12):
+        cluster.submit("too large", 10, 10**9)
         for _ in range(4):  # prompts of half a second
             number += 1
             cluster.submit(f"r{number}", 5000)
@@ -114,6 +115,14 @@ def test_the_only_instance_of_a_role_that_holds_the_longest_sequences_keeps_it(l
     switched = flood(SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True), **smaller))
     assert switched
     assert largest not in switched
+
+
+def test_requests_that_no_cluster_could_serve_count_neither_as_load_nor_as_rejected_for_it() -> None:
+    cluster = SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True))
+    assert flood(cluster)
+    rebalancer = cluster.conductor.elasticity.rebalancer
+    assert rebalancer is not None
+    assert {decision.accepted_before for decision in rebalancer.decisions} == {1.0}
 
 
 def test_no_other_change_begins_while_one_is_being_made() -> None:
