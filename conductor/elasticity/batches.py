@@ -24,6 +24,8 @@ class Resident(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     """Tokens drawn so far, estimated: workers tell fronts, not the Conductor."""
+    max_num_tokens: int
+    """Tokens of the prompt and of the longest output that the request may have."""
     tbt_slo_s: float | None = None
     priority: int = 0
     """A lower one goes first."""
@@ -55,6 +57,8 @@ class Batch:
     costs: Costs
     """Learned seconds of an iteration, by requests and tokens of their prompts."""
     max_batch: int
+    max_sequence_tokens: int
+    """The longest sequence that fits into the instance when it does nothing else."""
     num_device_tokens: int
     num_free_tokens: int
     """Tokens of KVCache for which the device has free pages."""
@@ -115,6 +119,8 @@ class Batch:
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
         """Whether the request may move here: a slot, pages, and all within `share` of their SLOs then."""
         if not self.takes_requests or self.size >= self.max_batch:
+            return False
+        if resident.max_num_tokens > self.max_sequence_tokens:
             return False
         num_free_after = self.num_free_tokens - self.num_coming_tokens - resident.num_tokens
         has_pages = num_free_after >= (1 - _ROOM_SHARE) * self.num_device_tokens

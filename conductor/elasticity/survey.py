@@ -15,6 +15,7 @@ from conductor.requests.registry import Requests
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from conductor.view.migration_costs import num_tokens_so_far
+from conductor.view.placement import num_tokens_held
 from mooncake.messages.costs import Costs
 from mooncake.messages.workers import STAGES, InstanceState, Role
 
@@ -62,6 +63,7 @@ class Survey:
             residents,
             costs,
             capacity.max_batch,
+            instance.max_sequence_blocks * block_size,
             capacity.num_device_pages * block_size,
             num_free_pages * block_size,
             tuple(coming),
@@ -76,6 +78,7 @@ class Survey:
             tracked.request_id,
             num_prompt_tokens,
             max(0, num_tokens - num_prompt_tokens),
+            num_tokens_held(tracked.request, Role.DECODE),
             tracked.slos.tbt_s,
             tracked.request.priority,
             self._migrations.may_move(tracked),

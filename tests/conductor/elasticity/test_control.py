@@ -166,6 +166,18 @@ def test_a_late_instance_is_relieved(moves_requests: bool) -> None:
     assert len(cluster.orders(PreCopy)) == moves_requests  # it is being relieved
 
 
+def test_relief_goes_where_the_whole_answer_fits() -> None:
+    """Here d1 is idle, and would hold what the requests are now, but not what they may become."""
+    cluster = SmallCluster(1, 3, Limits(tbt_slo_s=0.035), Rules(moves_requests=True), d1=2000)
+    for number in range(4):
+        cluster.submit(f"r{number}", 5000, 5000)
+    cluster.pass_second()
+    cluster.pass_second(d0=DecodeLoad(2, tbt_s=0.06), d2=DecodeLoad(2, tbt_s=0.021))
+    (moving,) = cluster.conductor.migrations.in_progress.values()
+    assert moving.migration is not None
+    assert (moving.decode, moving.migration.destination.instance.name) == ("d0", "d2")
+
+
 def test_requests_that_are_too_many_are_load_too() -> None:
     cluster = SmallCluster(1, 3, Limits(max_running_requests=2), Rules(has_rebalancing=True))
     for number in range(5):

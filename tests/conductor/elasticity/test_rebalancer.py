@@ -24,8 +24,8 @@ def load_of(prefill: float, decode: float, window_s: float = 20.0) -> Load:
 
 
 def batch(name: str, num_requests: int = 2) -> Batch:
-    residents = tuple(Resident(f"{name}-{n}", 1000, 10, 0.0265) for n in range(num_requests))
-    return Batch(name, residents, COSTS, 64, 10**6, 10**6)
+    residents = tuple(Resident(f"{name}-{n}", 1000, 10, 2000, 0.0265) for n in range(num_requests))
+    return Batch(name, residents, COSTS, 64, 10**6, 10**6, 10**6)
 
 
 def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 2, changed: int = 0) -> State:

@@ -20,11 +20,11 @@ SLO_S = 0.02
 
 
 def resident(name: str, num_tokens: int, *, slo_s: float | None = SLO_S, priority: int = 0) -> Resident:
-    return Resident(name, num_tokens, 0, slo_s, priority)
+    return Resident(name, num_tokens, 0, num_tokens, slo_s, priority)
 
 
 def batch(name: str, *residents: Resident, free: int = 100_000, coming: tuple[Coming, ...] = ()) -> Batch:
-    return Batch(name, residents, COSTS, 8, 200_000, free, coming)
+    return Batch(name, residents, COSTS, 8, 200_000, 200_000, free, coming)
 
 
 def shown(moves: list[Move] | None) -> list[tuple[str, str, str]]:
