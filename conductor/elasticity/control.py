@@ -121,8 +121,9 @@ class Elasticity:
         for move in self._recent.within(moves, self._in_flight()):
             tracked, instance = self._requests.by_id[move.request_id], self._instances.get(move.destination)
             assert instance is not None
-            effects += self._migrations.begin(tracked, instance, move.reason, now_s)
-            self._recent.note(move, now_s)
+            if begun := self._migrations.begin(tracked, instance, move.reason, now_s):
+                effects += begun
+                self._recent.note(move, now_s)
         return effects
 
     def _wanted(self, batches: list[Batch]) -> Iterator[Move]:

@@ -50,9 +50,7 @@ class Survey:
         residents = tuple(self._resident(of, now_s) for of in decoded if of not in waiting)
         coming = [_coming(of, now_s - (of.placed.decode_began_s or now_s)) for of in waiting]
         coming += [_coming(of) for of in own if of.state is not RequestState.DECODING]
-        coming += [
-            _coming(of) for of in here if instance.name not in (of.decode, of.prefill)
-        ]  # it moves here
+        coming += [_coming(of) for of in here if _moves_to(of, instance)]
         capacity, block_size = instance.registration.capacity, instance.registration.layout.block_size
         num_free_pages = capacity.num_device_pages
         if instance.heartbeat is not None:
@@ -166,6 +164,10 @@ class Survey:
             0.0 if prefill_costs is None or layout is None else prefill_costs.first_s * layout.block_size
         )
         return DecodeCapacity(costs, pool.mean_max_batch, num_device_tokens, tbt_slo_s, chunk_s)
+
+
+def _moves_to(tracked: TrackedRequest, instance: Instance) -> bool:
+    return tracked.migration is not None and tracked.migration.destination.instance is instance
 
 
 def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:

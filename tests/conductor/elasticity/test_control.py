@@ -9,6 +9,7 @@ from conductor.rules import Limits, Rules
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
 from mooncake.messages.migration import PreCopy
+from mooncake.messages.operators import ChangeRole, Migrate
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
@@ -164,6 +165,17 @@ def test_a_late_instance_is_relieved(moves_requests: bool) -> None:
     assert [name for name, _ in cluster.orders(PreCopy)] == (["d0"] if moves_requests else [])
     cluster.pass_second(**late)
     assert len(cluster.orders(PreCopy)) == moves_requests  # it is being relieved
+
+
+def test_a_request_is_expected_back_at_the_instance_that_has_computed_its_prompt() -> None:
+    cluster = SmallCluster(2, 1, Limits(), Rules())
+    cluster.submit("r", 100)
+    computed_by = cluster.conductor.requests["r"].prefill
+    assert computed_by is not None
+    cluster.tell(FRONT, ChangeRole(1, computed_by, Role.DECODE))
+    cluster.tell(FRONT, Migrate(2, "r", computed_by))
+    batches = {batch.instance: batch for batch in cluster.conductor.elasticity._survey.batches(0.0)}
+    assert [of.request_id for of in batches[computed_by].coming] == ["r"]
 
 
 def test_relief_goes_where_the_whole_answer_fits() -> None:
