@@ -54,7 +54,6 @@ from mooncake.messages.workers import (
     Register,
     Retire,
     Returning,
-    Role,
 )
 
 
@@ -110,7 +109,7 @@ class Conductor:
             self._dispatcher,
             self.roles,
         )
-        self.elasticity = Elasticity(self._requests, self.migrations, self._switch_role, rules)
+        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, rules)
         self._last_tick_s: float | None = None
 
     # -- what telemetry reads -----------------------------------------------------------------------
@@ -302,12 +301,6 @@ class Conductor:
         if isinstance(message, Finished) and (tracked := self._requests.current(message.ref)) is not None:
             self.elasticity.finished(tracked, message.num_output_tokens)
         return self._dispatcher.on_work(instance, message, now_s)
-
-    def _switch_role(self, instance: Instance, role: Role, now_s: float) -> list[Effect]:
-        """Begin to give an instance another role, if it may have it now."""
-        if self.roles.why_not(instance, role):
-            return []
-        return self.roles.switch(instance, role, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         instance.last_seen_s, instance.heartbeat = now_s, heartbeat

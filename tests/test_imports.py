@@ -37,8 +37,8 @@ LAYERS = {
         | batch, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
-        effects, index | rules | view | admission, fronts, replication, scheduling | requests | elasticity
-        | membership | policy | telemetry | front | process
+        effects, index | rules | view | admission, fronts, replication, scheduling | requests | membership
+        | elasticity | policy | telemetry | front | process
     """,
     "conductor.front": """
         config, errors, metrics, openai | caches, http | access, requests | generation | routes | process

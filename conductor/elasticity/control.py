@@ -1,11 +1,12 @@
 """The control loop of elasticity: requests are moved and roles changed as rules want it.
 
 Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
-a request moves (`conductor.requests.migrations`), how an instance changes its role (`conductor.membership`).
+a request moves (`conductor.requests.migrations`), how an instance changes its role
+(`conductor.membership.roles`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from conductor.effects import Effect
 from conductor.elasticity.batches import Batch
@@ -17,22 +18,20 @@ from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
 from conductor.elasticity.utilisation import Utilisation
+from conductor.membership.roles import Roles
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
 from conductor.rules import Rules
 from conductor.view.instances import Instance
 from mooncake.messages.costs import prefill_quantities
-from mooncake.messages.workers import Heartbeat, Role
+from mooncake.messages.workers import Heartbeat
 
 RULES = (relieve, make_room, defragment)
 """The rules of moves, the most urgent first."""
 
 OVERLOADED = 429
 """The HTTP status of rejections because of the load; others say nothing of it."""
-
-SwitchRole = Callable[[Instance, Role, float], list[Effect]]
-"""Begin to give an instance another role; no effects if that is not possible now."""
 
 
 class Elasticity:
@@ -41,14 +40,12 @@ class Elasticity:
     Args:
         requests: The registry.
         migrations: What moves requests.
-        switch_role: What changes roles.
+        roles: What changes roles.
         rules: What is on.
     """
 
-    def __init__(
-        self, requests: Requests, migrations: Migrations, switch_role: SwitchRole, rules: Rules
-    ) -> None:
-        self._requests, self._migrations, self._switch_role = requests, migrations, switch_role
+    def __init__(self, requests: Requests, migrations: Migrations, roles: Roles, rules: Rules) -> None:
+        self._requests, self._migrations, self._roles = requests, migrations, roles
         self._rules, self._view, self._instances = rules, requests.view, requests.instances
         self._survey = Survey(requests, migrations)
         self._recent = RecentMoves()
@@ -145,10 +142,10 @@ class Elasticity:
             return []
         instance = self._instances.get(change.instance)
         assert instance is not None
-        effects = self._switch_role(instance, change.after, now_s)
-        if not effects:
-            rebalancer.refused("the instance could not begin to switch")
-        return effects
+        if why_not := self._roles.why_not(instance, change.after):
+            rebalancer.refused(why_not)
+            return []
+        return self._roles.switch(instance, change.after, now_s)
 
     def _state(self, now_s: float) -> State:
         tbt_slo_s = self._requests.strictest_tbt_slo_s or self._requests.limits.tbt_slo_s
