@@ -13,7 +13,7 @@ Owns: the decisions. Does not know: how a role is changed, where figures come fr
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
@@ -24,42 +24,34 @@ from conductor.elasticity.demand import Load, Persistence
 from conductor.elasticity.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role
 
-NUM_KEPT = 100
+_NUM_KEPT = 100
 """The latest decisions that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class RebalancingRules:
-    """Thresholds of the rebalancer."""
-
-    period_s: float = 2.0
-    """The least time between two looks at the roles."""
-    up: float = FULL_SHARE
-    """The strain above which a stage is short of instances."""
-    down: float = 0.8
-    """The strain up to which a stage may be left with one instance less, unless both are short."""
-    least_gain: float = 0.05
-    """The requests that a change must be predicted to gain, by those that are served now."""
-    rho: float = 2.0
-    """The least benefit by cost."""
-    settle_s: float = 3.0
-    """The time for which a load must have been the same."""
-    least_arrivals: float = 10.0
-    """The arrivals that tell of a load."""
-    again_after_s: float = 60.0
-    """The time after a change that was not made in which its instance is not chosen again."""
-    evaluated_s: float = 15.0
-    """The time over which arrivals before and after a change are compared."""
-    instances_s: float = 15.0
-    """The time for which other instances must have been there: one that restarts is no other one."""
-    queue_share: float = 0.5
-    """The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
-    least_left_s: float = 15.0
-    """The time for which a load must be expected to last: the change is late, and so is the one back."""
-    same_load: float = 1.5
-    """The factor up to which the work of a stage counts as the same load."""
-    target: float = 0.7
-    """The strain for which the desired number of instances is counted."""
+_PERIOD_S = 2.0
+"""The least time between two looks at the roles."""
+_SPARE_STRAIN = 0.8
+"""The strain up to which a stage may be left with one instance less, unless both are short."""
+_LEAST_GAIN = 0.05
+"""The requests that a change must be predicted to gain, by those that are served now."""
+_LEAST_BENEFIT = 2.0
+"""The least benefit by cost (rho in equation 35)."""
+_LEAST_WINDOW_S = 3.0
+"""The time for which a load must have been the same."""
+_FEWEST_ARRIVALS = 10.0
+"""The arrivals that tell of a load."""
+_AGAIN_AFTER_S = 60.0
+"""The time after a change that was not made in which its instance is not chosen again."""
+_EVALUATED_S = 15.0
+"""The time over which arrivals before and after a change are compared."""
+_OTHERS_AFTER_S = 15.0
+"""The time for which other instances must have been there: one that restarts is no other one."""
+_QUEUE_SHARE = 0.5
+"""The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
+_LEAST_LEFT_S = 15.0
+"""The time for which a load must be expected to last: the change is late, and so is the one back."""
+_SAME_LOAD = 1.5
+"""The factor up to which the work of a stage counts as the same load."""
+_TARGET_STRAIN = 0.7
+"""The strain for which the desired number of instances is counted."""
 
 
 class Member(NamedTuple):
@@ -111,9 +103,8 @@ class State(NamedTuple):
 class Rebalancer:
     """Decides about roles."""
 
-    def __init__(self, rules: RebalancingRules | None = None) -> None:
-        self.rules = rules or RebalancingRules()
-        self.decisions: deque[Decision] = deque(maxlen=NUM_KEPT)
+    def __init__(self) -> None:
+        self.decisions: deque[Decision] = deque(maxlen=_NUM_KEPT)
         """The latest decisions, oldest first."""
         self.num_decided: Counter[Role] = Counter()
         """Changes that were decided, by the role after them."""
@@ -122,7 +113,7 @@ class Rebalancer:
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
-        self._acceptance = Acceptance(2 * self.rules.evaluated_s)
+        self._acceptance = Acceptance(2 * _EVALUATED_S)
         self._looked_s = -math.inf
         self._num_changes_seen = 0
         self._same: Work | None = None
@@ -142,7 +133,7 @@ class Rebalancer:
 
     def is_time(self, now_s: float) -> bool:
         """Whether `decide` should be asked: every few seconds."""
-        return now_s - self._looked_s >= self.rules.period_s
+        return now_s - self._looked_s >= _PERIOD_S
 
     def decide(self, state: State, now_s: float) -> Change | None:
         """The change to be made now, of which `decisions` has a record; None for none."""
@@ -158,8 +149,8 @@ class Rebalancer:
         able = Capacity(load, capacity, state.has_inlining)
         work = able.work
         self.desired = {
-            Role.PREFILL: max(1, math.ceil(work.prefill / self.rules.target)),
-            Role.DECODE: max(1, math.ceil(work.decode / self.rules.target)),
+            Role.PREFILL: max(1, math.ceil(work.prefill / _TARGET_STRAIN)),
+            Role.DECODE: max(1, math.ceil(work.decode / _TARGET_STRAIN)),
         }
         names = frozenset(member.name for member in state.members)
         self._note_instances(names, now_s)
@@ -172,7 +163,7 @@ class Rebalancer:
         self._num_left -= 1
         self._direction = change.after
         self.num_decided[change.after] += 1
-        accepted = self._acceptance.share(now_s - self.rules.evaluated_s, now_s)
+        accepted = self._acceptance.share(now_s - _EVALUATED_S, now_s)
         self.decisions.append(Decision(now_s, change, accepted))
         return change
 
@@ -182,7 +173,7 @@ class Rebalancer:
 
     def _is_known(self, load: Load) -> bool:
         num_arrivals = load.num_requests * load.window_s
-        return load.window_s >= self.rules.settle_s and num_arrivals >= self.rules.least_arrivals
+        return load.window_s >= _LEAST_WINDOW_S and num_arrivals >= _FEWEST_ARRIVALS
 
     # -- which change -------------------------------------------------------------------------------
 
@@ -196,14 +187,14 @@ class Rebalancer:
     def _renew(self, work: Work, names: frozenset[str], now_s: float) -> None:
         """Allow changes again if the load is another one, or the instances have been others for a while."""
         same, since_s = self._same, self._other_names[1]
-        are_others = now_s - since_s >= self.rules.instances_s
+        are_others = now_s - since_s >= _OTHERS_AFTER_S
         if same is None or are_others or not all(map(self._is_same, work, same)):
             self._same, self._names, self._direction = work, names, None
             self._num_left = max(2, len(names) // 4)
 
     def _is_same(self, one: float, other: float) -> bool:
         larger, smaller = max(one, other), min(one, other)
-        return larger <= self.rules.same_load * smaller or larger < 0.2
+        return larger <= _SAME_LOAD * smaller or larger < 0.2
 
     def _best(self, state: State, able: Capacity, now_s: float) -> Change | None:
         options = [self._change(state, able, role, now_s) for role in (Role.PREFILL, Role.DECODE)]
@@ -224,11 +215,11 @@ class Rebalancer:
         if not self._is_worth_it(before, after, role):
             return None
         num_instances, left_s = len(state.members), self._persistence.left_s(able.load.window_s)
-        if left_s < self.rules.least_left_s or self._is_risky(able.load):
+        if left_s < _LEAST_LEFT_S or self._is_risky(able.load):
             return None
         benefit_s = (after.served / before.served - 1) * (left_s - self._switch_s)
         cost_s = self._switch_s / num_instances
-        if benefit_s < self.rules.rho * cost_s:
+        if benefit_s < _LEAST_BENEFIT * cost_s:
             return None
         member = self._spared(state, other, now_s)
         if member is None:
@@ -238,17 +229,17 @@ class Rebalancer:
     def _is_risky(self, load: Load) -> bool:
         """Whether a change would follow another one while the load is too new to tell how long it lasts."""
         is_another = self._direction is not None
-        return is_another and not self._persistence.is_known and load.window_s < self.rules.least_left_s
+        return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
     def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:
         index = 0 if role is Role.PREFILL else 1
-        is_short, gain = before[index] > self.rules.up, after.served / before.served - 1
-        is_spared = after[1 - index] <= self.rules.down or before[1 - index] > self.rules.up
-        return is_short and gain >= self.rules.least_gain * (1.0 if is_spared else 2.0)
+        is_short, gain = before[index] > FULL_SHARE, after.served / before.served - 1
+        is_spared = after[1 - index] <= _SPARE_STRAIN or before[1 - index] > FULL_SHARE
+        return is_short and gain >= _LEAST_GAIN * (1.0 if is_spared else 2.0)
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
         """The instance of a role whose requests fit the others with the least to move; None if none's do."""
-        members, failed_s = state.serving(role), now_s - self.rules.again_after_s
+        members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
         able = [member for member in members if member.may_change and member.name not in failed]
         if role is Role.PREFILL:
@@ -263,7 +254,7 @@ class Rebalancer:
         self, able: list[Member], members: list[Member], ttft_slo_s: float | None
     ) -> Member | None:
         queue_s = sum(member.queue_s for member in members) / (len(members) - 1)
-        if ttft_slo_s is not None and queue_s > self.rules.queue_share * ttft_slo_s:
+        if ttft_slo_s is not None and queue_s > _QUEUE_SHARE * ttft_slo_s:
             return None
         return min(able, key=_least_to_lose, default=None)
 
@@ -278,7 +269,7 @@ class Rebalancer:
             member = members.get(decision.change.instance)
             if decision.done_s is None:
                 self._follow_open(decision, member, now_s)
-            elif now_s >= decision.done_s + self.rules.evaluated_s:
+            elif now_s >= decision.done_s + _EVALUATED_S:
                 accepted = self._acceptance.share(decision.done_s, now_s)
                 decision.outcome = Outcome(decision.done_s - decision.at_s, accepted)
 

@@ -112,6 +112,17 @@ def switching(of: State, name: str) -> State:
     return of._replace(members=members)
 
 
+def done(of: State, change: Change) -> State:
+    """The cluster after a change of a role; the instance has requests by then."""
+    members = [
+        member._replace(role=change.after, batch=batch(member.name))
+        if member.name == change.instance
+        else member
+        for member in of.members
+    ]
+    return of._replace(members=members)
+
+
 def test_one_change_at_a_time() -> None:
     rebalancer, of = Rebalancer(), state(3, 1, load_of(0.4, 3.0))
     change = decided(rebalancer, of, 10.0)
@@ -155,13 +166,7 @@ def test_a_changed_load_allows_two_changes() -> None:
         change = rebalancer.decide(of, now_s)
         if change is not None:
             num_changes += 1
-            done = [
-                member._replace(role=change.after, batch=batch(member.name))
-                if member.name == change.instance
-                else member
-                for member in of.members
-            ]
-            rebalancer.decide(of._replace(members=done, load=None), now_s + 4.0)
+            rebalancer.decide(done(of, change)._replace(load=None), now_s + 4.0)
     assert num_changes == 2
     decided(rebalancer, state(3, 3, load_of(4.5, 0.3), num_requests=1, changed=1), 50.0)
 
@@ -173,13 +178,7 @@ def test_a_decision_says_what_came_of_it() -> None:
             of._replace(load=None, num_arrived=int(10 * now_s), num_rejected=int(4 * now_s)), now_s
         )
     change = decided(rebalancer, of._replace(num_arrived=100, num_rejected=40), 10.0)
-    done = [
-        member._replace(role=Role.DECODE, batch=batch(member.name))
-        if member.name == change.instance
-        else member
-        for member in of.members
-    ]
-    after = of._replace(members=done, load=None)
+    after = done(of, change)._replace(load=None)
     for now_s in (12.0, 20.0, 30.0):
         rebalancer.decide(after._replace(num_arrived=int(10 * now_s), num_rejected=40), now_s)
     (decision,) = rebalancer.decisions
@@ -211,8 +210,14 @@ def test_a_change_that_could_not_begin_is_noted() -> None:
 
 
 def test_a_switch_that_does_not_pay_is_not_made() -> None:
-    rebalancer = Rebalancer(replace(Rebalancer().rules, rho=100.0))
-    assert rebalancer.decide(state(2, 2, load_of(0.4, 2.6)), 10.0) is None
+    """The gain is small, and the only switch so far has taken long."""
+    small_gain = state(2, 2, load_of(0.4, 1.8))
+    assert Rebalancer().decide(small_gain, 10.0) is not None
+    rebalancer, of = Rebalancer(), state(2, 2, load_of(0.4, 2.6))
+    change = decided(rebalancer, of, 10.0)
+    rebalancer.decide(switching(of, change.instance), 30.0)
+    rebalancer.decide(done(of, change)._replace(load=None), 38.0)
+    assert rebalancer.decide(small_gain, 40.0) is None
 
 
 def test_autoscalers_are_told_how_many_instances_the_load_needs() -> None:
@@ -235,14 +240,8 @@ def test_a_second_change_waits_while_nobody_knows_whether_loads_last() -> None:
     rebalancer, new = Rebalancer(), load_of(0.3, 4.5, window_s=12.0)
     of = state(5, 1, new, num_requests=1)
     change = decided(rebalancer, of, 10.0)
-    done = [
-        member._replace(role=change.after, batch=batch(member.name))
-        if member.name == change.instance
-        else member
-        for member in of.members
-    ]
-    assert rebalancer.decide(of._replace(members=done), 14.0) is None
-    later = of._replace(members=done, load=load_of(0.3, 4.5, window_s=16.0))
+    assert rebalancer.decide(done(of, change), 14.0) is None
+    later = done(of, change)._replace(load=load_of(0.3, 4.5, window_s=16.0))
     assert rebalancer.decide(later, 24.0) is not None
 
 
@@ -251,17 +250,14 @@ def test_a_change_may_be_taken_back_once_instances_have_joined_and_stayed() -> N
     of = state(2, 1, load_of(0.75, 1.2), num_requests=1)
     change = decided(rebalancer, of, 10.0)
     assert change.after is Role.DECODE
-    done = [
-        member._replace(role=Role.DECODE, batch=batch(member.name, 1))
-        if member.name == change.instance
-        else member
-        for member in of.members
+    before = done(of, change)._replace(load=load_of(0.95, 1.2))
+    assert rebalancer.decide(before, 14.0) is None
+    joined = [
+        *before.members,
+        Member("d1", Role.DECODE, InstanceState.SERVING, True, None, 0.0, batch("d1", 1)),
     ]
-    same = load_of(0.95, 1.2)
-    assert rebalancer.decide(of._replace(members=done, load=same), 14.0) is None
-    joined = [*done, Member("d1", Role.DECODE, InstanceState.SERVING, True, None, 0.0, batch("d1", 1))]
-    of = of._replace(members=joined, load=same)
+    of = before._replace(members=joined)
     assert rebalancer.decide(of, 16.0) is None
-    assert rebalancer.decide(of._replace(members=done), 20.0) is None  # it restarts
+    assert rebalancer.decide(before, 20.0) is None  # it restarts
     assert rebalancer.decide(of, 22.0) is None
     assert decided(rebalancer, of, 40.0).after is Role.PREFILL
