@@ -137,10 +137,6 @@ class Batch:
         free = self.num_free_tokens + resident.num_tokens
         return replace(self, residents=residents, num_free_tokens=free)
 
-    def corrected(self, factor: float) -> "Batch":
-        """The batch whose predictions take so many times as long."""
-        return replace(self, correction=factor)
-
     def fixing(self, request_ids: Collection[str]) -> "Batch":
         """The batch in which these requests may not move."""
         if not any(of.request_id in request_ids for of in self.residents):

@@ -7,14 +7,18 @@ requests would be placed there at once, as a token takes least time on it.
 Owns: whether that is possible. Does not know: who wants an empty instance, how requests move.
 """
 
+from dataclasses import replace
+
 from conductor.elasticity.batches import Batch, destination_of, moved
 
 
 def can_be_emptied(source: Batch, batches: list[Batch]) -> bool:
-    """Whether all requests of `source` fit the other batches without breaking an SLO there.
+    """Whether all requests that `source` decodes fit the other batches without breaking an SLO there.
 
-    Long requests are given a place first, as they fit in fewer places.
+    Long requests are given a place first, as they fit in fewer places. Requests whose prompts are still to be
+    computed do not count, here and there: when they come, others will have ended.
     """
+    batches = [replace(batch, coming=()) for batch in batches]
     for resident in sorted(source.residents, key=lambda of: -of.num_tokens):
         if not resident.may_move:
             return False

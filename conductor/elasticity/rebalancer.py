@@ -13,7 +13,6 @@ Owns: the decisions. Does not know: how a role is changed, where figures come fr
 
 import math
 from collections import Counter, deque
-from dataclasses import replace
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
@@ -246,7 +245,7 @@ class Rebalancer:
             return self._spared_prefill(able, members, state.ttft_slo_s)
         batches = [member.batch for member in state.members if member.batch is not None]
         for member in sorted(able, key=_least_to_lose):
-            if member.batch is not None and _fits_others(member.batch, batches):
+            if member.batch is not None and can_be_emptied(member.batch, batches):
                 return member
         return None
 
@@ -293,13 +292,3 @@ def _least_to_lose(member: Member) -> tuple[float, float]:
     if member.batch is None:
         return member.queue_s, used
     return sum(of.num_tokens for of in member.batch.residents), used
-
-
-def _fits_others(batch: Batch, batches: list[Batch]) -> bool:
-    """Whether all requests of a batch fit other batches within their SLOs.
-
-    Requests whose prompts are still to be computed are left out: when they come, others will have ended, and
-    how many there are on average is part of the strain.
-    """
-    present = [replace(other, coming=()) for other in batches]
-    return can_be_emptied(replace(batch, coming=()), present)

@@ -3,6 +3,8 @@
 Owns: the way from the view, the registry and heartbeats to values. Does not know: any rule.
 """
 
+from dataclasses import replace
+
 from conductor.elasticity.answers import Answer, Kind
 from conductor.elasticity.batches import Batch, Coming, Resident
 from conductor.elasticity.capacity import DecodeCapacity
@@ -67,7 +69,7 @@ class Survey:
             tuple(coming),
             takes_requests=instance.state is InstanceState.SERVING,
         )
-        return batch.corrected(_measured_by_predicted(instance, batch))
+        return replace(batch, correction=_measured_by_predicted(instance, batch))
 
     def _resident(self, tracked: TrackedRequest, now_s: float) -> Resident:
         num_tokens = self._num_tokens(tracked, now_s)
