@@ -24,6 +24,16 @@ def test_steps_begun_by_a_time_are_those_that_end_after_it(
     assert COST.steps_by(num_kv_tokens, size, ended_s + part * step_s) == num_steps
 
 
+def test_a_batch_does_not_end_a_member_that_has_gone_to_another_one() -> None:
+    source, destination, member = Batch(), Batch(), Member(0, 100, 30)
+    source.add(member, 0.0)
+    source.add(Member(1, 100, 50), 0.0)
+    source.remove(member)
+    destination.add(member, 0.0)  # its last step has the same number in both
+    assert source.advance(30, 1.0) == []
+    assert destination.advance(30, 1.0) == [member]
+
+
 @given(st.integers(0, 10**6))
 def test_gaps_of_each_member_add_up_to_its_time(seed: int) -> None:
     """Members join late, are preempted, and wait while prompts are computed."""

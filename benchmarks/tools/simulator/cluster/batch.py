@@ -32,7 +32,6 @@ class Member:
     left_s: float = 0.0
     """Time of its latest token before it joined."""
     gaps: Gaps = field(default_factory=list)
-    is_running: bool = False
     joined_step: int = 0
     first_run: int = 0
     waited_s: float = 0.0
@@ -80,12 +79,14 @@ class Batch:
     def size(self) -> int:
         return len(self._members)
 
+    def __contains__(self, member: Member) -> bool:
+        return member in self._members
+
     def add(self, member: Member, now_s: float) -> None:
         """Make a member part of the next step."""
         member.joined_step = self.num_steps
         member.first_run = self._num_dropped_runs + len(self._runs)
         member.waited_s = now_s - member.left_s
-        member.is_running = True
         self.num_kv_tokens += member.num_tokens
         self._members[member] = None
         heapq.heappush(self._leaving, (member.last_step, member.number, member))
@@ -121,7 +122,6 @@ class Batch:
         num_drawn = self.num_steps - member.joined_step
         member.num_tokens += num_drawn
         member.num_left -= num_drawn
-        member.is_running = False
         self.num_kv_tokens -= member.num_tokens
         del self._members[member]
 
@@ -139,7 +139,7 @@ class Batch:
 
     def num_left_of(self, member: Member) -> int:
         """Tokens that a member has still to draw."""
-        num_drawn = self.num_steps - member.joined_step if member.is_running else 0
+        num_drawn = self.num_steps - member.joined_step if member in self else 0
         return member.num_left - num_drawn
 
     def newest(self) -> Member:
@@ -147,7 +147,7 @@ class Batch:
         return max(self._members, key=lambda member: member.number)
 
     def _is_leaving(self, last_step: int, number: int, member: Member) -> bool:
-        return member.is_running and member.last_step == last_step
+        return member in self and member.last_step == last_step
 
     def _drop_old_runs(self) -> None:
         newest = self._num_dropped_runs + len(self._runs)

@@ -332,7 +332,7 @@ class DecodeInstance:
         if sequence.is_waiting:
             self._waiting.remove(sequence)
         self._turns.remove(sequence)
-        if sequence.member.is_running:
+        if sequence.member in self.batch:
             self.batch.remove(sequence.member)
             self._leave_batch(sequence)
         self._arrivals.forget(sequence)
