@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,28 +39,37 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 60}, "size": {"type": "integer"}},
     "required": ["name", "size"],
 }
+TOOL_SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 40}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": TOOL_SCHEMA}}
+CHOSEN = {"temperature": 1.0, "top_k": 20}
+"""A draw among few tokens hardly ever falls so near to the border of two that the last digits of logits,
+which depend on the batch, decide."""
 KINDS: list[dict[str, object]] = [
-    {"num_tokens": NUM_TOKENS},
-    {"num_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 7, "top_k": 20},
-    {"num_tokens": NUM_TOKENS, "frequency_penalty": 0.4, "presence_penalty": 0.1, "logprobs": 3},
-    {"num_tokens": 100, "temperature": 1.0, "seed": 4, "n": 3, "top_k": 20},
-    {"num_tokens": NUM_TOKENS, "repetition_penalty": 1.2, "min_tokens": 50},
+    {"max_tokens": NUM_TOKENS},
+    {"max_tokens": NUM_TOKENS, "seed": 7, **CHOSEN},
+    {"max_tokens": NUM_TOKENS, "frequency_penalty": 0.4, "presence_penalty": 0.1, "logprobs": 3},
+    {"max_tokens": 100, "seed": 4, "n": 3, **CHOSEN},
+    {"max_tokens": NUM_TOKENS, "repetition_penalty": 1.2, "min_tokens": 50},
     {
-        "num_tokens": 150,
+        "max_tokens": 150,
         "ignore_eos": False,
         "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}},
     },
+    {
+        "messages": [{"role": "user", "content": "f"}],
+        "max_tokens": 90,
+        "ignore_eos": False,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
 ]
-"""Fields of requests whose draws depend on all that a request carries along.
-
-A draw among few tokens hardly ever falls so near to the border of two that the last digits of logits, which
-depend on the batch, decide.
-"""
+"""Fields of requests whose draws depend on all that a request carries. Those with messages are chats."""
 
 
 @pytest.fixture
 def server(tiny: Path, run_dir: Path) -> Iterator[Server]:
-    with tiny_server(tiny, run_dir, TRANSFERS, "--num-decode=2") as running:
+    with tiny_server(tiny, run_dir, TRANSFERS, "--num-decode=2", "--http-tool-parser=hermes") as running:
         yield running
 
 
@@ -83,15 +93,22 @@ def num_moved(server: Server) -> float:
 
 
 def said(answer: httpx.Response) -> list[tuple[str, str]]:
-    """What each choice of an answer says, and how it ended."""
+    """What each choice of an answer says or calls, and how it ended."""
     assert answer.status_code == 200, answer.text
-    return [(choice["text"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+    return [(_text(choice), choice["finish_reason"]) for choice in answer.json()["choices"]]
+
+
+def _text(choice: dict[str, Any]) -> str:
+    if "text" in choice:
+        return str(choice["text"])
+    [call] = choice["message"]["tool_calls"]
+    return str(call["function"]["arguments"])
 
 
 def logprobs_of(answer: httpx.Response) -> list[float]:
     """The logprobs of the tokens of the first choice; none if they were not asked for."""
-    found = answer.json()["choices"][0]["logprobs"]
-    return [] if found is None else list(found["token_logprobs"])
+    found = answer.json()["choices"][0]["logprobs"] or {}
+    return list(found.get("token_logprobs", ()))
 
 
 def other_than(instance: str) -> str:
@@ -124,22 +141,31 @@ class Mover:
             self._over.wait(self._rng.uniform(0.0, 0.05))
 
 
-def ask_all(server: Server, num_rounds: int) -> list[httpx.Response]:
-    """The answers to requests of all kinds, some at once."""
-    bodies = [
-        {"model": "tiny", "prompt": [3 + index, *PROMPT[: 12 * index]], "temperature": 0, "ignore_eos": True}
-        | {"max_tokens" if name == "num_tokens" else name: value for name, value in kind.items()}
-        for index, kind in enumerate(KINDS)
-    ]
-    with ThreadPoolExecutor(len(KINDS)) as threads:
-        return list(threads.map(lambda content: post(server, content), bodies * num_rounds))
+def ask(server: Server, index: int, kind: dict[str, object]) -> httpx.Response:
+    """The answer to a request of a kind, with a prompt of its own."""
+    content: dict[str, object] = {"model": "tiny", "temperature": 0, "ignore_eos": True} | kind
+    path = "/v1/chat/completions"
+    if "messages" not in kind:
+        content["prompt"], path = [3 + index, *PROMPT[: 12 * index]], "/v1/completions"
+    return post(server, content, path=path)
+
+
+def ask_all(server: Server, kinds: list[dict[str, object]], num_rounds: int = 1) -> list[httpx.Response]:
+    """The answers to requests of these kinds, some at once; the same ones in each round."""
+    with ThreadPoolExecutor(len(kinds)) as threads:
+        rounds = [*enumerate(kinds)] * num_rounds
+        return list(threads.map(lambda numbered: ask(server, *numbered), rounds))
 
 
 @pytest.mark.parametrize("num_rounds", [3, pytest.param(100, marks=pytest.mark.soak)])
 def test_answers_are_the_same_wherever_they_are_decoded(server: Server, num_rounds: int) -> None:
-    expected = ask_all(server, 1)
+    [(text, _)] = said(ask(server, 0, KINDS[0]))
+    stop = {**KINDS[0], "stop": text[-40:-30]}
+    kinds = [stop, *KINDS]
+    expected = ask_all(server, kinds)
+    assert said(expected[0])[0][1] == "stop"
     with Mover(server, seed=num_rounds):
-        answers = ask_all(server, num_rounds)
+        answers = ask_all(server, kinds, num_rounds)
     for answer, plain in zip(answers, expected * num_rounds, strict=True):
         assert said(answer) == said(plain)
         assert logprobs_of(answer) == pytest.approx(logprobs_of(plain), abs=1e-4)

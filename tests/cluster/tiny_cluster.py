@@ -46,10 +46,14 @@ def body(prompt: list[int] = PROMPT, num_tokens: int = NUM_TOKENS, **fields: obj
 
 
 def post(
-    server: Server, content: dict[str, object], timeout: float | None = None, **options: Any
+    server: Server,
+    content: dict[str, object],
+    timeout: float | None = None,
+    path: str = "/v1/completions",
+    **options: Any,
 ) -> httpx.Response:
     """An answer that is late although no `timeout` is wanted comes with the state of the cluster."""
-    url = f"{server.url}/v1/completions"
+    url = f"{server.url}{path}"
     try:
         return httpx.post(url, json=content, timeout=timeout or DEADLINE_S, **options)
     except httpx.TimeoutException as late:
