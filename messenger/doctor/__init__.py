@@ -6,6 +6,7 @@ host          Python, compiled code, memory, limits, the cluster's key
 certificates  TLS between messengers
 rdma, gpu     devices, access to them, addresses, MTU, memory of GPUs
 network       addresses, ports, buffers
-peer          the way to another messenger, and who answers there
+reachability  the way to another messenger
+probe         who answers there
 cli           which checks, and what a person sees
 """

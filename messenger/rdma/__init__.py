@@ -5,7 +5,7 @@
     memory    what the card may touch                work     slices as work requests
     endpoint  a queue pair to one peer               windows  what a peer may touch, for how long
     cards     the devices in use                     exposures, remote   the two sides of a lane
-    info      what two sides tell each other         networks  who is on which network
+    networks  who is on which network                topology  which card is near to which memory
 
 Nothing here imports pyverbs before a device is asked for, so it imports on every machine.
 """

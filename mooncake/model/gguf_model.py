@@ -184,26 +184,16 @@ def _shortest_float32(value: float) -> float:
 
 
 def _rope_scaling(header: GGUFHeader, keys: _Keys, head_dim: int) -> dict[str, Any] | None:
-    prefix, kind, factor = (
-        f"{header.metadata['general.architecture']}.rope.scaling",
-        keys.scaling,
-        keys.scaling_factor,
-    )
     if _ROPE_FACTORS in header.tensors:
         return _llama3_scaling(header, keys.rope_theta, head_dim)
-    if kind == "none":
+    if keys.scaling == "none":
         return None
-    if kind == "linear" and factor:
-        return {"rope_type": "linear", "factor": factor}
+    if keys.scaling == "linear" and keys.scaling_factor:
+        return {"rope_type": "linear", "factor": keys.scaling_factor}
     prefix = f"{header.metadata['general.architecture']}.rope.scaling"
-    original_len = header.metadata.get(f"{prefix}.original_context_length")
-    # With any other yarn key present the file wants something that these two numbers do not say.
-    yarn_keys = {key for key in header.metadata if key.startswith(prefix)}
-    if kind == "yarn" and factor and original_len and len(yarn_keys) == 3:
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original_len}
+    found = sorted(key for key in header.metadata if key.startswith(prefix))
     raise ModelError(
-        f"{header.path}: rope scaling {shown(kind)} with {shown(sorted(yarn_keys))} is not supported; "
-        "use the model's Hugging Face directory"
+        f"{header.path}: rope scaling {shown(keys.scaling)} with {shown(found)} is not supported"
     )
 
 
