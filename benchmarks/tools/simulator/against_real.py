@@ -171,6 +171,7 @@ def simulate(of: Replay, machine: Calibration) -> Results:
         saturating_tokens=SATURATING_TOKENS,
         first_token_s=machine.first_token_s,
         slowdowns=machine.slowdowns,
+        join_costs=machine.join_costs,
         jitter=StepJitter(machine.longest_mean),
     )
     limits = Limits(ttft_slo_s=of.ttft_slo_s, tbt_slo_s=of.tbt_slo_s)

@@ -2,23 +2,28 @@
 
     one by one, short and long prompts   what a first token takes besides computing, how much longer prefills
                                          and steps take than in the profile, how steps vary
-    four at a time                       how much longer both take while the other instance computes as well
+    several at a time, three lengths     how much longer both take while the other instance computes as well,
+                                         and iterations in which a request joins
 
-Which loops these are was chosen when the outcome of one replay was known. docs/simulator.md has a blind
-prediction with them, and what they miss: the busy loop has prompts of one length.
+Which loops these are was chosen when the outcomes of two replays were known.
 
 Owns: the loops, and what follows from their outcomes. Does not know: how they are sent, simulations.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Self
+
+import numpy as np
 
 from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.simulator.cluster.machines.costs import Profiled
+from benchmarks.tools.simulator.cluster.shape import JoinCosts
 from mooncake.messages.costs import Costs, prefill_quantities
 
-SHORT, LONG, BUSY = "short", "long", "busy"
+SHORT, LONG, BUSY, BUSY_SHORT, BUSY_LONG = "short", "long", "busy", "busy-short", "busy-long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,11 @@ LOOPS = {
     SHORT: Loop(128, 48, concurrency=1, num_requests=16, seed=101),
     LONG: Loop(1024, 48, concurrency=1, num_requests=8, seed=102),
     BUSY: Loop(512, 48, concurrency=4, num_requests=24, seed=103),
+    BUSY_SHORT: Loop(128, 48, concurrency=8, num_requests=48, seed=104),
+    BUSY_LONG: Loop(1536, 48, concurrency=4, num_requests=16, seed=105),
 }
+BUSY_LOOPS = (BUSY_SHORT, BUSY, BUSY_LONG)
+"""Loops in which a prompt is always computed: as many requests at a time as that takes."""
 PASS_TOKENS = 512
 
 
@@ -63,8 +72,8 @@ class Corrected(Profiled):
 class Calibration:
     """The measured costs of one machine.
 
-    `slowdowns` of prefill and decode beside each other; `longest_mean`: the mean of the longest tenth of a
-    request's gaps, by the mean of all.
+    `slowdowns` of prefill and decode beside each other; `join_costs` of requests that join a batch;
+    `longest_mean`: the mean of the longest tenth of a request's gaps, by the mean of all.
     """
 
     profiled: tuple[Costs, Costs]
@@ -72,6 +81,7 @@ class Calibration:
     decode_factor: float
     first_token_s: float
     slowdowns: tuple[float, float]
+    join_costs: JoinCosts
     longest_mean: float
 
     @property
@@ -82,10 +92,10 @@ class Calibration:
 def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Outcome]]) -> Calibration:
     """Return the calibration by the outcomes of all `LOOPS`; rejected requests tell nothing."""
     prefill, decode = profiled
-    short, long, busy = (
-        [outcome for outcome in outcomes[name] if outcome.kind is Kind.FINISHED]
-        for name in (SHORT, LONG, BUSY)
-    )
+    finished = {
+        name: [outcome for outcome in outcomes[name] if outcome.kind is Kind.FINISHED] for name in LOOPS
+    }
+    short, long = finished[SHORT], finished[LONG]
     # TTFT = first_token_s + prefill_factor * what the profile says, at two lengths.
     short_s, long_s = (_prefill_s(prefill, LOOPS[name].num_input_tokens) for name in (SHORT, LONG))
     short_ttft_s, long_ttft_s = _mean_ttft_s(short), _mean_ttft_s(long)
@@ -95,24 +105,61 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
     gaps_s = [_mean_gap_s(of) for of in (short, long)]
     decode_factor = fmean(gap_s / step_s for gap_s, step_s in zip(gaps_s, steps_s, strict=True))
     ratios = [o.tbt_s / _gap_s(o) for o in (*short, *long) if o.tbt_s is not None]
-    # In the busy loop a prefill is always computed, and somebody is decoded for `beside` of the time.
-    loop = LOOPS[BUSY]
-    firsts_s = sorted(o.scheduled_s + o.ttft_s for o in busy if o.ttft_s is not None)
-    each_s = (firsts_s[-1] - firsts_s[0]) / (len(firsts_s) - 1)
-    num_decoding = _mean_gap_s(busy) * (loop.num_output_tokens - 1) / each_s
-    batch_size, beside = max(1.0, num_decoding), min(1.0, num_decoding)
-    alone_s = prefill_factor * _prefill_s(prefill, loop.num_input_tokens)
-    step_s = decode_factor * decode.seconds(batch_size, batch_size * _mean_context(loop))
-    prefill_slowdown = 1 + (each_s / alone_s - 1) / beside
-    decode_slowdown = _mean_gap_s(busy) / step_s
+    busy = [_Busy.of(LOOPS[name], finished[name], decode, decode_factor) for name in BUSY_LOOPS]
+    decode_slowdown, join_costs = _fitted(busy)
+    # Somebody is decoded for a part of the time in which prompts are computed.
+    middle = busy[BUSY_LOOPS.index(BUSY)]
+    alone_s = prefill_factor * _prefill_s(prefill, middle.num_input_tokens)
+    prefill_slowdown = 1 + (middle.each_s / alone_s - 1) / min(1.0, middle.num_decoding)
     return Calibration(
         profiled,
         prefill_factor,
         decode_factor,
         first_token_s,
-        (max(1.0, prefill_slowdown), max(1.0, decode_slowdown)),
+        (max(1.0, prefill_slowdown), decode_slowdown),
+        join_costs,
         max(1.0, fmean(ratios)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Busy:
+    """What a busy loop says: gaps between tokens, beside a first token every `each_s`."""
+
+    num_input_tokens: int
+    num_decoding: float
+    gap_s: float
+    step_s: float
+    """Seconds of a step of so many requests, undisturbed."""
+    each_s: float
+
+    @classmethod
+    def of(cls, loop: Loop, outcomes: Sequence[Outcome], decode: Costs, decode_factor: float) -> Self:
+        firsts_s = sorted(o.scheduled_s + o.ttft_s for o in outcomes if o.ttft_s is not None)
+        each_s = (firsts_s[-1] - firsts_s[0]) / (len(firsts_s) - 1)
+        gap_s = _mean_gap_s(outcomes)
+        num_decoding = gap_s * (loop.num_output_tokens - 1) / each_s
+        size = max(1.0, num_decoding)
+        step_s = decode_factor * decode.seconds(size, size * _mean_context(loop))
+        return cls(loop.num_input_tokens, num_decoding, gap_s, step_s, each_s)
+
+
+def _fitted(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
+    """Fit gap = slowdown * step + joins in a gap * (constant + token * length of a prompt), relative errors.
+
+    A slowdown is at least 1 and a cost at least 0: of the fits without some of the terms the best one that
+    keeps to this.
+    """
+    rows = np.array([[b.step_s, b.gap_s / b.each_s, b.gap_s / b.each_s * b.num_input_tokens] for b in busy])
+    gaps_s = np.array([b.gap_s for b in busy])
+    best, least = np.array([1.0, 0.0, 0.0]), math.inf
+    for terms in ([0, 1, 2], [0, 1], [0, 2], [0]):
+        found = np.zeros(3)
+        found[terms] = np.linalg.lstsq(rows[:, terms] / gaps_s[:, None], np.ones(len(busy)), rcond=None)[0]
+        error = float(np.square(rows @ found / gaps_s - 1).sum())
+        if found[0] >= 1 and min(found) >= 0 and error < least - 1e-12:
+            best, least = found, error
+    return float(best[0]), JoinCosts(float(best[1]), float(best[2]))
 
 
 def _prefill_s(costs: Costs, num_tokens: int) -> float:

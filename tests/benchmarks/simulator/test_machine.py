@@ -1,13 +1,16 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from benchmarks.tools.load.outcomes import Kind, Outcome
 from benchmarks.tools.simulator.against_real import Row
-from benchmarks.tools.simulator.calibration import BUSY, LONG, LOOPS, SHORT, calibrated
+from benchmarks.tools.simulator.calibration import BUSY_LOOPS, LONG, LOOPS, SHORT, calibrated
 from benchmarks.tools.simulator.cluster.batch import tbt_s
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.machines.machine import Machine, StepJitter
 from benchmarks.tools.simulator.cluster.requests import Results
+from benchmarks.tools.simulator.cluster.shape import NO_JOIN_COSTS, JoinCosts
 from conductor.rules import Limits, Rules
 from mooncake.messages.costs import Costs, prefill_quantities
 from tests.benchmarks.simulator.loads import SMALL, conversations
@@ -36,7 +39,8 @@ def looped(name: str, ttft_s: float, gap_s: float, each_s: float) -> list[Outcom
 
 
 def test_calibration_finds_what_the_profile_does_not_know() -> None:
-    """A server that is a tenth slower, takes 50 ms more for a first token, and longer when busy."""
+    """A server that is a tenth slower, takes 50 ms more for a first token, and longer when busy; each request
+    that joins takes 4 ms and 10 us a token."""
 
     def ttft_s(name: str) -> float:
         num_tokens = LOOPS[name].num_input_tokens
@@ -45,19 +49,25 @@ def test_calibration_finds_what_the_profile_does_not_know() -> None:
         return 0.05 + 1.1 * once_s
 
     gap_s = 1.2 * DECODE.constant_s
-    each_s = 1.4 * (ttft_s(BUSY) - 0.05)  # somebody is always decoded meanwhile
+
+    def busy(name: str) -> list[Outcome]:
+        each_s = 1.4 * (ttft_s(name) - 0.05)  # somebody is always decoded meanwhile
+        join_s = 0.004 + 1e-5 * LOOPS[name].num_input_tokens
+        return looped(name, 2.0, 1.25 * gap_s / (1 - join_s / each_s), each_s)
+
     found = calibrated(
         (PREFILL, DECODE),
         {
             SHORT: looped(SHORT, ttft_s(SHORT), gap_s, 1.0),
             LONG: looped(LONG, ttft_s(LONG), gap_s, 3.0),
-            BUSY: looped(BUSY, 2.0, 1.25 * gap_s, each_s),
+            **{name: busy(name) for name in BUSY_LOOPS},
         },
     )
     assert found.prefill_factor == pytest.approx(1.1)
     assert found.decode_factor == pytest.approx(1.2)
     assert found.first_token_s == pytest.approx(0.05)
     assert found.slowdowns == pytest.approx((1.4, 1.25))
+    assert found.join_costs == pytest.approx((0.004, 1e-5))
     assert found.longest_mean == pytest.approx(1.3)
     assert found.costs.profiled == (PREFILL, DECODE)
     assert found.costs.kv_token_s == 1.2 * DECODE.second_s
@@ -84,12 +94,9 @@ def test_jitter_keeps_the_mean_and_makes_the_longest_tenth_longer() -> None:
     assert tbt_s(StepJitter(1.0).applied([(1000, 0.02)])) == pytest.approx(0.02)
 
 
-def simulated(slowdowns: tuple[float, float] | None) -> Results:
-    shape = SMALL.shape()
-    fields = {name: getattr(shape, name) for name in shape.__dataclass_fields__}
-    cluster = DisaggregatedCluster(
-        type(shape)(**fields | {"slowdowns": slowdowns}), 1, 1, Limits(max_running_requests=1000), Rules()
-    )
+def simulated(slowdowns: tuple[float, float] | None = None, join_costs: JoinCosts = NO_JOIN_COSTS) -> Results:
+    shape = replace(SMALL.shape(), slowdowns=slowdowns, join_costs=join_costs)
+    cluster = DisaggregatedCluster(shape, 1, 1, Limits(max_running_requests=1000), Rules())
     return cluster.run(conversations(60, rate_per_s=3.0, seed=2))
 
 
@@ -99,6 +106,15 @@ def test_sharing_a_machine_costs_time_only_when_it_slows() -> None:
     assert np.nanmean(slowed["tbt_s"]) > 1.05 * np.nanmean(alone["tbt_s"])
     assert np.nanmean(slowed["ttft_s"]) > np.nanmean(alone["ttft_s"])
     assert np.nanmean(slowed["tbt_s"]) < 1.5 * np.nanmean(alone["tbt_s"])
+
+
+def test_a_request_that_joins_delays_the_iteration_in_which_it_joins() -> None:
+    alone, joining = simulated(), simulated(join_costs=JoinCosts(constant_s=0.5))
+    longest_s = np.nanmax(joining["tbt_s"] - alone["tbt_s"])
+    assert np.nanmin(joining["tbt_s"] - alone["tbt_s"]) > 0
+    assert longest_s > 0.4
+    free = simulated(join_costs=JoinCosts(constant_s=1e-9))
+    assert free["tbt_s"] == pytest.approx(alone["tbt_s"], rel=1e-3, nan_ok=True)
 
 
 def test_figures_agree_within_their_limit() -> None:

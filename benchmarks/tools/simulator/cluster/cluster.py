@@ -184,6 +184,7 @@ class DisaggregatedCluster:
             self._num_device_blocks * shape.block_tokens,
             ChunkLimits(shape.block_tokens, self._rules.mixed_chunk_tokens, shape.prefill_chunk),
             self._live.__getitem__,
+            shape.join_costs,
             checks_reservations=shape.checks_reservations,
         )
         instance = Instance(node, prefill, decode, self._num_device_blocks)

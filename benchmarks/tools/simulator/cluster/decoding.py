@@ -24,21 +24,23 @@ class BatchRunner:
         self._num_steps = 0
         """Steps of the run in flight; 0 without one."""
         self._cost = StepCost(0.0, 0.0)
-        self._began_s = 0.0
+        self._began_s = self._extra_s = 0.0
         self._version = 0
 
     @property
     def is_running(self) -> bool:
         return self._num_steps > 0
 
-    def start(self, max_steps: int | None = None) -> None:
-        """Start a run until the first member ends, of at most so many steps."""
+    def start(self, max_steps: int | None = None, extra_s: float = 0.0) -> None:
+        """Start a run until the first member ends, of at most so many steps; of one if it takes longer."""
         batch = self._batch
+        if extra_s:
+            max_steps = 1
         self._num_steps = batch.num_steps_to_first_end()
         if max_steps is not None:
             self._num_steps = min(self._num_steps, max_steps)
         self._cost = self._step_cost()
-        self._began_s = self._clock.now_s
+        self._began_s, self._extra_s = self._clock.now_s, extra_s
         self._plan_end()
 
     def cut(self) -> None:
@@ -52,7 +54,8 @@ class BatchRunner:
 
     def _plan_end(self) -> None:
         self._version += 1
-        seconds = self._cost.steps_s(self._batch.num_kv_tokens, self._batch.size, self._num_steps)
+        steps_s = self._cost.steps_s(self._batch.num_kv_tokens, self._batch.size, self._num_steps)
+        seconds = steps_s + self._extra_s
         self._clock.at(self._began_s + seconds, self._end, self._version, seconds)
 
     def _end(self, version: int, seconds: float) -> None:

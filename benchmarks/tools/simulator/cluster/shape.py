@@ -4,6 +4,7 @@ Owns: this description. Does not know: instances, clusters.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.tools.simulator.cluster.machines.cards import STATED, Efficiencies, HardwareCard, ModelCard
 from benchmarks.tools.simulator.cluster.machines.costs import Costs
@@ -12,6 +13,23 @@ from benchmarks.tools.traces.request import BLOCK_TOKENS
 from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import ConfigError
 from mooncake.messages.blocks import KVLayout
+
+
+class JoinCosts(NamedTuple):
+    """Seconds by which an iteration takes longer when a request joins whose KVCache comes from elsewhere.
+
+    Nothing where copies run beside the device; where the device is the processor, they take its time.
+    """
+
+    constant_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, num_tokens: int) -> float:
+        """Seconds for a request with the KVCache of so many tokens."""
+        return self.constant_s + self.token_s * num_tokens
+
+
+NO_JOIN_COSTS = JoinCosts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,7 @@ class InstanceShape:
     """Seconds of everything on the way to the first token but queues and computing: front, dispatch."""
     slowdowns: tuple[float, float] | None = None
     """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
+    join_costs: JoinCosts = NO_JOIN_COSTS
     jitter: StepJitter | None = None
 
     @property

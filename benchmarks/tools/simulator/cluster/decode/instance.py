@@ -19,6 +19,7 @@ from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from benchmarks.tools.simulator.cluster.shape import JoinCosts
 from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.requests import FinishReason, Ref
 from mooncake.messages.workers import (
@@ -50,12 +51,15 @@ class DecodeInstance:
         capacity_tokens: int,
         chunk_limits: ChunkLimits,
         find_request: Callable[[str], SimulatedRequest],
+        join_costs: JoinCosts,
         *,
         checks_reservations: bool = False,
     ) -> None:
         self.node = node
         self._max_batch, self.capacity_tokens = max_batch, capacity_tokens
-        self._find_request = find_request
+        self._find_request, self._join_costs = find_request, join_costs
+        self._joining_s = 0.0
+        """Seconds that the next iteration takes longer, for those who join it."""
         self.batch = Batch()
         self._runner = BatchRunner(node.clock, self._step_cost, self.batch, self._run_ended)
         if node.machine is not None:
@@ -175,7 +179,7 @@ class DecodeInstance:
             self._run_mixed(mixed)
         elif self.batch.size:
             most = 1 if self.inlined else max(1, self.num_free_tokens // self.batch.size)
-            self._runner.start(most)
+            self._runner.start(most, self._taken_joining_s())
         self.node.computes(self._is_mixed or self.batch.size > 0)
 
     def _join(self, sequence: Sequence) -> None:
@@ -183,6 +187,12 @@ class DecodeInstance:
         sequence.first_leaves(self.node.clock.now_s)
         self._sequences.join(sequence)
         self.batch.add(sequence.member, self.node.clock.now_s)
+        if sequence.prompt is None:
+            self._joining_s += self._join_costs.seconds(sequence.member.num_tokens)
+
+    def _taken_joining_s(self) -> float:
+        joining_s, self._joining_s = self._joining_s, 0.0
+        return joining_s
 
     def _step_cost(self) -> StepCost:
         factor, costs = self.node.factor, self.node.costs
@@ -237,6 +247,7 @@ class DecodeInstance:
         self._is_mixed = True
         node, costs = self.node, self.node.costs
         seconds = node.factor * (costs.iteration_s(shares, size) + costs.kv_token_s * num_kv_tokens)
+        seconds += self._taken_joining_s()
         node.clock.after(seconds, ended, seconds, *of)
 
     def _shares_ended(self, seconds: float, size: int, num_drawn: int) -> None:
