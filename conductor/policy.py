@@ -40,6 +40,7 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     KeepContext,
+    Resume,
     Submit,
     Unknown,
 )
@@ -111,6 +112,8 @@ class Conductor:
         )
         self.elasticity = Elasticity(self._requests, self.migrations, self.roles, rules)
         self._last_tick_s: float | None = None
+        self._has_predecessor = False
+        """Whether a peer has had an earlier Conductor."""
 
     # -- what telemetry reads -----------------------------------------------------------------------
 
@@ -150,11 +153,13 @@ class Conductor:
     def _react(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
         match message:
             case FrontHello():
-                return [self._fronts.hello(sender, message, now_s)]
+                return [self._on_hello(sender, message, now_s)]
             case InFlight(request_ids):
                 return self._on_in_flight(sender, request_ids, now_s)
             case Submit():
                 return self._on_submit(sender, message, now_s)
+            case Resume():
+                return self._on_resume(sender, message, now_s)
             case Continue():
                 return self._on_continue(sender, message, now_s)
             case Cancel():
@@ -213,7 +218,26 @@ class Conductor:
 
     # -- fronts -------------------------------------------------------------------------------------
 
+    def _on_hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:
+        if hello.epoch not in (0, self._requests.epoch):
+            self._succeed(now_s)
+        return self._fronts.hello(sender, hello, now_s)
+
+    def _succeed(self, now_s: float) -> None:
+        """Expect the peers of an earlier Conductor, of which one has come. Idempotent."""
+        if not self._has_predecessor:
+            self._has_predecessor = True
+            self.instances.expect_all(now_s + self.limits.return_grace_s)
+
+    def _on_resume(self, sender: bytes, resume: Resume, now_s: float) -> list[Effect]:
+        if sender not in self._fronts or resume.request.request_id in self.requests:
+            return []  # a front that was given up has been told so; a request may have come twice
+        tracked = self._requests.resumed(sender, resume.request, resume.waited_s, now_s)
+        return self._placer.resume(tracked, now_s)
+
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
+        if sender not in self._fronts:
+            return []  # it has had another Conductor, and will resume the request under this one
         tracked = self._requests.new(sender, submit.request, now_s)
         refusal = self._reason_to_reject(tracked)
         preempted: list[Effect] = []
@@ -235,12 +259,10 @@ class Conductor:
         return effects
 
     def _reason_to_reject(self, tracked: TrackedRequest) -> tuple[Reason, str] | None:
-        if tracked.front not in self._fronts:
-            return Reason.UNREADY, "this front has not said hello"
         if tracked.request_id in self.requests:
             return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running"
         for stage in STAGES:
-            if self.instances.largest(stage) is None:
+            if self.instances.lacks(stage):
                 return Reason.UNREADY, self.instances.why_none(stage)
         if (too_large := why_too_large(tracked.request, self.instances)) is not None:
             return Reason.TOO_LARGE, too_large

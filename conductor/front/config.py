@@ -36,6 +36,11 @@ class FrontConfig(BaseModel):
         default=1 << 17, ge=0, description="in context caches of a key; None: this front makes none"
     )
     cors_origins: tuple[str, ...] = ()
+    absence_timeout_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="how long a request goes on without tokens while there is no Conductor",
+    )
     request_timeout_s: float = Field(
         default=60.0, gt=0, description="a client that needs longer to send a request is hung up on"
     )

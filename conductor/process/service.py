@@ -151,7 +151,7 @@ async def serve(process: ConductorProcess) -> None:
         path = config.conductor.profile
         profile = None if path is None else load_profile_of(path, model.name, model.shape, model.dtype)
         conductor = Conductor(
-            time.time_ns(),
+            process.epoch,
             model.served.fingerprint,
             limits,
             rules,

@@ -39,6 +39,11 @@ class Placer:
         self._requests.enqueue(tracked)
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
+    def resume(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Accept a request that an earlier Conductor had accepted, and place it."""
+        self._requests.accept(tracked)
+        return self.place(tracked, now_s)
+
     def preempt_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a running request in favour of a new one, as no more may run. No effects if none yields."""
         other = self._preemption.first(tracked, now_s)
@@ -169,7 +174,7 @@ class Placer:
         """Let a request wait for which no pair has room; end it if none can be expected to."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
-        missing = next((stage for stage in STAGES if self._instances.largest(stage) is None), None)
+        missing = next((stage for stage in STAGES if self._instances.lacks(stage)), None)
         if missing is not None and not tracked.may_have_begun:
             message = f"{self._instances.why_none(missing)}{tracked.why_it_waits}"
             return self._reject(tracked, Reason.UNREADY, message, now_s)

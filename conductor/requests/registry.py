@@ -103,6 +103,13 @@ class Requests:
         ref = Ref(self.epoch, request.request_id, 0)
         return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
 
+    def resumed(self, front: bytes, request: Request, waited_s: float, now_s: float) -> TrackedRequest:
+        """A request that an earlier Conductor had accepted `waited_s` ago, as its front tells of it."""
+        tracked = self.new(front, request, now_s)
+        tracked.submitted_s = now_s - waited_s
+        tracked.is_promised, tracked.may_have_begun = True, request.num_output_tokens > 0
+        return tracked
+
     def accept(self, tracked: TrackedRequest) -> None:
         """Own the request from now on."""
         self.by_id[tracked.request_id] = tracked

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
 from conductor.telemetry.changes import InstanceChanges
-from mooncake.messages.fronts import Cancel, Ended, Failed, Rejected, Submit
+from mooncake.messages.fronts import Cancel, Ended, Failed, Rejected, Resume, Submit
 from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import (
@@ -136,6 +136,13 @@ class History:
             case Submit(request):
                 self._reject_duplicates(effects, now_s)
                 return
+            case Resume(request) if request.request_id not in self.live:
+                self.live[request.request_id] = Timeline(
+                    request.request_id,
+                    sender,
+                    request.num_prompt_tokens,
+                    [Moment(now_s, QUEUED, note="an earlier conductor had it")],
+                )
             case Refused(ref=ref, reason=reason) | WorkFailed(ref=ref, reason=reason):
                 self._again(ref, f"{_instance(sender)}: {reason}", now_s)
             case Reserved(ref=ref):

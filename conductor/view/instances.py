@@ -98,6 +98,7 @@ class Instances:
         self._by_name: dict[str, Instance] = {}
         self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
         self._emptying: dict[str, Instance] = {}
+        self._all_expected_until_s: float | None = None
         self.num_changes = 0
         """The number of times that an instance has come or gone."""
         self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
@@ -150,6 +151,14 @@ class Instances:
         self._largest.clear()
         return True
 
+    def expect_all(self, until_s: float) -> None:
+        """Expect instances of all stages: an earlier Conductor had some, which notice this one soon."""
+        self._all_expected_until_s = until_s
+
+    def lacks(self, stage: Role) -> bool:
+        """Whether no instance for a stage is registered, or expected."""
+        return self.largest(stage) is None and self._all_expected_until_s is None
+
     @property
     def emptying(self) -> list[Instance]:
         """The instances that drain, or switch their role."""
@@ -161,6 +170,8 @@ class Instances:
 
     def forget_lost(self, now_s: float) -> None:
         """Stop expecting lost instances that should have been back by now."""
+        if self._all_expected_until_s is not None and self._all_expected_until_s < now_s:
+            self._all_expected_until_s = None
         kept = {name: lost for name, lost in self._lost.items() if lost[1] >= now_s}
         if len(kept) < len(self._lost):
             self._lost = kept
@@ -218,7 +229,7 @@ class Instances:
     def lacks_stage(self, role: Role, other: Role) -> bool:
         """Whether no instance, expected ones included, does a stage that `role` could do, and `other` not."""
         return any(
-            self._rules.can(role, stage) and not self._rules.can(other, stage) and self.largest(stage) is None
+            self._rules.can(role, stage) and not self._rules.can(other, stage) and self.lacks(stage)
             for stage in STAGES
         )
 

@@ -127,6 +127,12 @@ class ConductorConfig(Section):
         ByteSize(256 << 20), ge=1, description="size of that file at which recording ends"
     )
     peer_timeout_s: float = Field(5.0, ge=3.0, description="silence after which a peer counts as dead")
+    absence_timeout_s: float = Field(
+        60.0,
+        ge=0.0,
+        description="how long workers, and fronts in processes of their own, go on with what runs while there"
+        " is no conductor",
+    )
     placement_timeout_s: PositiveSeconds = Field(
         60.0, description="how long a request waits for a lost instance to come back"
     )

@@ -23,6 +23,17 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     request: Request
 
 
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    """Take over a request that an earlier Conductor had, behind the output that the front has.
+
+    Sent once to each new Conductor, for every request that has not ended for the front. Answered as `Submit`.
+    A request that the new Conductor has already is not changed. `waited_s` is the time since its submission.
+    """
+
+    request: Request
+    waited_s: Seconds
+
+
 class Cancel(msgspec.Struct, tag=True, frozen=True):
     """End a request whose client has gone, or has all that it wants. Nothing more is sent for it."""
 
@@ -63,6 +74,8 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
 
     protocol_version: int
     fingerprint: str
+    epoch: int = 0
+    """Epoch of the Conductor whose state the front has; 0 before the first one."""
 
 
 class InFlight(msgspec.Struct, tag=True, frozen=True):
@@ -160,7 +173,9 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     outputs: list[TokenOutput]
 
 
-FromFront = FrontHello | InFlight | Submit | Continue | Cancel | KeepContext | DropContext | OperatorOrder
+FromFront = (
+    FrontHello | InFlight | Submit | Resume | Continue | Cancel | KeepContext | DropContext | OperatorOrder
+)
 ToFront = (
     ClusterState
     | RegisterRefused

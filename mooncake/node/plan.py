@@ -179,8 +179,10 @@ def _check_directories(config: Config) -> None:
 
 
 def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
-    process = ConductorProcess(cluster_key=key, config=config)
-    return ChildSpec("conductor", "conductor.process.service", lambda _: process.model_dump_json())
+    def process(life: Life) -> str:
+        return ConductorProcess(cluster_key=key, config=config, epoch=life.incarnation).model_dump_json()
+
+    return ChildSpec("conductor", "conductor.process.service", process)
 
 
 def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:

@@ -30,9 +30,10 @@ class _Process(Section):
 
 
 class ConductorProcess(_Process):
-    """The arguments of the conductor process."""
+    """The arguments of the conductor process. `epoch` grows with every start."""
 
     config: Config
+    epoch: int
 
 
 class FrontProcess(_Process):

@@ -2,6 +2,7 @@
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
+from conductor.rules import Limits
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     ClusterState,
@@ -9,29 +10,31 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     Rejected,
+    Resume,
     Submit,
     Unknown,
 )
+from mooncake.messages.requests import Ref
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     RegisterRefused,
+    Reserve,
+    Role,
 )
 from tests.conductor.small_cluster import (
     D0,
+    EPOCH,
     FRONT,
     HEARTBEAT,
+    LAYOUT,
     P0,
     new_conductor,
     ref,
+    registration,
+    rejections_when_time_passes,
     request,
 )
-
-
-def test_fronts_that_were_not_accepted_submit_nothing() -> None:
-    [effect] = new_conductor().handle(b"front#2", Submit(request()), 1.0)
-    assert isinstance(effect.message, Rejected)
-    assert effect.message.status == 503
 
 
 def test_a_front_is_told_which_of_its_requests_the_conductor_does_not_have() -> None:
@@ -84,6 +87,55 @@ def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> N
     # It may not have heard that.
     assert not known(conductor, 8.0)
     assert known(conductor, 9.0)
+
+
+def successor() -> Conductor:
+    """A Conductor without instances, one of whose fronts had another before."""
+    conductor = Conductor(EPOCH + 1, "model", Limits())
+    [effect] = conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model", EPOCH), 0.0)
+    assert isinstance(effect.message, ClusterState)
+    return conductor
+
+
+def test_requests_wait_for_the_instances_of_an_earlier_conductor() -> None:
+    conductor = successor()
+    begun = request("begun").continued([7, 8], LAYOUT.block_size)
+    assert conductor.handle(FRONT, Resume(begun, 3.0), 0.1) == []
+    assert conductor.handle(FRONT, Resume(request("waits"), 1.0), 0.1) == []
+    assert conductor.handle(FRONT, Submit(request("new")), 0.2) == []
+    assert conductor.handle(FRONT, Resume(request("new"), 0.1), 0.3) == [], "it was in the socket's queue"
+    conductor.handle(P0, registration("p0", Role.PREFILL), 0.4)
+    assert conductor.num_running == 3
+    effects = conductor.handle(D0, registration("d0", Role.DECODE), 0.5)
+    orders = [effect.message for effect in effects if isinstance(effect.message, Reserve)]
+    assert [order.ref for order in orders] == [Ref(EPOCH + 1, name, 1) for name in ("begun", "waits", "new")]
+    assert [order.may_refuse for order in orders] == [False, True, True]
+    assert orders[0].request.output == [7, 8]
+    assert [conductor.requests[name].submitted_s for name in ("begun", "new")] == [-2.9, 0.2]
+
+
+def test_without_instances_requests_that_have_not_begun_are_refused_in_the_end() -> None:
+    limits, conductor = Limits(), successor()
+    conductor.handle(FRONT, Resume(request("begun").continued([7], LAYOUT.block_size), 0.0), 0.1)
+    conductor.handle(FRONT, Submit(request("new")), 0.1)
+    later = list(
+        rejections_when_time_passes(conductor, 5.0, limits.return_grace_s, limits.return_grace_s + 1)
+    )
+    assert [(at_s, rejected.request_id, rejected.status) for at_s, rejected in later] == [
+        (limits.return_grace_s + 1, "new", 503)
+    ]
+    assert later[0][1].retry_after_s is not None
+    assert set(conductor.requests) == {"begun"}
+    now_s = limits.return_grace_s + 2
+    [rejected] = conductor.handle(FRONT, Submit(request("late")), now_s)
+    assert isinstance(rejected.message, Rejected)
+
+
+def test_what_a_front_sends_before_it_has_said_hello_is_resumed_later() -> None:
+    conductor = Conductor(EPOCH + 1, "model", Limits())
+    assert conductor.handle(FRONT, Submit(request("r")), 0.0) == []
+    assert conductor.handle(FRONT, Resume(request("r"), 0.0), 0.0) == []
+    assert conductor.num_running == 0
 
 
 def known(conductor: Conductor, now_s: float) -> bool:

@@ -63,7 +63,9 @@ def test_full_and_empty_clusters_say_when_to_come_back() -> None:
     conductor = new_conductor(Limits(max_running_requests=1))
     conductor.handle(FRONT, Submit(request("a")), 1.0)
     [full] = conductor.handle(FRONT, Submit(request("b")), 1.0)
-    [empty] = Conductor(EPOCH, "model", Limits()).handle(FRONT, Submit(request()), 1.0)
+    without_instances = Conductor(EPOCH, "model", Limits())
+    without_instances.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 1.0)
+    [empty] = without_instances.handle(FRONT, Submit(request()), 1.0)
     for effect, status in ((full, 429), (empty, 503)):
         assert isinstance(effect.message, Rejected)
         assert (effect.message.status, effect.message.retry_after_s) == (status, 1.0)

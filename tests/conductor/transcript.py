@@ -24,6 +24,8 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     precopied R output=N    prepared R tokens=N    unprepared R    handedover R output=N
                                source and destination say; with `unprepared` there is no room
     lacks R output=N [attempt=N]               its front has later tokens, not the next ones
+    restart                    another Conductor takes the place of this one; nobody has registered yet
+    resume R output=N [waited=S]    its front tells of it
     returning INSTANCE [failed_in=R,R]         its next life; in whose pass the one before failed (?: unknown)
     loads                      what each decode instance is believed to have
     migrations                 how many ended so far, by reason and outcome
@@ -54,6 +56,7 @@ from mooncake.messages.fronts import (
     Interrupted,
     KeepContext,
     Rejected,
+    Resume,
     Submit,
 )
 from mooncake.messages.kv_events import KVStored
@@ -177,7 +180,9 @@ class Transcript:
             has_inlining=inlining == "yes",
         )
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
-        self.conductor = Conductor(7, "model", limits, rules, profiled)
+        self._new_conductor = lambda epoch: Conductor(epoch, "model", limits, rules, profiled)
+        self._epoch = 7
+        self.conductor = self._new_conductor(self._epoch)
         self._block_size, self._pages, self.now_s = int(block), int(pages), 0.0
         self._max_batch = int(max_batch)
         self._instances: dict[str, Register] = {}
@@ -208,6 +213,16 @@ class Transcript:
         )
         return self._tell(name, register)
 
+    def _do_restart(self) -> list[str]:
+        hello = FrontHello(PROTOCOL_VERSION, "model", self._epoch)
+        self._epoch += 1
+        self.conductor = self._new_conductor(self._epoch)
+        return self._shown(self.conductor.handle(FRONT, hello, self.now_s))
+
+    def _do_resume(self, request_id: str, output: str, waited: str = "0") -> list[str]:
+        request = self._submitted[request_id].continued([42] * int(output), self._block_size)
+        return self._shown(self.conductor.handle(FRONT, Resume(request, float(waited)), self.now_s))
+
     def _do_again(self, name: str) -> list[str]:
         return self._tell(name, self._instances[name])
 
@@ -215,7 +230,7 @@ class Transcript:
         return self._shown(self.conductor.peer_gone(self._identity(name), self.now_s))
 
     def _do_returning(self, name: str, failed_in: str = "") -> list[str]:
-        refs = [Ref(7, request_id, 1) for request_id in failed_in.split(",") if request_id]
+        refs = [Ref(self._epoch, request_id, 1) for request_id in failed_in.split(",") if request_id]
         self._incarnation += 1
         message = Returning(name, self._incarnation, None if failed_in == "?" else refs)
         sender = peer_identity(f"{name}/returning", self._incarnation)

@@ -67,8 +67,6 @@ from workers.process.retirement import Retirement, end, is_sending
 from workers.process.session_tasks import session_tasks
 
 HEARTBEATS_PER_TIMEOUT = 5
-TIMEOUTS_OF_THE_CONDUCTOR = 2
-"""Peer timeouts after which a silent Conductor is lost: later than the Conductor gives up a worker."""
 HEARTBEATS_MISSED = 2.5
 """Silent heartbeats after which a retiring worker waits no longer for the Conductor."""
 POLL_S = 0.05
@@ -282,7 +280,9 @@ class LeaderSession:
 
     async def _beat(self, pool: WorkerClient) -> None:
         """Register, then send heartbeats; both also test whether the Conductor answers."""
-        deadline_s = TIMEOUTS_OF_THE_CONDUCTOR * self._process.config.conductor.peer_timeout_s
+        # Later than the Conductor gives this worker up, should only the connection be broken.
+        conductor = self._process.config.conductor
+        deadline_s = max(conductor.absence_timeout_s, 2 * conductor.peer_timeout_s)
         while True:
             await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
             await asyncio.sleep(self._heartbeat_s)

@@ -3,10 +3,10 @@
 Owns: the heartbeat with the Conductor, the requests in flight. Does not know: HTTP, text, which of the tokens
 that arrive are new (`reception`).
 
-The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is a restarted Conductor, which
-knows nothing of the requests in flight: they fail, and their clients may try again. Of context caches it is
-told anew. The same requests fail when the Conductor had given this front up. Each heartbeat names them, so
-that both sides see what a break of the connection has swallowed.
+The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is another Conductor, which
+knows nothing of requests in flight and of context caches: it is told of them (`Resume`, `KeepContext`).
+Requests fail when the Conductor had given this front up. Each heartbeat names them, so that both sides see
+what a break of the connection has swallowed.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ from mooncake.messages.fronts import (
     Interrupted,
     KeepContext,
     Rejected,
+    Resume,
     Submit,
     TokenOutput,
     Tokens,
@@ -54,8 +55,6 @@ MAX_BEATS_FOR_LAST_TOKENS = 3
 Not seconds, for the same reason."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """Outputs of workers handled in one turn of the event loop."""
-STREAM_TIMEOUT_S = 30.0
-"""Seconds without a token after which a request fails while the Conductor is gone, which could retry it."""
 
 log = logging.getLogger(__name__)
 
@@ -84,16 +83,19 @@ class Link:
         key: ClusterKey,
         fingerprint: str,
         block_size: int,
+        absence_timeout_s: float,
         on_dropped: Callable[[], None] = lambda: None,
         kept: Callable[[], Sequence[KeepContext]] = tuple,
     ) -> None:
-        """Raises ConfigError for an unusable endpoint. `on_dropped` is called for each stale output, `kept`
-        for the context caches that a restarted Conductor is to be told of.
+        """Raises ConfigError for an unusable endpoint. While the Conductor is gone, which could retry it, a
+        request fails after `absence_timeout_s` without a token. `on_dropped` is called for each stale output,
+        `kept` for the context caches that another Conductor is to be told of.
         """
         self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
-        self._hello = FrontHello(protocol_version=PROTOCOL_VERSION, fingerprint=fingerprint)
+        self._fingerprint = fingerprint
         self._block_size = block_size
+        self._absence_timeout_s = absence_timeout_s
         self._on_dropped, self._kept = on_dropped, kept
         self._in_flight: dict[str, Reception] = {}
         self._orders: dict[int, asyncio.Future[OperatorAnswer]] = {}
@@ -198,15 +200,26 @@ class Link:
         while True:
             self._num_unanswered += 1
             with contextlib.suppress(PeerGoneError):
-                await self._conductor.send(self._hello)
+                await self._conductor.send(self._hello())
                 await self._conductor.send(InFlight(list(self._in_flight)))
             await asyncio.sleep(HEARTBEAT_S)
             await self._ask_for_lost_tokens()
             self._fail_what_lost_its_end()
             if self.cluster is None:
-                oldest_s = _now() - STREAM_TIMEOUT_S
-                for request_id in [key for key, value in self._in_flight.items() if value.last_s < oldest_s]:
-                    self._end(request_id, GenerationFailedError("the conductor is gone and no tokens arrive"))
+                self._fail_what_has_waited_too_long()
+
+    def _hello(self) -> FrontHello:
+        return FrontHello(
+            PROTOCOL_VERSION, self._fingerprint, 0 if self._cluster is None else self._cluster.epoch
+        )
+
+    def _fail_what_has_waited_too_long(self) -> None:
+        oldest_s = _now() - self._absence_timeout_s
+        for request_id, reception in list(self._in_flight.items()):
+            if reception.last_s < oldest_s:
+                message = "the conductor is gone and no tokens arrive"
+                error = GenerationFailedError(message) if reception.token_ids else UnavailableError(message)
+                self._end(request_id, error)
 
     async def _ask_for_lost_tokens(self) -> None:
         for reception in list(self._in_flight.values()):
@@ -269,14 +282,13 @@ class Link:
             await self._conductor.send(message)
 
     async def _adopt(self, cluster: ClusterState) -> None:
-        restarted = self._cluster is not None and self._cluster.epoch != cluster.epoch
+        is_another = self._cluster is not None and self._cluster.epoch != cluster.epoch
         self._cluster, self._num_unanswered = cluster, 0
         self.first_answer.set()
-        if restarted:
-            log.warning("the conductor has restarted; %d requests fail", len(self._in_flight))
-            # They are cancelled too: they may have reached the new one already.
-            await self._give_up(GenerationFailedError("the conductor has restarted; try again"))
+        if is_another:
+            log.warning("there is another conductor; %d requests go on under it", len(self._in_flight))
             with contextlib.suppress(PeerGoneError):  # gone again
+                await self._resume_all()
                 for context in self._kept():
                     await self._conductor.send(context)
         elif not cluster.known and self._in_flight:
@@ -285,6 +297,16 @@ class Link:
             await self._give_up(
                 GenerationFailedError("the conductor had lost its connection to this front; try again")
             )
+
+    async def _resume_all(self) -> None:
+        """Tell another Conductor of all requests in flight. Raises PeerGoneError."""
+        for request_id in list(self._in_flight):
+            reception = self._in_flight.get(request_id)
+            if reception is not None:
+                reception.num_sent, reception.num_silent_beats = None, 0
+                waited_s = _now() - reception.submitted_s
+                await self._conductor.send(Resume(self._continued(reception), waited_s))
+                await asyncio.sleep(0)  # streams go on meanwhile
 
     async def _receive_tokens(self) -> None:
         num_outputs = 0

@@ -53,7 +53,9 @@ class Reception:
 
     request: Request
     receive: Receive
-    last_s: float
+    submitted_s: float
+    last_s: float = field(init=False)
+    """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
     """The latest attempt of which tokens have come, behind the epoch of its Conductor."""
     token_ids: list[int] = field(default_factory=list)
@@ -67,6 +69,9 @@ class Reception:
     """Heartbeats without tokens since the Conductor said that no more come."""
     is_unknown: bool = False
     """The Conductor has said since the latest heartbeat that it does not have the request."""
+
+    def __post_init__(self) -> None:
+        self.last_s = self.submitted_s
 
     @property
     def what_is_missing(self) -> RequestError:

@@ -63,6 +63,7 @@ def front_config(
         tls_cert=config.http.tls_cert,
         tls_key=config.http.tls_key,
         cors_origins=tuple(config.http.cors_origins),
+        absence_timeout_s=config.conductor.absence_timeout_s,
         cluster_key=key,
     )
 

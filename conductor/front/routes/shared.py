@@ -64,6 +64,7 @@ class Front:
             config.cluster_key,
             model.fingerprint,
             model.block_size,
+            config.absence_timeout_s,
             self.metrics.output_dropped,
             lambda: [] if self._caches is None else self._caches.kept(now()),
         )

@@ -41,6 +41,7 @@ from mooncake.messages.fronts import (
     InFlight,
     KeepContext,
     Rejected,
+    Resume,
     Submit,
     TokenOutput,
     Tokens,
@@ -169,6 +170,7 @@ class FakeCluster:
         self.silent = False
         self.num_hellos = 0
         self.submitted: list[Request] = []
+        self.resumed: list[Request] = []
         self.cancelled: list[str] = []
         self.unknown: set[str] = set()
         """requests that it says it does not have"""
@@ -198,6 +200,8 @@ class FakeCluster:
                         task = asyncio.create_task(self._behave(request))
                         self._tasks.add(task)
                         task.add_done_callback(self._tasks.discard)
+                    case Resume(request):
+                        self.resumed.append(request)
                     case Continue(request, attempt):
                         self.continued.append(request)
                         self.attempts_to_replace.append(attempt)

@@ -170,7 +170,7 @@ def test_one_role_of_a_cluster_needs_a_key_and_says_how_to_make_it(
 
 def test_key_of_a_child_is_neither_shown_nor_quoted_in_errors() -> None:
     key = ClusterKey.generate()
-    process = ConductorProcess(cluster_key=key, config=Config())
+    process = ConductorProcess(cluster_key=key, config=Config(), epoch=1)
     assert key.to_text() not in repr(process)
     assert ConductorProcess.model_validate_json(process.model_dump_json()) == process
     damaged = process.model_dump_json().replace(key.to_text(), key.to_text()[:-9])

@@ -139,7 +139,9 @@ async def no_answer(cluster: FakeCluster, request: Request) -> None:
 
 
 @asynccontextmanager
-async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, list[int]]]:
+async def connected(
+    directory: Path, absence_timeout_s: float = DEADLINE_S
+) -> AsyncIterator[tuple[Link, FakeCluster, list[int]]]:
     """A link to a fake cluster that answers no request; the list has one entry for each dropped output."""
     cluster = FakeCluster(f"ipc://{directory}/control")
     cluster.behaviour = no_answer
@@ -151,6 +153,7 @@ async def connected(directory: Path) -> AsyncIterator[tuple[Link, FakeCluster, l
         CLUSTER_KEY,
         "f",
         BLOCK_SIZE,
+        absence_timeout_s,
         lambda: dropped.append(1),
     )
     tasks = [asyncio.create_task(cluster.run()), asyncio.create_task(link.run())]
@@ -309,16 +312,25 @@ async def test_last_tokens_that_wait_to_be_read_after_a_pause_are_not_lost(
         assert await inbox.get() == Received("r", [1], 16, FinishReason.STOP, [])
 
 
-async def test_new_epoch_fails_what_the_old_conductor_had(tmp_path: Path) -> None:
-    async with in_flight(tmp_path) as (link, cluster, _, inbox):
-        await cluster.to_front(ClusterState(1, 2, 1, 10))
-        await until(lambda: link.cluster is not None and link.cluster.num_prefill == 2)
-        assert len(inbox) == 0
-        await cluster.to_front(ClusterState(2, 1, 1, 10))
-        event = await inbox.get()
-        assert isinstance(event, Lost)
-        assert "restarted" in str(event.error)
-        assert link.num_in_flight == 0
+@pytest.mark.usefixtures("_quick_heartbeats")
+async def test_another_conductor_takes_over_what_is_in_flight(tmp_path: Path) -> None:
+    async with in_flight(tmp_path) as (link, cluster, request, inbox):
+        await cluster.send_tokens(request, [3, 4], 0)
+        assert await inbox.get() == Received("r", [3, 4], 16, None, [])
+        # What the one before said of it holds no more: that all tokens were sent, that it is not known.
+        await cluster.to_front(Ended("r", 9))
+        cluster.state = ClusterState(2, 1, 1, 10)
+        for _ in range(2 * link_module.MAX_BEATS_FOR_LAST_TOKENS):
+            await cluster.to_front(Unknown(["r"]))
+        await until(lambda: len(cluster.resumed) == 1)
+        num_hellos = cluster.num_hellos
+        await until(lambda: cluster.num_hellos >= num_hellos + 2 * link_module.MAX_BEATS_FOR_LAST_TOKENS)
+        [resumed] = cluster.resumed  # once, though each heartbeat is answered with the new epoch
+        assert (resumed.num_prompt_tokens, resumed.output) == (2, [3, 4])
+        assert resumed.reply_to == link.reply_to
+        await cluster.send_tokens(request, [3, 4, 5], 0, FinishReason.STOP, attempt=2)
+        assert await inbox.get() == Received("r", [5], 16, FinishReason.STOP, [])
+        assert (len(inbox), cluster.cancelled) == (0, [])
 
 
 async def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path) -> None:
@@ -332,19 +344,23 @@ async def test_requests_of_which_the_conductor_knows_nothing_fail(tmp_path: Path
 
 
 @pytest.mark.usefixtures("_quick_heartbeats")
-async def test_silent_conductor_is_noticed_and_forgotten_requests_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_received", [0, 1])
+async def test_without_a_conductor_requests_fail_that_get_no_tokens_for_too_long(
+    tmp_path: Path, num_received: int
 ) -> None:
-    monkeypatch.setattr(link_module, "STREAM_TIMEOUT_S", 0.5)
-    async with connected(tmp_path) as (link, cluster, _):
+    async with connected(tmp_path, absence_timeout_s=0.5) as (link, cluster, _):
         inbox = Inbox[Event]()
         assert link.cluster is None
         await until(lambda: link.cluster is not None)
-        await link.submit(request_to(link), inbox.put_nowait)
+        await link.submit(request := request_to(link), inbox.put_nowait)
+        for position in range(num_received):
+            await cluster.send_tokens(request, [1], position)
+            assert isinstance(await inbox.get(), Received)
         cluster.silent = True
         await until(lambda: link.cluster is None)
         event = await inbox.get()
         assert isinstance(event, Lost)
+        assert isinstance(event.error, UnavailableError) == (not num_received)
         cluster.silent = False
         await until(lambda: link.cluster is not None)
 
@@ -390,7 +406,7 @@ async def test_rejection_carries_when_to_come_back(tmp_path: Path) -> None:
 
 async def test_unusable_endpoint_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
-        Link(InProcessLink(Inbox(), Inbox()), "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE)
+        Link(InProcessLink(Inbox(), Inbox()), "nonsense", CLUSTER_KEY, "f", BLOCK_SIZE, DEADLINE_S)
 
 
 async def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have_come(tmp_path: Path) -> None:
