@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from conductor.effects import ToConductor
-from conductor.requests.migration import MigrationStep, step_behind_copies
+from conductor.requests.migration import MAX_ROUNDS, MigrationStep, step_behind_copies
 from mooncake.config.settings import Config, load_config
 from mooncake.messages.block_orders import DropCopies
 from mooncake.messages.blocks import block_keys, root_key
@@ -198,7 +198,7 @@ class Rig:
         """Move a stream as the Conductor does: copies while it is decoded, in rounds."""
         source, destination, ref = stream.at, self.other(stream.at), self._next_ref(stream)
         order, num_loaded, num_rounds, has_waited = PreCopy(stream.ref), 0, 0, False
-        while True:
+        while num_rounds < MAX_ROUNDS:
             output = (await self._ask(source, order, stream.ref, PreCopied)).output
             num_lacking = stream.request.num_prompt_tokens + len(output) - num_loaded
             step = step_behind_copies(num_lacking, num_rounds, self._block_size, has_waited=has_waited)

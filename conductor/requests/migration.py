@@ -38,13 +38,13 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
 }
 
 MAX_ROUNDS = 3
-"""Rounds of copies. A source that draws more than a block in each of them hands over nevertheless."""
+"""Rounds of copies, behind the last of which the source hands over, however much it has drawn meanwhile."""
 
 
 def step_behind_copies(
     num_lacking: int, num_rounds: int, block_size: int, *, has_waited: bool
 ) -> MigrationStep:
-    """Return what follows copies at the source.
+    """Return what follows copies at the source, before the last round has ended.
 
     A destination computes the tokens behind the last full block again, while the stream and those beside it
     wait. If these are more than half a block, the block is waited for once: up to half a block of tokens,
@@ -61,7 +61,7 @@ def step_behind_copies(
     """
     if not num_rounds:
         return MigrationStep.PREPARING
-    if num_rounds >= MAX_ROUNDS or num_lacking <= block_size // 2:
+    if num_lacking <= block_size // 2:
         return MigrationStep.HANDING_OVER
     if num_lacking > block_size:
         return MigrationStep.PREPARING

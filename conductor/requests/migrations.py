@@ -20,7 +20,7 @@ from conductor.requests.registry import Requests
 from conductor.rules import Rules
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from conductor.view.instances import Instance
-from conductor.view.migration_costs import MigrationCost, migration_cost, num_tokens_so_far
+from conductor.view.migration_costs import migration_cost, num_tokens_so_far
 from conductor.view.placement import num_tokens_held
 from mooncake.messages.migration import HandOver, PreCopied, PreCopy, Prepare, Prepared
 from mooncake.messages.operators import Migrate, Migrates
@@ -48,14 +48,6 @@ class Migrations:
     def may_move(self, tracked: TrackedRequest) -> bool:
         """Whether the request is decoded, and may leave its instance now."""
         return not self._why_it_stays(tracked)
-
-    def may_begin(self, tracked: TrackedRequest, destination: Instance) -> bool:
-        """Whether the request may move to this instance now."""
-        return self.may_move(tracked) and not self._why_not_there(tracked, destination)
-
-    def cost(self, tracked: TrackedRequest, destination: Instance, now_s: float) -> MigrationCost:
-        """Predict the cost of moving a request that is decoded."""
-        return migration_cost(self._view, tracked.request, tracked.placed, destination, now_s)
 
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
         """The instance with the least predicted TBT that has a batch slot and pages for a decoded request.
@@ -138,9 +130,9 @@ class Migrations:
             reason: Why, for the counts.
             now_s: The time.
         """
-        if not self.may_begin(tracked, destination):
+        if not self.may_move(tracked) or self._why_not_there(tracked, destination):
             return []
-        cost = self.cost(tracked, destination, now_s)
+        cost = migration_cost(self._view, tracked.request, tracked.placed, destination, now_s)
         return self._requests.begin_migration(tracked, destination, reason, cost, now_s)
 
     def on_migrate(self, sender: bytes, order: Migrate, now_s: float) -> list[Effect]:
@@ -252,7 +244,8 @@ class Migrations:
 
     def lose(self, lost: list[Instance]) -> list[Effect]:
         """End the migrations to instances that are lost."""
-        return self._give_up_all(lost, MigrationOutcome.DESTINATION_LOST)
+        outcome = MigrationOutcome.DESTINATION_LOST
+        return [effect for tracked in self._to(lost) for effect in self._give_up(tracked, outcome)]
 
     def call_off(self, instance: Instance) -> list[Effect]:
         """End the migrations to an instance that takes no requests any more, but for those that hand over."""
@@ -282,9 +275,6 @@ class Migrations:
                 tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
                 effects += self._requests.end_migration(tracked, MigrationOutcome.LATE)
         return effects, stopped
-
-    def _give_up_all(self, instances: list[Instance], outcome: MigrationOutcome) -> list[Effect]:
-        return [effect for tracked in self._to(instances) for effect in self._give_up(tracked, outcome)]
 
     def _to(self, instances: list[Instance]) -> list[TrackedRequest]:
         return [

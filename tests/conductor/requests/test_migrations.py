@@ -277,7 +277,6 @@ def test_a_hand_over_that_nobody_has_ordered_costs_the_source_the_request() -> N
         (33, 1, False, MigrationStep.PREPARING),
         (33, 2, True, MigrationStep.PREPARING),
         (17, 2, True, MigrationStep.HANDING_OVER),
-        (500, 3, False, MigrationStep.HANDING_OVER),  # it would have no end
     ],
 )
 def test_what_follows_copies(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conductor.view.migration_costs import MigrationCost
+from conductor.view.migration_costs import MigrationCost, migration_cost
 from tests.conductor.transcript import Transcript
 
 BLOCK_BYTES = 256
@@ -24,9 +24,9 @@ def cluster() -> Transcript:
 
 
 def cost(cluster: Transcript, destination: str = "d1") -> MigrationCost:
-    return cluster.conductor.migrations.cost(
-        cluster.conductor.requests["r"], cluster.instance(destination), cluster.now_s
-    )
+    tracked = cluster.conductor.requests["r"]
+    view, instance = cluster.conductor.view, cluster.instance(destination)
+    return migration_cost(view, tracked.request, tracked.placed, instance, cluster.now_s)
 
 
 def test_blocks_that_the_destination_holds_do_not_travel(cluster: Transcript) -> None:
