@@ -91,7 +91,7 @@ class Membership:
         """Remove instances: all at once, so that no request is placed on one that is removed next."""
         for instance in lost:
             if instance.state is InstanceState.SWITCHING:
-                self._roles.given_up()
+                self._roles.count_given_up()
             self._instances.remove(instance.name, now_s + self._limits.return_grace_s)
             self._view.remove(instance)
         effects = self._fronts.tell() if lost else []

@@ -49,7 +49,7 @@ class Leaving:
         emptying, effects = self._emptier.begin(instance, state, now_s), list[Effect]()
         if emptying is not None:
             if was_switching:
-                self._roles.given_up()
+                self._roles.count_given_up()
             effects = self._emptier.go_on(instance, now_s) + self._fronts.tell()
         if instance.emptying is not None and instance.state is state:
             instance.emptying.leaves = leaves

@@ -72,7 +72,7 @@ class Roles:
         """Let an instance that switches serve in its old role."""
         return self._undo(instance, SwitchEnd.GIVEN_UP, now_s)
 
-    def given_up(self) -> None:
+    def count_given_up(self) -> None:
         """Count a switch that has ended because the instance is drained or lost."""
         self.num_switches[SwitchEnd.GIVEN_UP] += 1
 

@@ -242,7 +242,7 @@ class Requests:
         migration, tracked.migration = tracked.migration, None
         if migration is None:
             return []
-        self._count(tracked, migration, outcome)
+        self._close(tracked, migration, outcome)
         if migration.step is MigrationStep.STRANDED:
             return []
         return self._leave_destination(tracked, migration)
@@ -258,7 +258,7 @@ class Requests:
         migration, tracked.migration = tracked.migration, None
         assert migration is not None
         assert migration.step is MigrationStep.HANDING_OVER
-        self._count(tracked, migration, MigrationOutcome.MOVED)
+        self._close(tracked, migration, MigrationOutcome.MOVED)
         self.stats.migrations.seconds += now_s - migration.began_s
         num_recomputed_tokens = max(0, len(request.token_ids) - migration.num_loaded_tokens)
         self.stats.migrations.num_recomputed_tokens += num_recomputed_tokens
@@ -268,23 +268,23 @@ class Requests:
         if placement.decode.emptying is not None:
             placement.decode.emptying.num_moved += 1
         destination = migration.destination
-        self._leave(destination.instance)
+        self._uncount(destination.instance)
         destination.instance.requests[tracked.request_id] = destination.num_tokens
         self._assignments.move(tracked.placed, destination, now_s)
         self.num_released += 1
         tracked.ref, tracked.request = migration.ref, request
         return [Effect(destination.instance.identity, TakeOver(migration.ref, request))]
 
-    def _count(self, tracked: TrackedRequest, migration: Migration, outcome: MigrationOutcome) -> None:
-        """Count a migration that has ended."""
+    def _close(self, tracked: TrackedRequest, migration: Migration, outcome: MigrationOutcome) -> None:
+        """Forget a migration that has ended, and count it."""
         del self.migrating[tracked.request_id]
-        self._leave(migration.destination.source)
+        self._uncount(migration.destination.source)
         self.stats.migrations.num_ended[migration.reason, migration.outcome or outcome] += 1
         block_size = migration.destination.instance.registration.layout.block_size
         num_copied_blocks = max(0, migration.num_loaded_tokens // block_size - migration.num_held_blocks)
         self.stats.migrations.num_copied_bytes += num_copied_blocks * self.view.block_bytes
 
-    def _leave(self, instance: Instance) -> None:
+    def _uncount(self, instance: Instance) -> None:
         """Count one migration less from or to an instance."""
         self._num_migrations[instance.identity] -= 1
         if not self._num_migrations[instance.identity]:
@@ -292,8 +292,8 @@ class Requests:
 
     def _leave_destination(self, tracked: TrackedRequest, migration: Migration) -> list[Effect]:
         instance = migration.destination.instance
-        self._leave(instance)
-        self._assignments.give_back(migration.destination)
+        self._uncount(instance)
+        self._assignments.unreserve(migration.destination)
         self.num_released += 1
         instance.requests.pop(tracked.request_id, None)
         is_alive = self.instances.by_identity(instance.identity) is not None

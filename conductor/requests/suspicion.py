@@ -1,9 +1,10 @@
 """Suspects: requests that may have ended instances, and the one that has.
 
-    an instance is lost           the requests that had begun there are *suspects*, until its next life
-    reports "my last life was killed"     no request is a suspect "it failed in this pass"      the requests
-    of the pass are suspects two instances have failed in passes that had only one request in common   that
-    request is *poison*
+    an instance is lost                       the requests that had begun there are *suspects*
+    its next life says that it was killed     none of them is
+    its next life names a pass as failed      the requests of that pass are, and no others
+    two instances have failed in passes
+    with only one request in common           that request is *poison*
 
 A suspect is computed in passes of its own, so that the next loss, if there is one, tells poison from the
 others. A suspect of two losses waits for reports of them before a third instance gets it. Where only one
@@ -65,9 +66,9 @@ class Suspicion:
         """Learn from a process of `instance` in which pass its last life failed.
 
         Args:
-            instance: Its name. Several of its processes may report. failed_in: The requests of the pass;
-            empty if the process was killed, or failed outside its passes;
-                None if it failed in a pass and does not know the requests.
+            instance: Its name. Several of its processes may report.
+            failed_in: The requests of the pass; empty if the process was killed, or failed outside its
+                passes; None if it failed in a pass and does not know the requests.
             running: All requests that have not ended.
             now_s: The time.
         """

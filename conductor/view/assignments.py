@@ -207,7 +207,7 @@ class Assignments:
             instance, slot, assignment.num_tokens, source, assignment.decode_slot, copied_bytes
         )
 
-    def give_back(self, destination: Destination) -> None:
+    def unreserve(self, destination: Destination) -> None:
         """Undo `reserve`: the request does not move."""
         self._end_copies(destination)
         if self._view.holds(destination.slot, destination.instance):

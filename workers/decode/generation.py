@@ -93,7 +93,7 @@ class Generation:
             self._prefix_turns.stored(ref)
             self._held_tokens.drop(sequence)
             try:
-                await self._give_back(sequence)
+                await self._release_all(sequence)
             finally:
                 del self._sequences[ref]
                 self._changed.set()
@@ -195,7 +195,7 @@ class Generation:
                 self._meter.num_unsealed += 1
                 log.info("the answer of %s is not kept: %s", sequence.ref.request_id, error)
 
-    async def _give_back(self, sequence: Sequence) -> None:
+    async def _release_all(self, sequence: Sequence) -> None:
         self._batch.leave(sequence)
         self._changed.set()
         try:

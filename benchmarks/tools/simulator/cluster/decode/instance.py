@@ -297,7 +297,7 @@ class DecodeInstance:
     def num_drawn(self, sequence: Sequence) -> int:
         return sequence.request.num_output_tokens - self.batch.num_left_of(sequence.member)
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         if sequence.request.first_token_s is None:  # it was held, or the request waited for its turn
             sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self._abort(sequence.ref)

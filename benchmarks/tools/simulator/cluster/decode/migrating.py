@@ -53,7 +53,7 @@ class Batched(Protocol):
     def has_room(self, num_tokens: int) -> bool:
         """Whether a batch slot and device pages are free for a request."""
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Forget a request that is decoded elsewhere from now on."""
 
     def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
@@ -141,7 +141,7 @@ class Migrating:
         self._num_stored.pop(ref, None)
         if sequence is not None:
             num_drawn = self._instance.num_drawn(sequence)
-            self._instance.let_go(sequence)
+            self._instance.release(sequence)
             self._node.send(HandedOver(ref, [ANY_TOKEN] * num_drawn))
 
     # -- destination --------------------------------------------------------------------------------
