@@ -13,7 +13,7 @@ from conductor.elasticity.batches import Batch
 from conductor.elasticity.defragmentation import defragment
 from conductor.elasticity.demand import Demand
 from conductor.elasticity.moves import Move, RecentMoves
-from conductor.elasticity.precedence import make_room
+from conductor.elasticity.priorities import keep_headroom
 from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
@@ -27,7 +27,7 @@ from conductor.view.instances import Instance
 from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.workers import Heartbeat
 
-RULES = (relieve, make_room, defragment)
+RULES = (relieve, keep_headroom, defragment)
 """The rules of moves, the most urgent first."""
 
 OVERLOADED = 429

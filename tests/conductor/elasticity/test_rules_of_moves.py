@@ -9,7 +9,7 @@ from conductor.elasticity.batches import Batch, Coming, Resident
 from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.defragmentation import defragment
 from conductor.elasticity.moves import Move, RecentMoves
-from conductor.elasticity.precedence import make_room
+from conductor.elasticity.priorities import keep_headroom
 from conductor.elasticity.relief import relieve
 from conductor.view.decision_stats import MigrationReason
 from mooncake.messages.costs import Costs
@@ -73,18 +73,18 @@ def test_two_late_batches_do_not_share_one_place() -> None:
 
 def test_lower_classes_make_room_before_the_first_class_is_late() -> None:
     crowded = batch("d0", resident("strict", 5000), resident("lax", 3000, slo_s=1.0, priority=5))
-    moves = make_room([crowded, batch("d1", resident("e", 3000, slo_s=1.0, priority=5))])
+    moves = keep_headroom([crowded, batch("d1", resident("e", 3000, slo_s=1.0, priority=5))])
     assert shown(moves) == [("lax", "d0", "d1")]
     assert moves[0].reason is MigrationReason.PRIORITY
 
 
 def test_a_lower_class_does_not_go_where_the_first_class_is() -> None:
     crowded = batch("d0", resident("strict", 5000), resident("lax", 3000, slo_s=1.0, priority=5))
-    assert make_room([crowded, batch("d1", resident("strict too", 100))]) == []
+    assert keep_headroom([crowded, batch("d1", resident("strict too", 100))]) == []
 
 
 def test_one_class_alone_makes_no_room() -> None:
-    assert make_room([batch("d0", resident("a", 5000), resident("b", 4000)), batch("d1")]) == []
+    assert keep_headroom([batch("d0", resident("a", 5000), resident("b", 4000)), batch("d1")]) == []
 
 
 def test_short_requests_move_for_a_long_one_that_waits() -> None:

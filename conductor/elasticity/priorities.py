@@ -15,7 +15,7 @@ HEADROOM_SHARE = 0.85
 """The share of a TBT SLO up to which requests of the first class share a batch with others."""
 
 
-def make_room(batches: list[Batch]) -> list[Move]:
+def keep_headroom(batches: list[Batch]) -> list[Move]:
     """The move of one request of a lower class from each batch that has little headroom for its first one."""
     moves = []
     for source in batches:
