@@ -95,13 +95,13 @@ class Placer:
         for tracked in queued:
             tracked.is_promised = True  # before the first one goes: it must not preempt the next
         for tracked in queued:
-            if self._requests.suspicion.must_wait(tracked.request_id):
+            placement = self._schedule(tracked, now_s)
+            if placement is None or placement.decode.name in tracked.refused_by:
                 continue
-            if self._scheduler.has_room(tracked.request, tracked.refused_by):
-                effects += self._requests.release(tracked, RequestState.WAITING, now_s)
-                placement = self._schedule(tracked, now_s)
-                assert placement is not None
-                effects += self._assign(tracked, placement, now_s)
+            effects += self._requests.release(tracked, RequestState.WAITING, now_s)
+            # The request's own load is gone now, which may only make another pair better.
+            placement = self._schedule(tracked, now_s) or placement
+            effects += self._assign(tracked, placement, now_s)
         return effects
 
     def _schedule(

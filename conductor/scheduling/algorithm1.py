@@ -187,17 +187,6 @@ class Scheduler:
             prefill, decode, num_local_blocks, num_coming_blocks, source, num_source_blocks, prediction
         )
 
-    def has_room(self, request: Request, refused_by: Collection[str] = ()) -> bool:
-        """Whether a pair has room for a request, and its decode instance has not refused the request."""
-        layout, loads = self._view.layout, self._view.loads
-        if layout is None:
-            return False
-        chosen = self._decoding_instance(self._decoding(request, refused_by, layout))
-        if chosen is None or self._view.instance_at(chosen[0]).name in refused_by:
-            return False
-        num_blocks = layout.num_blocks(len(request.token_ids))
-        return loads.inlines.item(chosen[0]) or loads.prefill_room_blocks.max() >= num_blocks
-
     def _waiting_s(self, candidates: Candidates, p: int) -> float:
         """The waiting that a prompt adds on a prefill instance: as many come behind as are there now."""
         behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
