@@ -12,6 +12,7 @@ from conductor.requests.migration import MigrationStep
 from conductor.rules import Limits, Rules, SLOs
 from mooncake.config.policies import Overload
 from mooncake.messages.bus import peer_identity
+from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
     Continue,
@@ -31,7 +32,9 @@ from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     STAGES,
     Decode,
+    DecodeLoad,
     Finished,
+    Heartbeat,
     Prefill,
     Prefilled,
     Refused,
@@ -46,6 +49,7 @@ from tests.conductor.small_cluster import (
     FRONT,
     GRANT,
     LAYOUT,
+    POOL,
     registration,
     request,
 )
@@ -63,7 +67,8 @@ def _request_of(effect: Effect) -> str:
 class RequestsEndOnce(RuleBasedStateMachine):
     """No order of messages, losses and returns loses a request, ends it twice, or leaves a load behind it."""
 
-    overload = Overload.PREDICTION
+    decided_by = Rules()
+    profiled: tuple[Costs, Costs] | None = None
     # SLOs that some requests would miss: whom the generic costs reject is told so.
     limits = Limits(
         max_running_requests=12,
@@ -75,7 +80,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conductor = Conductor(EPOCH, "model", self.limits, Rules(overload=self.overload))
+        self.conductor = Conductor(EPOCH, "model", self.limits, self.decided_by, self.profiled)
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
         for name, role in ROLES.items():
             self.conductor.handle(peer_identity(name, 1), registration(name, role), 0.0)
@@ -241,7 +246,13 @@ class RequestsEndOnce(RuleBasedStateMachine):
         assert loads.num_slots <= len(ROLES)
         for instance in self.conductor.instances:
             slot = self.conductor.prefixes.slots[instance.name]
-            assert loads.num_assigned[slot] == len(instance.requests)
+            here = [self.conductor.requests[request_id] for request_id in instance.requests]
+            num_inlined = sum(
+                tracked.prefill == tracked.decode == instance.name
+                and tracked.state is not RequestState.DECODING
+                for tracked in here
+            )
+            assert loads.num_assigned[slot] == len(here) + num_inlined, "a prompt counts, and what is decoded"
         states = [tracked.state for tracked in self.conductor.requests.values()]
         assert self.conductor.num_queued == states.count(RequestState.QUEUED)
         num_placed = sum(state in PLACED for state in states)
@@ -258,7 +269,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
 class RequestsEndOnceWithTheBaseline(RequestsEndOnce):
     """Section 7.1: decode's load is checked when prefill has ended."""
 
-    overload = Overload.BASELINE
+    decided_by = Rules(overload=Overload.BASELINE)
 
 
 class RequestsEndOnceWhileTheyMove(RequestsEndOnce):
@@ -315,9 +326,56 @@ class RequestsEndOnceWhileTheyMove(RequestsEndOnce):
             self.hear(FRONT, Drain(1, name, is_wanted=False))
 
 
+class RequestsEndOnceWhereTheLoadDecides(RequestsEndOnceWhileTheyMove):
+    """Decode instances inline prompts; rules move requests and change roles, by loads that make no sense."""
+
+    profiled = Costs(0.01, 0.01, 0.0), Costs(0.01, 0.001, 1e-6)
+    decided_by = Rules(moves_requests=True, has_rebalancing=True, has_inlining=True)
+    limits = Limits(
+        max_running_requests=30,
+        max_migrations=2,
+        ttft_slo_s=5.0,
+        tbt_slo_s=0.05,
+        max_waiting=2,
+    )
+
+    @rule(
+        name=st.sampled_from([*ROLES]),
+        numbers=st.tuples(*[st.integers(0, 6)] * 4),
+        num_free_pages=st.integers(0, 100),
+        tbt_s=st.sampled_from([None, 0.0, 0.01, 0.06, 0.3]),
+    )
+    def beat(self, name: str, numbers: tuple[int, ...], num_free_pages: int, tbt_s: float | None) -> None:
+        num_running, num_waiting, num_requests, num_awaiting_turn = numbers
+        load = DecodeLoad(num_requests, num_awaiting_turn, tbt_s)
+        if (instance := self.conductor.instances.get(name)) is not None:
+            beat = Heartbeat(num_running, num_waiting, num_free_pages, {name: POOL}, decode_load=load)
+            self.hear(instance.identity, beat)
+
+    @rule(num_requests=st.integers(1, 12), seconds=st.integers(1, 6))
+    def offer_load(self, num_requests: int, seconds: int) -> None:
+        for _ in range(seconds):
+            for number in range(num_requests):
+                self.decode()
+                if number % 2:
+                    self.finish(f"r{self.count}")
+            self.wait(1.0)
+
+    def finish(self, request_id: str) -> None:
+        """Let a request end that is decoded."""
+        pending = [effect for effect in self.orders if _request_of(effect) == request_id]
+        if pending and isinstance(pending[-1].message, Decode):
+            self.orders.remove(pending[-1])
+            self.do_well(pending[-1].peer, pending[-1].message, 1)
+
+
 TestRequestsEndOnce = RequestsEndOnce.TestCase
 TestRequestsEndOnce.settings = settings(max_examples=num_examples(60), stateful_step_count=40)
 TestRequestsEndOnceWithTheBaseline = RequestsEndOnceWithTheBaseline.TestCase
 TestRequestsEndOnceWithTheBaseline.settings = settings(max_examples=num_examples(20), stateful_step_count=40)
 TestRequestsEndOnceWhileTheyMove = RequestsEndOnceWhileTheyMove.TestCase
 TestRequestsEndOnceWhileTheyMove.settings = settings(max_examples=num_examples(60), stateful_step_count=60)
+TestRequestsEndOnceWhereTheLoadDecides = RequestsEndOnceWhereTheLoadDecides.TestCase
+TestRequestsEndOnceWhereTheLoadDecides.settings = settings(
+    max_examples=num_examples(60), stateful_step_count=40
+)
