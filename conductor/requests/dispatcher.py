@@ -159,7 +159,7 @@ class Dispatcher:
                 f"{tracked.prefill} says {prefilled.num_cached_tokens} of {num_tokens} tokens were cached"
             )
             return self._on_work_failed(tracked, reason, True, now_s)
-        if not tracked.may_have_begun:
+        if tracked.may_be_refused:
             decode, slos = tracked.placed.placement.decode, self._requests.slos_in_batch(tracked)
             rejection = self._admission.check_decode(decode, num_tokens, slos)
             if rejection is not None:

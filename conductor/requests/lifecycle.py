@@ -71,7 +71,7 @@ class TrackedRequest:
     refused_by: set[str] = field(default_factory=set)
     """The decode instances that have refused the request since it last failed."""
     is_promised: bool = False
-    """Whether the request has lost its instances, so that no prediction may reject it any more."""
+    """Whether an attempt has failed or an instance drains, so that no prediction may reject the request."""
     may_have_begun: bool = False
     """Whether tokens of its output may have left, so that no instance may refuse it any more."""
     last_failure: str = ""
@@ -106,9 +106,14 @@ class TrackedRequest:
         return None if self.assignment is None else self.assignment.placement.decode.name
 
     @property
+    def may_be_refused(self) -> bool:
+        """Whether an instance or a prediction may still refuse the request."""
+        return not (self.is_promised or self.may_have_begun)
+
+    @property
     def must_meet_slos(self) -> bool:
-        """Whether the request may be rejected or preempted: not after an instance has refused or lost it."""
-        return not (self.is_promised or self.may_have_begun or self.refused_by)
+        """Whether the request may be rejected by its SLOs, or preempted: no instance has refused it."""
+        return self.may_be_refused and not self.refused_by
 
     @property
     def why_it_waits(self) -> str:

@@ -60,7 +60,7 @@ class Placer:
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return self._wait_for_instances(tracked, now_s)
-        if tracked.refused_by and self._is_refused_by_all(tracked, placement, now_s):
+        if self._is_refused_by_all(tracked, placement, now_s):
             if self._may_queue(tracked, placement, now_s):
                 tracked.refused_by.clear()
                 return []
@@ -165,10 +165,12 @@ class Placer:
         return [order, *self._preempt_late(tracked, placement, now_s)]
 
     def _is_refused_by_all(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """Whether no decode instance is left for the request, or no time to try another one."""
+        """Whether a refused request has no decode instance left, or no time to try another one."""
+        if not (tracked.refused_by and tracked.may_be_refused):
+            return False
         if placement.decode.name in tracked.refused_by:
             return True
-        return not tracked.is_promised and tracked.is_late(now_s + placement.prediction.ttft_s)
+        return tracked.is_late(now_s + placement.prediction.ttft_s)
 
     def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Let a request wait for which no pair has room; end it if none can be expected to."""

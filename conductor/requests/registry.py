@@ -134,7 +134,7 @@ class Requests:
             tracked.ref,
             request,
             self.slos_in_batch(tracked).tbt_s,
-            may_refuse=self._has_double_check and not tracked.may_have_begun,
+            may_refuse=self._has_double_check and tracked.may_be_refused,
             shares_cores=decode.shares_cores(prefill),
             alone=self.suspicion.is_suspect(tracked.request_id),
             inline=placement.is_inlined,

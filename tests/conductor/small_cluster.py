@@ -2,9 +2,10 @@
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.rules import Limits, Rules
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
+from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     ClusterState,
     FrontHello,
@@ -87,8 +88,10 @@ HEARTBEAT = Heartbeat(0, 0, 0, {"p0": POOL})
 GRANT = Grant(1, address("d0"), [GrantedPage(0, 5, 1), GrantedPage(1, 6, 1)])
 
 
-def new_conductor(limits: Limits | None = None) -> Conductor:
-    conductor = Conductor(EPOCH, "model", limits or Limits())
+def new_conductor(
+    limits: Limits | None = None, rules: Rules | None = None, costs: tuple[Costs, Costs] | None = None
+) -> Conductor:
+    conductor = Conductor(EPOCH, "model", limits or Limits(), rules, costs)
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
     conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
     conductor.handle(D0, registration("d0", Role.DECODE), 0.0)

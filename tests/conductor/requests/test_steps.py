@@ -4,8 +4,10 @@ import msgspec
 import pytest
 
 from conductor.effects import Effect
-from conductor.rules import Limits
+from conductor.rules import Limits, Rules
+from mooncake.config.policies import Overload
 from mooncake.messages.bus import peer_identity
+from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
     Continue,
@@ -27,6 +29,7 @@ from mooncake.messages.workers import (
     Refused,
     Reserve,
     Reserved,
+    Retire,
     Role,
     WorkFailed,
 )
@@ -239,7 +242,51 @@ def test_refusals_are_no_failures_and_are_forgotten_after_one() -> None:
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Refused(ref(1), "slow", 2, 0.2), 1.0)
     effects = conductor.handle(D1, WorkFailed(ref(2), "first", True), 1.0)
-    assert effects[-1] == Effect(D0, Reserve(ref(3), order, TBT_SLO_S))
+    assert effects[-1] == Effect(D0, Reserve(ref(3), order, TBT_SLO_S, may_refuse=False))
+
+
+def test_no_instance_refuses_a_request_whose_attempt_has_failed() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
+    effects = conductor.handle(P0, WorkFailed(ref(), "no", retryable=True), 1.0)
+    assert effects[-1] == Effect(D0, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False))
+
+
+def test_the_check_after_prefill_rejects_no_request_whose_attempt_has_failed() -> None:
+    rules = Rules(overload=Overload.BASELINE)
+    costs = Costs(0.0, 0.01, 0.0), Costs(0.01, 0.05, 0.0)
+    conductor = new_conductor(Limits(tbt_slo_s=TBT_SLO_S), rules, costs)
+    for name in ("first", "r"):
+        conductor.handle(FRONT, Submit(request(name)), 1.0)
+        conductor.handle(D0, Reserved(ref(1, name), GRANT), 1.0)
+    conductor.handle(P0, Prefilled(ref(1, "first"), 42, 0), 1.0)
+    conductor.handle(P0, WorkFailed(ref(), "no", retryable=True), 1.0)
+    conductor.handle(D0, Reserved(ref(2), GRANT), 1.0)
+    [effect] = conductor.handle(P0, Prefilled(ref(2), 42, 0), 1.0)
+    assert effect == Effect(D0, Decode(ref(2), 42, 0))
+    # Another request, which has not failed, is rejected in the same batch.
+    conductor.handle(FRONT, Submit(request("new")), 1.0)
+    conductor.handle(D0, Reserved(ref(1, "new"), GRANT), 1.0)
+    effects = conductor.handle(P0, Prefilled(ref(1, "new"), 42, 0), 1.0)
+    assert isinstance(effects[-1].message, Rejected)
+
+
+def test_an_accepted_request_that_leaves_a_draining_instance_is_not_refused_by_another() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    effects = conductor.handle(D0, Retire(), 1.0)
+    assert Effect(D1, Reserve(ref(2), order, TBT_SLO_S, may_refuse=False)) in effects
+
+
+def test_a_request_that_stays_on_a_draining_instance_is_not_rejected_when_all_refuse_it() -> None:
+    conductor, order = two_decode_instances(), request()
+    conductor.handle(FRONT, Submit(order), 1.0)
+    conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    effects = conductor.handle(D1, Retire(), 1.0)
+    assert all(effect.peer == FRONT for effect in effects), "the other instance has refused the request"
+    effects = conductor.handle(D1, Refused(ref(2), "slow", 2, 0.2), 1.0)
+    assert Effect(D0, Reserve(ref(3), order, TBT_SLO_S, may_refuse=False)) in effects
 
 
 def test_a_repeated_step_is_taken_once() -> None:
@@ -271,7 +318,8 @@ def test_a_failed_attempt_is_placed_again_and_its_late_messages_are_dropped() ->
     conductor, order = new_conductor(), request()
     conductor.handle(FRONT, Submit(order), 1.0)
     effects = conductor.handle(D0, WorkFailed(ref(), "why", True), 1.0)
-    assert effects == [Effect(D0, Abort(ref())), Effect(P0, Abort(ref())), Effect(D0, Reserve(ref(2), order))]
+    again = Effect(D0, Reserve(ref(2), order, may_refuse=False))
+    assert effects == [Effect(D0, Abort(ref())), Effect(P0, Abort(ref())), again]
     assert conductor.handle(P0, Prefilled(ref(1), 1, 0), 1.0) == [Effect(P0, Abort(ref(1)))]
 
 
@@ -280,7 +328,8 @@ def test_more_tokens_than_the_prompt_has_were_not_cached() -> None:
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     effects = conductor.handle(P0, Prefilled(ref(), 42, 10), 2.0)
-    assert effects[-1] == Effect(D0, Reserve(ref(2), order)), "it is another attempt, and nothing is learned"
+    again = Effect(D0, Reserve(ref(2), order, may_refuse=False))
+    assert effects[-1] == again, "it is another attempt, and nothing is learned"
     assert conductor.view.prefill_costs.predict_s(0, 9, 40.5) == pytest.approx(1e-3, rel=0.5)
 
 
