@@ -55,6 +55,22 @@ class Reads:
         self._pool.end_lease(lease.lease_id)
         return len(there)
 
+    def verify(self, keys: Sequence[BlockKey], layers: range) -> None:
+        """Drop those of these blocks that are damaged in `layers`."""
+        positions = self._segment.layout.positions(layers)
+        for key in keys:
+            page = self._pool.find(key)
+            if page is not None:
+                self._is_intact(page, positions)
+
+    def _is_intact(self, page: int, layers: range) -> bool:
+        """Compare layers of a page with their checksums, and drop its block if they differ."""
+        is_intact = self._segment.is_intact(page, layers, self._pool.table.checksums(page, layers))
+        if not is_intact:
+            log.error("page %d is damaged, its block is dropped", page)
+            self._pool.drop(page)
+        return is_intact
+
     def _lease(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
@@ -81,11 +97,7 @@ class Reads:
         the checksum of a few heads would hide that."""
         segment, layers, blocks = self._segment, range(layer, layer + 1), []
         for index, page in enumerate(pages):
-            if page is None:
-                continue
-            if not segment.is_intact(page, layers, self._pool.table.checksums(page, layers)):
-                log.error("page %d is damaged, its block is dropped", page)
-                self._pool.drop(page)
+            if page is None or not self._is_intact(page, layers):
                 continue
             view = segment.heads_view(page, layer, heads)
             offset = segment.heads_offset(page, layer, heads)

@@ -7,6 +7,7 @@ are.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.windows import Range
@@ -17,6 +18,16 @@ from messenger.transport.transports import Transport
 from messenger.wire.messages import Fetch, Found, FoundBlock, brief
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from mooncake.errors import MooncakeError, TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer whose blocks the sender is reading."""
+
+    fetch: Fetch
+    end_lease: Callable[[], None] = lambda: None
+    num_bytes: int = 0
+
 
 MOST_FETCHES = 64
 """Most fetches of one lane that are being answered or read."""
@@ -43,8 +54,8 @@ class Answers:
         self._fetches: asyncio.Queue[Coroutine[None, None, None]] = asyncio.Queue()
         self._num_queued = 0
         """Fetches that wait to be answered."""
-        self._read: deque[tuple[Callable[[], None], int]] = deque()
-        """Ends of the leases of blocks that are being read, and their bytes; the oldest first."""
+        self._read: deque[_Answer] = deque()
+        """Answers whose blocks are being read, the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
         """Answer a fetch, now or after earlier ones: answers are told apart by their order alone."""
@@ -58,10 +69,10 @@ class Answers:
                 layers, heads = self._check_fetch(fetch)
                 leased = self._reads.lease_now(fetch.keys, layers, heads)
             except MooncakeError as error:
-                self._refuse_fetch(error)
+                self._refuse_fetch(fetch, error)
                 return
             if leased is not None:
-                self._send_found(*leased)
+                self._send_found(fetch, *leased)
                 return
         self._num_queued += 1
         self._fetches.put_nowait(self._answer(fetch))
@@ -92,28 +103,42 @@ class Answers:
         """End all leases. `run` has ended."""
         while not self._fetches.empty():
             self._fetches.get_nowait().close()
-        for end_lease, _ in self._read:
-            end_lease()
+        for answer in self._read:
+            answer.end_lease()
 
-    def fetched(self) -> None:
-        """End the lease of the oldest answer, which the sender has read. Raises TransferError if there is
-        none."""
+    def fetched(self, damaged: Sequence[int]) -> None:
+        """End the lease of the oldest answer, which the sender has read, and verify the blocks that it found
+        damaged.
+
+        Raises TransferError if there is no such answer, or no such block.
+        """
         if not self._read:
             raise TransferError("a fetch is done that was not answered")
-        end_lease, num_bytes = self._read.popleft()
-        end_lease()
-        self._traffic.sent_bytes[self._transport] += num_bytes
+        answer = self._read.popleft()
+        try:
+            self._verify(answer, damaged)
+        finally:
+            answer.end_lease()
+        self._traffic.sent_bytes[self._transport] += answer.num_bytes
+
+    def _verify(self, answer: _Answer, damaged: Sequence[int]) -> None:
+        if not damaged:
+            return
+        keys, layers = answer.fetch.keys, range(answer.fetch.layer_begin, answer.fetch.layer_end)
+        if not answer.num_bytes or any(not 0 <= index < len(keys) for index in damaged):
+            raise TransferError(f"blocks {list(damaged)} are said to be damaged, which were not sent")
+        self._reads.verify([keys[index] for index in set(damaged)], layers)
 
     async def _answer(self, fetch: Fetch) -> None:
         try:
             layers, heads = self._check_fetch(fetch)
             blocks, end_lease = await self._reads.lease(fetch.keys, layers, heads)
             if self._exposures is None:
-                self._send_found(blocks, end_lease)
+                self._send_found(fetch, blocks, end_lease)
             else:
-                await self._open_found(self._exposures, blocks, end_lease)
+                await self._open_found(self._exposures, fetch, blocks, end_lease)
         except MooncakeError as error:
-            self._refuse_fetch(error)
+            self._refuse_fetch(fetch, error)
 
     def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
         """Return the layers that are wanted, and the part of each. Raises TransferError."""
@@ -136,27 +161,22 @@ class Answers:
             )
         return layers, heads
 
-    def _refuse_fetch(self, error: MooncakeError) -> None:
-        self._read.append((lambda: None, 0))
+    def _refuse_fetch(self, fetch: Fetch, error: MooncakeError) -> None:
+        self._read.append(_Answer(fetch))
         self._replies.post(encode_frame(Found([], brief(str(error)))))
 
-    def _send_found(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
+    def _send_found(self, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
         """Send blocks, which stay where they are until the reader has said that it has them."""
-        num_bytes = self._begin_to_read(blocks, end_lease)
+        num_bytes = sum([len(block.view) for block in blocks])
+        self._read.append(_Answer(fetch, end_lease, num_bytes))
         found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
         if self._transport is Transport.TCP:
             self._replies.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
         else:
             self._replies.post(encode_frame(found))
 
-    def _begin_to_read(self, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> int:
-        """Record blocks that are being read, and return their bytes."""
-        num_bytes = sum([len(block.view) for block in blocks])
-        self._read.append((end_lease, num_bytes))
-        return num_bytes
-
     async def _open_found(
-        self, exposures: Exposures, blocks: Sequence[Readable], end_lease: Callable[[], None]
+        self, exposures: Exposures, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]
     ) -> None:
         """Open blocks to the reader, which fetches them by RDMA."""
         places = [Range(block.source_offset, len(block.view)) for block in blocks]
@@ -170,7 +190,7 @@ class Answers:
             close()
             end_lease()
 
-        self._read.append((end, sum(len(block.view) for block in blocks)))
+        self._read.append(_Answer(fetch, end, sum(len(block.view) for block in blocks)))
         found = [
             FoundBlock(block.index, block.checksums, block.source_offset, address, key)
             for block, address, key in zip(blocks, addresses, keys, strict=True)

@@ -177,8 +177,8 @@ class IncomingLane:
                 session.close(transfer_id, None if reason is None else f"{session.name} gave up: {reason}")
             case Fetch() as fetch:
                 self._answers.fetch(fetch)
-            case FetchDone():
-                self._answers.fetched()
+            case FetchDone(damaged):
+                self._answers.fetched(damaged)
             case Abandon(number):
                 if (lane := session.lanes.get(number)) is not None and lane is not self:
                     return self._abandon(lane)

@@ -102,6 +102,10 @@ class ReadSource(Protocol):
         """Record that a peer of this host has read these blocks in place. Returns how many of them are there
         still. Raises MooncakeError."""
 
+    def verify(self, keys: Sequence[bytes], layers: range) -> None:
+        """Compare layers of these blocks with their checksums: a reader has got other bytes. Damaged blocks
+        are dropped."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:

@@ -327,8 +327,7 @@ class Lane:
             if self._left is not None:
                 frame, self._left = self._left, None
                 assert isinstance(frame.message, Found)
-                await self._results.found(frame.message, frame.payload_bytes)
-                self._was_found()
+                self._end_fetch(await self._results.found(frame.message, frame.payload_bytes))
                 self._send_requests()
             if self._stream.num_ahead:
                 await self._stream.take_turns()
@@ -352,9 +351,10 @@ class Lane:
             case WriteAck() as ack:
                 self._results.acknowledged(ack)
             case Found() as found:
-                if not self._results.found_now(found, frame.payload_bytes):
+                damaged = self._results.found_now(found, frame.payload_bytes)
+                if damaged is None:
                     return False
-                self._was_found()
+                self._end_fetch(damaged)
             case Ended(transfer_id, reason):
                 self._owner.ended(transfer_id, reason)
             case Exposed() as exposed if self._remote is not None:
@@ -363,9 +363,9 @@ class Lane:
                 raise TransferError(f"{type(frame.message).__name__} came without RDMA")
         return True
 
-    def _was_found(self) -> None:
-        """Tell the holder that it need not keep the blocks of the oldest answer any more."""
-        self._send_queue.keep(_FETCH_DONE)
+    def _end_fetch(self, damaged: list[int]) -> None:
+        """Tell the holder that it need not keep the blocks of its oldest answer, and which were damaged."""
+        self._send_queue.keep(encode_frame(FetchDone(damaged)) if damaged else _FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:

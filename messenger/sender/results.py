@@ -58,21 +58,22 @@ class Results:
             is_corrupt = ack.refusal is RefusalKind.CORRUPT
             request.done(WriteOutcome.CORRUPT if is_corrupt else WriteOutcome.FAILED, refused)
 
-    def found_now(self, found: Found, payload_bytes: int) -> bool:
-        """Complete the oldest fetch. Returns False, and nothing has happened, if its payload must be
-        awaited."""
+    def found_now(self, found: Found, payload_bytes: int) -> list[int] | None:
+        """Complete the oldest fetch, and return the indices of its damaged blocks.
+
+        Returns None, and nothing has happened, if the payload must be awaited.
+        """
         views = self._views_of(found, payload_bytes)
         checksums = self._inlet.place_now(found.blocks, views, self._outstanding.fetches[0].layer_bytes)
         if checksums is None:
-            return False
-        self._found(found, views, checksums)
-        return True
+            return None
+        return self._found(found, views, checksums)
 
-    async def found(self, found: Found, payload_bytes: int) -> None:
-        """Complete the oldest fetch when all of its payload has come."""
+    async def found(self, found: Found, payload_bytes: int) -> list[int]:
+        """Complete the oldest fetch when all of its payload has come; return as `found_now` does."""
         views = self._views_of(found, payload_bytes)
         layer_bytes = self._outstanding.fetches[0].layer_bytes
-        self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
+        return self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
 
     def moved(self, request: Request, *, received: bool) -> None:
         """Count all bytes of a request."""
@@ -90,15 +91,17 @@ class Results:
         self._inlet.check(sum(map(len, views)), payload_bytes)
         return views
 
-    def _found(self, found: Found, views: Sequence[memoryview], checksums: Sequence[bytes]) -> None:
+    def _found(self, found: Found, views: Sequence[memoryview], checksums: Sequence[bytes]) -> list[int]:
         intact = {
             block.index: actual
             for block, actual in zip(found.blocks, checksums, strict=True)
             if block.checksums == actual
         }
         request = self._outstanding.take_fetch()
-        if len(intact) < len(found.blocks):
+        damaged = [block.index for block in found.blocks if block.index not in intact]
+        if damaged:
             self._teller.damaged()
         self._teller.moved(self._transport, sum(map(len, views)), received=True)
         failure = found.failure
         request.done(intact, failure and f"{self._teller.name} cannot send: {failure}")
+        return damaged

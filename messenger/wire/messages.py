@@ -15,7 +15,7 @@ they are one *session*, and a transfer may use all of them.
                                    <-     Ended           the receiver gave it up, and waits for Close
     Fetch(keys, layers, heads)     ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
-    FetchDone                      ->                     the oldest Found has been read: let go of it
+    FetchDone(damaged)             ->                     the oldest Found has been read: let go of it
     Abandon(lane)                  ->                     forget that lane: what was on it comes again here
     Write(..., is_placed)          ->                     over shared memory, the bytes are in their pages
     Fetch(..., is_read)            ->                     over shared memory, they have been read: no answer
@@ -222,7 +222,13 @@ class Found(msgspec.Struct, tag=True, frozen=True):
 
 
 class FetchDone(msgspec.Struct, tag=True, frozen=True):
-    """The blocks of the oldest `Found` have been read, or are not wanted any more."""
+    """The blocks of the oldest `Found` have been read, or are not wanted any more.
+
+    `damaged`: indices, into the keys of the `Fetch`, of blocks that did not match their checksums. The holder
+    must suspect its own copies.
+    """
+
+    damaged: list[int] = []
 
 
 class Expose(msgspec.Struct, tag=True, frozen=True):

@@ -34,7 +34,7 @@ from messenger.wire.messages import (
 )
 from mooncake.errors import MismatchError, TransferError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_META_BYTES = 1 << 20
 """Most bytes of a message: about what a write of `MAX_FRAME_ENTRIES` entries needs, several times."""
 MAX_GREETING_BYTES = 4096

@@ -227,8 +227,12 @@ async def test_damaged_page_is_never_sealed_elsewhere(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("splits", [Splits([WHOLE], RANKS_2), Splits(RANKS_2, [WHOLE])])
-async def test_damaged_page_is_fetched_by_nobody(
+@pytest.mark.parametrize(
+    "splits",
+    [Splits([WHOLE], [WHOLE]), Splits([WHOLE], RANKS_2), Splits(RANKS_2, [WHOLE])],
+    ids=["whole", "part-of-it", "all-of-it"],
+)
+async def test_damaged_page_is_fetched_by_nobody_and_dropped_by_its_holder(
     tmp_path: Path, transport: Transport, splits: Splits
 ) -> None:
     layouts = {"source": splits.source, "target": splits.target}
@@ -241,6 +245,22 @@ async def test_damaged_page_is_fetched_by_nobody(
             await target.fetch(KEYS, shards(sources))
             target.assert_holds(KEYS[:1])
             assert [target.pool.find(key) for key in KEYS[1:]] == [None, None]
+        await until(lambda: last.pool.find(KEYS[1]) is None)  # so that the next prompt recomputes it
+        assert last.pool.counters.num_dropped == 1
+        assert [source.pool.find(KEYS[2]) is None for source in sources] == [False] * len(sources)
+
+
+async def test_holder_keeps_a_block_that_was_damaged_on_its_way(tmp_path: Path) -> None:
+    layouts, keys = {"source": [WHOLE], "target": [WHOLE]}, KEYS[:1]
+    async with members(tmp_path, layouts, Transport.TCP, num_proxies=1) as ((source,), (target,)):
+        source.store(keys)
+        source.proxies[0].plans.append(Plan(flip_down_at=WHOLE.block_bytes // 2))
+        await target.fetch(keys, shards([source]))
+        assert target.traffic.num_checksum_failures == 1
+        assert target.pool.find(keys[0]) is None
+        await target.fetch(keys, shards([source]))
+        target.assert_holds(keys)
+        assert source.pool.counters.num_dropped == 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -125,6 +125,8 @@ class Pages:
         """leases that there have been"""
         self.num_read = 0
         """blocks that others say they have read themselves"""
+        self.num_verified = 0
+        """blocks that a reader says were damaged"""
         self.num_begun = 0
         self.num_exposed = 0
         """grants whose pages are open to somebody's device; after that nothing lands there any more"""
@@ -282,6 +284,9 @@ class Pages:
     def was_read(self, keys: Sequence[bytes]) -> int:
         self.num_read += len(keys)
         return len(keys)
+
+    def verify(self, keys: Sequence[bytes], layers: range) -> None:
+        self.num_verified += len(keys)
 
     def _lease(self, keys: Sequence[bytes], layers: range) -> tuple[list[Readable], Callable[[], None]]:
         if self.read_failure is not None:

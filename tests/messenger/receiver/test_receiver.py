@@ -41,6 +41,11 @@ RULES_BROKEN: dict[str, Callable[[Fabric], list[Said]]] = {
         (FetchDone(), b""),
         (FetchDone(), b""),
     ],
+    "damage without a block": lambda node: [(Fetch([key(99)], 0, 1), b""), (FetchDone([0]), b"")],
+    "damage of a block that nobody asked for": lambda node: [
+        (Fetch([key(1)], 0, 1), b""),
+        (FetchDone([1]), b""),
+    ],
     "a greeting": lambda node: [(Hello(2, b"n" * 32), b"")],
     "an answer": lambda node: [(WriteAck(), b"")],
     "payload where none belongs": lambda node: [(Close(1, None), b"123")],
