@@ -2,7 +2,7 @@
 
 A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, and the worker connects
 again with a new client. Before that it must have stopped writing to pages it had reserved through the
-old one: the new messenger has freed them.
+old one: the new messenger keeps them quarantined until the worker has attached again, and frees them then.
 
 Owns: what a worker can ask for, the mapped segment. Does not know: what the worker computes.
 """

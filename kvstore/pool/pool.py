@@ -1,8 +1,8 @@
 """DRAM tier of one instance's part of the KVCache pool: who uses which page, and who gets the next one.
 
-A block is found only while it is sealed. A *reservation* is one request's claim on pages: leases on the
-blocks that are there, fresh pages for those that are not. A *lease* only reads, and ends by itself at its
-deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be read or written
+A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a
+deadline: on those of the blocks that are there, and on fresh pages for the others. A *lease* only reads, and
+ends by itself at its deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be read or written
 until nobody can do so any more. A *pin* keeps a block that is not in use. (Mooncake, section 3:
 paged blocks, deduplicated by key, eviction by policy.)
 
@@ -141,7 +141,7 @@ class Pool:
     def reserve(
         self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: PageWriter | None = None
     ) -> PageReservation:
-        """Lease what is sealed and reserve a page for everything else; all or nothing.
+        """Claim the pages of sealed blocks, and reserve a page for each other block; all or nothing.
 
         `writer` will write the pages through a mapping of its own. Raises PoolFullError if not enough
         pages are free or can be evicted now, PoolError if the pool has not enough pages at all.

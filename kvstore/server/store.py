@@ -161,11 +161,10 @@ class Store:
         self.num_orphaned = len(self.pool.orphans())
 
     async def _await_end(self, writer: PageWriter) -> None:
-        """Free the pages that a former life of the messenger gave to a process, when the writers have ended.
+        """Free the pages that a former life of the messenger gave to `writer`, when it cannot write any more.
 
-        Writers are that process and its copy.
-
-        Those of a process that cannot be watched from here stay aside until it comes again by itself.
+        That is when its process has ended, and for a copier already when its copy has. Pages of a process
+        that cannot be watched from here stay aside until it comes again by itself.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         if writer.is_copier and self.copy_table is not None:

@@ -1,7 +1,8 @@
 """Session with another messenger, on the side that asks: its lanes, and the requests for them.
 
 A lane with capacity takes the next request. So requests spread over streams and addresses by how fast each of
-them is, and the requests of a lost lane go to the others. Transfers fail only when no lane is left.
+them is, and the requests of a lost lane go to the others. A transfer fails when no lane is left, when the
+receiver refuses a write, or when the receiver has given the grant up.
 
 Owns: the session with one messenger. Does not know: keys, leases; a request's `done` says from when on its
 memory may change.

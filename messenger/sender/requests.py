@@ -28,7 +28,7 @@ class Urgency(IntEnum):
     LATENCY = auto()
     """A request waits for the transfer."""
     BULK = auto()
-    """Nothing waits for the transfer: replication, demotion."""
+    """Nothing waits for the transfer: copies of hot prefixes, blocks that are copied ahead of a migration."""
 
 
 @dataclass(slots=True, eq=False)
