@@ -2,9 +2,9 @@
 
 A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a
 deadline: on those of the blocks that are there, and on fresh pages for the others. A *lease* only reads, and
-ends by itself at its deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be read or written
-until nobody can do so any more. A *pin* keeps a block that is not in use. (Mooncake, section 3:
-paged blocks, deduplicated by key, eviction by policy.)
+ends by itself at its deadline. A *hold* is one transfer's claim on one page, from the moment its bytes may be
+read or written until nobody can do so any more. A *pin* keeps a block that is not in use. (Mooncake, section
+3: paged blocks, deduplicated by key, eviction by policy.)
 
 Invariants, checked by `check_integrity`:
 - the users of a page (see allocator) are its reservations, its leases, its hard pin and its holds, no others;
