@@ -175,14 +175,8 @@ class InstanceUnderTest:
                 self.decode.reserve(message)
             case Decode():
                 self.decode.decode(message)
-            case PreCopy():
-                self.decode.pre_copy(message)
-            case Prepare():
-                self.decode.prepare(message)
-            case HandOver():
-                self.decode.hand_over(message)
-            case TakeOver():
-                self.decode.take_over(message)
+            case PreCopy() | Prepare() | HandOver() | TakeOver():
+                self.decode.migrate(message)
             case Abort(ref=ref):
                 self.prefill_jobs.cancel(ref)
                 self.decode_jobs.cancel(ref)

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
-from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
+from mooncake.messages.migration import HandOver, MigrationOrder, PreCopy, Prepare, TakeOver
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Decode, DecodeLoad, Joining, Refused, Reserve, WorkFailed
 from workers.decode.arrivals import Arrivals
@@ -154,22 +154,21 @@ class DecodeRunner:
         """Continue a reserved request whose prefill is done."""
         self._arrivals.decode(order)
 
-    def pre_copy(self, order: PreCopy) -> None:
-        """Store the full blocks of a request that is to move elsewhere."""
-        self._source.pre_copy(order)
+    def migrate(self, order: MigrationOrder) -> None:
+        """Carry out an order to the source or the destination of a migration.
 
-    def hand_over(self, order: HandOver) -> None:
-        """End a request here, which goes on elsewhere."""
-        self._source.hand_over(order)
-
-    def prepare(self, order: Prepare) -> None:
-        """Make room for a request that is to move here, or get its newest blocks."""
-        if not self._destination.follow_up(order):
-            self._jobs.start(order.ref, lambda: self._answered(order.ref, self._destination.serve(order)))
-
-    def take_over(self, order: TakeOver) -> None:
-        """Decode a prepared request. An unknown one has just been aborted, or has failed."""
-        self._destination.follow_up(order)
+        An order for an unknown request is dropped, as the request has just ended, failed or been aborted.
+        Only `Prepare` begins one.
+        """
+        match order:
+            case PreCopy():
+                self._source.pre_copy(order)
+            case HandOver():
+                self._source.hand_over(order)
+            case Prepare() | TakeOver() if self._destination.follow_up(order):
+                pass  # the request's own task carries the order out
+            case Prepare():
+                self._jobs.start(order.ref, lambda: self._answered(order.ref, self._destination.serve(order)))
 
     async def run(self) -> None:
         """Run the batch until cancelled."""

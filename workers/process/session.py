@@ -229,14 +229,8 @@ class LeaderSession:
                     self._decode.reserve(message)
                 case Decode():
                     self._decode.decode(message)
-                case PreCopy():
-                    self._decode.pre_copy(message)
-                case Prepare():
-                    self._decode.prepare(message)
-                case HandOver():
-                    self._decode.hand_over(message)
-                case TakeOver():
-                    self._decode.take_over(message)
+                case PreCopy() | Prepare() | HandOver() | TakeOver():
+                    self._decode.migrate(message)
                 case Abort(ref=ref):
                     self._prefill_jobs.cancel(ref)
                     self._decode_jobs.cancel(ref)

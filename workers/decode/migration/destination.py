@@ -48,7 +48,8 @@ class MigrationDestination:
     async def serve(self, first: Prepare) -> None:
         """Prepare a sequence, in as many rounds as are ordered, take it over, and decode it to its end.
 
-        Raises NoRoomError, or what else keeps it from being prepared.
+        Raises NoRoomError without a slot, or pages of the device or the pool; TransferError if blocks do not
+        come in time; PoolError if they are damaged.
         """
         orders = self._orders[first.ref] = asyncio.Queue[Prepare | TakeOver]()
         orders.put_nowait(first)
