@@ -16,13 +16,11 @@ from benchmarks.tools.simulator.cluster.cache import Reservation
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.machines.network import Transfer
 from benchmarks.tools.simulator.cluster.node import Node
-from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from benchmarks.tools.simulator.cluster.requests import ANY_TOKEN, SimulatedRequest
 from mooncake.messages.block_orders import Replicate
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Abort, Prefill, Prefilled, PrefixSource
 from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
-
-ANY_TOKEN = 0
 
 
 class Destination(Protocol):

@@ -15,6 +15,9 @@ from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
+ANY_TOKEN = 0
+"""Every token of an output."""
+
 
 class Outcome(IntEnum):
     """How a request ended. Exactly one for each."""

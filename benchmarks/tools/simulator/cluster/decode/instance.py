@@ -18,7 +18,7 @@ from benchmarks.tools.simulator.cluster.decode.sequence import Sequence, Sequenc
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.node import Node
-from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from benchmarks.tools.simulator.cluster.requests import ANY_TOKEN, SimulatedRequest
 from benchmarks.tools.simulator.cluster.shape import JoinCosts
 from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.requests import FinishReason, Ref
@@ -33,8 +33,6 @@ from mooncake.messages.workers import (
 )
 from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.tbt import IterationPredictors
-
-ANY_TOKEN = 0
 
 
 class DecodeInstance:
@@ -282,12 +280,14 @@ class DecodeInstance:
         self.node.send(Finished(sequence.ref, FinishReason.LENGTH, sequence.request.num_output_tokens))
         self._arrivals.forget(sequence)
 
-    # -- migrations (`Batched`) ---------------------------------------------------------------------
+    # -- for migrations -----------------------------------------------------------------------------
 
     def find(self, ref: Ref) -> Sequence | None:
+        """The request of an attempt that is here."""
         return self._sequences.get(ref)
 
     def between_steps(self, action: Callable[[], None]) -> None:
+        """Call `action` when no iteration is in flight, before the next one."""
         self._between_steps.append(action)
         if self._runner.is_running:
             self._runner.cut()
@@ -295,14 +295,17 @@ class DecodeInstance:
             self._run()
 
     def num_drawn(self, sequence: Sequence) -> int:
+        """Tokens of the output so far."""
         return sequence.request.num_output_tokens - self.batch.num_left_of(sequence.member)
 
     def release(self, sequence: Sequence) -> None:
+        """Forget a request that is decoded elsewhere from now on."""
         if sequence.request.first_token_s is None:  # it was held, or the request waited for its turn
             sequence.request.first_token_s = sequence.member.left_s = self.node.clock.now_s
         self._abort(sequence.ref)
 
     def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
+        """Decode a request, of whose first tokens `num_loaded` have KVCache here."""
         assert request.member is not None
         sequence = Sequence(ref, request, request.member, None, has_begun=True, has_arrived=True)
         self._sequences.add(sequence)

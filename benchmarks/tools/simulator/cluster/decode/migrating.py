@@ -10,12 +10,10 @@ Owns: requests that come, and the orders of a migration. Does not know: why a re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from benchmarks.tools.simulator.cluster.decode.sequence import Sequence
 from benchmarks.tools.simulator.cluster.machines.network import Transfer
-from benchmarks.tools.simulator.cluster.node import Node
-from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
+from benchmarks.tools.simulator.cluster.requests import ANY_TOKEN, SimulatedRequest
 from mooncake.messages.migration import (
     HandedOver,
     HandOver,
@@ -29,35 +27,8 @@ from mooncake.messages.migration import (
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import WorkFailed
 
-ANY_TOKEN = 0
-
-
-class Batched(Protocol):
-    """The decode instance whose requests migrate."""
-
-    node: Node
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of an iteration of those that are decoded."""
-
-    def find(self, ref: Ref) -> Sequence | None:
-        """The request of an attempt that is here."""
-
-    def between_steps(self, action: Callable[[], None]) -> None:
-        """Call `action` when no iteration is in flight, before the next one."""
-
-    def num_drawn(self, sequence: Sequence) -> int:
-        """Tokens of the output so far."""
-
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a batch slot and device pages are free for a request."""
-
-    def release(self, sequence: Sequence) -> None:
-        """Forget a request that is decoded elsewhere from now on."""
-
-    def continue_(self, ref: Ref, request: SimulatedRequest, num_loaded: int) -> None:
-        """Decode a request, of whose first tokens `num_loaded` have KVCache here."""
+if TYPE_CHECKING:
+    from benchmarks.tools.simulator.cluster.decode.instance import DecodeInstance
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +45,7 @@ class _Coming:
 class Migrating:
     """Carries out the orders of migrations."""
 
-    def __init__(self, instance: Batched, find_request: Callable[[str], SimulatedRequest]) -> None:
+    def __init__(self, instance: "DecodeInstance", find_request: Callable[[str], SimulatedRequest]) -> None:
         self._instance, self._node, self._find_request = instance, instance.node, find_request
         self._coming: dict[Ref, _Coming] = {}
         self._num_stored: dict[Ref, int] = {}
