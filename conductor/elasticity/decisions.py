@@ -65,11 +65,6 @@ class Decision:
     """What came of it; None until that is known."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether the change is being made."""
-        return self.done_s is None and self.outcome is None
-
-    @property
     def has_failed(self) -> bool:
         """Whether the change was not made."""
         return self.done_s is None and self.outcome is not None

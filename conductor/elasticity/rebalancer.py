@@ -93,6 +93,11 @@ class State(NamedTuple):
         return [member for member in self.members if member.role is role and member.takes_requests]
 
     @property
+    def is_switching(self) -> bool:
+        """Whether a role is being changed, by the rebalancer or by an operator."""
+        return any(member.state is InstanceState.SWITCHING for member in self.members)
+
+    @property
     def division(self) -> Division:
         """The present division. Instances with both roles decode, and inline."""
         num_both = len(self.serving(Role.BOTH))
@@ -125,11 +130,6 @@ class Rebalancer:
         self._direction: Role | None = None
         """The role of the first change for this load and these instances."""
 
-    @property
-    def is_switching(self) -> bool:
-        """Whether a change is being made."""
-        return any(decision.is_open for decision in self.decisions)
-
     def is_time(self, now_s: float) -> bool:
         """Whether `decide` should be asked: every few seconds."""
         return now_s - self._looked_s >= _PERIOD_S
@@ -153,7 +153,7 @@ class Rebalancer:
         }
         names = frozenset(member.name for member in state.members)
         self._note_instances(names, now_s)
-        if self.is_switching or not self._is_known(load):
+        if state.is_switching or not self._is_known(load):
             return None
         self._renew(work, names, now_s)
         change = self._best(state, able, now_s)
