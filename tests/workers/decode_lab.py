@@ -144,7 +144,7 @@ class Move:
     """A migration, step by step; a step returns the answer to its order."""
 
     def __init__(self, lab: DecodeLab, decoded: Decoded, destination: InstanceUnderTest) -> None:
-        self._lab, self.decoded, self.destination = lab, decoded, destination
+        self.lab, self.decoded, self.destination = lab, decoded, destination
         self._source, self._source_ref = decoded.at, decoded.ref
         decoded.num_attempts += 1
         self.ref = Ref(1, decoded.request.request_id, decoded.num_attempts)
@@ -152,11 +152,11 @@ class Move:
 
     @property
     def _continued(self) -> Request:
-        return self.decoded.request.continued(self.output, self._lab.sizes.block_size)
+        return self.decoded.request.continued(self.output, self.lab.sizes.block_size)
 
     async def pre_copy(self, num_tokens: int = 0) -> PreCopied | Finished | WorkFailed:
         self._source.obey(PreCopy(self._source_ref, num_tokens))
-        answer = await self._lab.next_said(self._source_ref)
+        answer = await self.lab.next_said(self._source_ref)
         assert isinstance(answer, PreCopied | Finished | WorkFailed)
         if isinstance(answer, PreCopied):
             self.output = answer.output
@@ -165,13 +165,13 @@ class Move:
     async def prepare(self, timeout_s: float = FETCH_TIMEOUT_S) -> Prepared | WorkFailed:
         shards = tuple(PoolShard(pool.address, pool.segment.layout) for pool in self._source.pools)
         self.destination.obey(Prepare(self.ref, self._continued, shards, timeout_s, self.decoded.tbt_slo_s))
-        answer = await self._lab.next_said(self.ref)
+        answer = await self.lab.next_said(self.ref)
         assert isinstance(answer, Prepared | WorkFailed)
         return answer
 
     async def hand_over(self) -> HandedOver | Finished | WorkFailed:
         self._source.obey(HandOver(self._source_ref))
-        while isinstance(answer := await self._lab.next_said(self._source_ref), PreCopied):
+        while isinstance(answer := await self.lab.next_said(self._source_ref), PreCopied):
             pass
         assert isinstance(answer, HandedOver | Finished | WorkFailed)
         if isinstance(answer, HandedOver):
