@@ -67,6 +67,7 @@ class Fronts:
             self._view.mean_prefill_costs(),
             known,
             {stage: len(instances.able(stage)) - num_serving[stage] for stage in STAGES},
+            instances.num_expected,
         )
 
 

@@ -26,6 +26,7 @@ from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
+from conductor.requests.resumption import Resumption
 from conductor.rules import Limits, Rules
 from conductor.scheduling.native import new_scheduler
 from conductor.view.cluster_view import ClusterView
@@ -89,6 +90,7 @@ class Conductor:
         self._placer = Placer(self._requests, new_scheduler(self.view, rules), self._admission)
         self.migrations = Migrations(self._requests, rules)
         self._dispatcher = Dispatcher(self._requests, self._placer, self._admission, self.migrations)
+        self._resumption = Resumption(self._requests, self._placer, self._dispatcher)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
@@ -108,12 +110,11 @@ class Conductor:
             self._requests,
             self._placer,
             self._dispatcher,
+            self._resumption,
             self.roles,
         )
         self.elasticity = Elasticity(self._requests, self.migrations, self.roles, rules)
         self._last_tick_s: float | None = None
-        self._has_predecessor = False
-        """Whether a peer has had an earlier Conductor."""
 
     # -- what telemetry reads -----------------------------------------------------------------------
 
@@ -188,6 +189,7 @@ class Conductor:
         self._requests.suspicion.forget(now_s - self.limits.return_grace_s)
         effects += self._membership.drop(self.instances.silent_since(deadline_s), "stopped answering", now_s)
         effects += self._dispatcher.end_late_migrations(now_s)
+        effects += self._resumption.tick(now_s)
         effects += self._placer.retry_waiting(now_s)
         effects += self._dispatcher.ask_again()
         effects += self._emptier.tick(now_s) + self._leaving.copy_blocks(now_s) + self._settle(now_s)
@@ -220,20 +222,14 @@ class Conductor:
 
     def _on_hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:
         if hello.epoch not in (0, self._requests.epoch):
-            self._succeed(now_s)
+            self._resumption.begin(hello.num_instances, now_s)
         return self._fronts.hello(sender, hello, now_s)
-
-    def _succeed(self, now_s: float) -> None:
-        """Expect the peers of an earlier Conductor, of which one has come. Idempotent."""
-        if not self._has_predecessor:
-            self._has_predecessor = True
-            self.instances.expect_all(now_s + self.limits.return_grace_s)
 
     def _on_resume(self, sender: bytes, resume: Resume, now_s: float) -> list[Effect]:
         if sender not in self._fronts or resume.request.request_id in self.requests:
             return []  # a front that was given up has been told so; a request may have come twice
         tracked = self._requests.resumed(sender, resume.request, resume.waited_s, now_s)
-        return self._placer.resume(tracked, now_s)
+        return self._resumption.resume(tracked, now_s)
 
     def _on_submit(self, sender: bytes, submit: Submit, now_s: float) -> list[Effect]:
         if sender not in self._fronts:
@@ -312,7 +308,7 @@ class Conductor:
         if isinstance(message, Heartbeat):
             if instance is not None:
                 self._on_heartbeat(instance, message, now_s)
-            return [Effect(sender, HeartbeatAck(known=instance is not None))]
+            return [Effect(sender, HeartbeatAck(instance is not None, self._requests.epoch))]
         if isinstance(message, Leave):
             return self._membership.drop([instance], "has left", now_s) if instance else []
         if instance is None or isinstance(message, Register | Returning):
@@ -320,6 +316,8 @@ class Conductor:
         instance.last_seen_s = now_s
         if isinstance(message, Retire):
             return self._leaving.retire(instance, now_s)
+        if self._resumption.keeps(instance, message):
+            return []
         if isinstance(message, Finished) and (tracked := self._requests.current(message.ref)) is not None:
             self.elasticity.finished(tracked, message.num_output_tokens)
         return self._dispatcher.on_work(instance, message, now_s)

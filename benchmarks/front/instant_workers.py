@@ -21,6 +21,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from mooncake.config.settings import Config, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.messages.blocks import KVLayout
@@ -45,6 +47,8 @@ from mooncake.messages.workers import (
     FromWorker,
     Heartbeat,
     HeartbeatAck,
+    Held,
+    HeldStep,
     Prefill,
     Prefilled,
     Register,
@@ -74,7 +78,7 @@ class _Running:
     num_tokens: int = 0
 
     def next_output(self, ref: Ref) -> TokenOutput:
-        token_ids, position = self.request.token_ids, self.num_tokens
+        token_ids, position = self.request.token_ids[: self.request.num_prompt_tokens], self.num_tokens
         self.num_tokens += 1
         return TokenOutput(
             ref,
@@ -153,6 +157,8 @@ class InstantInstance:
         self._fronts: dict[str, Dealer[ToFront]] = {}
         self._reserved: dict[Ref, Request] = {}
         self._running: dict[Ref, _Running] = {}
+        self._epoch = 0
+        """Epoch of the Conductor with which it was registered last."""
         self.is_registered = asyncio.Event()
 
     async def run(self) -> None:
@@ -183,15 +189,18 @@ class InstantInstance:
             case Abort(ref):
                 self._reserved.pop(ref, None)
                 self._running.pop(ref, None)
-            case Registered() | HeartbeatAck(known=True):
+            case Registered(epoch):
+                self._epoch = epoch
                 self.is_registered.set()
             case HeartbeatAck(known=False):
-                await self._tell(self._registration)
+                held = [Held(ref, HeldStep.DECODING) for ref in self._running]
+                await self._tell(msgspec.structs.replace(self._registration, epoch=self._epoch, held=held))
             case RegisterRefused(reason):
                 raise ConfigError(f"the conductor refused {self._registration.instance}: {reason}")
 
     async def _begin(self, ref: Ref) -> None:
-        self._running[ref] = _Running(self._reserved.pop(ref))
+        request = self._reserved.pop(ref)
+        self._running[ref] = _Running(request, request.num_output_tokens)
         await self._advance([ref])
 
     async def _tell(self, message: FromWorker) -> None:

@@ -127,12 +127,12 @@ class Rig:
                     case Register():
                         self.instances[message.instance] = Instance(message, sender)
                         self._block_size = message.layout.block_size
-                        await self._router.send(sender, Registered())
+                        await self._router.send(sender, Registered(1))
                         self._joined.set()
                     case Returning():
                         await self._router.send(sender, ReturnNoted())
                     case Heartbeat():
-                        await self._router.send(sender, HeartbeatAck(known=True))
+                        await self._router.send(sender, HeartbeatAck(True, 1))
                     case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():
                         self._answers[message.ref].put_nowait(message)
 

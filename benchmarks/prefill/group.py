@@ -69,10 +69,10 @@ class Rig:
             match message:
                 case Register():
                     self.instances[len(message.shards)] = Instance(message, sender)
-                    await self._router.send(sender, Registered())
+                    await self._router.send(sender, Registered(1))
                     self._joined.set()
                 case Heartbeat():
-                    await self._router.send(sender, HeartbeatAck(known=True))
+                    await self._router.send(sender, HeartbeatAck(True, 1))
                 case Prefilled() | WorkFailed():
                     self._answer.set_result(message)
 

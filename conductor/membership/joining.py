@@ -10,6 +10,7 @@ from conductor.membership.roles import Roles
 from conductor.requests.dispatcher import Dispatcher
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
+from conductor.requests.resumption import Resumption
 from conductor.view.instances import Instance
 from mooncake.config.profile import why_other_device
 from mooncake.messages.workers import (
@@ -36,10 +37,12 @@ class Membership:
         requests: Requests,
         placer: Placer,
         dispatcher: Dispatcher,
+        resumption: Resumption,
         roles: Roles,
     ) -> None:
         self._fingerprint, self._profiled_device, self._fronts = fingerprint, profiled_device, fronts
         self._requests, self._placer, self._dispatcher, self._roles = requests, placer, dispatcher, roles
+        self._resumption = resumption
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
 
     # -- coming -------------------------------------------------------------------------------------
@@ -57,10 +60,15 @@ class Membership:
             unfit = why_other_device(self._profiled_device, register.instance, register.device)
         if unfit is not None:
             return [Effect(sender, RegisterRefused(unfit))]
+        if register.epoch == self._requests.epoch or _is_repeated_over_another(earlier, sender, register):
+            effects = self.drop([earlier] if earlier is not None else [], "has lost its connection", now_s)
+            refusal = "its connection to the conductor broke, which may have swallowed orders"
+            return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
+        registered = Registered(self._requests.epoch)
         if earlier is not None and earlier.identity == sender:
             earlier.last_seen_s = now_s
             # It had not received the first answer yet.
-            return [Effect(sender, Registered()), *self._roles.ordered_again(earlier, register)]
+            return [Effect(sender, registered), *self._roles.ordered_again(earlier, register)]
         effects = self.drop([earlier] if earlier is not None else [], "has restarted", now_s)
         instance = Instance(register, sender, last_seen_s=now_s)
         ordered = self._roles.registered(instance)
@@ -71,7 +79,10 @@ class Membership:
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
         self._instances.add(instance)
         self._requests.suspicion.instance_returned(instance.name)
-        effects += [Effect(sender, Registered()), *ordered]
+        effects += [Effect(sender, registered), *ordered]
+        if register.epoch:
+            self._resumption.begin(0, now_s)
+        effects += self._resumption.registered(instance, register.held, now_s)
         effects += self._placer.retry_waiting(now_s)
         return effects + self._fronts.tell()
 
@@ -94,5 +105,15 @@ class Membership:
                 self._roles.count_given_up()
             self._instances.remove(instance.name, now_s + self._limits.return_grace_s)
             self._view.remove(instance)
+        self._resumption.lose(lost)
         effects = self._fronts.tell() if lost else []
         return effects + self._dispatcher.lose(lost, reason, now_s)
+
+
+def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
+    """Whether a life registers again as the connection broke over which it did so before."""
+    return (
+        earlier is not None
+        and earlier.identity == sender
+        and earlier.registration.num_connections != register.num_connections
+    )

@@ -93,7 +93,7 @@ class Dispatcher:
         suspicion, by_id = self._requests.suspicion, self._requests.by_id
         in_pass = None
         if failed_in is not None:
-            in_pass = {ref.request_id for ref in failed_in if ref.epoch == self._requests.epoch}
+            in_pass = {ref.request_id for ref in failed_in}
         suspicion.reported(instance, in_pass, by_id, now_s)
         effects: list[Effect] = []
         for tracked in list(by_id.values()):

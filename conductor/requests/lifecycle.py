@@ -4,6 +4,8 @@
        │         ^
        └> QUEUED ┘
 
+    RESUMING ──> PREFILLING, DECODING (its instances have gone on with it)
+             ──> WAITING, INTERRUPTED (they have not)
     RESERVING, PREFILLING, DECODING ──> WAITING (retry)
                                     ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
     every state that is not an end  ──> ABORTED, FAILED
@@ -23,6 +25,7 @@ from mooncake.messages.requests import Ref, Request
 class RequestState(Enum):
     """The states of a request. The last three are ends."""
 
+    RESUMING = auto()  # an earlier Conductor had it, and its instances may tell that they still do
     WAITING = auto()  # no pair has room for it, or none is registered
     QUEUED = auto()  # in the admission queue, for load to fall
     INTERRUPTED = auto()  # its front was asked how far its output has come
@@ -42,6 +45,7 @@ _ENDS = _CUT_SHORT | {RequestState.FINISHED}
 RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
 _RETRIES = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.RESUMING: _RETRIES | {RequestState.PREFILLING, RequestState.DECODING},
     RequestState.WAITING: frozenset({RequestState.QUEUED, RequestState.RESERVING}),
     RequestState.QUEUED: frozenset({RequestState.RESERVING}),
     RequestState.INTERRUPTED: frozenset({RequestState.WAITING}),
@@ -120,10 +124,10 @@ class TrackedRequest:
         """The last failure as the end of a message; empty without one."""
         return f" ({self.last_failure})" if self.last_failure else ""
 
-    def new_ref(self) -> Ref:
-        """The name of another attempt."""
+    def new_ref(self, epoch: int) -> Ref:
+        """The name of another attempt, under the Conductor of this epoch."""
         self.num_attempts += 1
-        return Ref(self.ref.epoch, self.request_id, self.num_attempts)
+        return Ref(epoch, self.request_id, self.num_attempts)
 
     def time_left_s(self, now_s: float) -> float | None:
         """Seconds until the first token is due, less than 0 when it is late; None without a TTFT SLO."""

@@ -39,11 +39,6 @@ class Placer:
         self._requests.enqueue(tracked)
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
-    def resume(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Accept a request that an earlier Conductor had accepted, and place it."""
-        self._requests.accept(tracked)
-        return self.place(tracked, now_s)
-
     def preempt_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a running request in favour of a new one, as no more may run. No effects if none yields."""
         other = self._preemption.first(tracked, now_s)

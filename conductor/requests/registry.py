@@ -108,6 +108,7 @@ class Requests:
         tracked = self.new(front, request, now_s)
         tracked.submitted_s = now_s - waited_s
         tracked.is_promised, tracked.may_have_begun = True, request.num_output_tokens > 0
+        tracked.state = RequestState.RESUMING
         return tracked
 
     def accept(self, tracked: TrackedRequest) -> None:
@@ -125,7 +126,7 @@ class Requests:
         """Give the request this pair, and order pages from its decode instance."""
         request, prefill, decode = tracked.request, placement.prefill, placement.decode
         self.admission_queue.pop(tracked.request_id, None)
-        tracked.ref = tracked.new_ref()
+        tracked.ref = tracked.new_ref(self.epoch)
         for instance in (prefill, decode):
             instance.requests[tracked.request_id] = len(request.token_ids)
         tracked.assignment = self._assignments.assign(request, placement, tracked.slos, now_s)
@@ -140,6 +141,34 @@ class Requests:
             inline=placement.is_inlined,
         )
         return Effect(decode.identity, reserve)
+
+    def adopt(
+        self,
+        tracked: TrackedRequest,
+        ref: Ref,
+        prefill: Instance,
+        decode: Instance,
+        state: RequestState,
+        now_s: float,
+    ) -> None:
+        """Let a request go on at the pair that has it from an earlier Conductor, as the attempt `ref`.
+
+        `state` is PREFILLING or DECODING. `prefill` is `decode` if that computes the prompt, or decodes.
+        """
+        tracked.ref, tracked.num_attempts = ref, ref.attempt
+        tracked.may_have_begun |= prefill is decode
+        for instance in (prefill, decode):
+            instance.requests[tracked.request_id] = len(tracked.request.token_ids)
+        tracked.assignment = self._assignments.adopt(
+            tracked.request,
+            prefill,
+            decode,
+            tracked.slos,
+            tracked.time_left_s(now_s),
+            now_s,
+            is_decoded=state is RequestState.DECODING,
+        )
+        tracked.move_to(state)
 
     def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> list[Effect]:
         """Order the prompt from the prefill instance, now that the decode instance has granted pages.
@@ -222,7 +251,12 @@ class Requests:
         destination.requests[tracked.request_id] = share.num_tokens
         deadline_s = now_s + self.limits.migration_timeout_s
         tracked.migration = Migration(
-            tracked.new_ref(), share, reason, now_s, deadline_s, num_held_blocks=cost.num_held_blocks
+            tracked.new_ref(self.epoch),
+            share,
+            reason,
+            now_s,
+            deadline_s,
+            num_held_blocks=cost.num_held_blocks,
         )
         self.migrating[tracked.request_id] = tracked
         for instance in (share.source, destination):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
 from conductor.telemetry.changes import InstanceChanges
-from mooncake.messages.fronts import Cancel, Ended, Failed, Rejected, Resume, Submit
+from mooncake.messages.fronts import Cancel, Ended, Failed, InFlight, Rejected, Resume, Submit
 from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import (
@@ -21,10 +21,13 @@ from mooncake.messages.workers import (
     Decode,
     Finished,
     Heartbeat,
+    Held,
+    HeldStep,
     Joining,
     Prefill,
     Prefilled,
     Refused,
+    Register,
     Reserve,
     Reserved,
     WorkFailed,
@@ -52,6 +55,13 @@ class Moment(NamedTuple):
     """Reason, if the step is not the one that normally follows."""
 
 
+class _Decoded(NamedTuple):
+    """The attempt of a request, and the instance that decodes it."""
+
+    attempt: int
+    instance: str
+
+
 @dataclass(slots=True)
 class Timeline:
     """The moments of one request in order of time. The last one is its end once `is_over`."""
@@ -71,6 +81,8 @@ class Timeline:
     prefill: str | None = None
     decode: str | None = None
     is_over: bool = False
+    num_unlisted: int = 0
+    """Consecutive heartbeats of its front that did not name the request."""
 
     @property
     def is_inlined(self) -> bool:
@@ -116,6 +128,8 @@ class History:
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
     """The seconds that requests have spent in each step."""
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
+    _held: dict[str, "_Decoded"] = field(default_factory=dict)
+    """Requests of an earlier Conductor that instances decode, before their fronts have told of them."""
 
     def find(self, request_id: str) -> Timeline | None:
         """A request that is live, or ended lately. The id of an answer stands for its first choice."""
@@ -136,13 +150,13 @@ class History:
             case Submit(request):
                 self._reject_duplicates(effects, now_s)
                 return
-            case Resume(request) if request.request_id not in self.live:
-                self.live[request.request_id] = Timeline(
-                    request.request_id,
-                    sender,
-                    request.num_prompt_tokens,
-                    [Moment(now_s, QUEUED, note="an earlier conductor had it")],
-                )
+            case Resume() if message.request.request_id not in self.live:
+                self._resume(sender, message, now_s)
+            case InFlight(request_ids):
+                self._end_unlisted(sender, set(request_ids), now_s)
+            case Register(held=held):
+                for one in held:
+                    self._hold(one, _instance(sender), now_s)
             case Refused(ref=ref, reason=reason) | WorkFailed(ref=ref, reason=reason):
                 self._again(ref, f"{_instance(sender)}: {reason}", now_s)
             case Reserved(ref=ref):
@@ -162,9 +176,40 @@ class History:
         for effect in effects:
             self._see(effect, now_s)
 
+    def _end_unlisted(self, front: bytes, listed: set[str], now_s: float) -> None:
+        """Record the end of requests that their front has not listed twice: the Conductor ends them then."""
+        for timeline in [of for of in self.live.values() if of.front == front]:
+            timeline.num_unlisted = 0 if timeline.request_id in listed else timeline.num_unlisted + 1
+            if timeline.num_unlisted > 1:
+                self._end(timeline, Moment(now_s, ABORTED, note="its front does not have it any more"))
+
+    def _resume(self, front: bytes, resume: Resume, now_s: float) -> None:
+        """Record a request of an earlier Conductor, which an instance may have told that it decodes."""
+        request = resume.request
+        submitted = Moment(now_s - resume.waited_s, QUEUED, note="an earlier conductor had it")
+        timeline = Timeline(request.request_id, front, request.num_prompt_tokens, [submitted])
+        self.live[request.request_id] = timeline
+        decoded = self._held.pop(request.request_id, None)
+        if decoded is not None:
+            self._go_on(timeline, decoded, now_s)
+
+    def _hold(self, held: Held, instance: str, now_s: float) -> None:
+        """Record that an instance decodes a request, of which its front may have told already."""
+        if held.step is HeldStep.DECODING:
+            timeline = self.live.get(held.ref.request_id)
+            if timeline is None:
+                self._held[held.ref.request_id] = _Decoded(held.ref.attempt, instance)
+            elif timeline.last.step == QUEUED:
+                self._go_on(timeline, _Decoded(held.ref.attempt, instance), now_s)
+
+    def _go_on(self, timeline: Timeline, decoded: "_Decoded", now_s: float) -> None:
+        timeline.attempt, timeline.decode = decoded
+        self._append(timeline, Moment(now_s, DECODING, timeline.decode, "it has gone on there"))
+
     def _see(self, effect: Effect, now_s: float) -> None:
         match effect.message:
             case Abort(ref=ref):
+                self._held.pop(ref.request_id, None)
                 if (timeline := self._current(ref)) is not None and timeline.last.step != QUEUED:
                     self._append(timeline, Moment(now_s, QUEUED, note="taken off its instances"))
             case Reserve(ref=ref, inline=inline):

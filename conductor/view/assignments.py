@@ -17,8 +17,9 @@ from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.forecast import Stay
 from conductor.view.instances import Instance
-from conductor.view.placement import Placement
+from conductor.view.placement import Placement, Prediction
 from mooncake.messages.aging import due_s
+from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.requests import Request
 from mooncake.messages.workers import PrefixSource
 
@@ -48,6 +49,8 @@ class Assignment:
     decode_began_s: float | None = None
     has_moved: bool = False
     """Whether another instance decodes it than the one that the placement's prediction is about."""
+    is_adopted: bool = False
+    """Whether an earlier Conductor has placed it, so that nothing is known of its beginning."""
 
     @property
     def first_token_s(self) -> float:
@@ -93,6 +96,42 @@ class Assignments:
 
     def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
         """Enter a request that is about to be ordered from this pair."""
+        self._stats.placed(placement)
+        return self._enter(request, placement, slos, now_s)
+
+    def adopt(
+        self,
+        request: Request,
+        prefill: Instance,
+        decode: Instance,
+        slos: SLOs,
+        time_left_s: float | None,
+        now_s: float,
+        *,
+        is_decoded: bool,
+    ) -> Assignment:
+        """Enter a request that an earlier Conductor has ordered from this pair.
+
+        Nothing is learned from it, as the time of its order is not known.
+        """
+        view = self._view
+        slot, decode_slot = view.slot_of(prefill.name), view.slot_of(decode.name)
+        assert slot is not None
+        assert decode_slot is not None
+        num_tokens = len(request.token_ids)
+        prefill_s = (
+            0.0 if is_decoded else view.prefill_costs.predict_s(slot, *prefill_quantities(num_tokens, 0))
+        )
+        prediction = Prediction(0.0, 0.0, prefill_s, view.next_gap_s(decode_slot, num_tokens))
+        assignment = self._enter(request, Placement(prefill, decode, 0, 0, None, 0, prediction), slos, now_s)
+        assignment.is_adopted = True
+        view.loads.order_prefill(slot, request.request_id, due_s(time_left_s, now_s), now_s)
+        if is_decoded:
+            self._leave_prefill(assignment, now_s, was_computed=False)
+            self._begin_decode(assignment, now_s)
+        return assignment
+
+    def _enter(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
         view, loads, prediction = self._view, self._view.loads, placement.prediction
         prefill, decode = view.slot_of(placement.prefill.name), view.slot_of(placement.decode.name)
         assert prefill is not None
@@ -109,7 +148,6 @@ class Assignments:
         view.decode_changed(decode)
         if slos.tbt_s is not None:
             self._tbt_slos_s[slos.tbt_s] += 1
-        self._stats.placed(placement)
         return Assignment(
             request,
             placement,
@@ -168,8 +206,15 @@ class Assignments:
 
     def end_prefill(self, assignment: Assignment, now_s: float, num_cached_tokens: int) -> None:
         """Record that the prompt has been computed, and decode begins."""
-        view, placement = self._view, assignment.placement
         seconds = self._leave_prefill(assignment, now_s, was_computed=True)
+        if not assignment.is_adopted:
+            self._learn_prefill(assignment, now_s, num_cached_tokens, seconds)
+        self._begin_decode(assignment, now_s)
+
+    def _learn_prefill(
+        self, assignment: Assignment, now_s: float, num_cached_tokens: int, seconds: float | None
+    ) -> None:
+        view, placement = self._view, assignment.placement
         ttft_s = now_s - assignment.assigned_s
         self._stats.first_token(placement, ttft_s)
         view.ttft_correction(placement).learn(
@@ -180,6 +225,9 @@ class Assignments:
             view.prefill_ended(
                 assignment.prefill_slot, assignment.num_tokens, num_cached_tokens, seconds, now_s
             )
+
+    def _begin_decode(self, assignment: Assignment, now_s: float) -> None:
+        view = self._view
         assignment.decode_began_s = now_s
         assignment.stay.end()
         assignment.stay = view.forecast.begin(assignment.request, now_s)
@@ -189,6 +237,8 @@ class Assignments:
     def end_decode(self, assignment: Assignment, now_s: float, num_output_tokens: int) -> None:
         """Learn from a request that has all its tokens. `release` follows."""
         assert assignment.decode_began_s is not None
+        if assignment.is_adopted:
+            return
         seconds = now_s - assignment.decode_began_s
         self._view.forecast.learn(assignment.request, assignment.stay, seconds, num_output_tokens, now_s)
         num_gaps = num_output_tokens - assignment.request.num_output_tokens - 1

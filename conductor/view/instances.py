@@ -99,6 +99,7 @@ class Instances:
         self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
         self._emptying: dict[str, Instance] = {}
         self._all_expected_until_s: float | None = None
+        self._num_before = 0
         self.num_changes = 0
         """The number of times that an instance has come or gone."""
         self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
@@ -151,9 +152,14 @@ class Instances:
         self._largest.clear()
         return True
 
-    def expect_all(self, until_s: float) -> None:
-        """Expect instances of all stages: an earlier Conductor had some, which notice this one soon."""
-        self._all_expected_until_s = until_s
+    def expect_all(self, num_instances: int, until_s: float) -> None:
+        """Expect instances of all stages: an earlier Conductor had so many, which notice this one soon."""
+        self._num_before, self._all_expected_until_s = num_instances, until_s
+
+    @property
+    def num_expected(self) -> int:
+        """The number of instances when those of an earlier Conductor are back, as far as it is known."""
+        return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 
     def lacks(self, stage: Role) -> bool:
         """Whether no instance for a stage is registered, or expected."""
@@ -241,6 +247,10 @@ class Instances:
         """The longest prompt and output that some expected pair can hold, in blocks; 0 without a pair."""
         largest = [self.largest(stage) for stage in STAGES]
         return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)
+
+    def __len__(self) -> int:
+        """The number of registered instances."""
+        return len(self._by_name)
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._by_name.values())

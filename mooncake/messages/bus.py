@@ -201,11 +201,6 @@ class Dealer(_Socket[Incoming]):
         """Number of connections so far, the current one included; each break may have lost messages."""
         return self._watch.num_connections
 
-    @property
-    def has_reconnected(self) -> bool:
-        """Whether a connection has broken and was replaced."""
-        return self.num_connections > 1
-
     def close(self, linger_s: float = 0.0) -> None:
         """Close at once; queued messages may still leave within `linger_s`. Idempotent."""
         if self._socket.closed:

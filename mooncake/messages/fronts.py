@@ -76,6 +76,8 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
     epoch: int = 0
     """Epoch of the Conductor whose state the front has; 0 before the first one."""
+    num_instances: Count = 0
+    """`ClusterState.num_instances` in that state."""
 
 
 class InFlight(msgspec.Struct, tag=True, frozen=True):
@@ -102,7 +104,8 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
     learned so far; None without one. `known` is false for a front that the Conductor did not know, or had
     given up: it has none of the front's requests. `num_prefill` and `num_decode` instances take requests,
-    `num_draining` are registered and take none.
+    `num_draining` are registered and take none, `num_instances` are
+    registered, or expected back.
     """
 
     epoch: int
@@ -112,6 +115,7 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     prefill_costs: Costs | None = None
     known: bool = True
     num_draining: dict[Role, Count] = {}
+    num_instances: Count = 0
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):

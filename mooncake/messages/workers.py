@@ -19,7 +19,7 @@ from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
@@ -53,6 +53,26 @@ class InstanceState(StrEnum):
 # -- worker -> Conductor ----------------------------------------------------------------------------
 
 
+class HeldStep(StrEnum):
+    """What an instance has of a request that it was given by an earlier Conductor."""
+
+    PROMPT = "prompt"
+    """The prefill instance has the prompt, and has not told its first token."""
+    RESERVED = "reserved"
+    """The decode instance has pages for the prompt, or waits for them; another instance computes it."""
+    INLINED = "inlined"
+    """The decode instance computes the prompt itself, or is about to."""
+    DECODING = "decoding"
+    """The prompt is computed, and tokens follow."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A request that an instance goes on with, under the name that an earlier Conductor gave it."""
+
+    ref: Ref
+    step: HeldStep
+
+
 class Register(msgspec.Struct, tag=True, frozen=True):
     """The first message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
 
@@ -73,6 +93,16 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """Name of its GPU or processor; that of the first stage or rank of several."""
     can_decode: bool = True
     """Whether all layers are on its device, so that its role may become one that decodes."""
+    epoch: int = 0
+    """Epoch of the Conductor with which this life of the instance was registered before; 0: with none.
+
+    The same Conductor refuses it: a break of the connection may have swallowed orders.
+    """
+    held: list[Held] = []
+    """Requests of that Conductor with which the instance goes on, unless it is told to stop."""
+    num_connections: Count = 1
+    """Connections of the worker to Conductors so far. A registration that is repeated over another connection
+    is refused, too."""
 
 
 class MixedIterations(msgspec.Struct, frozen=True):
@@ -243,7 +273,9 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
-    """The instance is part of the cluster."""
+    """The instance is part of the cluster of the Conductor with this epoch."""
+
+    epoch: int
 
 
 class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
@@ -262,9 +294,10 @@ class Retired(msgspec.Struct, tag=True, frozen=True):
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The Conductor is alive. A worker that is not `known` must register again."""
+    """The Conductor with this epoch is alive. A worker that is not `known` must register again."""
 
     known: bool
+    epoch: int
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):

@@ -3,10 +3,11 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,17 @@ from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
     TRANSFERS,
+    body,
     complete,
     is_ready,
     metric,
+    post,
+    samples,
     streaming,
+    text_of,
     wait_until_idle,
 )
+from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -44,6 +50,15 @@ class Nodes:
 
     conductor: Server
     front: Server
+    workers: dict[str, Server]
+
+    def order(self, path: str) -> None:
+        """Give an operator's order."""
+        httpx.post(f"{self.conductor.url}/admin/{path}", timeout=DEADLINE_S).raise_for_status()
+
+    def kill(self, name: str) -> None:
+        """Kill the conductor, or the worker of an instance."""
+        os.kill(self.workers.get(name, self.conductor).pid_of(name), signal.SIGKILL)
 
     def kill_conductor(self, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.conductor.pid_of("conductor"), signum)
@@ -55,6 +70,12 @@ class Nodes:
             return metric(self.conductor, "mooncake_requests_by_state", state="decoding")
         except httpx.TransportError:
             return 0
+
+    @property
+    def num_placements(self) -> float:
+        """The requests that the Conductor has placed in its life."""
+        [placements] = samples(self.conductor, "mooncake_placements_total")
+        return sum(placements.values())
 
     def wait_until_idle(self) -> None:
         eventually(lambda: is_ready(self.conductor), "all instances are back")
@@ -70,6 +91,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     ClusterKey.generate().save(folder / "key")
     shared = [f"--model={model}", *POOLS, TRANSFERS, f"--security-key-file={folder / 'key'}"]
     shared += [f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"]
+    shared += ["--conductor-peer-timeout-s=20"]  # a busy machine is not silent for so long
     shared += ["--conductor-reply-endpoint=tcp://127.0.0.1:*"]
     with contextlib.ExitStack() as stack:
 
@@ -80,10 +102,10 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             )
 
         conductor, front = node("conductor"), node("front")
-        for role, name in (("prefill", "p0"), ("decode", "d0"), ("decode", "d1")):
-            node(role, f"--instance={name}")
+        roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
+        workers = {name: node(role, f"--instance={name}") for name, role in roles.items()}
         eventually(lambda: is_ready(front), "there is a pair")
-        yield Nodes(conductor, front)
+        yield Nodes(conductor, front, workers)
 
 
 class Streams:
@@ -144,5 +166,76 @@ def test_streams_outlive_their_conductor(nodes: Nodes) -> None:
             nodes.kill_conductor()
             eventually(lambda: nodes.num_decoding == len(PROMPTS), "another conductor has all of them")
             streams.wait_for_more()
+        assert nodes.num_placements == 0, "they have gone on where they were"
         streams.check()
+    nodes.wait_until_idle()
+
+
+def test_streams_go_on_while_their_conductor_is_stopped(nodes: Nodes) -> None:
+    with Streams(nodes.front) as streams:
+        nodes.kill_conductor(signal.SIGSTOP)
+        try:
+            eventually(lambda: not is_ready(nodes.front), "its front misses the conductor")
+            streams.wait_for_more()
+        finally:
+            nodes.kill_conductor(signal.SIGCONT)
+        eventually(lambda: nodes.num_decoding == len(PROMPTS), "it has all of them, or its successor")
+        streams.check()
+    nodes.wait_until_idle()
+
+
+def migrate(nodes: Nodes) -> None:
+    live = httpx.get(f"{nodes.conductor.url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]
+    for request in live:
+        httpx.post(f"{nodes.conductor.url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
+
+
+def drain(nodes: Nodes) -> None:
+    nodes.order("instances/d1/drain?stay=true")
+
+
+def switch(nodes: Nodes) -> None:
+    nodes.order("instances/d1/role?role=prefill")
+
+
+@pytest.mark.parametrize("order", [migrate, drain, switch])
+def test_what_a_conductor_was_about_to_do_is_given_up(nodes: Nodes, order: Callable[[Nodes], None]) -> None:
+    with Streams(nodes.front) as streams:
+        order(nodes)
+        nodes.kill_conductor()
+        eventually(lambda: nodes.num_decoding == len(PROMPTS), "another conductor has all of them")
+        streams.wait_for_more()
+        streams.check()
+    nodes.wait_until_idle()
+    instances = httpx.get(f"{nodes.conductor.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
+    assert {instance["state"] for instance in instances} == {"serving"}
+
+
+def test_answers_are_right_while_conductors_and_workers_are_killed(nodes: Nodes) -> None:
+    """Prompts are queued and computed, requests end and come while there is no conductor."""
+    rng, over = random.Random(1), threading.Event()
+    prompts = [[3 + index, *range(10, 200)] for index in range(6)]
+    expected = [text_of(complete(nodes.front, prompt=prompt, num_tokens=60)) for prompt in prompts]
+
+    def keep_asking(index: int) -> int:
+        num_answers = 0
+        while not (over.is_set() and num_answers):
+            answer = post(nodes.front, body(prompts[index], num_tokens=60))
+            if answer.status_code == 503:
+                over.wait(float(answer.headers["Retry-After"]))
+                continue
+            assert answer.status_code == 200, answer.text
+            assert text_of(answer.json()) == expected[index]
+            num_answers += 1
+        return num_answers
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        clients = [threads.submit(keep_asking, index) for index in range(len(prompts))]
+        try:
+            for victim in ("conductor", "d0", "conductor", "conductor", "p0"):
+                over.wait(rng.uniform(0.2, 4.0))
+                nodes.kill(victim)
+        finally:
+            over.set()
+        assert all(client.result() for client in clients)
     nodes.wait_until_idle()

@@ -6,9 +6,11 @@ from conductor.rules import Limits
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     ClusterState,
+    Continue,
     Failed,
     FrontHello,
     InFlight,
+    Interrupted,
     Rejected,
     Resume,
     Submit,
@@ -92,7 +94,7 @@ def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> N
 def successor() -> Conductor:
     """A Conductor without instances, one of whose fronts had another before."""
     conductor = Conductor(EPOCH + 1, "model", Limits())
-    [effect] = conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model", EPOCH), 0.0)
+    [effect] = conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model", EPOCH, 2), 0.0)
     assert isinstance(effect.message, ClusterState)
     return conductor
 
@@ -107,10 +109,12 @@ def test_requests_wait_for_the_instances_of_an_earlier_conductor() -> None:
     conductor.handle(P0, registration("p0", Role.PREFILL), 0.4)
     assert conductor.num_running == 3
     effects = conductor.handle(D0, registration("d0", Role.DECODE), 0.5)
+    assert Effect(FRONT, Interrupted("begun")) in effects, "it may have got further since"
+    effects += conductor.handle(FRONT, Continue(begun.continued([7, 8, 9], LAYOUT.block_size)), 0.6)
     orders = [effect.message for effect in effects if isinstance(effect.message, Reserve)]
-    assert [order.ref for order in orders] == [Ref(EPOCH + 1, name, 1) for name in ("begun", "waits", "new")]
-    assert [order.may_refuse for order in orders] == [False, True, True]
-    assert orders[0].request.output == [7, 8]
+    assert [order.ref for order in orders] == [Ref(EPOCH + 1, name, 1) for name in ("waits", "new", "begun")]
+    assert [order.may_refuse for order in orders] == [False, True, False]
+    assert orders[-1].request.output == [7, 8, 9]
     assert [conductor.requests[name].submitted_s for name in ("begun", "new")] == [-2.9, 0.2]
 
 

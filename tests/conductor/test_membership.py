@@ -38,6 +38,7 @@ from mooncake.messages.workers import (
 )
 from tests.conductor.small_cluster import (
     D0,
+    EPOCH,
     FRONT,
     GRANT,
     HEARTBEAT,
@@ -87,7 +88,10 @@ def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
     assert Effect(P0, Abort(ref())) in effects
     d0_again = peer_identity("d0", 2)
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
-    assert effects[:2] == [Effect(d0_again, Registered()), Effect(d0_again, Reserve(ref(2), order))]
+    assert effects[:2] == [
+        Effect(d0_again, Registered(EPOCH)),
+        Effect(d0_again, Reserve(ref(2), order, may_refuse=False)),
+    ]
 
 
 def test_a_request_that_comes_while_an_instance_restarts_waits_for_it() -> None:
@@ -154,7 +158,7 @@ def test_an_earlier_life_is_fenced_off() -> None:
     conductor.handle(FRONT, Submit(request()), 1.0)
     conductor.handle(peer_identity("d0", 2), registration("d0", Role.DECODE, 2), 2.0)
     assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == []
-    assert conductor.handle(D0, HEARTBEAT, 2.0) == [Effect(D0, HeartbeatAck(known=False))]
+    assert conductor.handle(D0, HEARTBEAT, 2.0) == [Effect(D0, HeartbeatAck(False, EPOCH))]
     [refused] = conductor.handle(D0, registration("d0", Role.DECODE, 1), 2.0)
     assert isinstance(refused.message, RegisterRefused)
     assert refused.message.retryable
@@ -163,7 +167,7 @@ def test_an_earlier_life_is_fenced_off() -> None:
 def test_a_repeated_registration_of_the_same_life_costs_nothing() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered())]
+    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered(EPOCH))]
     assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == [Effect(P0, Prefill(ref(), request(), GRANT))]
 
 
@@ -173,7 +177,7 @@ def test_work_of_an_instance_that_leaves_is_placed_elsewhere_at_once() -> None:
     conductor.handle(d1, registration("d1", Role.DECODE), 0.0)
     conductor.handle(FRONT, Submit(order), 1.0)
     effects = conductor.handle(D0, Leave(), 2.0)
-    assert Effect(d1, Reserve(ref(2), order)) in effects
+    assert Effect(d1, Reserve(ref(2), order, may_refuse=False)) in effects
     assert (1, 1, 100) in told_to_front(effects)
     assert conductor.handle(D0, Leave(), 2.0) == []
 
@@ -188,7 +192,7 @@ def test_a_large_request_waits_for_the_large_instance_that_restarts() -> None:
     assert conductor.handle(FRONT, Submit(request("another", 300)), 2.5) == []
     again = peer_identity("d0", 2)
     effects = conductor.handle(again, registration("d0", Role.DECODE, 2), 3.0)
-    assert Effect(again, Reserve(ref(2, "large"), order)) in effects
+    assert Effect(again, Reserve(ref(2, "large"), order, may_refuse=False)) in effects
 
 
 def test_what_a_smaller_prefill_cannot_hold_is_rejected_even_without_any_decode() -> None:
@@ -211,7 +215,7 @@ def test_instances_that_fall_silent_together_cost_one_attempt() -> None:
     conductor.handle(live, registration("d9", Role.DECODE), 5.0)
     conductor.handle(P0, HEARTBEAT, 5.0)
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 5.0)
-    assert Effect(live, Reserve(ref(2), order)) in conductor.tick(5.5)
+    assert Effect(live, Reserve(ref(2), order, may_refuse=False)) in conductor.tick(5.5)
 
 
 def test_prefill_may_die_once_its_part_is_done() -> None:

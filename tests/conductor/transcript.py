@@ -7,6 +7,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     cluster prefill=2 decode=1 [both=N] [inlining=yes] [ttft_slo=S] [tbt_slo=S] [scheduling=...]
             [overload=...] [threshold=X] [prefill_costs=A,B,C] [decode_costs=A,B,C] [pages=N] [block=N]
             [max_running=N] [max_waiting=N] [classes=NAME:TTFT:TBT,...] [replicate=USES] [max_migrations=N]
+            [peer_timeout=S]
     at T                       it is T now
     join INSTANCE [pages=N] [can_decode=no]    again INSTANCE    gone INSTANCE    tick
     drain INSTANCE [wanted=no] [force=yes] [stay=yes]    somebody asks for it, or for the opposite
@@ -18,7 +19,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     decoded INSTANCE iterations=N tokens=N seconds=T    totals of its decoding so far
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
-    reserved R [held=N]    prefilled R [cached=N]    finished R tokens=N
+    reserved R [held=N]    prefilled R [cached=N]    finished R tokens=N [at=INSTANCE]
     refused R [batch=N]    failed R            continue R output=N
     migrate R [to=INSTANCE]                    somebody asks for it
     precopied R output=N    prepared R tokens=N    unprepared R    handedover R output=N
@@ -26,6 +27,7 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     lacks R output=N [attempt=N]               its front has later tokens, not the next ones
     restart                    another Conductor takes the place of this one; nobody has registered yet
     resume R output=N [waited=S]    its front tells of it
+    back INSTANCE [prompt=R,R] [reserved=R,R] [inlined=R,R] [decoding=R,R]    it goes on with these
     returning INSTANCE [failed_in=R,R]         its next life; in whose pass the one before failed (?: unknown)
     loads                      what each decode instance is believed to have
     migrations                 how many ended so far, by reason and outcome
@@ -35,6 +37,8 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
 
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
@@ -82,6 +86,8 @@ from mooncake.messages.workers import (
     Finished,
     Heartbeat,
     HeartbeatAck,
+    Held,
+    HeldStep,
     Prefill,
     Prefilled,
     Refused,
@@ -115,6 +121,8 @@ class Transcript:
         self._pages = PAGES
         self._max_batch = 256
         self._submitted: dict[str, Request] = {}
+        self._refs: dict[str, Ref] = {}
+        """The attempts that requests had under earlier Conductors."""
 
     @property
     def stats(self) -> DecisionStats:
@@ -158,12 +166,13 @@ class Transcript:
         classes: str = "",
         replicate: str = "",
         max_migrations: str = "8",
+        peer_timeout: str = "1e6",
     ) -> list[str]:
         limits = Limits(
             max_running_requests=int(max_running),
             ttft_slo_s=None if ttft_slo is None else float(ttft_slo),
             tbt_slo_s=None if tbt_slo is None else float(tbt_slo),
-            peer_timeout_s=1e6,
+            peer_timeout_s=float(peer_timeout),
             max_waiting=int(max_waiting),
             max_migrations=int(max_migrations),
             slo_classes={
@@ -214,7 +223,8 @@ class Transcript:
         return self._tell(name, register)
 
     def _do_restart(self) -> list[str]:
-        hello = FrontHello(PROTOCOL_VERSION, "model", self._epoch)
+        hello = FrontHello(PROTOCOL_VERSION, "model", self._epoch, len(self.conductor.instances))
+        self._refs |= {tracked.request_id: tracked.ref for tracked in self.conductor.requests.values()}
         self._epoch += 1
         self.conductor = self._new_conductor(self._epoch)
         return self._shown(self.conductor.handle(FRONT, hello, self.now_s))
@@ -222,6 +232,15 @@ class Transcript:
     def _do_resume(self, request_id: str, output: str, waited: str = "0") -> list[str]:
         request = self._submitted[request_id].continued([42] * int(output), self._block_size)
         return self._shown(self.conductor.handle(FRONT, Resume(request, float(waited)), self.now_s))
+
+    def _do_back(self, name: str, **by_step: str) -> list[str]:
+        held = [
+            Held(self._refs[request_id], HeldStep(step))
+            for step, request_ids in by_step.items()
+            for request_id in request_ids.split(",")
+        ]
+        register = msgspec.structs.replace(self._instances[name], epoch=self._epoch - 1, held=held)
+        return self._tell(name, register)
 
     def _do_again(self, name: str) -> list[str]:
         return self._tell(name, self._instances[name])
@@ -350,7 +369,9 @@ class Transcript:
         tracked = self.conductor.requests[request_id]
         return self._tell(tracked.prefill, Prefilled(tracked.ref, 42, int(cached)))
 
-    def _do_finished(self, request_id: str, tokens: str = "4") -> list[str]:
+    def _do_finished(self, request_id: str, tokens: str = "4", at: str | None = None) -> list[str]:
+        if at is not None:  # the Conductor need not know it
+            return self._tell(at, Finished(self._refs[request_id], FinishReason.LENGTH, int(tokens)))
         tracked = self.conductor.requests[request_id]
         return self._tell(tracked.decode, Finished(tracked.ref, FinishReason.LENGTH, int(tokens)))
 

@@ -17,7 +17,7 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
 from mooncake.messages.migration import HandOver, MigrationOrder, PreCopy, Prepare, TakeOver
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import Decode, DecodeLoad, Joining, Refused, Reserve, WorkFailed
+from mooncake.messages.workers import Decode, DecodeLoad, Held, Joining, Refused, Reserve, WorkFailed
 from workers.decode.arrivals import Arrivals
 from workers.decode.batch import DecodeBatch
 from workers.decode.batch_loop import BatchLoop, Emit
@@ -141,6 +141,20 @@ class DecodeRunner:
     def load(self) -> DecodeLoad:
         """Load of this instance, reserved and waiting requests included."""
         return self._double_check.load(self._sequences.values())
+
+    def take_held(self) -> list[Held]:
+        """Return what goes on under another Conductor, which is to know of it, and stop what does not.
+
+        Requests that are to move here stop: their sources go on. So do those that are yet to be reserved.
+        """
+        held, prepared = list[Held](), self._destination.prepared
+        for ref in self._jobs.going_on:
+            sequence = self._sequences.get(ref)
+            if sequence is None or ref in prepared:
+                self._jobs.cancel(ref)
+            elif sequence.held_as is not None:
+                held.append(Held(ref, sequence.held_as))
+        return held
 
     def take_joining(self) -> list[Joining]:
         """Return the progress of requests into the batch since the last call, and forget it."""

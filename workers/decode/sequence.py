@@ -9,6 +9,7 @@ from mooncake.messages.aging import rank_s
 from mooncake.messages.blocks import BlockKey, extended_keys
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.messages.workers import HeldStep
 from mooncake.model.grammar import GrammarState
 from workers.engine.logit_changes import LogitRules
 from workers.execution.draws import rules_of
@@ -199,6 +200,16 @@ class Sequence:
         if self.arrival_s is None or self.ordered_s is None or self.joined_s is None:
             return None
         return self.joined_s - self.ordered_s - self.arrival_s
+
+    @property
+    def held_as(self) -> HeldStep | None:
+        """What another Conductor is to know of a sequence; None if it is about to leave."""
+        if self.finish_reason is not None or self.is_wanted_elsewhere:
+            return None
+        if self.is_inlined:
+            return HeldStep.DECODING if self.has_drawn else HeldStep.INLINED
+        is_new = self.state is SequenceState.NEW
+        return HeldStep.RESERVED if is_new and self.ordered_s is None else HeldStep.DECODING
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -29,6 +29,11 @@ class Jobs:
         """The requests that are being served."""
         return list(self._tasks)
 
+    @property
+    def going_on(self) -> list[Ref]:
+        """The requests among these whose work has not been cancelled."""
+        return [ref for ref, task in self._tasks.items() if not task.cancelling()]
+
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
         """Start the work named `ref`, which is used once. `work` is not called if it is cancelled before."""
         task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")

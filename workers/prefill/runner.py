@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from mooncake.errors import GrammarError, MooncakeError, TransferError
-from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import Held, HeldStep, Prefill, Prefilled, WorkFailed
 from workers.engine.kvcache import OutOfPages
 from workers.errors import SessionLostError
 from workers.execution.draws import FirstToken
@@ -41,6 +42,8 @@ class PrefillRunner:
         """Prompts that wait for memory: one, and a small one beside it unless a stage behind keeps the
         order."""
         self._ready = asyncio.Event()
+        self._unanswered: set[Ref] = set()
+        """Orders of which nothing was told yet."""
         self.num_waiting = 0
         """Number of prompts that are here, the running ones included."""
         self.num_tokens: Counter[str] = Counter()
@@ -51,6 +54,11 @@ class PrefillRunner:
     def start(self, order: Prefill) -> None:
         """Queue a prompt. `Jobs.cancel` stops it and releases everything."""
         self._jobs.start(order.ref, lambda: self._serve(order))
+
+    @property
+    def held(self) -> list[Held]:
+        """The prompts of which nothing was told yet, of which another Conductor is to know."""
+        return [Held(ref, HeldStep.PROMPT) for ref in self._jobs.going_on if ref in self._unanswered]
 
     async def hear(self, message: AboutJob) -> None:
         """Take a message of the stages behind; those of earlier rounds, or of ended prompts, are dropped."""
@@ -89,6 +97,7 @@ class PrefillRunner:
 
     async def _serve(self, order: Prefill) -> None:
         self.num_waiting += 1
+        self._unanswered.add(order.ref)
         try:
             await self._prefill(order)
         except SessionLostError:
@@ -98,9 +107,11 @@ class PrefillRunner:
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("prefill of %s failed: %s", order.ref.request_id, error)
             retryable = not isinstance(error, GrammarError)
+            self._unanswered.discard(order.ref)
             await self._send(WorkFailed(order.ref, str(error), retryable))
         finally:
             self.num_waiting -= 1
+            self._unanswered.discard(order.ref)
 
     async def _prefill(self, order: Prefill) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -128,6 +139,7 @@ class PrefillRunner:
                     self._queue.remove(queued)
                     self._admit_next()  # prompts that wait for its blocks
                     self.num_tokens += job.num_tokens_by_source(stage.page_size)
+                    self._unanswered.discard(order.ref)
                     await self._send(Prefilled(order.ref, first.token, job.num_cached_tokens, first.logprobs))
                     await stage.sent(job)
                 finally:

@@ -1,6 +1,7 @@
 """The session of an instance's first worker with its messenger and the Conductor.
 
-It lasts as long as all three are there.
+It lasts as long as messenger and worker are there, and a Conductor: another one may take the place of the
+first, and is told of the requests with which this session goes on.
 
 Owns: the worker's connections and the loop that reads orders. Does not know: how requests are computed.
 """
@@ -9,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import assert_never
 
@@ -18,7 +18,6 @@ from mooncake.errors import ConfigError
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
-from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
 from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
@@ -62,6 +61,7 @@ from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import stage_of
 from workers.process.block_orders import BlockOrders
+from workers.process.front_links import FrontLinks
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement, end, is_sending
 from workers.process.session_tasks import session_tasks
@@ -98,8 +98,13 @@ class LeaderSession:
         self._status, self._retirement = status, retirement
         self._identity = peer_identity(process.instance, incarnation)
         self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
-        self._fronts: dict[str, Dealer[ToFront]] = {}
+        self._fronts = FrontLinks(self._identity, process.cluster_key)
         self.is_registered = False
+        self._epoch = 0
+        """Epoch of the Conductor with which this session was registered last; 0: with none."""
+        self._num_connections = 0
+        """Connections to Conductors when the latest one answered the registration."""
+        self._must_register = asyncio.Event()
         self._heard_at_s = time.monotonic()
 
     async def run(self) -> None:
@@ -150,8 +155,7 @@ class LeaderSession:
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(Leave())
             self._conductor.close(linger_s=LEAVE_S)
-            for front in self._fronts.values():
-                front.close(linger_s=LEAVE_S)
+            self._fronts.close(linger_s=LEAVE_S)
             for link in (self._next, self._followers):
                 if link is not None:
                     link.close()
@@ -192,7 +196,7 @@ class LeaderSession:
             ChunkLimits(self._executor.kv.page_size, config.worker.mixed_chunk_tokens, prefill_chunk),
             config.messenger.arrival_timeout_s,
             self._tell,
-            self._emit,
+            self._fronts.emit,
             self._decode_jobs,
             self._followers,
         )
@@ -236,13 +240,19 @@ class LeaderSession:
                     self._decode_jobs.cancel(ref)
                 case Pin() | Unpin() | Replicate() | DropCopies():
                     self._block_orders.obey(message)
-                case HeartbeatAck(known=known):
-                    if not known and self.is_registered:
-                        raise SessionLostError("the conductor has restarted, or had given this worker up")
-                case Registered():
+                case HeartbeatAck(known=known, epoch=epoch):
+                    if self.is_registered and epoch != self._epoch:
+                        log.warning("there is another conductor: what runs goes on under it")
+                        self._register_again()
+                    elif self.is_registered and not known:
+                        raise SessionLostError("the conductor had given this worker up")
+                case Registered(epoch=epoch):
                     if not self.is_registered:
                         self.is_registered = self._status.is_registered = True
+                        self._epoch, self._num_connections = epoch, self._conductor.num_connections
                         self._report_ready()
+                        if self._retirement.wanted.is_set():
+                            await self._tell(Retire())
                 case SwitchRole(role=role):
                     log.info("the role is %s from now on, and was %s", role.value, self._status.role.value)
                     self._status.role = role
@@ -272,21 +282,29 @@ class LeaderSession:
         except PeerGoneError as error:
             raise SessionLostError(str(error)) from None
 
+    def _register_again(self) -> None:
+        """Let the Conductor know what this session goes on with: it is another one, or refuses that."""
+        self.is_registered = self._status.is_registered = False
+        self._must_register.set()
+
     async def _beat(self, pool: WorkerClient) -> None:
         """Register, then send heartbeats; both also test whether the Conductor answers."""
         # Later than the Conductor gives this worker up, should only the connection be broken.
         conductor = self._process.config.conductor
         deadline_s = max(conductor.absence_timeout_s, 2 * conductor.peer_timeout_s)
         while True:
-            await self._tell(await self._heartbeat() if self.is_registered else self._registration(pool))
-            await asyncio.sleep(self._heartbeat_s)
+            if self.is_registered and self._conductor.num_connections != self._num_connections:
+                self._register_again()
+            if self.is_registered:
+                await self._tell(await self._heartbeat())
+            else:
+                self._must_register.clear()
+                await self._tell(self._registration(pool))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._must_register.wait(), self._heartbeat_s)
             if not self.is_registered:
                 report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
-            if self.is_registered and self._conductor.has_reconnected:
-                raise SessionLostError(
-                    "the connection to the conductor broke, which may have swallowed orders"
-                )
-            if self.is_registered and time.monotonic() - self._heard_at_s > deadline_s:
+            if self._epoch and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     async def _retire(self) -> None:
@@ -330,6 +348,9 @@ class LeaderSession:
             self._executor.model.idle_cores,
             self._executor.device_name,
             self._can_decode,
+            self._epoch,
+            [*self._prefill.held, *self._decode.take_held()] if self._epoch else [],
+            max(1, self._conductor.num_connections),
         )
 
     @property
@@ -355,21 +376,3 @@ class LeaderSession:
         )
         self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
         return heartbeat
-
-    async def _emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Send tokens, in one message to each front."""
-        by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
-        for endpoint, output in outputs:
-            by_front[endpoint].append(output)
-        for endpoint, of_front in by_front.items():
-            try:
-                if endpoint not in self._fronts:
-                    self._fronts[endpoint] = Dealer(
-                        endpoint, self._identity, ToFront, self._process.cluster_key
-                    )
-                await self._fronts[endpoint].send(Tokens(of_front))
-            except (ConfigError, PeerGoneError) as error:
-                # The front learns from the Conductor that they were sent, and misses them.
-                log.warning("tokens for the front at %s are lost: %s", endpoint, error)
-                if (front := self._fronts.pop(endpoint, None)) is not None:
-                    front.close()

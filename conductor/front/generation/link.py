@@ -209,8 +209,10 @@ class Link:
                 self._fail_what_has_waited_too_long()
 
     def _hello(self) -> FrontHello:
+        if self._cluster is None:
+            return FrontHello(PROTOCOL_VERSION, self._fingerprint)
         return FrontHello(
-            PROTOCOL_VERSION, self._fingerprint, 0 if self._cluster is None else self._cluster.epoch
+            PROTOCOL_VERSION, self._fingerprint, self._cluster.epoch, self._cluster.num_instances
         )
 
     def _fail_what_has_waited_too_long(self) -> None:

@@ -7,9 +7,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
-from conductor.requests.lifecycle import PLACED, RequestState
+from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import MigrationStep
 from conductor.rules import Limits, Rules, SLOs
+from conductor.view.instances import Instance
 from mooncake.config.policies import Overload
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
@@ -20,6 +21,7 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     Rejected,
+    Resume,
     Submit,
     Unknown,
 )
@@ -35,6 +37,8 @@ from mooncake.messages.workers import (
     DecodeLoad,
     Finished,
     Heartbeat,
+    Held,
+    HeldStep,
     Prefill,
     Prefilled,
     Refused,
@@ -64,6 +68,17 @@ def _request_of(effect: Effect) -> str:
     return effect.message.ref.request_id
 
 
+def _held_by(instance: Instance, tracked: TrackedRequest) -> list[Held]:
+    """What an instance has of a request."""
+    steps = []
+    if tracked.state is RequestState.PREFILLING and tracked.prefill == instance.name:
+        steps.append(HeldStep.PROMPT)
+    if tracked.state in PLACED and tracked.decode == instance.name:
+        is_decoded = tracked.state is RequestState.DECODING
+        steps.append(HeldStep.DECODING if is_decoded else HeldStep.RESERVED)
+    return [Held(tracked.ref, step) for step in steps]
+
+
 class RequestsEndOnce(RuleBasedStateMachine):
     """No order of messages, losses and returns loses a request, ends it twice, or leaves a load behind it."""
 
@@ -80,6 +95,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.epoch = EPOCH
         self.conductor = Conductor(EPOCH, "model", self.limits, self.decided_by, self.profiled)
         self.conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
         for name, role in ROLES.items():
@@ -197,6 +213,27 @@ class RequestsEndOnce(RuleBasedStateMachine):
             self.take(self.conductor.handle(identity, message, self.now_s))
         elif (instance := self.conductor.instances.get(name)) is not None:
             self.take(self.conductor.peer_gone(instance.identity, self.now_s))
+
+    @rule(data=st.data(), num_instances=st.integers(0, len(ROLES)))
+    def succeed(self, data: st.DataObject, num_instances: int) -> None:
+        """Another Conductor takes over, and hears of what runs in any order; some of it is lost."""
+        before, self.epoch = self.conductor, self.epoch + 1
+        self.conductor = Conductor(self.epoch, "model", self.limits, self.decided_by, self.profiled)
+        self.hear(FRONT, FrontHello(PROTOCOL_VERSION, "model", self.epoch - 1, num_instances))
+        told: list[tuple[bytes, ToConductor]] = [
+            (FRONT, Resume(tracked.request, 1.0)) for tracked in before.requests.values()
+        ]
+        for instance in before.instances:
+            held = [held for tracked in before.requests.values() for held in _held_by(instance, tracked)]
+            kept = data.draw(st.lists(st.sampled_from(held), unique_by=lambda one: one.ref)) if held else []
+            message = msgspec.structs.replace(
+                instance.registration, role=instance.role, epoch=self.epoch - 1, held=kept
+            )
+            told.append((instance.identity, message))
+        for sender, message in data.draw(st.permutations(told)):
+            is_back = sender == FRONT or data.draw(st.integers(0, 3)) > 0
+            if is_back:
+                self.hear(sender, message)
 
     @rule(name=st.sampled_from([*ROLES]), is_wanted=st.booleans(), stays=st.booleans())
     def drain(self, name: str, is_wanted: bool, stays: bool) -> None:

@@ -7,12 +7,15 @@ from conductor.effects import ToConductor
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
-from mooncake.messages.fronts import Cancel, Submit
+from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submit
 from mooncake.messages.migration import HandedOver, PreCopied, Prepared
 from mooncake.messages.operators import Migrate
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
     Finished,
+    Held,
+    HeldStep,
     Joining,
     Leave,
     Prefilled,
@@ -26,6 +29,7 @@ from tests.conductor.small_cluster import (
     B0,
     D0,
     D1,
+    EPOCH,
     FRONT,
     GRANT,
     HEARTBEAT,
@@ -219,3 +223,23 @@ def test_a_migration_shows_on_which_instances_the_request_ran() -> None:
     ]
     assert timeline.moments[-2].note == "moved from d0"
     assert (timeline.num_attempts, timeline.num_moves, timeline.decode) == (1, 1, "d1")
+
+
+def test_requests_of_an_earlier_conductor_are_seen_where_they_have_gone_on() -> None:
+    cluster = Watched(conductor=Conductor(EPOCH + 1, "model", Limits()))
+    cluster.hear(FRONT, FrontHello(PROTOCOL_VERSION, "model", EPOCH), 9.0)
+    held = [Held(ref(request_id=name), HeldStep.DECODING) for name in ("told", "before")]
+    cluster.hear(FRONT, Resume(request("told"), 4.0), 10.0)
+    cluster.hear(FRONT, Resume(request("nowhere"), 1.0), 10.0)
+    cluster.hear(D0, msgspec.structs.replace(registration("d0", Role.DECODE), epoch=EPOCH, held=held), 11.0)
+    cluster.hear(FRONT, Resume(request("before"), 7.0), 12.0)
+    assert cluster.steps("told") == [(6.0, "queued", None), (11.0, "decoding", "d0")]
+    assert cluster.steps("before") == [(5.0, "queued", None), (12.0, "decoding", "d0")]
+    cluster.hear(D0, Finished(ref(request_id="told"), FinishReason.STOP, 5), 13.0)
+    assert cluster.steps("told")[2:] == [(13.0, "finished", None)]
+    # Their front has all of it, or its client has gone, before it has heard of this Conductor.
+    for now_s in (13.0, 14.0):
+        cluster.hear(FRONT, InFlight([]), now_s)
+    assert not cluster.history.live
+    assert not cluster.conductor.requests
+    assert cluster.history.num_ended["aborted"] == 2

@@ -35,7 +35,13 @@ class MigrationDestination:
         self._send = send
         self._orders: dict[Ref, asyncio.Queue[Prepare | TakeOver]] = {}
         """Orders of sequences that are prepared."""
+        self._taken_over: set[Ref] = set()
         self._now_s = asyncio.get_running_loop().time
+
+    @property
+    def prepared(self) -> set[Ref]:
+        """The sequences that have not been taken over."""
+        return self._orders.keys() - self._taken_over
 
     def follow_up(self, order: Prepare | TakeOver) -> bool:
         """Pass on a further order, and return whether there is such a sequence."""
@@ -62,6 +68,7 @@ class MigrationDestination:
                 await self._generation.complete(sequence)
         finally:
             del self._orders[first.ref]
+            self._taken_over.discard(first.ref)
 
     async def _prepare(self, sequence: Sequence, order: Prepare) -> None:
         sequence.continue_behind(order.request)
@@ -93,6 +100,7 @@ class MigrationDestination:
             sequence.num_cached_tokens += num_blocks * page_size
 
     def _take_over(self, sequence: Sequence, order: TakeOver) -> None:
+        self._taken_over.add(order.ref)
         sequence.continue_behind(order.request)
         sequence.joined_s = self._now_s()
         self._batch.join(sequence)

@@ -1,0 +1,160 @@
+"""Requests of an earlier Conductor: fronts tell of them, and instances of those with which they have gone on.
+
+    a front and its instances know it    it goes on there (RESUMING ──> PREFILLING, DECODING)
+    only a front knows it                it is placed again, behind the output that the front has
+    only instances know it               it is ended there
+
+Instances tell with their registration. A request of which no instance has told is placed again as soon as all
+that the earlier Conductor had are back, or after `Limits.peer_timeout_s`, by when a peer that lives has been
+heard. Then requests end of which no front has told.
+
+Owns: what was told and does not match yet. Does not know: messages of fronts, how a request is placed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from conductor.effects import Effect
+from conductor.requests.dispatcher import Dispatcher, FromWork
+from conductor.requests.lifecycle import RequestState, TrackedRequest
+from conductor.requests.placer import Placer
+from conductor.requests.registry import Requests
+from conductor.view.instances import Instance
+from mooncake.messages.fronts import Interrupted
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import Abort, Held, HeldStep
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt of which instances have told, while no front has, or not all of its instances."""
+
+    holders: dict[HeldStep, Instance] = field(default_factory=dict)
+    reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
+    """What they have said of it since, in order."""
+
+    @property
+    def pair(self) -> tuple[Instance, Instance, RequestState] | None:
+        """The instances that compute the prompt and decode, and the state; None if something is missing."""
+        holders = self.holders
+        if (decode := holders.get(HeldStep.DECODING)) is not None:
+            return decode, decode, RequestState.DECODING
+        if (decode := holders.get(HeldStep.INLINED)) is not None:
+            return decode, decode, RequestState.PREFILLING
+        prefill, decode = holders.get(HeldStep.PROMPT), holders.get(HeldStep.RESERVED)
+        return None if prefill is None or decode is None else (prefill, decode, RequestState.PREFILLING)
+
+
+class Resumption:
+    """Matches what fronts and instances tell a Conductor of the time before it."""
+
+    def __init__(self, requests: Requests, placer: Placer, dispatcher: Dispatcher) -> None:
+        self._requests, self._placer, self._dispatcher = requests, placer, dispatcher
+        self._instances, self._limits = requests.instances, requests.limits
+        self._attempts: dict[str, dict[Ref, _Attempt]] = {}
+        """Attempts that wait for a front, or for another instance, by request."""
+        self._num_before = 0
+        """Instances that an earlier Conductor had; 0 while that is not known."""
+        self._expected_until_s = 0.0
+        self._until_s: float | None = None
+        """When nothing more is waited for; None before a peer has told of an earlier Conductor."""
+        self._is_over = False
+
+    def begin(self, num_instances: int, now_s: float) -> None:
+        """Learn that a peer has had an earlier Conductor, with so many instances as far as the peer knows."""
+        if self._until_s is None:
+            self._until_s = now_s + self._limits.peer_timeout_s
+            self._expected_until_s = now_s + self._limits.return_grace_s
+        self._num_before = max(self._num_before, num_instances)
+        if now_s < self._expected_until_s:
+            self._instances.expect_all(self._num_before, self._expected_until_s)
+
+    # -- what peers tell ----------------------------------------------------------------------------
+
+    def resume(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Accept a request of which its front has told."""
+        self._requests.accept(tracked)
+        return self._match(tracked, now_s) + self._place_the_rest(now_s)
+
+    def registered(self, instance: Instance, held: Iterable[Held], now_s: float) -> list[Effect]:
+        """Learn with which requests an instance has gone on."""
+        effects: list[Effect] = []
+        for ref, step in ((one.ref, one.step) for one in held):
+            if self._is_over:  # what nobody has told of in time was placed again, or had ended
+                effects.append(Effect(instance.identity, Abort(ref)))
+                continue
+            attempts = self._attempts.setdefault(ref.request_id, {})
+            attempts.setdefault(ref, _Attempt()).holders[step] = instance
+            tracked = self._requests.by_id.get(ref.request_id)
+            if tracked is not None:
+                effects += self._match(tracked, now_s)
+        return effects + self._place_the_rest(now_s)
+
+    def keeps(self, instance: Instance, message: FromWork) -> bool:
+        """Keep what an instance says of an attempt that waits. Returns whether it does."""
+        attempt = self._attempts.get(message.ref.request_id, {}).get(message.ref)
+        if attempt is None:
+            return False
+        attempt.reports.append((instance, message))
+        return True
+
+    def lose(self, lost: list[Instance]) -> None:
+        """Forget what instances have told that are gone."""
+        gone = {instance.identity for instance in lost}
+        for attempt in [of for attempts in self._attempts.values() for of in attempts.values()]:
+            attempt.holders = {
+                step: instance for step, instance in attempt.holders.items() if instance.identity not in gone
+            }
+
+    # -- what follows -------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Stop waiting when it is time."""
+        if self._until_s is None or self._is_over or now_s < self._until_s:
+            return []
+        self._is_over = True
+        effects = [effect for request_id in list(self._attempts) for effect in self._abandon(request_id)]
+        return effects + self._place_the_rest(now_s)
+
+    def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Let a request go on at the pair that has its latest attempt, if one is whole."""
+        if tracked.state is not RequestState.RESUMING:
+            return self._abandon(tracked.request_id)
+        attempts = self._attempts.get(tracked.request_id, {})
+        whole = [ref for ref, attempt in attempts.items() if attempt.pair is not None]
+        if not whole:
+            return []
+        ref = max(whole, key=lambda ref: (ref.epoch, ref.attempt))
+        attempt = attempts.pop(ref)
+        pair = attempt.pair
+        assert pair is not None
+        effects = self._abandon(tracked.request_id)
+        self._requests.adopt(tracked, ref, *pair, now_s)
+        for instance, report in attempt.reports:
+            effects += self._dispatcher.on_work(instance, report, now_s)
+        return effects
+
+    def _abandon(self, request_id: str) -> list[Effect]:
+        """Stop the attempts of a request that wait."""
+        return [
+            Effect(instance.identity, Abort(ref))
+            for ref, attempt in self._attempts.pop(request_id, {}).items()
+            for instance in attempt.holders.values()
+        ]
+
+    def _place_the_rest(self, now_s: float) -> list[Effect]:
+        """Place requests again with which no instance has gone on, once all instances have told."""
+        are_all_back = self._num_before and len(self._instances) >= self._num_before
+        if not (self._is_over or are_all_back):
+            return []
+        effects: list[Effect] = []
+        for tracked in [of for of in self._requests.by_id.values() if of.state is RequestState.RESUMING]:
+            effects += self._abandon(tracked.request_id)
+            tracked.waiting_since_s = now_s
+            if tracked.may_have_begun:  # more of its output may have come since its front has told
+                tracked.move_to(RequestState.INTERRUPTED)
+                effects.append(Effect(tracked.front, Interrupted(tracked.request_id)))
+            else:
+                tracked.move_to(RequestState.WAITING)
+                effects += self._placer.place(tracked, now_s)
+        return effects

@@ -1,0 +1,43 @@
+"""The connections of a session to fronts, which get the tokens.
+
+Owns: these connections. Does not know: requests, where they are decoded.
+"""
+
+import logging
+from collections import defaultdict
+
+from mooncake.errors import ConfigError
+from mooncake.messages.bus import Dealer, PeerGoneError
+from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
+from mooncake.security.keys import ClusterKey
+
+log = logging.getLogger(__name__)
+
+
+class FrontLinks:
+    """Links to fronts by their endpoints, each opened with the first tokens for it."""
+
+    def __init__(self, identity: bytes, key: ClusterKey) -> None:
+        self._identity, self._key = identity, key
+        self._links: dict[str, Dealer[ToFront]] = {}
+
+    async def emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
+        """Send tokens, with the endpoint for each, in one message to each front."""
+        by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
+        for endpoint, output in outputs:
+            by_front[endpoint].append(output)
+        for endpoint, of_front in by_front.items():
+            try:
+                if endpoint not in self._links:
+                    self._links[endpoint] = Dealer(endpoint, self._identity, ToFront, self._key)
+                await self._links[endpoint].send(Tokens(of_front))
+            except (ConfigError, PeerGoneError) as error:
+                # The front learns from the Conductor that they were sent, and misses them.
+                log.warning("tokens for the front at %s are lost: %s", endpoint, error)
+                if (link := self._links.pop(endpoint, None)) is not None:
+                    link.close()
+
+    def close(self, linger_s: float) -> None:
+        """Close all links; the last tokens may take `linger_s` to leave."""
+        for link in self._links.values():
+            link.close(linger_s=linger_s)
