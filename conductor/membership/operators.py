@@ -37,16 +37,10 @@ class Operators:
             return self._migrations.on_migrate(sender, order, now_s)
         instance = self._instances.get(order.instance)
         if instance is None:
-            return [Effect(sender, Ordered(order.order, None, self._unknown(order.instance)))]
+            return [Effect(sender, Ordered(order.order, None, self._instances.why_unknown(order.instance)))]
         refusal = self._why_not(instance, order)
         effects = [] if refusal else self._obey(instance, order, now_s)
         return [*effects, Effect(sender, Ordered(order.order, status_of(instance, now_s), refusal))]
-
-    def _unknown(self, name: str) -> str:
-        names = sorted(instance.name for instance in self._instances)
-        return f"no instance {name!r} is registered; there {'is' if len(names) == 1 else 'are'} " + (
-            ", ".join(names) or "none"
-        )
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):

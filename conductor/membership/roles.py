@@ -50,7 +50,9 @@ class Roles:
     def why_not(self, instance: Instance, role: Role, *, force: bool = False) -> str:
         """Why an instance may not switch to a role now; empty if it may."""
         if instance.state is not InstanceState.SERVING:
-            return f"{instance.name} is {instance.state.value}"
+            ends = instance.state in (InstanceState.RETIRING, InstanceState.RETIRED)
+            how = "" if ends else f"; POST /admin/instances/{instance.name}/serve takes that back"
+            return f"{instance.name} is {instance.state.value}{how}"
         if instance.role is role:
             return f"the role of {instance.name} is {role.value} already"
         if role is not Role.PREFILL and not instance.registration.can_decode:

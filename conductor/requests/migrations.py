@@ -146,10 +146,10 @@ class Migrations:
         if not refusal and order.instance is None:
             destination = self.best_destination(tracked, now_s)
             refusal = "" if destination is not None else "no other decode instance has room for it"
-        elif not refusal:
+        elif not refusal and order.instance is not None:
             destination = self._requests.instances.get(order.instance)
             if destination is None:
-                refusal = f"no instance {order.instance!r} is registered"
+                refusal = self._requests.instances.why_unknown(order.instance)
             else:
                 refusal = self._why_not_there(tracked, destination)
         if refusal or destination is None:

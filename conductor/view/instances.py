@@ -21,6 +21,8 @@ _NEXT = {
     InstanceState.RETIRING: frozenset({InstanceState.RETIRED}),
     InstanceState.RETIRED: frozenset[InstanceState](),
 }
+_MOST_SHOWN = 80
+"""The most characters of an unknown name in a message."""
 
 
 @dataclass(slots=True)
@@ -220,6 +222,12 @@ class Instances:
             return f"no {stage.value} instance is ready"
         switches = any(instance.state is InstanceState.SWITCHING for instance in able)
         return f"all {stage.value} instances are draining{' or switching their role' if switches else ''}"
+
+    def why_unknown(self, name: str) -> str:
+        """A message for operators if no instance of this name is registered."""
+        names = sorted(self._by_name)
+        verb = "is" if len(names) == 1 else "are"
+        return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
         """The stage that no instance would do any more without this one, or if it had another `role`.

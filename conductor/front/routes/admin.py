@@ -7,14 +7,16 @@ Owns: these paths, what the listener of `http.admin_listen` serves. Does not kno
 from collections.abc import Callable
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.access.admin_access import ADMIN, AdminAccess
 from conductor.front.generation.link import Link
 from conductor.front.http.boundary import Boundary, answer_errors
+from conductor.front.openai.schema import shortened
 from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.shared import Front
+from mooncake.config.spelling import did_you_mean
 from mooncake.errors import RequestError
 from mooncake.messages.operators import (
     ChangeRole,
@@ -36,7 +38,9 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     order something; `?force=true` even what leaves nobody for a stage, `.../drain?stay=true` that an instance
     does not end when drained. `POST /requests/ID/migrate?to=NAME` moves a running request.
     """
-    router = APIRouter(prefix=ADMIN, dependencies=[Depends(access.check_acting)])
+    router = APIRouter(
+        prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]
+    )
 
     async def ordered(order: Callable[[int], OperatorOrder]) -> Response:
         answer = await link.order(order)
@@ -70,15 +74,33 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         migrates = await link.order(lambda number: Migrate(number, request_id, to))
         assert isinstance(migrates, Migrates)
         if migrates.source is None:
-            raise RequestError(f"no request {request_id!r} is running", status=404, code="unknown_request")
+            reason = f"no request {shortened(request_id)!r} is running"
+            raise RequestError(reason, status=404, code="unknown_request")
         if migrates.destination is None:
-            reason = f"request {request_id!r} stays: {migrates.refusal}"
+            reason = f"request {shortened(request_id)!r} stays: {migrates.refusal}"
             raise RequestError(reason, status=409, code="cannot_migrate")
         return JSONResponse(
             {"id": request_id, "source": migrates.source, "destination": migrates.destination}
         )
 
     return router
+
+
+async def _check_names_of_parameters(request: Request) -> None:
+    """Check that the route has each parameter of the query, once. Raises RequestError.
+
+    Without its `stay`, misspelt, an order to drain would end the instance.
+    """
+    known = [field.alias for field in request.scope["route"].dependant.query_params]
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        shown = shortened(name)
+        if name not in known:
+            expected = f"expected {' or '.join(known)}" if known else "expected none"
+            meant = did_you_mean(shown, known) or f"; {expected}"
+            raise RequestError(f"unknown parameter {shown!r} in the query{meant}", param=shown)
+        if names.count(name) > 1:
+            raise RequestError(f"{name}: is in the query more than once; send one", param=name)
 
 
 def _json(content: object) -> Response:

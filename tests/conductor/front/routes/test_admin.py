@@ -93,3 +93,29 @@ def test_orders_that_are_not_obeyed_are_told_with_the_reason(
     assert error["message"]
     if status == 400:
         assert error["param"] == ("role" if "role" in path else "force")
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "message"),
+    [
+        ("instances/d0/drain?Stay=true", "Stay", "did you mean stay"),
+        ("instances/d0/drain?fource=true&stay=true", "fource", "did you mean force"),
+        ("instances/d0/drain?stay=true&stay=false", "stay", "more than once"),
+        ("instances/d0/role?role=both&role=decode", "role", "more than once"),
+        ("instances/d0/role?Role=both", "Role", "did you mean role"),
+        ("instances/d0/serve?force=true", "force", "expected none"),
+        ("requests/r/migrate?to=d1&to=d2", "to", "more than once"),
+        ("requests/r/migrate?instance=d1", "instance", "expected to"),
+        (f"requests/r/migrate?{'x' * 9_999}=d1", None, "unknown parameter"),
+    ],
+)
+def test_orders_with_a_parameter_that_means_nothing_are_not_passed_on(
+    front: Running, path: str, param: str | None, message: str
+) -> None:
+    answer = httpx.post(f"{front.url}/admin/{path}", timeout=DEADLINE_S)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert param is None or error["param"] == param
+    assert message in error["message"]
+    assert len(error["message"]) < 300
+    assert not front.cluster.orders
