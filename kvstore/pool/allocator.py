@@ -73,7 +73,7 @@ class PageAllocator:
 
     # -- users ------------------------------------------------------------------------------------
 
-    def claim(self, pages: Iterable[int]) -> None:
+    def add_user(self, pages: Iterable[int]) -> None:
         """Count one more user of each of `pages`."""
         state_of, num_users_of = self.table.state_of, self.num_users_of
         for page in pages:
@@ -82,7 +82,7 @@ class PageAllocator:
                 self.num_idle -= 1
             num_users_of[page] = num_users + 1
 
-    def unclaim(self, pages: Iterable[int], *, used: bool = True) -> list[int]:
+    def remove_user(self, pages: Iterable[int], *, used: bool = True) -> list[int]:
         """Count one user less of each of `pages`. Returns those that have none now and are not SEALED.
 
         The others count as used just now, in this order, if `used`.

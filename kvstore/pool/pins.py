@@ -86,7 +86,7 @@ class Pins:
     def _put(self, pin: _Pin) -> None:
         """Put a pin in the place of an earlier one, if there is one."""
         if pin.is_hard:
-            self._allocator.claim([pin.page])
+            self._allocator.add_user([pin.page])
             self._num_hard += 1
         if (previous := self._by_key.get(pin.key)) is not None:
             self._end(previous)

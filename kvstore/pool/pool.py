@@ -151,11 +151,11 @@ class Pool:
         places = [index.get(key) for key in keys]
         found = list(dict.fromkeys(page for page in places if page is not None))
         num_missing = places.count(None) + num_private
-        self.allocator.claim(found)  # not to be evicted for the others
+        self.allocator.add_user(found)  # not to be evicted for the others
         try:
             self.evictor.require(num_missing)
         except PoolFullError:
-            self.allocator.unclaim(found, used=False)
+            self.allocator.remove_user(found, used=False)
             raise
         blocks = self._blocks([*keys, *[None] * num_private], places, writer)
         for block in blocks:
@@ -242,7 +242,7 @@ class Pool:
         found = lease.claimed_pages
         self._use(found)
         self.hits.missed(key for key, page in zip(keys, lease.pages, strict=True) if page is None)
-        self.allocator.claim(found)
+        self.allocator.add_user(found)
         self.leases[lease.lease_id] = lease
         self._lease_deadlines.set(lease.lease_id, deadline_s)
         return lease
@@ -286,7 +286,7 @@ class Pool:
 
     def _add_hold(self, page: int) -> None:
         self._num_holds[page] += 1
-        self.allocator.claim([page])
+        self.allocator.add_user([page])
 
     @property
     def former_writers(self) -> list[PageWriter]:
@@ -330,7 +330,7 @@ class Pool:
             self.table.use(page)
 
     def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
-        for page in self.allocator.unclaim(pages, used=used):
+        for page in self.allocator.remove_user(pages, used=used):
             self._free(page)
         if self._num_holds:
             for page in pages:

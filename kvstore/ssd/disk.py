@@ -142,7 +142,7 @@ class Disk:
 
     def give_back(self, slot: int) -> None:
         """End the use of `slot`."""
-        for ended in self.allocator.unclaim([slot]):
+        for ended in self.allocator.remove_user([slot]):
             self.allocator.free(ended)
 
     async def store(

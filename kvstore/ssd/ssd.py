@@ -152,7 +152,7 @@ class SsdTier:
             disk.slab.read(slot, page)
             actual = layer_checksums(page[: table.num_layers * layer_bytes], layer_bytes)
 
-        disk.allocator.claim([slot])
+        disk.allocator.add_user([slot])
         try:
             await disk.run(read)
         except Suspended:
@@ -192,7 +192,7 @@ class SsdTier:
                 with block[: table.num_layers * layer_bytes] as layers:
                     actual = layer_checksums(layers, layer_bytes)
 
-        disk.allocator.claim([slot])
+        disk.allocator.add_user([slot])
         try:
             await disk.run(read)
         except (OSError, Suspended):
@@ -204,7 +204,7 @@ class SsdTier:
                 self._drop(disk, slot, key)
             return is_intact
         finally:
-            for ended in disk.allocator.unclaim([slot], used=False):
+            for ended in disk.allocator.remove_user([slot], used=False):
                 disk.allocator.free(ended)
 
     def position(self, key: BlockKey) -> int:

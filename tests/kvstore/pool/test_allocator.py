@@ -35,7 +35,7 @@ def store(allocator: PageAllocator, number: int, position: int = 0, num_uses: in
     """Seals a block and leaves it idle. Returns its page."""
     (page,) = allocator.take(1)
     allocator.seal(page, key_of(number), position, num_uses)
-    allocator.unclaim([page])
+    allocator.remove_user([page])
     return page
 
 
@@ -133,7 +133,7 @@ class Churn:
             pages = self.draw.sample(
                 sorted(self.allocator.index.values()), min(len(self.allocator.index), 20)
             )
-            self.allocator.claim(pages)
+            self.allocator.add_user(pages)
             is_reader = self.draw.random() < 0.8
             if is_reader:
                 for page in pages:
@@ -148,7 +148,7 @@ class Churn:
         for page in pages:
             self.users.remove((page, is_reader))
             self.changed[page] = self.num_evicted
-        ended = self.allocator.unclaim(pages, used=is_reader)
+        ended = self.allocator.remove_user(pages, used=is_reader)
         state, used = self.allocator.table.state, self.used()
         assert ended == [page for page in pages if page not in used and state(page) is PageState.QUARANTINED]
         for page in ended:
@@ -157,8 +157,8 @@ class Churn:
     def touch(self) -> None:
         if idle := self.idle():
             page = self.draw.choice(idle)
-            self.allocator.claim([page])
-            self.allocator.unclaim([page], used=False)
+            self.allocator.add_user([page])
+            self.allocator.remove_user([page], used=False)
             self.changed[page] = self.num_evicted
 
     def pin(self) -> None:
@@ -205,9 +205,9 @@ def test_many_at_once_is_the_same_as_one_after_the_other(policy: EvictionPolicy)
                 for position, (page, key) in enumerate(zip(pages, keys, strict=True)):
                     allocator.seal(page, key, position)
             used = pages[: num_blocks // 2]
-            allocator.unclaim(pages)
-            allocator.claim(used)
-            allocator.unclaim(used)
+            allocator.remove_user(pages)
+            allocator.add_user(used)
+            allocator.remove_user(used)
         number += num_blocks
         assert many.index == ones.index
         assert removed[0] == removed[1]
@@ -221,13 +221,13 @@ def test_block_that_is_used_again_after_it_was_chosen_is_spared() -> None:
     allocator = new_allocator(NUM_PAGES)
     pages = [store(allocator, number) for number in range(NUM_PAGES)]
     assert allocator.coldest() == pages[0]
-    allocator.claim([pages[1]])
-    allocator.unclaim([pages[1]])
-    allocator.claim([pages[2]])
+    allocator.add_user([pages[1]])
+    allocator.remove_user([pages[1]])
+    allocator.add_user([pages[2]])
     order = evict_all(allocator)
     assert order == [pages[0], *pages[3:], pages[1]]
     assert allocator.is_idle(pages[2]) is False
-    allocator.unclaim([pages[2]])
+    allocator.remove_user([pages[2]])
     assert allocator.coldest() == pages[2]
 
 
@@ -253,18 +253,18 @@ def test_soft_pin_ends_with_its_block() -> None:
 def test_use_that_was_none_leaves_a_block_where_it_was_in_the_order() -> None:
     allocator = new_allocator()
     first, second = store(allocator, 1), store(allocator, 2)
-    allocator.claim([first])
-    allocator.unclaim([first], used=False)
+    allocator.add_user([first])
+    allocator.remove_user([first], used=False)
     assert evict_all(allocator) == [first, second]
 
 
 def test_use_by_one_of_several_users_counts_even_if_he_is_not_the_last_to_go() -> None:
     allocator = new_allocator()
     first, second = store(allocator, 1), store(allocator, 2)
-    allocator.claim([first])  # somebody who only copies it elsewhere
-    allocator.claim([first])
-    allocator.unclaim([first])
-    allocator.unclaim([first], used=False)
+    allocator.add_user([first])  # somebody who only copies it elsewhere
+    allocator.add_user([first])
+    allocator.remove_user([first])
+    allocator.remove_user([first], used=False)
     assert evict_all(allocator) == [second, first]
 
 
@@ -272,15 +272,15 @@ def test_new_life_finds_sealed_blocks_in_their_order_and_what_writers_left() -> 
     table = PageTable.in_memory(8, 1)
     allocator = PageAllocator(table, LRU, lambda _: None)
     first, second, third = (store(allocator, number) for number in range(3))
-    allocator.claim([first])  # in use when the process dies, and the youngest
-    allocator.unclaim([first])
-    allocator.claim([second])
+    allocator.add_user([first])  # in use when the process dies, and the youngest
+    allocator.remove_user([first])
+    allocator.add_user([second])
     writer = PageWriter(pid=77, serial=3)
     (written,), (unwritten,) = allocator.take(1, writer), allocator.take(1)
     again = PageAllocator(table, LRU, lambda _: None)
     assert again.adopted_writers == {written: writer}
     assert table.state(unwritten) is PageState.FREE
-    again.claim([written])
+    again.add_user([written])
     assert list(again.problems()) == []
     assert evict_all(again) == [second, third, first]
 
@@ -290,8 +290,8 @@ def test_number_of_the_last_use_goes_on_in_a_new_life() -> None:
     old = PageAllocator(table, LRU, lambda _: None)
     first, second = store(old, 1), store(old, 2)
     allocator = PageAllocator(table, LRU, lambda _: None)
-    allocator.claim([first])
-    allocator.unclaim([first])
+    allocator.add_user([first])
+    allocator.remove_user([first])
     third = store(allocator, 3)
     assert evict_all(allocator) == [second, first, third]
 
@@ -312,7 +312,7 @@ def test_damaged_number_of_a_last_use_costs_no_more_than_a_place_in_the_order() 
 
 def a_free_page_that_the_list_lacks(allocator: PageAllocator) -> None:
     (page,) = allocator.take(1)
-    allocator.unclaim([page])
+    allocator.remove_user([page])
     allocator.table.free(page)
 
 
@@ -322,7 +322,7 @@ def less_than_no_users(allocator: PageAllocator) -> None:
 
 def a_free_page_in_use(allocator: PageAllocator) -> None:
     (page,) = allocator.take(1)
-    allocator.unclaim([page])
+    allocator.remove_user([page])
     allocator.free(page)
     allocator.num_users[page] = 1
 

@@ -31,7 +31,7 @@ async def test_page_whose_user_nobody_knows_is_reported_and_counted_and_logged_o
         assert (r.store.problem, r.store.num_orphaned, caplog.records) == (None, 0, [])
         page = r.pool.find(key_of(1))
         assert page is not None
-        r.pool.allocator.claim([page])
+        r.pool.allocator.add_user([page])
         for _ in range(3):
             r.store.check()
         stats = pool_stats(r.store, check_integrity=True)
@@ -41,13 +41,13 @@ async def test_page_whose_user_nobody_knows_is_reported_and_counted_and_logged_o
             f"pages are not all accounted for: {stats.integrity}"
         ]
         assert caplog.records[0].levelno == logging.ERROR
-        r.pool.allocator.unclaim([page])
+        r.pool.allocator.remove_user([page])
         r.store.check()
         assert (r.store.problem, r.store.num_orphaned) == (None, 0)
-        r.pool.allocator.claim([page])
+        r.pool.allocator.add_user([page])
         r.store.check()
         assert len(caplog.records) == 2, "it was right in between"
-        r.pool.allocator.unclaim([page])
+        r.pool.allocator.remove_user([page])
 
 
 async def test_orphaned_page_is_noticed_without_anybody_asking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +59,10 @@ async def test_orphaned_page_is_noticed_without_anybody_asking(monkeypatch: pyte
             await r.put(key_of(1))
             page = r.pool.find(key_of(1))
             assert page is not None
-            r.pool.allocator.claim([page])
+            r.pool.allocator.add_user([page])
             await until(lambda: r.store.num_orphaned == 1)
             tending.cancel()
-        r.pool.allocator.unclaim([page])
+        r.pool.allocator.remove_user([page])
 
 
 async def test_leases_and_pins_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ async def test_leases_and_pins_end_in_time(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_problem_on_a_disk_is_reported_too() -> None:
     async with running(4, FakeSlab(8)) as r:
         assert r.ssd is not None
-        r.ssd.disks[0].allocator.claim([0])
+        r.ssd.disks[0].allocator.add_user([0])
         stats = pool_stats(r.store, check_integrity=True)
         assert stats.integrity == "/disk/node.slab: a FREE page is in use"
-        r.ssd.disks[0].allocator.unclaim([0])
+        r.ssd.disks[0].allocator.remove_user([0])
         r.ssd.disks[0].allocator.num_users[0] = 0
 
 
