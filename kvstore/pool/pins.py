@@ -25,12 +25,12 @@ class _Pin:
 
 
 class Pins:
-    """Pins on the blocks of one tier. A hard pin is a user of its page; `unclaim` gives up that of each
+    """Pins on the blocks of one tier. A hard pin is a user of its page; `remove_user` gives up that of each
     page."""
 
-    def __init__(self, allocator: PageAllocator, unclaim: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, allocator: PageAllocator, remove_user: Callable[[Sequence[int]], None]) -> None:
         self._allocator = allocator
-        self._unclaim = unclaim
+        self._remove_user = remove_user
         self._by_key: dict[BlockKey, _Pin] = {}
         self._deadlines = Deadlines[BlockKey]()
         self._num_hard = 0
@@ -98,6 +98,6 @@ class Pins:
         """End a pin: it keeps its block no longer."""
         if pin.is_hard:
             self._num_hard -= 1
-            self._unclaim([pin.page])
+            self._remove_user([pin.page])
         else:
             self._allocator.pin_softly(pin.page, False)

@@ -74,7 +74,7 @@ class Pool:
             on_pressure=on_pressure,
         )
         self.hits = Hits(self.evictor.ghosts)
-        self.pins = Pins(self.allocator, self._unclaim)
+        self.pins = Pins(self.allocator, self._remove_user)
         self._events = events
         self._lower = lower
         self._all_layers = (1 << table.num_layers) - 1
@@ -192,7 +192,7 @@ class Pool:
             del reservation.by_page[block.page]
             block.page, block.generation, block.arrived = page, self.table.generation(page), 0
             reservation.by_page[page] = block
-        self._unclaim(old_pages)
+        self._remove_user(old_pages)
 
     def is_complete(self, block: Block) -> bool:
         return block.arrived == self._all_layers
@@ -231,7 +231,7 @@ class Pool:
         reservation = self.reservations.pop(reservation_id, None)
         if reservation is not None:
             # Last block first: it is of no use without those before it, so it should be evicted first.
-            self._unclaim(list(reversed(reservation.by_page)))
+            self._remove_user(list(reversed(reservation.by_page)))
 
     # -- leases -----------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Pool:
         lease = self.leases.pop(lease_id, None)
         if lease is not None:
             self._lease_deadlines.remove(lease_id)
-            self._unclaim(lease.claimed_pages[::-1])
+            self._remove_user(lease.claimed_pages[::-1])
 
     def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
         """Return the ids of the reservations and of the leases of `owner`."""
@@ -265,7 +265,7 @@ class Pool:
         """End the leases and pins whose deadline has come."""
         for lease_id in self._lease_deadlines.take_expired(now_s):
             self.counters.num_expired_leases += 1
-            self._unclaim(self.leases.pop(lease_id).claimed_pages[::-1])
+            self._remove_user(self.leases.pop(lease_id).claimed_pages[::-1])
         self.pins.expire(now_s)
 
     # -- transfers --------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Pool:
         assert self._num_holds[page] >= 0
         if not self._num_holds[page]:
             del self._num_holds[page]
-        self._unclaim([page], used=used)
+        self._remove_user([page], used=used)
 
     def _add_hold(self, page: int) -> None:
         self._num_holds[page] += 1
@@ -329,7 +329,7 @@ class Pool:
         for page in pages:
             self.table.use(page)
 
-    def _unclaim(self, pages: Collection[int], *, used: bool = True) -> None:
+    def _remove_user(self, pages: Collection[int], *, used: bool = True) -> None:
         for page in self.allocator.remove_user(pages, used=used):
             self._free(page)
         if self._num_holds:
