@@ -96,7 +96,7 @@ class Pages:
         self._page_bytes = page_bytes
         self._slice_bytes = layout.layer_bytes
 
-    def open(self, grant_id: int, writer: GrantWriter) -> None:
+    def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
         """Open the memory: every peer may write."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview:
@@ -117,7 +117,7 @@ class Pages:
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         """The next write comes over it."""
 
-    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
+    def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Close nothing: no caller waits for it."""
 
     async def lease(

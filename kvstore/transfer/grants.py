@@ -108,7 +108,7 @@ class Grants:
 
     # -- the messenger's side (WriteTarget) -------------------------------------------------------
 
-    def open(self, grant_id: int, writer: GrantWriter) -> None:
+    def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
         if grant_id not in self._completed and writer not in self._find(grant_id).writers:
             self._find(grant_id).writers.append(writer)
 
@@ -227,7 +227,7 @@ class Grants:
                 grant.incomplete[entry.page] &= ~layer_mask(layers)
         self._pool.unhold(entry.page)
 
-    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
+    def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         grant = self._open.get(grant_id)
         if grant is None or writer not in grant.writers:
             return

@@ -79,7 +79,7 @@ class SenderSession:
                 raise WriteRefused("the transfer was given up")
             if len(self.grants) >= MOST_TRANSFERS:
                 raise WriteRefused(f"{self.name} has {MOST_TRANSFERS} transfers open already")
-            self.target.open(grant_id, self)
+            self.target.add_writer(grant_id, self)
             self.grants[transfer_id] = grant_id
         elif opened != grant_id:
             raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
@@ -102,7 +102,7 @@ class SenderSession:
             if len(self.given_up) > _MOST_GIVEN_UP:
                 del self.given_up[next(iter(self.given_up))]
         if grant_id is not None:
-            self.target.close(grant_id, self, reason)
+            self.target.remove_writer(grant_id, self, reason)
 
     def conceal(self, transfer_id: int) -> None:
         """Close the pages of this transfer to writes by RDMA."""
@@ -128,5 +128,5 @@ class SenderSession:
     def lost(self, reason: str) -> None:
         """Close all transfers, because the last lane has ended."""
         for grant_id in self.grants.values():
-            self.target.close(grant_id, self, f"connection from {self.name} was lost: {reason}")
+            self.target.remove_writer(grant_id, self, f"connection from {self.name} was lost: {reason}")
         self.grants.clear()

@@ -39,7 +39,7 @@ class WriteTarget(Protocol):
     `entry` brings, or None if it brings all that this side has.
     """
 
-    def open(self, grant_id: int, writer: GrantWriter) -> None:
+    def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
         """Record a writer that has announced itself. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
@@ -64,7 +64,7 @@ class WriteTarget(Protocol):
         """Give up the bytes of `entry`: no more of them will be placed, and those that were are worth
         nothing."""
 
-    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
+    def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Record that the writer has ended; `reason` says why if not all of its writes were completed."""
 
 

@@ -157,7 +157,7 @@ class Pages:
             raise WriteRefused(f"grant {grant_id} is unknown here")
         return grant
 
-    def open(self, grant_id: int, writer: GrantWriter) -> None:
+    def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
         grant = self._usable(grant_id)
         if writer not in grant.writers:
             grant.writers.append(writer)
@@ -257,7 +257,7 @@ class Pages:
         self.num_begun -= 1
         return grant
 
-    def close(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
+    def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         grant = self.grants[grant_id]
         if writer in grant.writers:
             grant.writers.remove(writer)
