@@ -89,7 +89,7 @@ def replay(prompts: Sequence[Prompt], policy: EvictionPolicy, num_pages: int) ->
                 pool.arrived(reservation, block, range(1), bytes(8))
         pool.release(reservation.reservation_id)
         if pool.allocator.num_free < int(watermarks.low_watermark * num_pages):
-            pool.evictor.make(int(watermarks.high_watermark * num_pages))
+            pool.evictor.make_room(int(watermarks.high_watermark * num_pages))
     return HitRate(num_hits / num_blocks, num_hit_tokens / num_tokens)
 
 

@@ -1,7 +1,7 @@
 """Room in DRAM: evictions, and wake-ups of those that wait for a page.
 
 With a lower tier that works a block may leave DRAM only once that tier holds it: nothing that was stored is
-lost by being pushed out faster than a disk can write. `make` then fails until the mover has caught up.
+lost by being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
 
 Owns: evictions, memories of what was evicted, how many pages are wanted. Does not know: who uses a page.
 """
@@ -57,7 +57,7 @@ class Evictor:
         self._on_space = on_space
         self._on_pressure = on_pressure
 
-    def make(self, num_pages: int) -> bool:
+    def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free. Returns whether they are: the lower tier may not be that far
         yet."""
         while self._allocator.num_free < num_pages:
@@ -73,7 +73,7 @@ class Evictor:
         They are wanted from then on, if that is not in vain.
         """
         self.check(num_pages, 0)
-        if not self.make(num_pages):
+        if not self.make_room(num_pages):
             self.num_wanted = max(self.num_wanted, num_pages)
             self._on_pressure()
             raise self._refusal(num_pages, self._allocator.num_idle)

@@ -257,7 +257,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, NUM_PAGES))
     def make_room(self, num_pages: int) -> None:
         num_free, idle = self.table.count()[PageState.FREE], self.idle()
-        has_room = self.pool.evictor.make(num_pages)
+        has_room = self.pool.evictor.make_room(num_pages)
         assert has_room == (self.table.count()[PageState.FREE] >= num_pages)
         if not self.lower.is_accepting or idle <= self.lower.held:
             assert has_room == (num_pages <= num_free + len(idle)), "idle blocks were left and no room made"
