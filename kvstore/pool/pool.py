@@ -197,7 +197,9 @@ class Pool:
     def is_complete(self, block: Block) -> bool:
         return block.arrived == self._all_layers
 
-    def arrived(self, reservation: PageReservation, block: Block, layers: range, checksums: bytes) -> None:
+    def record_arrival(
+        self, reservation: PageReservation, block: Block, layers: range, checksums: bytes
+    ) -> None:
         """Record that `layers` of `block` are in its page. The last one seals the block, if its key is still
         free."""
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
@@ -218,10 +220,10 @@ class Pool:
         self.reservations[reservation.reservation_id] = reservation
         return reservation
 
-    def promoted(self, reservation: PageReservation, checksums: bytes, num_uses: int) -> None:
+    def finish_promotion(self, reservation: PageReservation, checksums: bytes, num_uses: int) -> None:
         """Record that the whole block of `begin_promotion` is in its page, verified."""
         (block,) = reservation.blocks
-        self.arrived(reservation, block, range(self.table.num_layers), checksums)
+        self.record_arrival(reservation, block, range(self.table.num_layers), checksums)
         if self.table.state_of[block.page] == SEALED:
             self.table.num_uses[block.page] = num_uses
             self.hits.promoted(block.page)

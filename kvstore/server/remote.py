@@ -356,7 +356,7 @@ class _Client:
             checksums.advance(filled)
         if checksums.packed() != expected:
             raise TransferError(f"block {(block.key or b'').hex()} was damaged on its way; store it again")
-        self._store.pool.arrived(reservation, block, range(segment.layout.num_layers), expected)
+        self._store.pool.record_arrival(reservation, block, range(segment.layout.num_layers), expected)
 
     async def _skip(self, num_bytes: int) -> None:
         scratch = memoryview(bytearray(min(num_bytes, PIECE_BYTES)))

@@ -302,7 +302,7 @@ class Mover:
         if promotion.is_wanted:
             del self._promotions[key]
             if loaded is not None:
-                self._pool.promoted(reservation, loaded.checksums, loaded.num_uses)
+                self._pool.finish_promotion(reservation, loaded.checksums, loaded.num_uses)
                 self.num_promotions += 1
         if not promotion.num_waiting:
             self._pool.release(reservation.reservation_id)

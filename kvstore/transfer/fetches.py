@@ -231,7 +231,7 @@ class BlockFetch:
         for index, block in enumerate(self._blocks[request.first : end]):
             # Of parts of a layer there are only the parts' own checksums.
             packed = answers[0][index] if len(answers) == 1 else self._checksums(block, request.layers)
-            self._pool.arrived(self._reservation, block, request.layers, packed)
+            self._pool.record_arrival(self._reservation, block, request.layers, packed)
         if request.first + num_there < request.end:
             self._num_wanted = end
         if request.end >= self._num_wanted:  # all of them have these layers

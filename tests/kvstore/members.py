@@ -149,7 +149,9 @@ class Member:
             view = self.segment.layers_view(block.page, layers)
             begin, end = layers.start * self.layout.layer_bytes, layers.stop * self.layout.layer_bytes
             view[:] = shard_of(block.key, self.layout, self.whole)[begin:end]
-            self.pool.arrived(reservation, block, layers, layer_checksums(view, self.layout.layer_bytes))
+            self.pool.record_arrival(
+                reservation, block, layers, layer_checksums(view, self.layout.layer_bytes)
+            )
 
     def store(self, keys: Sequence[BlockKey]) -> None:
         """Its shards of these blocks are there and sealed."""

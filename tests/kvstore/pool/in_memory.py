@@ -29,7 +29,7 @@ def new_pool(num_pages: int = NUM_PAGES, lower: FakeTier | None = None) -> Pool:
 
 
 def fill(pool: Pool, reservation: PageReservation, block: Block, layers: range = ALL_LAYERS) -> None:
-    pool.arrived(reservation, block, layers, bytes(8 * len(layers)))
+    pool.record_arrival(reservation, block, layers, bytes(8 * len(layers)))
 
 
 def store(pool: Pool, *keys: BlockKey) -> None:

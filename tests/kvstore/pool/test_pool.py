@@ -135,7 +135,7 @@ def test_hits_are_counted_by_the_tier_where_the_block_was_and_misses_by_their_re
     pool = new_pool()
     store(pool, KEYS[0])
     promotion = pool.begin_promotion(KEYS[1], position=4)
-    pool.promoted(promotion, CHECKSUMS, num_uses=9)
+    pool.finish_promotion(promotion, CHECKSUMS, num_uses=9)
     pool.release(promotion.reservation_id)
     for _ in range(2):
         pool.end_lease(pool.lease(ALICE, [KEYS[0], KEYS[1], KEYS[2]], 5.0).lease_id)
@@ -150,7 +150,7 @@ def test_promoted_block_that_nobody_asked_for_leaves_no_hit_to_the_next_one_in_i
     pool = new_pool(num_pages=1)
     for forget in (lambda: fill_up(pool, 1), lambda: pool.remove(KEYS[0])):
         promotion = pool.begin_promotion(KEYS[0], position=0)
-        pool.promoted(promotion, CHECKSUMS, num_uses=1)
+        pool.finish_promotion(promotion, CHECKSUMS, num_uses=1)
         pool.release(promotion.reservation_id)
         forget()
         store(pool, KEYS[1])
@@ -162,7 +162,7 @@ def test_promoted_block_keeps_its_uses_and_position() -> None:
     pool = new_pool()
     promotion = pool.begin_promotion(KEYS[0], position=4)
     (block,) = promotion.blocks
-    pool.promoted(promotion, CHECKSUMS, num_uses=9)
+    pool.finish_promotion(promotion, CHECKSUMS, num_uses=9)
     assert (int(pool.table.positions[block.page]), int(pool.table.num_uses[block.page])) == (4, 9)
 
 

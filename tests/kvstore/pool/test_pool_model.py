@@ -122,7 +122,7 @@ class PoolModel(RuleBasedStateMachine):
         blocks = [b for b in reservation.blocks if not any(b.arrived >> layer & 1 for layer in layers)]
         if blocks:
             block = data.draw(st.sampled_from(blocks))
-            self.pool.arrived(reservation, block, layers, bytes(8 * len(layers)))
+            self.pool.record_arrival(reservation, block, layers, bytes(8 * len(layers)))
 
     @precondition(lambda self: self.reservations)
     @rule(data=st.data())
@@ -141,7 +141,7 @@ class PoolModel(RuleBasedStateMachine):
             return
         for block in reservation.blocks:
             if not block.found:
-                self.pool.arrived(reservation, block, ALL_LAYERS, CHECKSUMS)
+                self.pool.record_arrival(reservation, block, ALL_LAYERS, CHECKSUMS)
         self.pool.release(reservation.reservation_id)
         assert self.pool.locate(keys) == [Tier.DRAM] * len(keys)
 
@@ -283,7 +283,7 @@ class PoolModel(RuleBasedStateMachine):
         if has_come:
             key = promotion.blocks[0].key
             assert key is not None
-            self.pool.promoted(promotion, CHECKSUMS, num_uses=3)
+            self.pool.finish_promotion(promotion, CHECKSUMS, num_uses=3)
             expected = self.in_dram.get(key, promotion.blocks[0].page)
             assert self.pool.find(key) == expected
         self.pool.release(promotion.reservation_id)
