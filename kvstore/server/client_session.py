@@ -202,7 +202,7 @@ class ClientSession:
                 lease = await self.lease(keys, ttl_s)
                 return Leased(call_id, lease.lease_id, lease.pages)
             case PinBlocks(_, keys, _, _):
-                async with self.store.mover.promoted(_checked(keys), patiently=True):
+                async with self.store.mover.keep_promoted(_checked(keys), patiently=True):
                     return self._perform(call)
             case VerifyBlocks(call_id, keys):
                 distinct = dict.fromkeys(_checked(keys))
@@ -233,7 +233,7 @@ class ClientSession:
         self._pool.check_room(_checked(keys), num_private)
         found_prefix = self.store.found_prefix(keys)
         with contextlib.suppress(PoolFullError):
-            async with self.store.mover.promoted(found_prefix, patiently=False):
+            async with self.store.mover.keep_promoted(found_prefix, patiently=False):
                 return self._reserve(keys, num_private)
         # What was held for blocks that could not be promoted is free now, and nobody else may ever free more.
         return self._reserve(keys, num_private)
@@ -242,7 +242,7 @@ class ClientSession:
         """Lease as `Pool.lease` does, after blocks that only SSD has were brought to DRAM."""
         if not self.store.is_on_ssd_only(keys):
             return self._lease(keys, ttl_s)
-        async with self.store.mover.promoted(_checked(keys), patiently=True):
+        async with self.store.mover.keep_promoted(_checked(keys), patiently=True):
             return self._lease(keys, ttl_s)
 
     def end_lease(self, lease_id: int) -> None:

@@ -214,7 +214,7 @@ class Mover:
     # -- into DRAM --------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
+    async def keep_promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
         """Promote the `keys` that any tier has, and keep them in DRAM within the context.
 
         As many are promoted as there are pages and time for.

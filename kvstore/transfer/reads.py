@@ -37,7 +37,7 @@ class Reads:
         """Lease as `ReadSource.lease` says: blocks that only SSD has come to DRAM first, as far as there is
         room."""
         _check(keys)
-        async with self._mover.promoted(keys, patiently=False):
+        async with self._mover.keep_promoted(keys, patiently=False):
             return self._lease(keys, layers, heads)
 
     def lease_now(

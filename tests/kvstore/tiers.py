@@ -210,7 +210,7 @@ class Running:
 
     async def get(self, key: BlockKey, *, patiently: bool = True) -> bytes | None:
         """The block, brought to DRAM if need be."""
-        async with self.mover.promoted([key], patiently=patiently):
+        async with self.mover.keep_promoted([key], patiently=patiently):
             return self.read(key)
 
     def read(self, key: BlockKey) -> bytes | None:

@@ -269,7 +269,7 @@ async def test_key_that_is_named_twice_is_promoted_once() -> None:
     slab = FakeSlab(20)
     async with running(4, slab) as r:
         await demoted(r, KEYS[0])
-        async with r.mover.promoted([KEYS[0], KEYS[0]], patiently=True):
+        async with r.mover.keep_promoted([KEYS[0], KEYS[0]], patiently=True):
             assert r.read(KEYS[0]) == block_of(KEYS[0])
         assert slab.num_reads == 1
 
@@ -331,7 +331,7 @@ async def test_blocks_of_a_request_do_not_push_each_other_out() -> None:
             await r.put(key)
         assert r.pool.locate(prompt) == [Tier.DRAM] * 3 + [Tier.SSD] * 3
         assert r.pool.allocator.num_free == 0
-        async with r.mover.promoted(prompt, patiently=False):
+        async with r.mover.keep_promoted(prompt, patiently=False):
             assert r.pool.locate(prompt) == [Tier.DRAM] * 6
 
 
@@ -339,7 +339,7 @@ async def test_more_blocks_than_there_are_pages_are_promoted_as_far_as_they_fit(
     async with running(4, FakeSlab(40)) as r:
         await demoted(r, *KEYS[:3])
         await demoted(r, *KEYS[3:6])
-        async with r.mover.promoted(KEYS[:6], patiently=False):
+        async with r.mover.keep_promoted(KEYS[:6], patiently=False):
             assert [r.read(key) for key in KEYS[:4]] == [block_of(key) for key in KEYS[:4]]
         assert all(map(r.has, KEYS[:6]))
 
@@ -350,7 +350,7 @@ async def test_two_that_want_more_than_half_of_the_pages_each_both_get_them() ->
         await demoted(r, *KEYS[3:6])
 
         async def read(keys: list[BlockKey]) -> None:
-            async with r.mover.promoted(keys, patiently=True):
+            async with r.mover.keep_promoted(keys, patiently=True):
                 assert [r.read(key) for key in keys] == [block_of(key) for key in keys]
                 for _ in range(5):
                     await asyncio.sleep(0)
@@ -365,7 +365,7 @@ async def test_two_that_collect_pages_as_they_become_free_do_not_wait_for_each_o
         first, second = r.pool.reserve(1, [], 1), r.pool.reserve(1, [], 1)
 
         async def read(keys: list[BlockKey]) -> None:
-            async with r.mover.promoted(keys, patiently=True):
+            async with r.mover.keep_promoted(keys, patiently=True):
                 assert [r.read(key) for key in keys] == [block_of(key) for key in keys]
 
         async def let_go_and_read() -> None:
