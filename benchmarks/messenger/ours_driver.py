@@ -135,7 +135,7 @@ class Pages:
             blocks.append(Readable(index, view, begin, bytes(self._checksums[self._places(page, layers)])))
         return blocks, lambda: None
 
-    def was_read(self, keys: Sequence[bytes]) -> int:
+    def count_read(self, keys: Sequence[bytes]) -> int:
         return len(keys)
 
     def verify(self, keys: Sequence[bytes], layers: range) -> None:

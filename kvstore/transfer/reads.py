@@ -47,7 +47,7 @@ class Reads:
         _check(keys)
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
-    def was_read(self, keys: Sequence[BlockKey]) -> int:
+    def count_read(self, keys: Sequence[BlockKey]) -> int:
         """Count blocks that a peer has read in place; return how many of them are still there."""
         _check(keys)
         there = [key for key in keys if self._pool.find(key) is not None]

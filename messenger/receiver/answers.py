@@ -60,7 +60,7 @@ class Answers:
     def fetch(self, fetch: Fetch) -> None:
         """Answer a fetch, now or after earlier ones: answers are told apart by their order alone."""
         if fetch.is_read:
-            self._was_read(fetch)
+            self._count_read(fetch)
             return
         if self._num_queued + len(self._read) >= MOST_FETCHES:
             raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
@@ -77,7 +77,7 @@ class Answers:
         self._num_queued += 1
         self._fetches.put_nowait(self._answer(fetch))
 
-    def _was_read(self, fetch: Fetch) -> None:
+    def _count_read(self, fetch: Fetch) -> None:
         """Count blocks that the sender has read in our segment, which it has mapped."""
         if self._transport is not Transport.SHM:
             raise TransferError("blocks are said to be read where nobody can see them")
@@ -85,7 +85,7 @@ class Answers:
         if heads is not None:
             raise TransferError("some heads are said to be read, which have no checksum")
         try:
-            num_blocks = self._reads.was_read(fetch.keys)
+            num_blocks = self._reads.count_read(fetch.keys)
         except MooncakeError as error:
             raise TransferError(str(error)) from error
         self._traffic.sent_bytes[self._transport] += num_blocks * len(layers) * self._layout.layer_bytes

@@ -98,7 +98,7 @@ class ReadSource(Protocol):
     ) -> tuple[list[Readable], Callable[[], None]] | None:
         """Lease blocks at once; None if that would take a while. Raises MooncakeError."""
 
-    def was_read(self, keys: Sequence[bytes]) -> int:
+    def count_read(self, keys: Sequence[bytes]) -> int:
         """Record that a peer of this host has read these blocks in place. Returns how many of them are there
         still. Raises MooncakeError."""
 

@@ -281,7 +281,7 @@ class Pages:
         assert heads is None
         return self._lease(keys, layers) if self.may_read.is_set() else None
 
-    def was_read(self, keys: Sequence[bytes]) -> int:
+    def count_read(self, keys: Sequence[bytes]) -> int:
         self.num_read += len(keys)
         return len(keys)
 
