@@ -196,7 +196,7 @@ class PeerSession:
             await answer.is_there.wait()
         except asyncio.CancelledError:
             if self._queues.remove(request):
-                request.lost("cancelled")
+                request.fail("cancelled")
             await answer.settled()
             raise
         if answer.failure is not None:
@@ -218,11 +218,11 @@ class PeerSession:
         try:
             await limit.acquire()
         except asyncio.CancelledError:
-            request.lost("cancelled")
+            request.fail("cancelled")
             raise
         self._track(request, limit)
         if self.closed_reason is not None:
-            request.lost(self.closed_reason)
+            request.fail(self.closed_reason)
             return
         self._queues.put(request)
         lane = self._wake_one(request.urgency)
@@ -308,7 +308,7 @@ class PeerSession:
         if lost.path.transport is Transport.RDMA and others and is_wanted:
             min(others, key=lambda lane: lane.outstanding_bytes).send(request)
         else:
-            request.lost(reason)
+            request.fail(reason)
 
     def give_up_path(self, path: Path, reason: str) -> None:
         """End the lanes of a path if there are others, which take over their requests."""
@@ -323,7 +323,7 @@ class PeerSession:
         for transfer in list(self._transfers.values()):
             transfer.fail(reason)
         for request in [*unanswered, *self._queues.take_all()]:
-            request.lost(reason)
+            request.fail(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
         """Wake the lane that takes the next request of this class, and return it; None without either."""
@@ -358,7 +358,7 @@ class PeerSession:
         """Return whether a request is still wanted; else it is lost."""
         if isinstance(request, WriteRequest):
             if not request.is_wanted():
-                request.lost("not wanted any more")
+                request.fail("not wanted any more")
                 return False
             transfer = self._transfers.get(request.write.transfer_id)
             if transfer is not None:

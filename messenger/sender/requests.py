@@ -62,7 +62,7 @@ class WriteRequest:
         """Bytes that other requests on a lane wait for."""
         return 0 if self.is_placed else self.num_bytes
 
-    def lost(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         if self.is_placed:
             self.confirmed(reason)
         else:
@@ -96,7 +96,7 @@ class FetchRequest:
     def moving_bytes(self) -> int:
         return 0 if self.is_read else self.num_bytes
 
-    def lost(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.done({}, reason)
 
 
@@ -118,7 +118,7 @@ class ProbeRequest:
     def moving_bytes(self) -> int:
         return self.num_bytes
 
-    def lost(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         self.done(reason)
 
 
