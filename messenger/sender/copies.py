@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from messenger.sender.answer_handler import AnswerHandler
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.requests import FetchRequest, Request, Urgency, WriteOutcome, WriteRequest
-from messenger.sender.results import Results
 from messenger.sender.send_queue import SendQueue
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.shared_pages import SharedPages
@@ -31,7 +31,7 @@ class Copies:
         catalogue: Catalogue | None,
         stream: Stream,
         outstanding: Outstanding,
-        results: Results,
+        answers: AnswerHandler,
         send_queue: SendQueue,
     ) -> None:
         """Copy writes if there are `pages`, and reads if there is a `catalogue`."""
@@ -39,7 +39,7 @@ class Copies:
         self._catalogue = catalogue
         self._stream = stream
         self._outstanding = outstanding
-        self._results = results
+        self._answers = answers
         self._send_queue = send_queue
         self.are_possible = pages is not None or catalogue is not None
         self.have_been_read = False
@@ -82,7 +82,7 @@ class Copies:
             return [kept + encode_frame(request.write)]
         if tells and num_sent < len(frame):
             self._send_queue.send(frame[num_sent:])  # before anything that is said when it is done
-        self._results.moved(request, received=False)
+        self._answers.moved(request, received=False)
         request.done(WriteOutcome.PLACED, "")
         return [] if tells else [frame]
 
@@ -91,7 +91,7 @@ class Copies:
         eviction."""
         request.is_read = self.have_been_read = True
         self._send_queue.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))
-        self._results.moved(request, received=True)
+        self._answers.moved(request, received=True)
         request.done(checksums, None)
 
 

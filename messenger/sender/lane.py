@@ -13,11 +13,11 @@ from typing import NoReturn, Protocol
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.remote import RemotePages
+from messenger.sender.answer_handler import AnswerHandler, AnswerListener
 from messenger.sender.copies import Copies, copied_share
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.rdma_writes import RemoteWrites
 from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteOutcome, WriteRequest
-from messenger.sender.results import ResultHandler, Results
 from messenger.sender.send_queue import SendQueue
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.shared_pages import SharedPages
@@ -39,7 +39,7 @@ _MOST_OUTSTANDING = 256
 """Most requests in flight on one lane, also if their bytes have been placed already."""
 
 
-class Owner(ResultHandler, Protocol):
+class Owner(AnswerListener, Protocol):
     """The session with a peer, as its lanes see it."""
 
     @property
@@ -92,7 +92,7 @@ class Lane:
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
-        self._results = Results(self._outstanding, inlet, path.transport, owner)
+        self._answers = AnswerHandler(self._outstanding, inlet, path.transport, owner)
         self._remote: RemoteWrites | None = None
         """Writes whose bytes go by RDMA; None over other transports."""
         if endpoint is not None:
@@ -105,7 +105,7 @@ class Lane:
             lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
         )
         self._copies = Copies(
-            shared, catalogue, self._stream, self._outstanding, self._results, self._send_queue
+            shared, catalogue, self._stream, self._outstanding, self._answers, self._send_queue
         )
         self._left: Frame | None = None
         """A received frame whose payload is still to be awaited."""
@@ -327,7 +327,7 @@ class Lane:
             if self._left is not None:
                 frame, self._left = self._left, None
                 assert isinstance(frame.message, Found)
-                self._end_fetch(await self._results.found(frame.message, frame.payload_bytes))
+                self._end_fetch(await self._answers.found(frame.message, frame.payload_bytes))
                 self._send_requests()
             if self._stream.num_ahead:
                 await self._stream.take_turns()
@@ -349,9 +349,9 @@ class Lane:
         exception ends the connection."""
         match frame.message:
             case WriteAck() as ack:
-                self._results.acknowledged(ack)
+                self._answers.acknowledged(ack)
             case Found() as found:
-                damaged = self._results.found_now(found, frame.payload_bytes)
+                damaged = self._answers.found_now(found, frame.payload_bytes)
                 if damaged is None:
                     return False
                 self._end_fetch(damaged)

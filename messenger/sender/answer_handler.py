@@ -14,7 +14,7 @@ from messenger.wire.messages import Found, RefusalKind, WriteAck
 from mooncake.errors import TransferError
 
 
-class ResultHandler(Protocol):
+class AnswerListener(Protocol):
     """The session with a peer, as the answers of its lanes see it."""
 
     name: str
@@ -27,26 +27,26 @@ class ResultHandler(Protocol):
         """Count a block that did not match its checksums."""
 
 
-class Results:
+class AnswerHandler:
     """Results of the requests in `outstanding`.
 
     An answer that none of them can have raises TransferError: the connection is to end.
     """
 
     def __init__(
-        self, outstanding: Outstanding, inlet: Inlet, transport: Transport, teller: ResultHandler
+        self, outstanding: Outstanding, inlet: Inlet, transport: Transport, listener: AnswerListener
     ) -> None:
         self._outstanding = outstanding
         self._inlet = inlet
         self._transport = transport
-        self._teller = teller
+        self._listener = listener
 
     def acknowledged(self, ack: WriteAck) -> None:
         """Complete the oldest write."""
         if not self._outstanding.writes:
             raise TransferError("an acknowledgement came for no write")
         request = self._outstanding.take_write()
-        refused = None if ack.refusal is None else f"{self._teller.name} refused a write: {ack.message}"
+        refused = None if ack.refusal is None else f"{self._listener.name} refused a write: {ack.message}"
         if isinstance(request, ProbeRequest):
             request.done(None)
         elif request.is_placed:
@@ -77,7 +77,7 @@ class Results:
 
     def moved(self, request: Request, *, received: bool) -> None:
         """Count all bytes of a request."""
-        self._teller.moved(self._transport, request.num_bytes, received=received)
+        self._listener.moved(self._transport, request.num_bytes, received=received)
 
     def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
         """Return the views of the blocks that were found."""
@@ -100,8 +100,8 @@ class Results:
         request = self._outstanding.take_fetch()
         damaged = [block.index for block in found.blocks if block.index not in intact]
         if damaged:
-            self._teller.damaged()
-        self._teller.moved(self._transport, sum(map(len, views)), received=True)
+            self._listener.damaged()
+        self._listener.moved(self._transport, sum(map(len, views)), received=True)
         failure = found.failure
-        request.done(intact, failure and f"{self._teller.name} cannot send: {failure}")
+        request.done(intact, failure and f"{self._listener.name} cannot send: {failure}")
         return damaged
