@@ -1,7 +1,7 @@
 """Answering side of one connection: checks, places, verifies and acknowledges writes.
 
 Owns: a connection after its handshake. Does not know: keys, reservations. Pages are the `WriteTarget`'s
-business, fetches that of messenger.receiver.answers.
+business, fetches that of messenger.receiver.fetch_answerer.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 
 from messenger.rdma.exposures import Exposures
-from messenger.receiver.answers import Answers
+from messenger.receiver.fetch_answerer import FetchAnswerer
 from messenger.receiver.pending_write import HeadRanges, PendingWrite
 from messenger.receiver.replies import Replies
 from messenger.receiver.sender_session import SenderSession, SessionLane
@@ -86,7 +86,7 @@ class IncomingLane:
         """Rest of the handling of a frame, which has to be awaited."""
         self._placing: PendingWrite | None = None
         """The write whose payload is awaited."""
-        self._answers = Answers(served_pool, inlet.transport, exposures, self._parts, self._replies)
+        self._answerer = FetchAnswerer(served_pool, inlet.transport, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
         """The lane whose end this one awaits."""
 
@@ -118,7 +118,7 @@ class IncomingLane:
         """Serve the connection until it is lost. Returns the reason."""
         self._session = session
         session.had_copy_slot |= self._copy_slot is not None
-        answering = asyncio.create_task(self._answers.run())
+        answering = asyncio.create_task(self._answerer.run())
         try:
             while True:
                 await self._frames.heard(self._hear)
@@ -147,7 +147,7 @@ class IncomingLane:
                     log.error("a fetch of %s could not be answered", session.name, exc_info=failure)
                 await self._replies.close()
             finally:  # also if it is cancelled again
-                self._answers.close()
+                self._answerer.close()
 
     def _hear(self) -> bool:
         """Handle frames that have come. Returns whether to wait: for the rest of a frame, or for a turn of
@@ -176,9 +176,9 @@ class IncomingLane:
             case Close(transfer_id, reason):
                 session.close(transfer_id, None if reason is None else f"{session.name} gave up: {reason}")
             case Fetch() as fetch:
-                self._answers.fetch(fetch)
+                self._answerer.fetch(fetch)
             case FetchDone(damaged):
-                self._answers.fetched(damaged)
+                self._answerer.fetched(damaged)
             case Abandon(number):
                 if (lane := session.lanes.get(number)) is not None and lane is not self:
                     return self._abandon(lane)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import pytest
 
 from messenger.receiver import receiver, sender_session
-from messenger.receiver.answers import MOST_FETCHES, Answers
+from messenger.receiver.fetch_answerer import MOST_FETCHES, FetchAnswerer
 from messenger.transport.handshake import check_introduction
 from messenger.wire.messages import (
     Close,
@@ -124,10 +124,10 @@ async def test_an_answer_to_nothing_that_was_asked_costs_the_connection(
 ) -> None:
     async with fabric(tmp_path, TINY) as node:
 
-        def answer(answers: Answers, fetch: Fetch) -> None:
+        def answer(answers: FetchAnswerer, fetch: Fetch) -> None:
             answers._replies.post(encode_frame(found))
 
-        monkeypatch.setattr(Answers, "fetch", answer)
+        monkeypatch.setattr(FetchAnswerer, "fetch", answer)
         before = bytes(node.sender_memory.view)
         with pytest.raises(TransferError, match="was lost"):
             await node.fetch([0])

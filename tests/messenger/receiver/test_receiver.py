@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.receiver.answers import MOST_FETCHES
+from messenger.receiver.fetch_answerer import MOST_FETCHES
 from messenger.wire.messages import (
     Abandon,
     Close,

@@ -33,7 +33,7 @@ MOST_FETCHES = 64
 """Most fetches of one lane that are being answered or read."""
 
 
-class Answers:
+class FetchAnswerer:
     """Fetches of one connection. `run` it while the connection lasts, then `close` it."""
 
     def __init__(
