@@ -34,7 +34,7 @@ MOST_FETCHES = 64
 
 
 class FetchAnswerer:
-    """Fetches of one connection. `run` it while the connection lasts, then `close` it."""
+    """Answers the fetches of one connection. `run` it while the connection lasts, then `close` it."""
 
     def __init__(
         self,

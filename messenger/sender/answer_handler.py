@@ -28,7 +28,7 @@ class AnswerListener(Protocol):
 
 
 class AnswerHandler:
-    """Results of the requests in `outstanding`.
+    """Completes the requests in `outstanding`.
 
     An answer that none of them can have raises TransferError: the connection is to end.
     """

@@ -110,9 +110,9 @@ class SimulatedPool:
         places = list(map(allocator.index.get, keys))
         found = [page for page in places if page is not None]
         num_missing = len(keys) - len(found) + num_private
-        allocator.claim(found)  # not to be evicted for the others
+        allocator.add_user(found)  # not to be evicted for the others
         if num_missing > allocator.num_free + allocator.num_idle:
-            allocator.unclaim(found, used=False)
+            allocator.remove_user(found, used=False)
             return None
         self._make_room(num_missing)
         for page in found:
@@ -157,7 +157,7 @@ class SimulatedPool:
             if page is None:
                 break
             pages.append(page)
-        self.allocator.claim(pages)
+        self.allocator.add_user(pages)
         return pages
 
     def end_lease(self, pages: list[int]) -> None:
@@ -165,7 +165,7 @@ class SimulatedPool:
         self._unclaim(pages[::-1])
 
     def _unclaim(self, pages: list[int]) -> None:
-        for page in self.allocator.unclaim(pages):
+        for page in self.allocator.remove_user(pages):
             self.allocator.free(page)
         if self.allocator.num_free < self._low:
             self._make_room(self._high)  # as the server does in the background
