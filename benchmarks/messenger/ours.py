@@ -29,8 +29,8 @@ from benchmarks.messenger.ours_driver import (
 )
 from benchmarks.messenger.work import Direction, Engine, Pair
 from messenger.rdma.cards import Cards
-from messenger.sender.peer_session import PeerSession
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_session import OutgoingSession
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency, WriteOutcome
 from messenger.transport.source import SourceSegment
 from messenger.transport.transports import Traffic
@@ -103,7 +103,7 @@ class MessengerEngine:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        peers: Mapping[int, PeerSession],
+        peers: Mapping[int, OutgoingSession],
         memory: Memory,
         buffer: memoryview,
     ) -> None:
@@ -158,7 +158,7 @@ class MessengerEngine:
     async def _write(
         self,
         batch: _Batch,
-        peer: PeerSession,
+        peer: OutgoingSession,
         pairs: Sequence[Pair],
         block_bytes: int,
         page_bytes: int,
@@ -187,7 +187,7 @@ class MessengerEngine:
     async def _read(
         self,
         batch: _Batch,
-        peer: PeerSession,
+        peer: OutgoingSession,
         pairs: Sequence[Pair],
         block_bytes: int,
         page_bytes: int,
@@ -220,7 +220,7 @@ class MessengerEngine:
     async def _fetch(
         self,
         batch: _Batch,
-        peer: PeerSession,
+        peer: OutgoingSession,
         parts: Sequence[tuple[int, int]],
         pairs: Sequence[Pair],
         block_bytes: int,
@@ -299,7 +299,7 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
         source = SourceSegment.of(fd, buffer)
         memory = Memory(np.frombuffer(buffer, np.uint8))
         loop = stack.enter_context(asyncio.Runner(loop_factory=event_loop)).get_loop()
-        opened: asyncio.Future[dict[int, PeerSession]] = loop.create_future()
+        opened: asyncio.Future[dict[int, OutgoingSession]] = loop.create_future()
 
         async def connect() -> None:
             async with asyncio.TaskGroup() as tasks:
@@ -307,7 +307,7 @@ def _start(transport: Transport) -> Iterator[MessengerEngine]:
                 for page_bytes in PAGE_BYTES:
                     unix_path, port = places[str(page_bytes)]
                     address = MessengerAddress(INSTANCE, 1, host_id(), unix_path, (("127.0.0.1", port),))
-                    connections = PeerSessions(
+                    connections = OutgoingSessions(
                         tasks,
                         source,
                         Traffic(),

@@ -12,7 +12,7 @@ from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.pages import PageState
 from kvstore.protocol.answers import BlockInfo, Listing
 from kvstore.server.store import Store
-from messenger.sender.peer_session import PeerSession
+from messenger.sender.outgoing_session import OutgoingSession
 from messenger.transport.transports import Number, PeerTraffic, Transport
 from messenger.wire.checksums import layer_checksums
 from mooncake.errors import PoolError
@@ -88,7 +88,7 @@ def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
     return {transport.value: count for transport, count in num_bytes.items()}
 
 
-def _peer_stats(peer: PeerSession, moved: PeerTraffic) -> PeerStats:
+def _peer_stats(peer: OutgoingSession, moved: PeerTraffic) -> PeerStats:
     return PeerStats(
         peer.throughput.in_flight_bytes,
         peer.throughput.bandwidth_bytes_per_s,

@@ -23,7 +23,7 @@ from kvstore.transfer.reads import Reads
 from messenger.rdma.cards import Cards
 from messenger.receiver.receiver import Sessions
 from messenger.receiver.served_pool import ServedPool
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.shm.copy_table import CopyTable
 from messenger.transport.source import SourceSegment
 from messenger.transport.tls import Tls
@@ -56,7 +56,7 @@ class Store:
     ssd: SsdTier | None
     mover: Mover
     grants: Grants
-    peers: PeerSessions
+    peers: OutgoingSessions
     sessions: Sessions
     traffic: Traffic
     cards: Cards
@@ -246,7 +246,7 @@ def open_store(
         pool.keep_aside(copier)
     grants = Grants(pool, segment, address, copy_table)
     source = SourceSegment.of(config.segment_fd, segment.buffer)
-    peers = PeerSessions(
+    peers = OutgoingSessions(
         tasks,
         source,
         traffic,

@@ -19,8 +19,8 @@ from kvstore.pool.claims import Block, PageReservation
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.transfer.shares import Share, shares, steps
-from messenger.sender.peer_session import PeerSession
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_session import OutgoingSession
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency
 from messenger.wire.checksums import layer_checksums
 from messenger.wire.protocol import MAX_FRAME_ENTRIES
@@ -67,7 +67,7 @@ class BlockFetch:
         self,
         pool: Pool,
         segment: Segment,
-        peers: PeerSessions,
+        peers: OutgoingSessions,
         reservation: PageReservation,
         indices: Sequence[int],
         on_layers: Callable[[int, int], None],
@@ -164,7 +164,7 @@ class BlockFetch:
                 self._pool.unhold(page)
 
     def _requests(
-        self, peers: Sequence[PeerSession], parts: Sequence[Share], urgency: Urgency
+        self, peers: Sequence[OutgoingSession], parts: Sequence[Share], urgency: Urgency
     ) -> Iterator[_Request]:
         """Plan requests layer by layer, each as large as may be asked for by then.
 
@@ -185,7 +185,9 @@ class BlockFetch:
     def _model_layers(self, request: _Request) -> range:
         return self._segment.layout.layers[request.layers.start : request.layers.stop]
 
-    async def _ask(self, peer: PeerSession, share: Share, request: _Request, urgency: Urgency) -> list[bytes]:
+    async def _ask(
+        self, peer: OutgoingSession, share: Share, request: _Request, urgency: Urgency
+    ) -> list[bytes]:
         """Ask a peer for its share of the request's blocks. Returns the checksums of those that have come,
         from the first on.
 
@@ -203,7 +205,7 @@ class BlockFetch:
         checksums = await peer.fetch(keys, views, layers, urgency, heads)
         return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
-    async def _take(self, peers: Sequence[PeerSession], under_way: _UnderWay) -> None:
+    async def _take(self, peers: Sequence[OutgoingSession], under_way: _UnderWay) -> None:
         """Count what has come for the oldest request, and say so.
 
         If a block is given up, then only when nothing is in flight to its page any more.
@@ -217,7 +219,7 @@ class BlockFetch:
             self._said = self._num_wanted, self._num_layers
             self._on_layers(*self._said)
 
-    async def _take_first(self, peers: Sequence[PeerSession], under_way: _UnderWay) -> None:
+    async def _take_first(self, peers: Sequence[OutgoingSession], under_way: _UnderWay) -> None:
         """Count the answer to the oldest request: in this order the layers of a block are counted in order
         too."""
         request, asking = under_way[0]
@@ -241,7 +243,7 @@ class BlockFetch:
         view = self._segment.layers_view(block.page, layers)
         return layer_checksums(view, self._segment.layout.layer_bytes)
 
-    async def _answered(self, peers: Sequence[PeerSession], asking: Sequence[_Asking]) -> None:
+    async def _answered(self, peers: Sequence[OutgoingSession], asking: Sequence[_Asking]) -> None:
         """Return when all answers are there. On a slow path they come in many pieces: say that they do."""
         num_bytes = _num_received_bytes(peers)
         while not all(task.done() for task in asking):
@@ -252,7 +254,7 @@ class BlockFetch:
                 self._on_layers(*self._said)
 
 
-def _num_received_bytes(peers: Sequence[PeerSession]) -> int:
+def _num_received_bytes(peers: Sequence[OutgoingSession]) -> int:
     return sum(peer.num_received_bytes for peer in peers)
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from kvstore.pool.claims import Block, PageReservation, layer_mask
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency, WriteOutcome
 from messenger.sender.transfer import Transfer
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
@@ -53,7 +53,9 @@ class _Range:
 class Sends:
     """Sends of one user's reservations, each to one grant or to the grants of a group."""
 
-    def __init__(self, pool: Pool, segment: Segment, peers: PeerSessions, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, pool: Pool, segment: Segment, peers: OutgoingSessions, tasks: asyncio.TaskGroup
+    ) -> None:
         self._pool, self._segment, self._peers = pool, segment, peers
         self._tasks = tasks
         self._of: dict[int, list[tuple[Send, asyncio.Task[None]]]] = {}
@@ -100,7 +102,7 @@ class Send:
         self,
         pool: Pool,
         segment: Segment,
-        peers: PeerSessions,
+        peers: OutgoingSessions,
         reservation: PageReservation,
         grant: Grant,
         ref_text: str,

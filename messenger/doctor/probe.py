@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from messenger.rdma.cards import Cards
 from messenger.sender.lane import Lane
-from messenger.sender.peer_session import SESSION_BYTES, PeerSession
+from messenger.sender.outgoing_session import SESSION_BYTES, OutgoingSession
 from messenger.transport.frames import Frames
 from messenger.transport.handshake import introduce
 from messenger.transport.stream import Stream
@@ -45,7 +45,7 @@ class Probe:
 
     async def bandwidth(self, num_bytes: int) -> float:
         """Return the bytes per second of a stream of `num_bytes`."""
-        peer = PeerSession(str(self._path), Traffic())
+        peer = OutgoingSession(str(self._path), Traffic())
         payload = memoryview(bytearray(_PIECE_BYTES))
         async with self._connected() as (frames, welcome):
             inlet = TcpInlet(frames.stream)

@@ -118,7 +118,7 @@ def paths(
     if choice == "rdma":
         return [by_rdma]
     if choice == "auto":
-        # Beside RDMA the TCP connections only stand by, see PeerSession.
+        # Beside RDMA the TCP connections only stand by, see OutgoingSession.
         between_hosts = [*by_rdma, *by_network]
         return [by_memory, between_hosts] if shares_host else [between_hosts]
     if not shares_host:

@@ -1,4 +1,4 @@
-"""PeerSessions of one messenger that know the cluster's key and say what nobody should.
+"""OutgoingSessions of one messenger that know the cluster's key and say what nobody should.
 
 A conversation is a generator: it yields while the messenger works on what it was sent, so that several are
 under way at a time. Frames that can be read go out in flights, each ended by a frame that must be answered;

@@ -21,7 +21,7 @@ from kvstore.transfer.sends import Send
 from messenger.rdma.cards import Cards
 from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
 from messenger.receiver.served_pool import ServedPool
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Traffic, Transport
@@ -103,7 +103,7 @@ class Member:
         self.grants = Grants(self.pool, self.segment, self.address, copy_table)
         identity = Identity(name, 1, host_id(), FINGERPRINT, layout)
         config = settings(transport=transport.value)
-        self.peers = PeerSessions(
+        self.peers = OutgoingSessions(
             tasks,
             self.source,
             self.traffic,

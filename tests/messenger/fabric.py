@@ -11,8 +11,8 @@ import numpy as np
 from messenger.rdma.cards import Cards
 from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
 from messenger.receiver.served_pool import ServedPool
-from messenger.sender.peer_session import PeerSession
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_session import OutgoingSession
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency, WriteOutcome
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
@@ -94,9 +94,9 @@ class Fabric:
             tasks.create_task(self._accept(listener))
         self.peers = self.peers_with(KEY)
 
-    def peers_with(self, key: ClusterKey, **changed: object) -> PeerSessions:
+    def peers_with(self, key: ClusterKey, **changed: object) -> OutgoingSessions:
         """A sender of its own: with `key`, `changed` in its identity."""
-        return PeerSessions(
+        return OutgoingSessions(
             self.tasks,
             self.sender_memory.source,
             self.sent,
@@ -129,7 +129,7 @@ class Fabric:
         """At the receiver's copy_table."""
         return set(self.receiver_memory.copy_table._processes)
 
-    async def peer(self, num_lanes: int = 1) -> PeerSession:
+    async def peer(self, num_lanes: int = 1) -> OutgoingSession:
         """The session, when it has so many lanes."""
         peer = await self.peers.peer(self.address)
         await until(lambda: len(peer.lanes) >= num_lanes)
@@ -147,7 +147,7 @@ class Fabric:
         grant_id: int,
         pages: Sequence[int],
         urgency: Urgency = Urgency.LATENCY,
-        peer: PeerSession | None = None,
+        peer: OutgoingSession | None = None,
     ) -> None:
         """Sends whole pages, each in a frame, and waits until all are through. Raises TransferError."""
         peer = peer or await self.peers.peer(self.address)
@@ -167,7 +167,7 @@ class Fabric:
         for page in pages:
             assert self.receiver_memory.page(page) == self.sender_memory.page(page)
 
-    async def fetch(self, pages: Sequence[int], peer: PeerSession | None = None) -> list[int]:
+    async def fetch(self, pages: Sequence[int], peer: OutgoingSession | None = None) -> list[int]:
         """Whole blocks of the receiver's `pages` into the same pages of the sender."""
         peer = peer or await self.peers.peer(self.address)
         views = [self.sender_memory.page(page) for page in pages]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from messenger.sender.lane import Lane
-from messenger.sender.peer_session import PeerSession
+from messenger.sender.outgoing_session import OutgoingSession
 from messenger.sender.requests import Urgency
 from messenger.wire.checksums import SHORT_LAYER_BYTES
 from mooncake.errors import TransferError
@@ -269,13 +269,13 @@ async def test_a_lane_that_is_lost_as_soon_as_it_is_up_is_an_error(
 ) -> None:
     async with fabric(tmp_path, TINY, 16, streams=1) as node:
         proxy = node.proxy()
-        run_lane = PeerSession.run_lane
+        run_lane = OutgoingSession.run_lane
 
-        async def lose(peer: PeerSession, lane: Lane) -> str:
+        async def lose(peer: OutgoingSession, lane: Lane) -> str:
             lane.give_up("lost at once")
             return await run_lane(peer, lane)
 
-        monkeypatch.setattr(PeerSession, "run_lane", lose)
+        monkeypatch.setattr(OutgoingSession, "run_lane", lose)
         with pytest.raises(TransferError):
             await node.peers.peer(node.address)
         assert len(proxy.links) == 2  # it was tried once more

@@ -13,7 +13,7 @@ from messenger.rdma import cards
 from messenger.rdma.cards import open_cards
 from messenger.rdma.devices import FoundDevices
 from messenger.rdma.errors import Remedy
-from messenger.sender.peer_session import PeerSession
+from messenger.sender.outgoing_session import OutgoingSession
 from messenger.transport.transports import Transport
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
@@ -28,7 +28,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
     return fake_rdma.install(monkeypatch)
 
 
-async def session(node: Fabric, num_rdma: int = 1) -> PeerSession:
+async def session(node: Fabric, num_rdma: int = 1) -> OutgoingSession:
     """With a messenger of another host, when it has so many lanes of RDMA beside those of TCP."""
     peer = await node.peers.peer(node.address_with(host_id="elsewhere"))
     await until(
@@ -37,7 +37,7 @@ async def session(node: Fabric, num_rdma: int = 1) -> PeerSession:
     return peer
 
 
-def transports(peer: PeerSession) -> list[Transport]:
+def transports(peer: OutgoingSession) -> list[Transport]:
     return [lane.path.transport for lane in peer.lanes]
 
 

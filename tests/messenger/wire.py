@@ -1,4 +1,4 @@
-"""The sender's side of a connection by hand: says what a `PeerSession` never would."""
+"""The sender's side of a connection by hand: says what a `OutgoingSession` never would."""
 
 import asyncio
 import contextlib

@@ -18,8 +18,8 @@ from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.protocol.answers import Reservation
 from kvstore.transfer.fetches import BlockFetch
-from messenger.sender.peer_session import PeerSession
-from messenger.sender.peer_sessions import PeerSessions
+from messenger.sender.outgoing_session import OutgoingSession
+from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency
 from mooncake.config.sections import TransportChoice
 from mooncake.errors import PoolError
@@ -94,10 +94,10 @@ def test_pieces_become_smaller_as_soon_as_others_are_in_a_hurry() -> None:
     segment = cast(Segment, SimpleNamespace(layout=LAYOUT))
     reservation = claims.PageReservation(1, 1, blocks)
     fetch = BlockFetch(
-        cast(Pool, None), segment, cast(PeerSessions, None), reservation, range(8), lambda *layers: None
+        cast(Pool, None), segment, cast(OutgoingSessions, None), reservation, range(8), lambda *layers: None
     )
     num_blocks = 4
-    peer = cast(PeerSession, SimpleNamespace(frame_bytes=lambda urgency: num_blocks * LAYOUT.layer_bytes))
+    peer = cast(OutgoingSession, SimpleNamespace(frame_bytes=lambda urgency: num_blocks * LAYOUT.layer_bytes))
     requests = fetch._requests([peer], [], Urgency.BULK)
     pieces = [next(requests)]
     num_blocks = 2

@@ -16,7 +16,7 @@ from messenger.rdma.adapter import Adapter
 from messenger.rdma.cards import Cards
 from messenger.rdma.devices import find_devices
 from messenger.rdma.endpoint import Endpoint
-from messenger.sender.peer_session import PeerSession
+from messenger.sender.outgoing_session import OutgoingSession
 from messenger.sender.requests import ProbeRequest, Urgency
 from messenger.transport.transports import Transport
 from messenger.wire.checksums import prepare
@@ -58,11 +58,11 @@ def send_packets_to(mac: str) -> None:
     subprocess.run(command, check=True)
 
 
-def rdma_lanes(peer: PeerSession) -> int:
+def rdma_lanes(peer: OutgoingSession) -> int:
     return sum(lane.path.transport is Transport.RDMA for lane in peer.lanes)
 
 
-async def everything_said_has_been_heard(peer: PeerSession) -> None:
+async def everything_said_has_been_heard(peer: OutgoingSession) -> None:
     heard = asyncio.Event()
     await peer.submit(ProbeRequest(memoryview(b""), Urgency.LATENCY, lambda _failure: heard.set()))
     await heard.wait()

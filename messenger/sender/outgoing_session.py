@@ -51,7 +51,7 @@ SESSION_BYTES = 16
 """Random bytes that name a session: no two of them are the same."""
 
 
-class PeerSession:
+class OutgoingSession:
     """One session. It ends with its last lane; the next caller begins another."""
 
     def __init__(self, name: str, traffic: Traffic) -> None:

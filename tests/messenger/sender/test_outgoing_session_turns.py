@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.sender.peer_session import MAX_QUEUED_REQUESTS, PeerSession
+from messenger.sender.outgoing_session import MAX_QUEUED_REQUESTS, OutgoingSession
 from messenger.sender.requests import ProbeRequest, Urgency, WriteOutcome
 from messenger.transport.transports import Traffic
 from messenger.wire.messages import Abandon, WriteEntry
@@ -209,7 +209,7 @@ async def test_what_cannot_wait_for_its_turn_goes_behind_what_was_said_before(tm
 
 
 async def test_a_lane_gives_way_to_who_was_served_but_not_for_ever() -> None:
-    peer, gave_way = PeerSession("receiver", Traffic()), []
+    peer, gave_way = OutgoingSession("receiver", Traffic()), []
     assert not peer.should_yield()
     for _ in range(6):
         request = ProbeRequest(memoryview(b"1"), Urgency.LATENCY, lambda _: None)
@@ -221,7 +221,7 @@ async def test_a_lane_gives_way_to_who_was_served_but_not_for_ever() -> None:
 
 
 async def test_who_has_waited_goes_on_before_bulk_is_sent() -> None:
-    peer, is_answered, order = PeerSession("receiver", Traffic()), asyncio.Event(), list[str]()
+    peer, is_answered, order = OutgoingSession("receiver", Traffic()), asyncio.Event(), list[str]()
 
     async def wait() -> None:
         await is_answered.wait()

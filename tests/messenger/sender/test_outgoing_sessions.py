@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from messenger.sender.peer_session import PeerSession
+from messenger.sender.outgoing_session import OutgoingSession
 from tests.messenger.fabric import Fabric, fabric, until
 
 
-async def session(node: Fabric, name: str) -> PeerSession:
+async def session(node: Fabric, name: str) -> OutgoingSession:
     """One of several messengers, all of which are the receiver."""
     return await node.peers.peer(node.address_with(event_endpoints=(name, "")))
 

@@ -20,7 +20,7 @@ from messenger.rdma.cards import Card, Cards
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.remote import RemoteReads
 from messenger.sender.lane import Lane
-from messenger.sender.peer_session import PeerSession
+from messenger.sender.outgoing_session import OutgoingSession
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.copy_table import native
 from messenger.shm.shared_pages import SharedPages
@@ -50,7 +50,7 @@ _LONGEST_PAUSE_S = 5.0
 class _Keeping:
     """A session and the tasks that keep its lanes."""
 
-    peer: PeerSession
+    peer: OutgoingSession
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     """Reasons why first connections failed, or the session ended."""
@@ -68,7 +68,7 @@ class _Keeping:
             task.cancel()
 
 
-class PeerSessions:
+class OutgoingSessions:
     """Sessions by address, shared by all transfers to it."""
 
     def __init__(
@@ -95,11 +95,11 @@ class PeerSessions:
         self._connecting: WeakValueDictionary[MessengerAddress, asyncio.Lock] = WeakValueDictionary()
 
     @property
-    def all(self) -> Sequence[PeerSession]:
+    def all(self) -> Sequence[OutgoingSession]:
         """Open sessions."""
         return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
 
-    async def peer(self, address: MessengerAddress) -> PeerSession:
+    async def peer(self, address: MessengerAddress) -> OutgoingSession:
         """Return the session with the messenger at `address`. Raises TransferError if there can be none."""
         lock = self._connecting.setdefault(address, asyncio.Lock())
         async with lock:
@@ -129,7 +129,7 @@ class PeerSessions:
 
     async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
         """Begin a session. Returns when its first lane is up, or none of them will be."""
-        keeping = _Keeping(PeerSession(address.instance, self._traffic))
+        keeping = _Keeping(OutgoingSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
             standing = PathHealth() if path.transport is Transport.RDMA else None
@@ -200,7 +200,9 @@ class PeerSessions:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _connect(self, peer: PeerSession, path: Path, address: MessengerAddress, number: int) -> Lane:
+    async def _connect(
+        self, peer: OutgoingSession, path: Path, address: MessengerAddress, number: int
+    ) -> Lane:
         """Connect a lane. Raises OSError or TransferError."""
         timeout_s = self._settings.connect_timeout_s
         with contextlib.ExitStack() as on_failure:
@@ -224,7 +226,7 @@ class PeerSessions:
         stream: Stream,
         card: Card | None,
         endpoint: Endpoint | None,
-        peer: PeerSession,
+        peer: OutgoingSession,
         path: Path,
         address: MessengerAddress,
         number: int,
@@ -270,7 +272,7 @@ class PeerSessions:
         return Lane(number, path, frames, inlet, source, layout, peer, timeout_s, endpoint, shared, catalogue)
 
 
-def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: PeerSession, reason: str) -> None:
+def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSession, reason: str) -> None:
     """Record what the loss of `lane` means for the other lanes of its path."""
     now_s = asyncio.get_running_loop().time()
     facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
