@@ -10,9 +10,9 @@ from collections.abc import Coroutine, Sequence
 
 from messenger.rdma.exposures import Exposures
 from messenger.receiver.fetch_answerer import FetchAnswerer
+from messenger.receiver.incoming_session import IncomingSession, SessionLane
 from messenger.receiver.pending_write import HeadRanges, PendingWrite
 from messenger.receiver.replies import Replies
-from messenger.receiver.sender_session import SenderSession, SessionLane
 from messenger.receiver.served_pool import ServedPool, WriteRefused
 from messenger.transport.deadline import Deadline
 from messenger.transport.frames import Frames
@@ -72,7 +72,7 @@ class IncomingLane:
         self._most_bytes = max(MAX_FRAME_BYTES, served_pool.identity.layout.layer_bytes)
         """Most bytes of one write."""
         self._parts = HeadRanges(served_pool.identity.layout, layout)
-        self._session: SenderSession
+        self._session: IncomingSession
         self._replies = Replies(self._stream)
         self._acks: list[bytes] = []
         """Acknowledgements that leave together."""
@@ -114,7 +114,7 @@ class IncomingLane:
         if self._exposures is not None:
             self._exposures.conceal_within(transfer_id, self._served_pool.settings.ack_timeout_s)
 
-    async def run(self, session: SenderSession) -> str:
+    async def run(self, session: IncomingSession) -> str:
         """Serve the connection until it is lost. Returns the reason."""
         self._session = session
         session.had_copy_slot |= self._copy_slot is not None

@@ -12,7 +12,7 @@ from typing import cast
 from messenger.rdma.exposures import Exposures
 from messenger.rdma.remote import InPlace
 from messenger.receiver.incoming import IncomingLane
-from messenger.receiver.sender_session import SenderSession
+from messenger.receiver.incoming_session import IncomingSession
 from messenger.receiver.served_pool import ServedPool
 from messenger.transport import handshake
 from messenger.transport.frames import Frames
@@ -53,7 +53,7 @@ class Sessions:
 
     def __init__(self, served_pool: ServedPool) -> None:
         self._served_pool = served_pool
-        self._sessions: dict[tuple[str, bytes], SenderSession] = {}
+        self._sessions: dict[tuple[str, bytes], IncomingSession] = {}
 
     async def serve(self, stream: Stream, unauthenticated: UnauthenticatedPeers) -> None:
         """Serve one connection until it ends. An unauthenticated one costs a counter."""
@@ -122,7 +122,7 @@ class Sessions:
         identity, number = introduction.identity, introduction.lane
         name = identity.instance if identity is not None else "a probe"
         session = self._sessions.setdefault(
-            (name, introduction.session), SenderSession(name, self._served_pool.target)
+            (name, introduction.session), IncomingSession(name, self._served_pool.target)
         )
         if number in session.lanes:
             log.info("%s has a lane %d already", name, number)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from messenger.receiver import receiver, sender_session
+from messenger.receiver import incoming_session, receiver
 from messenger.receiver.fetch_answerer import MOST_FETCHES, FetchAnswerer
 from messenger.transport.handshake import check_introduction
 from messenger.wire.messages import (
@@ -155,7 +155,7 @@ async def test_a_source_that_breaks_is_not_waited_for(
 async def test_open_transfers_of_one_sender_have_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender_session, "MOST_TRANSFERS", 3)
+    monkeypatch.setattr(incoming_session, "MOST_TRANSFERS", 3)
     async with fabric(tmp_path, TINY) as node:
         node.pages.grant(1, [0])
         wire = await Wire.introduced(node)

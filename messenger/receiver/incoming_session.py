@@ -45,7 +45,7 @@ class SessionLane(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class SenderSession:
+class IncomingSession:
     """All lanes of one sender. As a `GrantWriter` it may be told to stop."""
 
     name: str
