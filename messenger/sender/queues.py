@@ -45,24 +45,24 @@ class Carrier(Protocol):
         """Bytes of both classes in flight on the lane."""
 
 
-Lane = TypeVar("Lane", bound=Carrier)
+CarrierT = TypeVar("CarrierT", bound=Carrier)
 
 
-class Queues(Generic[Lane]):
+class Queues(Generic[CarrierT]):
     """Queues of one peer. Callers say what time it is."""
 
     def __init__(self) -> None:
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
-        self._lanes: Sequence[Lane] = []
+        self._lanes: Sequence[CarrierT] = []
         self._has_rdma = False
-        self._kept_free: Lane | None = None
+        self._kept_free: CarrierT | None = None
         """The lane that carries no bulk while latency requests are expected; None if there is one lane."""
         self._latency_until_s = 0.0
         self._num_latency = 0
         """Latency requests in flight or waiting."""
         self._bulk_sent_s = 0.0
 
-    def set_lanes(self, lanes: Sequence[Lane]) -> None:
+    def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
         """Set the lanes that are up. TCP lanes only stand by where there is RDMA."""
         self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
@@ -123,7 +123,7 @@ class Queues(Generic[Lane]):
             queue.clear()
         return requests
 
-    def take(self, lane: Lane, now_s: float) -> Request | None:
+    def take(self, lane: CarrierT, now_s: float) -> Request | None:
         """Take the request that `lane` should send now; None if there is none for it."""
         bulk = self._queues[Urgency.BULK]
         may_take_bulk = bool(bulk) and self._may_take(lane, Urgency.BULK, now_s)
@@ -136,7 +136,7 @@ class Queues(Generic[Lane]):
         self._bulk_sent_s = now_s
         return bulk.popleft()
 
-    def lane_for(self, urgency: Urgency, now_s: float) -> Lane | None:
+    def lane_for(self, urgency: Urgency, now_s: float) -> CarrierT | None:
         """Return the lane with the fewest bytes in flight that may take a request of this class, or None."""
         if not self._queues[urgency]:
             return None
@@ -150,7 +150,7 @@ class Queues(Generic[Lane]):
                     break
         return chosen
 
-    def _may_take(self, lane: Lane, urgency: Urgency, now_s: float) -> bool:
+    def _may_take(self, lane: CarrierT, urgency: Urgency, now_s: float) -> bool:
         """Return whether `lane` may be given the next request of this class, of which there is one."""
         if self._is_standby(lane) or not lane.has_capacity:
             return False
@@ -164,5 +164,5 @@ class Queues(Generic[Lane]):
             window_bytes //= 2  # this side copies it, before it can ask for anything else
         return lane is not self._kept_free and under_way_bytes < window_bytes
 
-    def _is_standby(self, lane: Lane) -> bool:
+    def _is_standby(self, lane: CarrierT) -> bool:
         return self._has_rdma and lane.path.transport is Transport.TCP
