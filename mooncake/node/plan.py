@@ -28,8 +28,8 @@ from mooncake.node.process_config import (
     ConductorProcess,
     FrontProcess,
     MessengerProcess,
-    RankProcess,
-    StageProcess,
+    RankConfig,
+    StageConfig,
     WorkerProcess,
 )
 from mooncake.node.rundir import Run, RunDirectory
@@ -57,8 +57,8 @@ class _Part:
 
     instance: str
     role: Role | None
-    stage: StageProcess
-    rank: RankProcess
+    stage: StageConfig
+    rank: RankConfig
 
     @property
     def leads(self) -> bool:
@@ -155,19 +155,19 @@ def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
         ]
         here = range(num_stages) if pipeline.stage is None else [pipeline.stage]
         parts += [
-            _Part(name, role, StageProcess(number=stage, num_stages=num_stages, endpoints=endpoints), rank)
+            _Part(name, role, StageConfig(number=stage, num_stages=num_stages, endpoints=endpoints), rank)
             for stage in here
             for rank in _ranks(config.worker.tensor_parallel, index, run_dir)
         ]
     return parts
 
 
-def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankProcess]:
+def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankConfig]:
     """Return the ranks of instance `index` of this node, which has no stages if they are several."""
     endpoints = [f"ipc://{run_dir.socket(f'rank-{index}-{number}')}" for number in range(1, size)]
     meeting = str(run_dir.path / f"ranks-{index}")
     return [
-        RankProcess(number=number, size=size, endpoints=endpoints, meeting=meeting) for number in range(size)
+        RankConfig(number=number, size=size, endpoints=endpoints, meeting=meeting) for number in range(size)
     ]
 
 

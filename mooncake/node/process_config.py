@@ -63,7 +63,7 @@ class MessengerProcess(_Process):
     segment_fd: int
 
 
-class StageProcess(Section):
+class StageConfig(Section):
     """A worker's stage in its instance.
 
     `endpoints` are those at which each stage but the last one listens.
@@ -78,7 +78,7 @@ class StageProcess(Section):
         return instance if self.num_stages == 1 else f"{instance}.{self.number}"
 
 
-class RankProcess(Section):
+class RankConfig(Section):
     """A worker's rank in its tensor-parallel instance. All ranks are on one node.
 
     The first rank listens for each of the others at one of `endpoints`. `meeting` begins the path of the file
@@ -112,8 +112,8 @@ class WorkerProcess(_Process):
     incarnation: int
     messenger_socket: str
     num_local_workers: int
-    stage: StageProcess = StageProcess()
-    rank: RankProcess = RankProcess()
+    stage: StageConfig = StageConfig()
+    rank: RankConfig = RankConfig()
     previous_end: ProcessEnd | None = None
     pass_record_fd: int | None = None
 

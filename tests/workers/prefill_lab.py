@@ -23,7 +23,7 @@ from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
 from mooncake.messages.pools import Capacity, Grant, MessengerAddress, PoolShard, PoolStats
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import PROTOCOL_VERSION, Prefill, Prefilled, PrefixSource, WorkFailed
-from mooncake.node.process_config import StageProcess
+from mooncake.node.process_config import StageConfig
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
@@ -207,7 +207,7 @@ class Lab:
                 self.parts.append(PrefillPart(layout, executor, node, await self.connect(node)))
             return
         for number in range(num_stages):
-            stage = StageProcess(number=number, num_stages=num_stages)
+            stage = StageConfig(number=number, num_stages=num_stages)
             layout = self.layout.of_layers(layers_of_stage(self.spec.num_layers, stage))
             node = self._node(stage.part_of("p"), transport, kvcache, num_pages, layout)
             client = await self.connect(node)

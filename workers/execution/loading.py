@@ -16,7 +16,7 @@ from mooncake.model.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
 from mooncake.model.grammar import Grammars
 from mooncake.model.tokenizer import load_vocabulary
 from mooncake.node.process import Progress, report
-from mooncake.node.process_config import RankProcess, StageProcess, WorkerProcess
+from mooncake.node.process_config import RankConfig, StageConfig, WorkerProcess
 from mooncake.node.segments import GIB, available_bytes
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -35,7 +35,7 @@ _CPU_PREFILL_CHUNK, _GPU_PREFILL_CHUNK = 512, 2048
 _CPU_SATURATING_TOKENS = 128
 
 
-def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
+def layers_of_stage(num_layers: int, stage: StageConfig) -> range:
     """Return the layers of one stage: as many as in any other, or one more."""
     if stage.num_stages > num_layers:
         raise ConfigError(f"pipeline.stages: {stage.num_stages} stages for a model of {num_layers} layers")
@@ -44,7 +44,7 @@ def layers_of_stage(num_layers: int, stage: StageProcess) -> range:
     )
 
 
-def heads_of(spec: ModelSpec, rank: RankProcess) -> list[range]:
+def heads_of(spec: ModelSpec, rank: RankConfig) -> list[range]:
     """Return the KV heads of each rank; the first has at least as many as any other."""
     if rank.size > spec.num_kv_heads:
         raise ConfigError(
@@ -134,7 +134,7 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
     return num_pages
 
 
-def pick_device(name: str, rank: RankProcess) -> torch.device:
+def pick_device(name: str, rank: RankConfig) -> torch.device:
     """Return the configured device; for `auto` the first GPU, if there is one.
 
     For rank r it is the r-th behind that.
