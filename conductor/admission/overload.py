@@ -32,22 +32,22 @@ PROBE_AFTER_S = 5.0
 """The time without a prefill after which an idle instance takes any prompt, as a probe. Predictions that
 reject all requests would never be corrected."""
 _IDLE_S = 1e-6
-"""The length up to which a queue is empty: rounding may leave that much of prompts that were in it."""
+"""The length up to which a queue counts as empty: rounding may leave that much of prompts that have ended."""
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
-"""Standard deviations by which one decode instance may have more requests left than the mean."""
+"""Standard deviations by which one decode instance is assumed to have more requests left than the mean."""
 
 
 class Freed(NamedTuple):
-    """Work that preempted requests would leave undone."""
+    """Work of preempted requests, which their instances would be spared."""
 
     prefill_s: float
-    """Seconds of a prefill instance before the prompt of the request that preempts."""
+    """Prefill seconds that would have gone before the prompt of the preempting request."""
     work: Work
     """Requests to decode."""
 
     def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
-        """Add an assignment; `is_ahead` if its prefill goes before that of the request that preempts."""
+        """Add an assignment. `is_ahead`: its prefill goes before that of the preempting request."""
         num_requests, num_tokens = self.work
         return Freed(
             self.prefill_s + (assignment.placement.prediction.prefill_s if is_ahead else 0.0),
@@ -173,7 +173,7 @@ class Admission:
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
     def _check_mean_tbt(self, tbt_s: float | None, tbt_slo_s: float, now_s: float) -> Rejection | None:
-        """Compare a prediction for a mean decode instance, with its correction, with the SLO."""
+        """Correct a prediction for a mean decode instance, and compare it with the SLO."""
         if tbt_s is None:
             return None
         pool = self._view.decode_pool()
@@ -184,7 +184,8 @@ class Admission:
         )
 
     def _check_tbt(self, tbt_s: float, constant_s: float, tbt_slo_s: float | None) -> Rejection | None:
-        """Compare a prediction, to which no request adds `constant_s`, and its margin with the SLO."""
+        """Compare a prediction plus its margin with the SLO. `constant_s` is the part of the prediction that
+        no request adds to."""
         margin_s = tbt_margin_s(tbt_s, constant_s)
         if tbt_slo_s is None or tbt_s + margin_s <= tbt_slo_s:
             return None
@@ -193,12 +194,12 @@ class Admission:
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
-        """The mean time in which the requests that are decoded now are replaced by others."""
+        """The mean time after which the requests that are decoded now have ended."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
-        """The least TBT of a decode instance with one more request; None if one has nothing to do."""
+        """The least TBT of a decode instance with one more request; None if an instance has nothing to do."""
         loads = self._view.loads
         (slots,) = loads.is_decode.nonzero()
         if not loads.num_decoding[slots].all():
@@ -219,9 +220,10 @@ class Admission:
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
         """Seconds until some instance has computed all its prompts that go before one of `priority`.
 
-        Requests that have yet to arrive are not decoded before, so the forecast lacks none until then. It is
-        the horizon of all prompts. At the end of a long prefill of its own a prompt would find decode empty
-        that others will have filled: long prompts would be let in, and then short ones refused beside them.
+        No request that has yet to arrive is decoded before that time, so a forecast for it lacks no request.
+        It is the horizon of all prompts. A horizon at the end of a prompt's own prefill would let long
+        prompts in: the forecast lacks the requests that arrive until then, and short prompts would be refused
+        beside them.
         """
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
@@ -243,10 +245,10 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: Work, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """The TBT with so much work, spread evenly, and the request; None if some instance has none of it.
+        """The TBT with this work, spread evenly, and the request; None if the work leaves some instance idle.
 
-        The `num_absent` requests that have ended by then, or come later, are any of all, so chance leaves
-        more on one instance than on others.
+        The `num_absent` requests that have ended by then, or come later, are random ones of all, so one
+        instance keeps more requests than the others by chance.
         """
         pool = self._view.decode_pool()
         assert pool is not None

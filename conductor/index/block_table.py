@@ -42,9 +42,10 @@ class BlockTable(Protocol):
         """Give each of these distinct keys its number; `ABSENT` drops it."""
 
     def sweep(self, is_marked: "array[int]") -> Sequence[int]:
-        """Examine some more of the keys, and drop the keys whose number is marked in this array of type `B`.
+        """Examine the next part of the keys, and drop each key whose number is marked: `is_marked[number]` is
+        not 0.
 
-        Called often enough it has examined all keys. Returns the numbers of the dropped keys.
+        Enough calls examine all keys. Returns the numbers of the dropped keys.
         """
 
 

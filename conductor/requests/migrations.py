@@ -46,14 +46,14 @@ class Migrations:
         return self._requests.migrating
 
     def may_move(self, tracked: TrackedRequest) -> bool:
-        """Whether the request is decoded, and may leave its instance now."""
+        """Whether the request is being decoded, and may leave its instance now."""
         return not self._why_it_stays(tracked)
 
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
         """The instance with the least predicted TBT that has a batch slot and pages for a decoded request.
 
-        With a TBT SLO, one that would miss it is none unless the source misses it by more. None if there is
-        none, or the request may not move.
+        An instance that would miss the TBT SLO is skipped, unless the source misses it by more. None if no
+        instance is left, or the request may not move.
         """
         if not self.may_move(tracked):
             return None
@@ -70,7 +70,7 @@ class Migrations:
         return best
 
     def _most_tbt_s(self, tracked: TrackedRequest) -> float:
-        """The TBT that a destination of the request may have."""
+        """The most TBT that a destination of the request may have."""
         slo_s = self._requests.slos_in_batch(tracked).tbt_s
         if slo_s is None:
             return math.inf
@@ -193,8 +193,8 @@ class Migrations:
     def on_prepared(self, tracked: TrackedRequest, prepared: Prepared, now_s: float) -> list[Effect]:
         """Order another round of copies, or after the last one the source to hand over.
 
-        A request stays whose blocks have found no room in the pools on the way: to compute them again would
-        be a pause.
+        A request stays if its blocks have found no room in the pools on the way: computing them again would
+        pause its stream.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.PREPARING:
@@ -218,7 +218,8 @@ class Migrations:
         """Let the destination decode a request that its source has handed over.
 
         Returns:
-            The order to take it over; None if nobody may, so that it must be placed again.
+            The order to take the request over; None if no destination may, so that the request must be placed
+            again.
         """
         migration = tracked.migration
         if migration is None or migration.step is not MigrationStep.HANDING_OVER:
@@ -237,7 +238,7 @@ class Migrations:
     # -- ends ---------------------------------------------------------------------------------------
 
     def refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """End a migration whose destination has no room, or has failed. It costs the request no attempt."""
+        """End a migration whose destination has no room, or has failed. The request loses no attempt."""
         assert tracked.migration is not None
         tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
         return self._give_up(tracked, MigrationOutcome.REFUSED)
@@ -248,7 +249,8 @@ class Migrations:
         return [effect for tracked in self._to(lost) for effect in self._give_up(tracked, outcome)]
 
     def call_off(self, instance: Instance) -> list[Effect]:
-        """End the migrations to an instance that takes no requests any more, but for those that hand over."""
+        """End the migrations to an instance that takes no more requests, except those that are being handed
+        over."""
         return [
             effect
             for tracked in self._to([instance])
@@ -260,8 +262,7 @@ class Migrations:
         """End migrations that have taken too long.
 
         Returns:
-            The effects, and the requests that their sources may have stopped, so that they must be placed
-            again.
+            The effects, and the requests to place again, as their sources may have stopped decoding them.
         """
         effects, stopped = list[Effect](), list[TrackedRequest]()
         for tracked in list(self._requests.migrating.values()):
@@ -284,7 +285,7 @@ class Migrations:
         ]
 
     def _give_up(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """Let the source go on, or, if it may have stopped, wait for its word."""
+        """Let the source go on decoding; if it may have stopped already, wait for `HandedOver`."""
         assert tracked.migration is not None
         if tracked.migration.step is MigrationStep.STRANDED:
             return []

@@ -66,7 +66,7 @@ class Fetch(NamedTuple):
     whole_s: float
     """Seconds to fetch all of it."""
     block_s: float
-    """Seconds less for each block that the fetching instance holds itself."""
+    """Seconds that each block saves which the fetching instance holds itself."""
     worth_below_blocks: float
     """Line 8: an instance that holds fewer blocks than this may fetch."""
 
@@ -90,7 +90,7 @@ class Decoding(NamedTuple):
 
 
 class Inlined(NamedTuple):
-    """The prompt on the decode instance where it adds the least waiting if that computes it."""
+    """The decode instance that computes the prompt with the least added waiting, and its predictions."""
 
     instance: int
     queue_s: float
@@ -100,8 +100,8 @@ class Inlined(NamedTuple):
     beside_s: float
     """Seconds of the iterations that its chunks share with other requests."""
     waiting_s: float
-    """The waiting that it adds: its own until its first token, that of the requests that it delays, and the
-    time of blocks that are computed here though they are coming elsewhere."""
+    """Seconds of waiting that the prompt adds: its own until its first token, that of the requests that it
+    delays, and the time of blocks that are computed here though they are coming elsewhere."""
 
 
 class Scheduler:
@@ -188,7 +188,8 @@ class Scheduler:
         )
 
     def _waiting_s(self, candidates: Candidates, p: int) -> float:
-        """The waiting that a prompt adds on a prefill instance: as many come behind as are there now."""
+        """Seconds of waiting that a prompt adds on a prefill instance. As many prompts are assumed to come
+        behind it as are queued now."""
         behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
         return candidates.ttft_s.item(p) + candidates.again_s.item(p) + behind_s
 
@@ -211,7 +212,7 @@ class Scheduler:
         return Placement(instance, instance, num_local_blocks, num_coming_blocks, None, 0, prediction)
 
     def _best_fetch(self, match: PrefixMatch) -> Fetch:
-        """Line 4, and line 16 for all instances at once."""
+        """Find the best fetch: line 4, and line 16 for all instances at once."""
         view, num_blocks, mask = self._view, match.depths[-1], match.masks[-1]
         if not num_blocks:
             return NO_FETCH
@@ -290,7 +291,7 @@ class Scheduler:
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
     def _estimate_time_again(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """The part of a prefill behind `prefix_blocks` for blocks that are coming elsewhere, in seconds.
+        """Seconds of a prefill behind `prefix_blocks` that compute blocks which are coming elsewhere.
 
         Blocks that some instance holds already do not count.
         """

@@ -135,11 +135,11 @@ class TBTCorrection:
         self._errors = _LatestErrors(TBT_QUANTILE, MOST_TBT)
 
     def learn(self, predicted_s: float, reported_s: float, constant_s: float, now_s: float) -> None:
-        """Learn that an instance reports another TBT for a batch than is predicted here.
+        """Learn the error of a TBT prediction from what a decode instance has reported for the same batch.
 
         Args:
-            predicted_s: What is predicted here.
-            reported_s: What the instance predicts.
+            predicted_s: The TBT that the Conductor predicts.
+            reported_s: The TBT that the instance predicts.
             constant_s: The part of both that no request adds to.
             now_s: The time.
         """

@@ -78,7 +78,8 @@ class Instance:
         return min(capacity.num_pool_pages, capacity.num_device_pages)
 
     def shares_cores(self, other: "Instance") -> bool:
-        """Whether both compute on some of the same cores, each as long as the other leaves them idle."""
+        """Whether both instances compute on some of the same CPU cores, each while the other leaves them
+        idle."""
         ours, theirs = self.registration, other.registration
         if ours.idle_cores.isdisjoint(theirs.idle_cores):
             return False

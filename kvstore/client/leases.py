@@ -16,8 +16,8 @@ class Lease:
     """A context manager during which `blocks` may be read.
 
     A lease ends with `end`, `ttl_s` after it was taken, when the client is closed and when its messenger
-    ends. From then on the memory may become another block's at any time. Who may have been slower than that
-    reads first and calls `verify` after: a block that is still intact was so while it was read.
+    ends. From then on the memory may be given to another block at any time. A reader that may have been
+    slower calls `verify` after reading: a block that is intact then was intact while it was read.
     """
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:

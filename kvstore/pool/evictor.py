@@ -3,7 +3,7 @@
 With a lower tier that works a block may leave DRAM only once that tier holds it: nothing that was stored is
 lost by being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
 
-Owns: evictions, memories of what was evicted, how many pages are wanted. Does not know: who uses a page.
+Owns: evictions, the keys of blocks evicted lately, how many pages are wanted. Does not know: who uses a page.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ class LowerTier(Protocol):
 
     @property
     def is_accepting(self) -> bool:
-        """Set while the tier takes blocks; else they are evicted to nowhere."""
+        """Whether the tier takes blocks. While it does not, evicted blocks are lost."""
 
     def holds(self, key: BlockKey) -> bool:
-        """Tell whether the block can be had from there."""
+        """Tell whether the block can be read from this tier."""
 
 
 class Evictor:
-    """Room in one tier.
+    """Evicts blocks from DRAM when pages are needed.
 
-    `on_evict` is called with each page before its block is taken out, `on_space` whenever a page becomes free
-    or idle, `on_pressure` when fewer pages are free than `low_watermark`, or too few for somebody.
+    `on_evict` is called with each page before its block is evicted, `on_space` whenever a page becomes free
+    or idle, `on_pressure` when fewer pages are free than `low_watermark`, or than a request needs.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Evictor:
         self._on_pressure = on_pressure
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free. Returns whether they are: the lower tier may not be that far
-        yet."""
+        """Evict until `num_pages` are free. Returns False if the lower tier does not hold enough of the
+        blocks yet."""
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()
             if page is None or not self.is_disposable(page):
@@ -70,7 +70,7 @@ class Evictor:
     def require(self, num_pages: int) -> None:
         """Evict until `num_pages` are free; raise PoolFullError if they cannot all be had now.
 
-        They are wanted from then on, if that is not in vain.
+        If the pages can be had later, they count as wanted from then on.
         """
         self.check(num_pages, 0)
         if not self.make_room(num_pages):

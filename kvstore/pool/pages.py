@@ -10,13 +10,13 @@ Invariant: a page is SEALED only while all of its layers, their checksums and it
 SEALED page of a dead process can be adopted. Therefore a page's state is always written last when it
 becomes SEALED and first when it ceases to be. A process may die between any two of these writes.
 
-A QUARANTINED page has been given up, but a transfer from or into it may still be outstanding, or
-somebody still reads it: it is freed by the last of them. The generation of a page is bumped before it is
-freed, so a late write that names the old one is refused, even if the owner died in between.
+A QUARANTINED page has been given up while transfers or readers still use it; it is freed when the last of
+them ends. The generation of a page is bumped before the page is freed, so a late write that names the old
+generation is refused, even if the owner died in between.
 
 The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
-between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was
-half written, or does not belong to its data, is recognised when the data is read.
+between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half
+written, or does not belong to its data, is detected when the data is read.
 
 One array a field, so that a scan over all pages reads only what it looks at.
 
@@ -38,19 +38,19 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 _ALIGNMENT = 64
 """Bytes of a line of the cache, at which each array begins."""
 _GENERATIONS = 1 << 32
-"""Number of generations, after which they begin anew."""
+"""Number of generations, after which the count begins at 0 again."""
 _MOST_USES = (1 << 32) - 1
 """Largest number of uses that is counted."""
 _NOBODY = 0
 """Writer of a page that only its owner writes."""
 COPIER_SERIAL = (1 << 32) - 1
-"""Serial of messengers that copy to granted pages; no client has it."""
+"""Serial of messengers that copy to granted pages. No client has this serial."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class PageState(IntEnum):
-    """Use of a page. FREE is 0: a zeroed table is an empty pool."""
+    """State of a page. FREE is 0, so a zeroed table is an empty pool."""
 
     FREE = 0
     RESERVED = 1
@@ -256,7 +256,7 @@ class PageTable:
         self._move(page, FREE)
 
     def free_all(self, pages: Sequence[int]) -> None:
-        """Free pages that are not FREE."""
+        """Free many pages, none of which is FREE, and count their generations up."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] != FREE)
         self._arrays["generation"][index] += 1  # _GENERATIONS are as many as its type has

@@ -43,8 +43,8 @@ class Card:
 
     @classmethod
     def of(cls, adapter: Adapter, segment: memoryview) -> "Card":
-        """Register the memory of a device. Blocks all of Python, because pyverbs keeps the interpreter.
-        Raises RdmaUnavailableError."""
+        """Register the segment, and scratch memory, with a device. No other Python thread runs meanwhile,
+        because pyverbs holds the GIL. Raises RdmaUnavailableError."""
         scratch = adapter.register(memoryview(mmap.mmap(-1, SCRATCH_BYTES)))
         return cls(adapter, adapter.register(segment), scratch)
 

@@ -29,7 +29,7 @@ _FORM = '{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}: preferred, then secondary NICs of 
 
 
 class NicKind(Enum):
-    """Kind of NICs that a matrix is made of. The value is the folder in sysfs."""
+    """Kind of NICs of a topology matrix. The value is the name of their folder in sysfs."""
 
     RDMA = "infiniband"
     ETHERNET = "net"

@@ -41,7 +41,8 @@ class SessionLane(Protocol):
         """Close the pages of this transfer to writes by RDMA."""
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        """Close the pages of this transfer when the sender has closed it, or has had the time to."""
+        """Close the pages of this transfer to writes by RDMA when the sender has closed it, or after
+        `ack_timeout_s`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +55,10 @@ class IncomingSession:
     grants: dict[int, int] = field(default_factory=dict)
     """Grant of each open transfer."""
     had_copy_slot: bool = False
-    """Whether a lane has had a copy slot. Writes placed by that one may be announced on another, which has
-    none."""
+    """Whether a lane has had a copy slot. Writes that it placed may be announced on another lane, which has
+    no slot."""
     given_up: dict[int, None] = field(default_factory=dict)
-    """The latest transfers that were given up. A write that was overtaken by that news does not open them
-    again."""
+    """The latest transfers that were given up. A late write does not open them again."""
 
     def open(self, transfer_id: int, grant_id: int, ref_text: str) -> None:
         try:
@@ -68,10 +68,10 @@ class IncomingSession:
             self.post(Ended(transfer_id, brief(str(error))))
 
     def ensure_open(self, transfer_id: int, grant_id: int) -> None:
-        """Open a transfer unless it is open: a write may come before its `Open`.
+        """Open a transfer unless it is open: a write may arrive before its `Open`.
 
-        Raises WriteRefused, and TransferError for another grant than before: that one would not hear of the
-        end of the transfer.
+        Raises WriteRefused, and TransferError if the transfer is open for another grant, which would not
+        learn of its end.
         """
         opened = self.grants.get(transfer_id)
         if opened is None:
@@ -90,8 +90,8 @@ class IncomingSession:
         self._end(transfer_id, reason)
 
     def fail(self, transfer_id: int, reason: str) -> None:
-        """Fail a transfer. The sender is about to hear of it, and closes the transfer when it has stopped to
-        write."""
+        """Fail a transfer, of which the caller tells the sender. The sender closes the transfer when it has
+        stopped writing."""
         self._conceal_in_time(transfer_id)
         self._end(transfer_id, reason)
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceSegment:
-    """The whole segment, a shared mapping of its file from the beginning.
+    """The memory from which a messenger sends: a shared mapping of its whole segment file.
 
-    The descriptor of that file, for others too, stays open for as long as anybody sends.
+    The descriptor of the file, which is passed to peers on this host, stays open for as long as anything is
+    sent.
     """
 
     buffer: memoryview

@@ -19,7 +19,7 @@ from mooncake.messages.quantities import Count
 
 KEY_BYTES = 16
 _MOST_ROOTS = 1024
-"""Number of root keys that are remembered: every request asks for that of its model and tenant."""
+"""Number of root keys that are remembered: every request asks for the key of its model and tenant."""
 BlockKey = bytes
 KVDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -29,10 +29,10 @@ DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of one block: `[layer][kv_head][K, V][token][head_dim]`, contiguous, in `dtype`.
 
-    One layer of a block is one byte range (layer-wise streaming); adjacent heads of a layer are one
-    byte range (tensor-parallel resharding). A stage of a pipeline (Mooncake, section 5.1) has the shards of
-    blocks that hold its own layers, `num_layers` from `first_layer` of the model on; a rank of a
-    tensor-parallel group those with its own heads, `num_kv_heads` from `first_head` on.
+    One layer of a block is one byte range (layer-wise streaming); adjacent heads of a layer are one byte
+    range (tensor-parallel resharding). A stage of a pipeline (Mooncake, section 5.1) has shards of
+    `num_layers` layers, from layer `first_layer` of the model on. A rank of a tensor-parallel group has
+    shards of `num_kv_heads` heads, from head `first_head` on.
     """
 
     num_layers: Count
@@ -118,9 +118,11 @@ def _positions(wanted: range, there: range, what: str) -> range:
 
 @lru_cache(_MOST_ROOTS)
 def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -> BlockKey:
-    """Return the parent of every first block. Models and tenants with different roots never share a block.
+    """Return the parent key of every first block. Models and tenants with different root keys never share a
+    block.
 
-    Nor do adapters (LoRA), each named by a hexadecimal digest of its weights; empty for none.
+    Neither do LoRA adapters. `adapter_digest` is the hexadecimal digest of an adapter's weights; empty
+    without one.
     """
     model = f"mooncake-root-adapter\0{adapter_digest}" if adapter_digest else "mooncake-root"
     return hashlib.sha256(f"{model}\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
@@ -144,13 +146,14 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
 def extended_keys(
     known: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey
 ) -> list[BlockKey]:
-    """Return the keys of the full blocks of `token_ids`, of which the first ones are `known`."""
+    """Return the keys of the full blocks of `token_ids`; those of the first blocks are `known`."""
     parent = known[-1] if known else root
     return known + block_keys(token_ids[len(known) * block_size :], block_size, parent)
 
 
 def model_fingerprint(architecture: str, weights_digest: str, dtype: KVDtype, layout: KVLayout) -> str:
-    """Return the fingerprint: two instances may exchange blocks only if theirs are equal.
+    """Return the fingerprint of a model. Two instances may exchange blocks only if their fingerprints are
+    equal.
 
     It describes the whole model, never how it is split, so prefill and decode may be split differently:
     `layout` must be that of the whole model.

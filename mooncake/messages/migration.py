@@ -78,9 +78,11 @@ class TakeOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreCopied(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `PreCopy`: the full blocks of these tokens are in the source's pool, as far as it had room.
+    """Answer to `PreCopy`: the full blocks of the prompt and of `output` are in the source's pool, as far as
+    it had room.
 
-    `output` are all tokens that the request has drawn, in earlier attempts too. The newest has no KVCache.
+    `output` are all tokens that were drawn for the request, in earlier attempts too. The newest one has no
+    KVCache yet.
     """
 
     ref: Ref

@@ -140,7 +140,8 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of KV heads; that of query heads by default."""
+        """Number of KV heads. Without `num_key_value_heads` in the configuration: the number of query
+        heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property

@@ -55,7 +55,7 @@ class Encoder:
 
     @property
     def is_quick(self) -> bool:
-        """Whether fastokens encodes."""
+        """Whether the library fastokens encodes, rather than transformers' tokenizer."""
         return self._quick is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -80,7 +80,8 @@ class Grammar:
 
 
 class Vocabulary:
-    """The tokens that grammars choose from: ids below `vocab_size`, the model's. Made in about a second."""
+    """The tokens that grammars choose from: all ids below the model's `vocab_size`. Building one takes about
+    a second."""
 
     def __init__(self, backend: "Backend", eos_token_ids: Sequence[int], vocab_size: int) -> None:
         added = backend.get_added_tokens_decoder()

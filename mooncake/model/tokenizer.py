@@ -99,15 +99,15 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Source of the chat template, or of all of them; empty if there is none."""
+        """Source of the chat template, or of all chat templates; empty if there is none."""
         template = self._wrapped.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Special tokens written out in the text become those tokens.
 
-        `add_special_tokens`: put the model's own bos (or what it wants) around the text.
-        Raises RequestError for text that is no valid Unicode (lone surrogates), or that it gives up on.
+        `add_special_tokens`: add the special tokens that the model wants around a text, such as bos. Raises
+        RequestError for text that is no valid Unicode (lone surrogates), or that the tokenizer fails on.
         """
         try:
             text.encode()
@@ -164,14 +164,16 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns a stream of token ids into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
 
-    Text leaves as soon as later tokens cannot change it: the start of a multi-byte character is held back. A
-    window of recent tokens is decoded each time, with some whose text has left already, as a token's text may
-    depend on its neighbours; so a token costs the same however long the stream is.
+    Text is returned as soon as later tokens cannot change it: the start of a multi-byte character is held
+    back. A window of recent tokens is decoded each time, with some tokens whose text has been returned
+    already, as a token's text may depend on its neighbours. So a token costs the same however long the stream
+    is.
 
     One exception: with SentencePiece's byte fallback, bytes that never become a character also spoil, in
-    `decode`, the whole characters right before them, which have left by then.
+    `decode`, the whole characters right before them, which have been returned by then.
 
-    Invariant: `_num_emitted <= len(decode(_window))`; the first `_num_emitted` characters of it have left.
+    Invariant: `_num_emitted <= len(decode(_window))`; the first `_num_emitted` characters of it have been
+    returned.
     """
 
     __slots__ = ("_hidden_ids", "_num_emitted", "_skip_special_tokens", "_tokenizer", "_window")
@@ -216,9 +218,10 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
     def _shorten_window(self, text: str) -> None:
-        """Forget old tokens, at a place where the others decode to the same text without them.
+        """Forget old tokens, at a place where the tokens behind them decode to the same text without them.
 
-        More characters than can be in flight must remain: then the one in flight is wholly inside.
+        More characters must remain than an incomplete character may have, so that it is wholly inside the
+        window.
         """
         for num_kept in range(_CONTEXT_TOKENS, _MAX_WINDOW_TOKENS):
             tail = self._decode(self._window[-num_kept:])
@@ -261,7 +264,7 @@ def _is_gguf(checkpoint: Checkpoint) -> bool:
 
 @contextlib.contextmanager
 def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn any error of the block into a ModelError that names the checkpoint."""
+    """Turn any error of the `with` block into a ModelError that names the checkpoint."""
     try:
         yield
     except MooncakeError:
@@ -278,7 +281,8 @@ def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
 def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
     """Refuse a tokenizer whose tokens the model has no weights for, or that would take too much.
 
-    Added tokens may lie beyond: some publishers add a padding token. A request that has one is refused.
+    Added tokens may have larger ids: some publishers add a padding token. A request with such a token is
+    refused.
     """
     path, backend = checkpoint.path, wrapped.backend_tokenizer
     plain: dict[str, int] = backend.get_vocab(with_added_tokens=False)

@@ -70,7 +70,8 @@ async def supervise(config: Config) -> int:
 
 
 async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") -> list[ChildSpec] | None:
-    """Return the plan when the pools have their memory, after seconds; None if a signal comes first."""
+    """Return the plan once the memory of the pools is allocated, which takes seconds; None if a signal comes
+    first."""
     planning = asyncio.create_task(asyncio.to_thread(plan_node, config, run_dir))
     ending = asyncio.create_task(stopping.is_wanted.wait())
     await asyncio.wait((planning, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +80,8 @@ async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") 
 
 
 class Stopping:
-    """The signals SIGINT and SIGTERM: the first ends everything, a second waits for no requests."""
+    """The signals SIGINT and SIGTERM: the first one ends everything, after a second one requests are not
+    waited for."""
 
     def __init__(self) -> None:
         self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()
@@ -176,12 +178,12 @@ class Child:
         self._send(signum)
 
     def close_descriptors(self) -> None:
-        """Give up what was kept for the next incarnation, such as the memory of a pool. There is none."""
+        """Close the descriptors that were kept for a next incarnation, such as that of a pool's memory."""
         for descriptor in self.spec.pass_fds:
             os.close(descriptor)
 
     def end_hung(self) -> str:
-        """End the current incarnation, which hangs. Return the process's state in the kernel's words."""
+        """End the current incarnation, which hangs. Returns the process's state as the kernel names it."""
         assert self.process is not None
         self._hung = True
         doing = _state(self.process.pid)
@@ -189,9 +191,9 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal past the process object, which would first collect the exit code.
+        """Send a signal by pid: the process object would first collect the exit code.
 
-        A thread waits for that.
+        A thread waits for the exit code.
         """
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -201,7 +203,8 @@ class Child:
 class Supervisor:
     """Keeps a set of children running. Instances have `drain_s` to finish their requests, unless it is 0.
 
-    A child that gives no sign of life for `hang_timeout_s` is ended, and restarted like any that dies.
+    A child that gives no sign of life for `hang_timeout_s` is ended, and restarted like a child that has
+    died.
     """
 
     def __init__(
@@ -287,10 +290,11 @@ class Supervisor:
             self._stop.set()
 
     async def _watch(self) -> None:
-        """End children that hang or are stopped, once they serve: loading a large model may block one.
+        """End children that hang or are stopped. Children that do not serve yet are left alone: loading a
+        large model may block.
 
-        Silence is counted in this process's own beats: while it is held up none passes, and messages of
-        children are read before the next one.
+        Silence is counted in beats of this process: while the supervisor itself is held up no beat passes,
+        and messages of children are read before the next beat.
         """
         while self._hang_timeout_s is not None:
             await next_beat()

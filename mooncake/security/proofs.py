@@ -28,7 +28,7 @@ class Labels(NamedTuple):
 
 
 class ConnectingSide:
-    """The side of one connection that has connected."""
+    """The handshake of the side that opens a connection."""
 
     def __init__(self, key: ClusterKey, labels: Labels) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)

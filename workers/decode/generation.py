@@ -82,7 +82,8 @@ class Generation:
     async def begun(
         self, ref: Ref, request: Request, grammar: GrammarState | None, tbt_slo_s: float | None
     ) -> AsyncIterator[Sequence]:
-        """Add a sequence while the block runs. In the end everything that it has is released."""
+        """Make a context in which the request has a sequence. Its pages and its slot are released at the
+        end."""
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
         sequence.tbt_slo_s = tbt_slo_s

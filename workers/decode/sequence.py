@@ -166,7 +166,7 @@ class Sequence:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether the token in flight is the last in any case."""
+        """Whether the token that is being drawn is the last one whatever it is, because of `max_tokens`."""
         max_tokens = self.request.sampling.max_tokens
         return self.num_planned_tokens - self.request.num_prompt_tokens >= max_tokens
 

@@ -166,7 +166,8 @@ class CallDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class FailureKind(StrEnum):
-    """The error of `mooncake.errors` that a call has failed with, or STOPPED."""
+    """The kind of error (of `mooncake.errors`) with which a call has failed; STOPPED if the rank was
+    stopped."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"

@@ -30,8 +30,8 @@ class LayerCosts:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "LayerCosts":
-        """Count floating-point operations: 2 for a weight and a token, 4 for a dimension of a head and a
-        pair."""
+        """Count floating-point operations: 2 per weight and token; 4 per head dimension and pair of
+        tokens."""
         heads_dim = spec.num_heads * spec.head_dim
         num_weights = spec.hidden_size * (
             2 * heads_dim + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size

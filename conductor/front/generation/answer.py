@@ -81,10 +81,11 @@ class AnswerFormat:
             and all(params.num_logprobs is None for params in job.sampling)
         )
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        """JSON before and behind an event's text, by choice that has begun and of which only text comes."""
+        """JSON before and behind the text of an event, by choice; only for choices that have begun and whose
+        events have only text."""
 
     def seen(self, delta: Delta) -> Delta:
-        """Look at what has come, before it is gathered or sent: the choice may end here, by its calls."""
+        """Look at new tokens before they are gathered or sent: a choice may end with its tool calls."""
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
             return delta
@@ -94,7 +95,7 @@ class AnswerFormat:
         return delta
 
     def gather(self, delta: Delta) -> None:
-        """Keep what has come for the answer that is not streamed."""
+        """Keep new tokens for the answer that is not streamed."""
         choice = self._whole.get(delta.choice_index)
         if choice is None:
             tools = self._tool_answers.get(delta.choice_index)
@@ -102,7 +103,7 @@ class AnswerFormat:
         choice.add(delta)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """Yield the answer that is not streamed, choice by choice; all have been gathered."""
+        """Yield the answer that is not streamed, choice by choice. All tokens have been gathered."""
         around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
         head, tail = _encode(around).split(_encode(_PLACE))
         yield head
@@ -210,7 +211,7 @@ def _without_tokens(delta: Delta) -> Delta:
 
 
 class _WholeChoice:
-    """A choice of an answer that is not streamed: put together as it comes, not all at its end."""
+    """A choice of an answer that is not streamed. Its JSON is built as tokens come, not all at the end."""
 
     def __init__(self, tools: ToolAnswer | None, logprobs_of: _LogprobsOf) -> None:
         self._tools, self._logprobs_of = tools, logprobs_of
@@ -220,7 +221,7 @@ class _WholeChoice:
         self.finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
-        """Add what has come."""
+        """Add new tokens."""
         self.finish_reason = delta.finish_reason
         self.token_ids += delta.token_ids
         if self._tools is not None:
@@ -250,7 +251,7 @@ class _WholeChoice:
 
 
 class _Columns:
-    """Object of lists, each piece in JSON as soon as it comes."""
+    """JSON object of lists, whose pieces are encoded as soon as they come."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[bytes]] = {}

@@ -3,10 +3,10 @@
 Owns: the heartbeat with the Conductor, the requests in flight. Does not know: HTTP, text, which of the tokens
 that arrive are new (`reception`).
 
-The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is another Conductor, which
-knows nothing of requests in flight and of context caches: it is told of them (`Resume`, `KeepContext`).
-Requests fail when the Conductor had given this front up. Each heartbeat names them, so that both sides see
-what a break of the connection has swallowed.
+The heartbeat is `FrontHello`, answered by `ClusterState`. A new epoch in it is another Conductor, which knows
+nothing of requests in flight and of context caches: it is told of them (`Resume`, `KeepContext`). Requests
+fail when the Conductor had given this front up. Each heartbeat names them, so that both sides see which
+messages a break of the connection has lost.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ from mooncake.security.keys import ClusterKey
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
-"""Heartbeats without an answer of a Conductor that is there. Not seconds: a process that was stopped
-would take a Conductor for gone whose answers it has not read yet."""
+"""Unanswered heartbeats after which the Conductor counts as gone. Not seconds: a front that was stopped for a
+while has answers that it has not read yet."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""Heartbeats after the Conductor's word that all tokens were sent, or that it lacks the request.
-Not seconds, for the same reason."""
+"""Heartbeats for which tokens are awaited after the Conductor has said that all were sent, or that it lacks
+the request. Not seconds, for the same reason."""
 _MAX_OUTPUTS_AT_ONCE = 128
 """Outputs of workers handled in one turn of the event loop."""
 
@@ -163,7 +163,7 @@ class Link:
                 await self._conductor.send(Cancel(request_id))
 
     async def order(self, order: Callable[[int], OperatorOrder]) -> OperatorAnswer:
-        """Pass on an operator's order, which is made of its number. Raises UnavailableError."""
+        """Pass on an operator's order, which `order` makes of its number. Raises UnavailableError."""
         number = next(self._order_numbers)
         answer = self._orders[number] = asyncio.get_running_loop().create_future()
         try:
@@ -182,7 +182,7 @@ class Link:
             raise UnavailableError(f"the conductor does not answer: {error}") from None
 
     async def end(self, error: UnavailableError) -> None:
-        """Submit nothing more, and end what is in flight with `error`."""
+        """Submit nothing more, and end the requests in flight with `error`."""
         self._ended = error
         await self._give_up(error)
 
@@ -268,7 +268,7 @@ class Link:
                             reception.is_unknown = True
 
     async def _continue(self, request_id: str) -> None:
-        """Resubmit a request whose decode instance is lost, with the answer so far."""
+        """Resubmit a request whose decode instance is lost, with its output so far."""
         reception = self._in_flight.get(request_id)
         if reception is None:  # it ended in the meantime
             await self._say(Cancel(request_id))
@@ -279,7 +279,8 @@ class Link:
         return reception.request.continued(reception.token_ids, self._block_size)
 
     async def _say(self, message: Cancel | Continue) -> None:
-        """Tell the Conductor something that it asks for again, or that is repeated, if it is lost."""
+        """Send the Conductor a message that may be lost: the Conductor asks for it again, or it is
+        repeated."""
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(message)
 

@@ -4,7 +4,7 @@ Source and destination of a migration send over two connections, so the first to
 overtake the last ones of the source. Tokens that come early wait for those before them, of
 whichever attempt: every attempt gives the same token at the same position.
 
-Owns: which tokens are new, whatever attempt they are of; what is said of those that are missing.
+Owns: which tokens are new, whatever attempt they are of; the error of a request whose tokens are missing.
 Does not know: connections, who waits for the tokens.
 """
 
@@ -44,7 +44,7 @@ Receive = Callable[[Event], None]
 
 
 MAX_BEATS_FOR_MISSING = 2
-"""Heartbeats of the front for which tokens may be missing before others."""
+"""Heartbeats of the front for which early tokens may wait for missing ones."""
 
 
 @dataclass(slots=True)
@@ -57,18 +57,18 @@ class Reception:
     last_s: float = field(init=False)
     """Time of the latest tokens, or of the submission."""
     attempt: tuple[int, int] = (0, 0)
-    """The latest attempt of which tokens have come, behind the epoch of its Conductor."""
+    """The latest attempt of which tokens have come, as a pair with the epoch of its Conductor in front."""
     token_ids: list[int] = field(default_factory=list)
     early: list[TokenOutput] = field(default_factory=list)
     """Outputs before which tokens are missing, by position: each begins behind the end of `token_ids`."""
     num_missing_beats: int = 0
     """Consecutive heartbeats at which there were `early` outputs."""
     num_sent: int | None = None
-    """Number of tokens there are, once the Conductor has said that all were sent."""
+    """Number of all tokens, once the Conductor has said that they were sent."""
     num_silent_beats: int = 0
     """Heartbeats without tokens since the Conductor said that no more come."""
     is_unknown: bool = False
-    """The Conductor has said since the latest heartbeat that it does not have the request."""
+    """Whether the Conductor has said since the latest heartbeat that it does not have the request."""
 
     def __post_init__(self) -> None:
         self.last_s = self.submitted_s
@@ -90,7 +90,8 @@ class Reception:
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
-        """Return what is new with `output`, or None if it belongs to an attempt that has been replaced.
+        """Return the tokens that are new with `output`; None if it belongs to an attempt that has been
+        replaced.
 
         While tokens are missing, an output of a replaced attempt may fill the gap.
         Raises GenerationFailedError when its tokens differ from those that an earlier attempt has given: what
@@ -108,7 +109,8 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Add early outputs before which nothing is missing now that tokens of `attempt` came."""
+        """Add the early outputs before which nothing is missing any more, as tokens of `attempt` have
+        come."""
         if attempt == self.attempt:  # it gives the rest itself, so outputs of earlier attempts are not needed
             self.early = [output for output in self.early if _attempt(output) == attempt]
         while self.early and self.early[0].position <= len(self.token_ids):
@@ -119,7 +121,7 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Add the tokens of an output before which none are missing. Returns what is new, if anything is."""
+        """Add an output before which no tokens are missing. Returns its new tokens, if there are any."""
         new = output.token_ids
         if output.position < len(self.token_ids):
             known = self.token_ids[output.position : output.position + len(new)]

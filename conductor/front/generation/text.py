@@ -15,9 +15,11 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """`num_tokens` is how many of the pushed tokens belong to the answer; fewer than pushed after a stop.
+    """New text. `num_tokens` is the number of pushed tokens that belong to the answer: fewer than were pushed
+    at a stop.
 
-    `offsets`: where in the text each of these tokens begins, in characters; if the stream counts them.
+    `offsets`: the character of the text at which each of these tokens begins, if the stream counts
+    characters.
     """
 
     text: str
@@ -27,8 +29,9 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 class _StopStrings:
-    """All stop strings at once, as the automaton of Aho and Corasick: a state is the longest end of a text
-    that one of them begins with. So a character costs the same, however many strings there are, and how long.
+    """All stop strings as one automaton (Aho and Corasick): a state is the longest suffix of the text with
+    which a stop string begins. So a character costs the same, however many stop strings there are, and how
+    long.
     """
 
     __slots__ = ("fallback", "following", "held", "longest")
@@ -40,9 +43,9 @@ class _StopStrings:
         self.held = [0]
         """Length of each state."""
         self.fallback = [0]
-        """Longest shorter end of it that a stop string begins with."""
+        """For each state, the state of the longest shorter suffix with which a stop string begins."""
         self.longest = [0]
-        """Length of the longest stop string that it ends with, or 0."""
+        """For each state, the length of the longest stop string that it ends with, or 0."""
         for stop in stops:
             self._add(stop)
         states = deque(self.following[0].values())
@@ -75,14 +78,14 @@ class _StopStrings:
 
 
 _stop_strings = lru_cache(maxsize=4)(_StopStrings)
-"""Automata that are kept: a request's choices have the same."""
+"""Makes an automaton, or returns one that was made lately: the choices of a request have the same."""
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first, and lets no part of one through.
+    """Finds the stop string that is complete first, and shows no part of it.
 
-    What comes out does not depend on how the text is divided into pieces: a text is cut before the stop
-    string that ends first, and of several that end together, before the one that begins first.
+    The result does not depend on how the text is divided into pieces: a text is cut before the stop string
+    that ends first; if several end together, before the one that begins first.
     """
 
     __slots__ = ("_held", "_state", "_stops")
@@ -129,7 +132,7 @@ class TextStream:
         min_tokens: int = 0,
         counts_offsets: bool = False,
     ) -> None:
-        """Make the stream of one choice; in its first `min_tokens` tokens stop strings do not count."""
+        """Make the stream of one choice. Stop strings are ignored in its first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens

@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection, to a client that may be slow, greedy or hostile.
 
-Requests are answered one after the other: while one is being answered, what has come behind it waits unread.
+Requests are answered one after the other: while one is being answered, bytes behind it wait unread.
 
 Owns: the deadline from the connection or a request's first byte to its last, and the 408 for a request that
 misses it; the 503 for a request that makes room for others; how long a client may take nothing of a response;
@@ -43,7 +43,7 @@ class Timeouts:
     request_s: float
     """Seconds from the connection, or a request's first byte, to its last byte."""
     send_s: float
-    """Seconds until the client takes a part of what waits for it."""
+    """Seconds within which the client must take a part of the bytes that wait for it."""
     idle_s: float
     """Seconds from a response to the next request."""
 
@@ -61,11 +61,11 @@ class Serving:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests that the application answers."""
     is_ending: bool = False
-    """The server ends, and connections do with their next response."""
+    """Whether the server ends, so that each connection closes behind its next response."""
 
 
 class _Timer:
-    """A deadline that runs or not."""
+    """A deadline that can be started and stopped."""
 
     __slots__ = ("_handle",)
 
@@ -75,7 +75,8 @@ class _Timer:
     def start(
         self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., None], *args: Any
     ) -> None:
-        """Call `callback` after `delay_s`, unless the timer runs already. The callback stops it."""
+        """Call `callback` after `delay_s`, unless the timer runs already. The callback must stop the
+        timer."""
         if self._handle is None:
             self._handle = loop.call_later(delay_s, callback, *args)
 
@@ -86,7 +87,8 @@ class _Timer:
 
 
 class Connection(asyncio.Protocol):
-    """Protocol of one connection. `accepted` may still shake hands for TLS; it counts as one that waits."""
+    """Protocol of one connection. While `accepted` is in its TLS handshake it counts as a connection that
+    waits."""
 
     _transport: asyncio.Transport
 
@@ -99,14 +101,14 @@ class Connection(asyncio.Protocol):
             "scheme": scheme,
             "root_path": "",
         }
-        """The part of the scope that all requests have."""
+        """The part of the ASGI scope that all requests of the connection share."""
         self._parser = RequestParser(self)
         self._arriving: Exchange | None = None
-        """The latest request whose head is whole and whose body is not."""
+        """The latest request whose head is complete and whose body is not."""
         self._answering: Exchange | None = None
         """The request that the application answers."""
         self._pipelined: deque[tuple[Exchange, Scope]] = deque()
-        """Requests behind it that the parser could not be kept from reading."""
+        """Requests behind the one that is answered which the parser has read already."""
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._is_reading = True
@@ -146,7 +148,7 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def _read_on(self) -> None:
-        """Parse what has come, up to the end of one request that is to be answered."""
+        """Parse received bytes up to the end of one request that is to be answered."""
         if self._transport.is_closing():
             return
         while self._parser.num_unread_bytes and not self._transport.is_closing():
@@ -162,7 +164,7 @@ class Connection(asyncio.Protocol):
         self.resume_reading()
 
     def resume_reading(self) -> None:
-        """Read more, unless what has come waits for the parser or the application."""
+        """Read more, unless received bytes wait for the parser or the application."""
         waits = self._parser.num_unread_bytes or (
             self._arriving is not None and self._arriving.num_unread_bytes > _MAX_BUFFERED_BYTES
         )
@@ -294,7 +296,8 @@ class Connection(asyncio.Protocol):
             self._send_timer.start(self._serving.loop, delay_s, self._abort_if_unsent, num_bytes)
 
     def _abort_if_unsent(self, num_bytes: int) -> None:
-        """Abort if the client has taken nothing: more is written only when fewer bytes wait."""
+        """Abort if the client has taken nothing of `num_bytes` that waited: more is written only when fewer
+        wait."""
         self._send_timer.stop()
         if self._transport.get_write_buffer_size() >= num_bytes:
             self.abort()
@@ -320,11 +323,11 @@ class Connection(asyncio.Protocol):
             self._refuse("408 Request Timeout", message, "request_timeout")
 
     def _has_whole_request(self) -> bool:
-        """Whether a request is being answered behind which another one may arrive."""
+        """Whether a request is being answered, so that another one may arrive behind it."""
         return self._answering is not None and self._answering is not self._arriving
 
     def _refuse(self, status: str, message: str, code: str) -> None:
-        """Close, with an error for the request that arrives. Requests before it are answered first."""
+        """Close, with an error for the request that is arriving. Requests before it are answered first."""
         if self._has_whole_request():
             self._end_behind_whole_requests()
             return
@@ -333,7 +336,7 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def _end_behind_whole_requests(self) -> None:
-        """Answer the requests that have arrived whole, then close."""
+        """Answer the requests that have arrived completely, then close."""
         if self._pipelined and self._pipelined[-1][0] is self._arriving:
             self._pipelined.pop()
         latest = self._pipelined[-1][0] if self._pipelined else self._answering
@@ -342,14 +345,14 @@ class Connection(asyncio.Protocol):
         self._parser.clear()
 
     def _write_error(self, status: str, message: str, code: str) -> None:
-        """Answer the request that arrives, unless the application does."""
+        """Answer the request that is arriving with an error, unless the application answers it."""
         if self._arriving is None or self._arriving.state is ResponseState.PENDING:
             body = msgspec.json.encode(error_body(RequestError(message, status=int(status[:3]), code=code)))
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             self.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
     def make_room(self) -> None:
-        """Close, with an error for the request that arrives: others need the place.
+        """Close, with an error for the request that is arriving: another connection needs the place.
 
         Requests before it are answered first.
         """
@@ -370,7 +373,7 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def shutdown(self) -> None:
-        """Close when the response that has begun is whole."""
+        """Close when the response that has begun is complete."""
         self._pipelined.clear()
         if self._answering is not None:
             self._answering.keep_alive = False

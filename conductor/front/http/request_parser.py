@@ -26,11 +26,11 @@ class InvalidRequestError(Exception):
 
 
 class TunnelRequestedError(Exception):
-    """A CONNECT has arrived whole; what follows is of another protocol."""
+    """A CONNECT request has arrived. The bytes behind it belong to another protocol."""
 
 
 class Arrival(Enum):
-    """How far the latest request has come."""
+    """The part of the latest request that has arrived."""
 
     NOTHING = auto()
     HEAD = auto()

@@ -21,14 +21,14 @@ from mooncake.security.api_keys import ApiKey
 
 @dataclass(frozen=True, slots=True)
 class ChatPrefix:
-    """How a conversation begins; its tools are those of all of it."""
+    """The beginning of a conversation, and the tools of the whole conversation."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolFields]
 
 
 _TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
-"""Variables that other fields set."""
+"""Variables of chat templates that other fields of a request set."""
 MAX_TOKENS_TOGETHER = 1 << 20
 """Most tokens in the prompts of one request, unless one prompt alone may have more."""
 _MAX_BRIEF_CHARS = 1 << 16
@@ -48,7 +48,7 @@ def chat_prompt(
     model: ServedModel,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """The conversation, which goes on `before`, through the model's chat template, with room for an answer.
+    """Return the prompt of a conversation that continues the prefix `before`, with room for an answer.
 
     Raises RequestError, naming places in `messages`.
     """
@@ -68,9 +68,10 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     num_before: int = 0,
 ) -> list[int]:
-    """The conversation through the model's chat template, with its `variables`. Raises RequestError.
+    """Return the token ids of a conversation by the model's chat template, with its `variables`. Raises
+    RequestError.
 
-    The first `num_before` messages are not the client's of today: the others are numbered from 0.
+    The first `num_before` messages come from a context cache: errors number the others from 0.
     """
     _check_num_messages(len(messages), model)
     rendered = rendered_messages(messages, num_before)
@@ -112,7 +113,8 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
 
 
 def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
-    """Whether a short conversation stays short: a template may write variables beside each message."""
+    """Whether a short conversation makes a short prompt: a template may write variables beside each
+    message."""
     return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
 
 
@@ -142,7 +144,8 @@ def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
 
 
 def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -> list[list[int]]:
-    """`prompt` is a string, token ids, or a list of either; each goes on behind the tokens `before` it.
+    """Return the prompts of the field `prompt`: a string, token ids, or a list of either. Each continues the
+    tokens `before`.
 
     Raises RequestError.
     """

@@ -111,11 +111,11 @@ class ToolCallParser:
         """Whether an event has told of the call."""
         self.num_calls = 0
         self.is_over = False
-        """Whether all calls that are wanted are whole."""
+        """Whether all calls that may come are complete."""
         self._events: list[CallEvent] = []
 
     def push(self, text: str) -> list[CallEvent]:
-        """Return the events that `text` makes certain."""
+        """Take more of the model's text, and return the events that are certain now."""
         self._rest += text
         while self._rest and self._step():
             pass

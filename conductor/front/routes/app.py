@@ -44,7 +44,8 @@ UNSERVED_ENDPOINTS = tuple(
         *("threads", "uploads", "vector_stores", "videos"),
     )
 )
-"""OpenAI's and vLLM's, so that a client learns that it is not a misspelling. 404: clients retry a 501"""
+"""Endpoints of OpenAI and vLLM that are not served. A client learns that the path is no misspelling, by a
+404, as clients retry a 501."""
 
 # The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
@@ -78,8 +79,8 @@ class _DirectRoutes:
 
 
 def create_app(front: Front, access: AdminAccess) -> FastAPI:
-    """The HTTP API of `front`, whose link someone else runs. `access`: who may use the routes of admins, if
-    they are here. Raises ConfigError for unusable API keys."""
+    """Make the HTTP API of `front`, whose link the caller runs. `access`: who may use the admin routes, if
+    they are served. Raises ConfigError for unusable API keys."""
     app = FastAPI(
         title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )

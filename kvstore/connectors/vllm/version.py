@@ -1,6 +1,6 @@
 """The version of vLLM that the connector is made for.
 
-Owns: the check. Does not know: what differs in others.
+Owns: the check of the installed version. Does not know: how other versions differ.
 """
 
 from importlib import metadata
