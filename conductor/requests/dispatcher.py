@@ -1,4 +1,4 @@
-"""The steps of placed requests, as workers tell of them: to the end, or back for another attempt.
+"""The steps of placed requests, as workers report them: to the end, or back for another attempt.
 
 Owns: what follows from what workers say, and from the loss of instances. Does not know: which fronts and
 instances there are, which request gets which pair (`conductor.requests.placer`).
@@ -36,9 +36,9 @@ class Dispatcher:
         return self._placer.place(tracked, now_s)
 
     def resubmit_behind_loss(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Place a decoded request again, whose front lacks tokens before others.
+        """Place a running request again, as its front lacks tokens in the middle of the output.
 
-        The attempt has failed if the front has got nothing new of it.
+        The attempt counts as failed if the front has got no new token from it.
         """
         reason = f"tokens from {request.num_output_tokens} on were lost on their way"
         has_got_on = request.num_output_tokens > tracked.request.num_output_tokens
@@ -83,7 +83,7 @@ class Dispatcher:
         ]
 
     def on_returning(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
-        """Learn in which forward pass a process failed; a request that has ended two instances ends.
+        """Learn in which forward pass a process failed, and end a request that has ended two instances.
 
         Args:
             instance: The name of the process's instance.
@@ -131,7 +131,7 @@ class Dispatcher:
         return []  # also a duplicate of a step already taken
 
     def _on_destination(self, tracked: TrackedRequest, message: FromWork, now_s: float) -> list[Effect]:
-        """React to what the destination of a migration says."""
+        """React to a message from the destination of a migration."""
         match message:
             case Prepared():
                 return self._migrations.on_prepared(tracked, message, now_s)
@@ -193,7 +193,7 @@ class Dispatcher:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Run the request elsewhere: from its beginning, or behind what the front has of its output."""
+        """Run the request again: from its beginning, or behind the output that the front has."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]

@@ -80,7 +80,7 @@ class TrackedRequest:
     """Whether tokens of its output may have left, so that no instance may refuse it any more."""
     last_failure: str = ""
     num_attempts: int = 0
-    """Numbers of attempts that were given, those of destinations of migrations too. None is given twice."""
+    """The number of attempts so far, those at destinations of migrations included."""
     migration: Migration | None = None
     """The migration in progress, if `state` is DECODING."""
     refused_moves: dict[bytes, float] = field(default_factory=dict)

@@ -38,23 +38,24 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
 }
 
 MAX_ROUNDS = 3
-"""Rounds of copies, behind the last of which the source hands over, however much it has drawn meanwhile."""
+"""The most rounds of copies. After the last one the source hands over, however much it has drawn
+meanwhile."""
 
 
 def step_behind_copies(
     num_lacking: int, num_rounds: int, block_size: int, *, has_waited: bool
 ) -> MigrationStep:
-    """Return what follows copies at the source, before the last round has ended.
+    """Return the step that follows copies at the source, before the last round has ended.
 
     A destination computes the tokens behind the last full block again, while the stream and those beside it
-    wait. If these are more than half a block, the block is waited for once: up to half a block of tokens,
-    drawn without a pause.
+    wait. If these are more than half a block, the source is asked once to copy again when that block is full:
+    until then it draws at most half a block of tokens, without a pause.
 
     Args:
         num_lacking: Tokens whose KVCache the destination has not loaded, the newest included.
         num_rounds: Rounds in which the destination has loaded blocks.
         block_size: Tokens of a block.
-        has_waited: Whether a block has been waited for.
+        has_waited: Whether the source has waited for a block to become full.
 
     Returns:
         PREPARING if there is a full block to load, COPYING if there soon will be, or HANDING_OVER.
@@ -92,11 +93,11 @@ class Migration:
     num_loaded_tokens: int = 0
     """Tokens whose KVCache the destination has loaded."""
     outcome: MigrationOutcome | None = None
-    """How it ends, as far as that is known before."""
+    """The outcome, where it is known before the migration has ended."""
 
     @property
     def has_ordered_hand_over(self) -> bool:
-        """Whether the source may have stopped, so that it does not just go on."""
+        """Whether the source was ordered to hand over, so that it may have stopped decoding."""
         return self.step in (MigrationStep.HANDING_OVER, MigrationStep.STRANDED)
 
     def move_to(self, step: MigrationStep) -> None:

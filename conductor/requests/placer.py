@@ -199,7 +199,8 @@ class Placer:
         return effects
 
     def _may_queue(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """Section 7: a request may wait within its TTFT slack, if the queue has room; then it does."""
+        """Queue the request if it has TTFT slack and the queue has room (section 7). Returns whether it is
+        queued."""
         if tracked.slos.ttft_s is None or tracked.is_late(now_s + placement.prediction.ttft_s):
             return False
         is_full = len(self._requests.admission_queue) >= self._limits.max_waiting
@@ -211,8 +212,8 @@ class Placer:
     def _place_queued(self, now_s: float, *, reject: bool = False) -> list[Effect]:
         """Place, in order, the queued requests for which there is room; `reject` those without slack.
 
-        A request for which there is no room holds up those of its TBT SLO with as long a prompt or a longer
-        one, which need no less.
+        A request for which there is no room holds up the requests with the same TBT SLO and no shorter a
+        prompt, as they need no less.
         """
         if not self._requests.admission_queue:
             return []
@@ -239,7 +240,7 @@ class Placer:
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject the last request in order that has been promised nothing, if the queue is too long."""
+        """If the queue is too long, reject the last request in order that may be rejected."""
         most, queue = self._limits.max_waiting, self._requests.admission_queue
         if len(queue) <= most:
             return []
@@ -263,7 +264,7 @@ class Placer:
         return self._preemption.enough(tracked, placement, now_s, is_enough, elsewhere_too=elsewhere_too)
 
     def _preempt(self, others: list[TrackedRequest], tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Place the request in the cluster as it is without the others, and then the others."""
+        """Release `others`, place the request, and then place `others` again."""
         effects = self._release_all(others, now_s)
         placement = self._schedule(tracked, now_s, may_compute_again=True)
         assert placement is not None
@@ -271,7 +272,7 @@ class Placer:
         return effects + self._place_all(others, now_s)
 
     def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        """Place requests of a lower class elsewhere that are late now that this one goes before them."""
+        """Place requests of a lower class again that would be late now, as this one goes before them."""
         if not self._requests.view.loads.has_several_priorities:
             return []
         late = []
@@ -318,7 +319,7 @@ class Placer:
         return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 
     def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
-        """Reject a request whose client has read nothing; another one has failed."""
+        """Reject a request whose client has read nothing; fail a request whose output has begun."""
         if tracked.may_have_begun:
             return self.fail(tracked, message, now_s)
         return self._reject(tracked, reason, message, now_s)

@@ -1,8 +1,9 @@
 """The choice of requests that yield to others: of a lower class, or of a tenant with too much work.
 
 A request that would be rejected may preempt others that have not begun. Those of a higher priority number go
-first. Among equals they are taken from the tenant with the most work, as long as it keeps no less than the
-request's own: a step towards max-min fairness, whatever a single tenant sends. The latest goes first.
+first. Among equals they are taken from the tenant with the most work, as long as that tenant keeps no less
+work than the preempting request's tenant: a step towards max-min fairness, whatever a single tenant sends.
+The latest request of a tenant yields first.
 
 Owns: the order. Does not know: how many are enough, what becomes of the preempted.
 """
@@ -23,7 +24,7 @@ class Claim(NamedTuple):
 
     tracked: TrackedRequest
     level: int
-    """The priority, aged."""
+    """The priority number, lowered by the time that the request has waited."""
     device_s: float
     """Predicted seconds of devices."""
 
@@ -60,13 +61,13 @@ def _yields(other: Claim, claim: Claim, shares_s: Mapping[str, float]) -> bool:
 
 
 class Preemption:
-    """Chooses among all accepted requests, which are in the order in which they came."""
+    """Chooses the requests that yield, among all accepted ones. These are in order of arrival."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
     def may_yield(self, tracked: TrackedRequest) -> bool:
-        """Whether the request has not begun, and has not been promised to be served."""
+        """Whether the request may be preempted: it has not begun, and may be rejected."""
         return tracked.must_meet_slos and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:

@@ -52,13 +52,13 @@ class Requests:
         self._has_double_check = rules.has_double_check
         self._num_of_tenant: Counter[str] = Counter()
         self._num_migrations: Counter[bytes] = Counter()
-        """Migrations by source and by destination, of which only those that are still wanted count."""
+        """Migrations by instance, source and destination. A destination that was given up does not count."""
 
     # -- questions ----------------------------------------------------------------------------------
 
     @property
     def strictest_tbt_slo_s(self) -> float | None:
-        """The least TBT SLO of all placed requests."""
+        """The least TBT SLO of all placed requests; None without any."""
         return self._assignments.strictest_tbt_slo_s
 
     def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
@@ -117,7 +117,7 @@ class Requests:
         self._num_of_tenant[tracked.request.tenant] += 1
 
     def enqueue(self, tracked: TrackedRequest) -> None:
-        """Put a waiting request into the admission queue. Idempotent."""
+        """Put a WAITING request into the admission queue. Idempotent."""
         if tracked.state is not RequestState.QUEUED:
             tracked.move_to(RequestState.QUEUED)
             self.admission_queue[tracked.request_id] = tracked
@@ -272,7 +272,7 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def end_migration(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """End a migration, if there is one, without a move: the order to stop for its destination."""
+        """End a migration, if there is one, without a move. Returns the order to stop for its destination."""
         migration, tracked.migration = tracked.migration, None
         if migration is None:
             return []
@@ -346,7 +346,8 @@ class Requests:
         self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Take the request off its instances, if it has any: the orders to stop for those that are alive."""
+        """Take the request off its instances, if it has any. Returns the orders to stop, for instances that
+        are alive."""
         assignment, tracked.assignment = tracked.assignment, None
         if assignment is None:
             return []

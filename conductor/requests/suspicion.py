@@ -1,4 +1,4 @@
-"""Suspects: requests that may have ended instances, and the one that has.
+"""Suspects: requests that may have ended instances, and *poison*: a request that has.
 
     an instance is lost                       the requests that had begun there are *suspects*
     its next life says that it was killed     none of them is
@@ -10,8 +10,8 @@ A suspect is computed in passes of its own, so that the next loss, if there is o
 others. A suspect of two losses waits for reports of them before a third instance gets it. Where only one
 instance can take a request, `max_attempts` lives of it count as two instances do.
 
-Owns: losses that a request may have caused, and which. Does not know: where requests are, instances,
-messages.
+Owns: losses of instances, and the requests that may have caused them. Does not know: where requests are,
+instances, messages.
 """
 
 from collections.abc import Container, Iterable
@@ -25,7 +25,8 @@ class _Loss:
     instance: str
     at_s: float
     suspects: set[str]
-    """The requests that had begun there, later the ones of its pass, without any that has finished since."""
+    """The requests that had begun there; after a report, those of the failed pass. Requests that have
+    finished since are left out."""
     running: set[str] = field(init=False)
     """The suspects that have not ended."""
     is_failure: bool = False
@@ -40,7 +41,7 @@ class _Loss:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether a report may still say that a request is to blame, or none."""
+        """Whether a report may still come that says which requests are to blame, or that none is."""
         return self.is_open and not self.is_reported
 
     def narrow(self, suspects: set[str], running: Container[str] = ()) -> None:
@@ -50,7 +51,8 @@ class _Loss:
 
 
 class Suspicion:
-    """All losses of which a running request is suspected. `max_attempts` counts lives of one instance."""
+    """All losses of which a running request is suspected. Ending `max_attempts` lives of one instance is
+    proof."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
@@ -98,7 +100,7 @@ class Suspicion:
         self._losses = [loss for loss in self._losses if loss.at_s >= before_s or not loss.is_unexplained]
 
     def request_ended(self, request_id: str, *, has_finished: bool) -> None:
-        """Learn that a request has ended. One that `has_finished` was not to blame; another may have been."""
+        """Learn that a request has ended. If it `has_finished` it was not to blame; else it may have been."""
         for loss in self._losses:
             loss.running.discard(request_id)
             if has_finished:

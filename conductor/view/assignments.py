@@ -95,7 +95,7 @@ class Assignments:
         return self._view.loads.has_begun(assignment.prefill_slot, assignment.request.request_id)
 
     def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
-        """Enter a request that is about to be ordered from this pair."""
+        """Enter a request that is going to be ordered from this pair."""
         self._stats.placed(placement)
         return self._enter(request, placement, slos, now_s)
 
@@ -163,7 +163,7 @@ class Assignments:
         )
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
-        """The prefill, and the request's part of the iterations of a mean decode."""
+        """Seconds of devices: the prefill, and the request's part of the iterations of a mean decode."""
         decode_s = self._view.forecast.decode_s
         share = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.gap_s
         return placement.prediction.prefill_s + (share * decode_s if decode_s < math.inf else 0.0)
@@ -180,8 +180,8 @@ class Assignments:
             now_s: The time.
 
         Returns:
-            The instance to fetch a prefix from; None for none. What is fetched stays: this is the hot-spot
-            migration of Algorithm 1, line 29.
+            The instance to fetch a prefix from; None for none. Fetched blocks stay in the pool: this is the
+            hot-spot migration of Algorithm 1, line 29.
         """
         placement, request_id = assignment.placement, assignment.request.request_id
         loads = self._view.loads
@@ -235,7 +235,7 @@ class Assignments:
         self._steps_change(now_s)
 
     def end_decode(self, assignment: Assignment, now_s: float, num_output_tokens: int) -> None:
-        """Learn from a request that has all its tokens. `release` follows."""
+        """Learn from a request that has all its tokens. The caller then calls `release`."""
         assert assignment.decode_began_s is not None
         if assignment.is_adopted:
             return
@@ -265,7 +265,7 @@ class Assignments:
             self._view.decode_changed(destination.slot)
 
     def move(self, assignment: Assignment, destination: Destination, now_s: float) -> None:
-        """Let the destination decode a request from now on, alone: the source has none of it any more."""
+        """Let the destination decode a request from now on. The source has no share of it any more."""
         view, num_tokens = self._view, assignment.num_tokens
         self._end_copies(destination)
         view.loads.end_decode(assignment.decode_slot, num_tokens, has_begun=True)
@@ -309,7 +309,7 @@ class Assignments:
 
         Does nothing if it is decoded already.
 
-        Returns the seconds that its prefill took, if it was computed and that can be told.
+        Returns the seconds that the prefill took, if the prompt was computed and they are known.
         """
         if assignment.decode_began_s is not None:
             return None

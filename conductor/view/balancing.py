@@ -1,9 +1,9 @@
 """`kvcache_balancing_threshold`, given or adapted (Mooncake, section 6.2).
 
-A copy of a prefix costs no TTFT, which is estimated, but DRAM: what it replaces may be wanted again. The
-pools tell how many lookups missed a block that had been evicted a short while ago. If these are many, the
-threshold rises, so that only large gains are copied; if they are few it falls, and prefixes spread. It is
-quicker to rise.
+A copied prefix takes DRAM from blocks that may be wanted again. (Its TTFT is estimated, so it is no cost
+here.) The pools report how many lookups missed a block that had been evicted a short while ago. If these are
+many, the threshold rises, so that only copies with a large gain are made; if they are few it falls, and
+prefixes spread. It rises faster than it falls.
 
 Owns: the threshold. Does not know: time, prefixes, which instance fetches.
 """

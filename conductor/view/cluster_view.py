@@ -1,7 +1,7 @@
 """The Conductor's view of its instances: kept up to date by events, read by every decision.
 
-Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot; what decode will
-have to do, and the errors of predictions. Does not know: how anything is decided, sockets, the clock.
+Owns: which instance has which slot; prefixes, loads, learned costs and traffic by slot; the forecast of
+decode; corrections of predictions. Does not know: how anything is decided, sockets, the clock.
 """
 
 import math
@@ -72,7 +72,7 @@ class DecodePool(NamedTuple):
 
 @dataclass(slots=True)
 class _Occupant:
-    """The instance in a slot, and what its costs are learned from."""
+    """The instance in a slot, and the measurements from which its costs are learned."""
 
     instance: Instance
     checked_s: float
@@ -94,11 +94,11 @@ class ClusterView:
     """
 
     next_step_s: Floats
-    """Predicted seconds of an iteration, without the tokens of that request."""
+    """Predicted seconds of an iteration with one more request, without the tokens of its prompt."""
     next_token_s: Floats
-    """Seconds that each token of its prompt adds."""
+    """Seconds that each token of the further request's prompt adds."""
     next_delay: Floats
-    """Its TBT in iterations: 1 while there is a slot for it."""
+    """The TBT of the further request in iterations: 1 while there is a slot for it."""
 
     def __init__(self, rules: Rules | None = None, profiled: tuple[Costs, Costs] | None = None) -> None:
         self._rules = rules = rules or Rules()
@@ -127,7 +127,7 @@ class ClusterView:
         self._slot_of_messenger: dict[str, int] = {}
 
     def _set_next(self, rows: Floats) -> None:
-        """Name the rows of a matrix, whose columns are the slots."""
+        """Make attributes of the rows of a matrix. Its columns are the slots."""
         self._next = rows
         self.next_step_s, self.next_token_s, self.next_delay = rows
 
@@ -141,9 +141,10 @@ class ClusterView:
         return occupant is not None and occupant.instance is instance
 
     def ttft_correction(self, placement: Placement) -> TTFTCorrection:
-        """The correction for pairs or for instances that inline prompts, which err for other reasons.
+        """The TTFT correction: one for pairs, one for instances that inline prompts, as their errors have
+        other causes.
 
-        Chunks are as long as the batch of the moment allows, and other requests join it meanwhile.
+        (Chunks of an inlined prompt are as long as the batch allows, and other requests join it meanwhile.)
         """
         return self._inlined_ttft_correction if placement.is_inlined else self._pairs_ttft_correction
 
@@ -172,7 +173,7 @@ class ClusterView:
         self.decode_changed(slot)
 
     def _alike(self, slot: int) -> list[int]:
-        """The slots of other instances that compute alike."""
+        """The slots of other instances with equal devices and kernels."""
         kind = _kind(self._occupants[slot].instance)
         return [
             other
@@ -181,7 +182,7 @@ class ClusterView:
         ]
 
     def _reset_loads(self, slot: int, instance: Instance) -> None:
-        """Begin anew with an instance that has no requests, in its role."""
+        """Reset the loads of a slot to those of an instance without requests, in its role."""
         room, max_batch = instance.max_sequence_blocks, instance.registration.capacity.max_batch
         inlines = self._rules.inlines(instance.role)
         self.loads.reset(slot, instance.role, room, max_batch, inlines=inlines)
@@ -203,7 +204,7 @@ class ClusterView:
         self.balancing.forget(slot)
 
     def close(self, instance: Instance) -> None:
-        """Give an instance no more requests; those that it has stay."""
+        """Give an instance no more requests. Its present requests stay."""
         self.loads.set_role(self._slots[instance.name], None)
         self._decode_pool = None
 
@@ -215,9 +216,9 @@ class ClusterView:
         self._decode_pool = None
 
     def begin_role(self, instance: Instance) -> None:
-        """Give requests of its new role to a closed instance, which has none.
+        """Give requests of its new role to a closed instance, which has no requests.
 
-        What its pool holds stays, and its learned costs, which are its device's.
+        The blocks in its pool stay, and so do its learned costs, which depend on its device.
         """
         assert not instance.requests
         slot = self._slots[instance.name]
@@ -319,9 +320,9 @@ class ClusterView:
 
         Args:
             slot: The instance's.
-            num_requests: The requests that it counts, with a slot or without; those that wait for their turn
-                at its double check are not among them.
-            tbt_s: What the instance predicts.
+            num_requests: The requests that the instance counts, with a batch slot or without. Requests that
+            wait for their turn at its double check do not count.
+            tbt_s: The TBT that the instance predicts.
         """
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
         num_kv_tokens = num_requests * self._mean_decoding_tokens(slot)
@@ -340,11 +341,12 @@ class ClusterView:
         return self.tbt_s(slot, num_requests, num_requests * self._mean_assigned_tokens(slot))
 
     def _mean_assigned_tokens(self, slot: int) -> float:
-        """The mean prompt of all requests that the instance has, decoded or not."""
+        """The mean prompt length of all requests that the instance has, decoded or not."""
         return self.loads.num_kv_tokens.item(slot) / max(1.0, self.loads.batch_size.item(slot))
 
     def _mean_decoding_tokens(self, slot: int) -> float:
-        """The mean prompt of the requests whose prefill has ended; queued prompts may be much longer."""
+        """The mean prompt length of the requests whose prefill has ended. Queued prompts may be much
+        longer."""
         return self.loads.num_decoding_tokens.item(slot) / max(1.0, self.loads.num_decoding.item(slot))
 
     def _learn_prefill(self, slot: int, computed: _Computed) -> None:
@@ -369,13 +371,14 @@ class ClusterView:
 
 
 def _kind(instance: Instance) -> tuple[str, str, int]:
-    """What two instances have in common that compute alike: device, kernels, number of stages or ranks."""
+    """The facts that are equal for instances of equal speed: device, kernels, number of stages or ranks."""
     registration = instance.registration
     return registration.device, registration.engine, len(registration.shards)
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:
-    """The longest sequence that fits when all assigned requests have ended: pages that others use count."""
+    """The longest sequence, in blocks, that fits when all assigned requests have ended. Pages in use by pins
+    and pool clients are subtracted."""
     layout = instance.registration.layout
     num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in instance.requests.values())
     num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)

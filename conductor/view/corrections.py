@@ -24,11 +24,11 @@ MOST_TTFT = 1.5
 """The largest factor."""
 
 TBT_QUANTILE = 0.9
-"""The share of the latest reports of decode instances that are no more than predicted with the correction."""
+"""The share of the latest reports of decode instances that the corrected prediction is not less than."""
 NEAR_TBT_SLO = 0.3
-"""The share of what the TBT SLO leaves for a batch from which on the batch is near it. How wrong a smaller
-batch is predicted says little about one at the SLO. Batches grow by a good part between two heartbeats: from
-0.5 on fewer requests are in time."""
+"""The share of the time that the TBT SLO leaves for a batch, from which on the batch is near the SLO. The
+error for a smaller batch says little about one at the SLO. Batches grow much between two heartbeats: with 0.5
+fewer requests are in time."""
 MOST_TBT = 1.5
 """The largest factor of what a batch adds to an iteration."""
 
@@ -41,14 +41,14 @@ _NUM_SLOS = 100
 class _Error(NamedTuple):
     at_s: float
     ratio: float
-    """The actual time by the predicted one."""
+    """The actual time divided by the predicted one."""
 
 
 class _LatestErrors:
     """The latest errors of one kind.
 
     Args:
-        quantile: The share of them that `factor` is not less than.
+        quantile: The share of errors that `factor` is not less than.
         most: The largest factor.
     """
 
@@ -88,15 +88,15 @@ class TTFTCorrection:
 
     def __init__(self) -> None:
         self._by_slo: OrderedDict[float, _LatestErrors] = OrderedDict()
-        """The errors by SLO, the one that learned last at the end."""
+        """The errors by SLO; the SLO that learned last is at the end."""
 
     def learn(
         self, prediction: Prediction, delay_s: float, ttft_s: float, ttft_slo_s: float | None, now_s: float
     ) -> None:
         """Learn from a first token.
 
-        Only predictions near the SLO tell something: other prompts have other lengths. A request that was let
-        in beyond its SLO, as a probe, tells nothing either.
+        Only predictions near the SLO are learned from, as other prompts have other lengths. Neither is a
+        probe: a request that was let in beyond its SLO.
 
         Args:
             prediction: What was predicted at the placement.
@@ -126,9 +126,9 @@ class TTFTCorrection:
 class TBTCorrection:
     """One correction for all decode instances, of what a batch adds to an iteration without one.
 
-    They check again when prefill has ended (section 3). If they predicted one hundredth more than the
-    Conductor, it would let in, one after the other, requests that all of them refuse after prefill. The time
-    of an iteration without a batch is most of it, and no error of the batch makes it longer.
+    Decode instances check again when prefill has ended (section 3). If they predicted 1% more than the
+    Conductor, the Conductor would let in one request after the other that all of them refuse after prefill.
+    Most of an iteration's time does not depend on the batch, so only the batch's part is corrected.
     """
 
     def __init__(self) -> None:
@@ -147,5 +147,5 @@ class TBTCorrection:
             self._errors.learn((reported_s - constant_s) / (predicted_s - constant_s), now_s)
 
     def corrected_s(self, predicted_s: float, constant_s: float, now_s: float) -> float:
-        """A predicted TBT, to which no request adds `constant_s`, with the correction."""
+        """A predicted TBT with the correction. `constant_s` is the part of it that no request adds to."""
         return constant_s + self._errors.factor(now_s) * (predicted_s - constant_s)

@@ -18,7 +18,7 @@ class Errors:
     """Absolute differences between predicted and actual times, in seconds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS_S) + 1))
-    """Numbers of errors by upper bound; the last bucket has none."""
+    """Numbers of errors by upper bound; the last bucket has no bound."""
     sum_s: float = 0.0
     predicted_s: float = 0.0
     """The sum of predicted times."""
@@ -51,16 +51,16 @@ class MigrationReason(StrEnum):
 
 
 class MigrationOutcome(StrEnum):
-    """The end of a migration. Only with the first the request has moved."""
+    """The end of a migration. The request has moved only with MOVED."""
 
     MOVED = "moved"
     ENDED = "ended"
-    """The request ended before."""
+    """The request ended before it could move."""
     SOURCE_FAILED = "source_failed"
     """The source was lost, or has failed the request."""
     DESTINATION_LOST = "destination_lost"
     REFUSED = "refused"
-    """The destination had no room, or has failed, or the blocks found no room in the pools."""
+    """The destination had no room or failed, or a pool had no room for the blocks."""
     CALLED_OFF = "called_off"
     """The destination drains, or the request has become a suspect."""
     LATE = "late"

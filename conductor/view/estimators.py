@@ -2,9 +2,9 @@
 
 A cost is a polynomial with three coefficients (`mooncake.messages.costs`). An estimator begins with the
 coefficients of a profile, or with generic ones, and corrects them by recursive least squares on relative
-errors. Its prior says that coefficients are mostly wrong together, by the speed of the machine: what short
-prompts teach holds for long ones as well. A surprise counts only up to a limit. Several surprises in a row in
-one direction are a change, and rescale everything at once.
+errors. By its prior all coefficients are wrong by about the same factor, the speed of the machine: so short
+prompts also correct predictions for long ones. A large error counts only up to a limit. Several large errors
+in a row in one direction are a change of speed, and rescale all coefficients at once.
 
 Owns: coefficients by slot. Does not know: requests, queues, the clock.
 """
@@ -22,15 +22,15 @@ Floats = NDArray[np.floating[Any]]
 """An array of float64."""
 
 _COMMON_DOUBT = 0.5
-"""The relative standard deviation that all start coefficients have in common."""
+"""The relative standard deviation of the factor by which all start coefficients are wrong together."""
 _FORGETTING = 1e-3
-"""The share of the doubt that comes back with every observation."""
+"""The share of the initial variance that is added again with every observation."""
 _LARGEST_SURPRISE = 3.0
 """The limit of an error, in standard deviations of the expected errors."""
 _SURPRISES_TO_RESCALE = 4
-"""The number of surprises in a row that are a change."""
+"""The number of large errors in a row that are taken as a change of speed."""
 _SMALLEST_SHARE = 1e-3
-"""The least value of a coefficient, as a share of where it began."""
+"""The least value of a coefficient, as a share of its start value."""
 
 
 GENERIC_PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)
@@ -45,7 +45,7 @@ class Doubt(NamedTuple):
     noise: float
     """The deviation of a single duration from the polynomial."""
     shape: float
-    """The deviation of each start coefficient, beside the one that all have in common."""
+    """The deviation of each start coefficient from the common factor."""
 
 
 PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
@@ -53,7 +53,7 @@ PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
 
 
 _Covariance = Sequence[float]
-"""The upper half of 3 x 3 numbers, row by row. They are too few for arrays, which take ten times as long."""
+"""The upper half of a 3 x 3 matrix, row by row. NumPy arrays would take ten times as long."""
 
 
 class CostEstimator:
@@ -79,11 +79,11 @@ class CostEstimator:
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
 
     def reset(self, slot: int, alike: Sequence[int] = ()) -> None:
-        """Begin anew with another instance in this slot. Slots are added as needed.
+        """Forget the costs of a slot: another instance has it. Slots are added as needed.
 
         Args:
             slot: The instance's.
-            alike: Slots of instances on equal devices: it begins with the mean of what they have learned.
+            alike: Slots of instances on equal devices. The new costs are the mean of theirs.
         """
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
@@ -99,7 +99,7 @@ class CostEstimator:
         self.adopt(slot, alike)
 
     def adopt(self, slot: int, alike: Sequence[int]) -> None:
-        """Take what instances on equal devices have learned over, if this one has learned nothing.
+        """Take over the costs that instances on equal devices have learned, if this one has learned nothing.
 
         Generic costs are too low: an instance that joins others would be given all prompts that come before
         it has computed one.
@@ -165,7 +165,7 @@ class CostEstimator:
         self._num_surprises[slot] = 0
 
     def _covariance(self, coefficients: Sequence[float]) -> _Covariance:
-        """The prior of coefficients that were measured elsewhere."""
+        """The prior covariance of start coefficients."""
         common = _COMMON_DOUBT**2
         return _outer(coefficients, common + self._shape_variance, common)
 

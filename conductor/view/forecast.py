@@ -7,7 +7,7 @@ exceeds t_d) before t are removed from the decoding instances."
 Request level: every request is decoded from the end of its prefill until it has as many tokens as most
 requests of its kind had.
 
-Owns: when requests are expected to come and to go. Does not know: instances, SLOs, the clock.
+Owns: when decodes are expected to begin and to end. Does not know: instances, SLOs, the clock.
 """
 
 import math
@@ -32,18 +32,18 @@ _NUM_RECENT = 64
 _NUM_KINDS = 10_000
 """The number of kinds that are remembered."""
 _FEWEST_OF_KIND = 8
-"""The number of outputs of a kind below which the outputs of all kinds say more."""
+"""The number of outputs of a kind below which the outputs of all kinds are used instead."""
 _QUANTILE = 0.7
 """The share of outputs that are not longer than expected."""
 
 
 class Stay(NamedTuple):
-    """The entries of one request in timelines, by which it is taken out again."""
+    """The entries of one request in timelines, so that it can be removed."""
 
     num_tokens: int
     entries: tuple[tuple[Timeline, int], ...]
     began_steps: float | None = None
-    """The number of iterations before its first; None before it is decoded."""
+    """The count of iterations when the request's decode began; None before."""
 
     def end(self) -> None:
         """Take the request out of the forecast."""
@@ -63,7 +63,7 @@ class Steps:
         self._num_steps, self._at_s, self.step_s = self.at(now_s), now_s, step_s
 
     def at(self, now_s: float) -> float:
-        """The number of iterations at a time, not before the last change."""
+        """The number of iterations until `now_s`, which is not before the last change."""
         return self._num_steps + (now_s - self._at_s) / self.step_s
 
 
@@ -72,7 +72,7 @@ class Forecast(ABC):
 
     def __init__(self) -> None:
         self.steps = Steps()
-        """The count of iterations, which is told how long they take."""
+        """The count of iterations, whose duration the caller sets."""
         self.decode_s = math.inf
         """The paper's t_d: the mean seconds for which a request is decoded; infinite before the first one."""
         self._num_decoded = 0
@@ -81,7 +81,7 @@ class Forecast(ABC):
 
     @property
     def everything(self) -> Work:
-        """All work that is expected, or decoded now. There is no more of it at any time."""
+        """All work that is expected or decoded now: an upper bound of the work at any time."""
         return self._prefills.total.plus(self._decodes.total)
 
     @property

@@ -1,7 +1,7 @@
 """The instances of the cluster, their states, and the requests that are assigned to them.
 
-Load is the Conductor's own count of requests that it assigned and has not seen end, not what heartbeats
-claim.
+Load is the Conductor's own count of requests that it has assigned and that have not ended, not the load that
+heartbeats report.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Emptying:
     next_role: Role | None = None
     """The role that it switches to; None if it drains."""
     is_forced: bool = False
-    """Whether it switches even if no other instance can do its part of requests then."""
+    """Whether it switches even if no other instance can do its stage then."""
     leaves: bool = False
     """Whether it is to leave when it is empty."""
     num_moved: int = 0
@@ -63,7 +63,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """The name, which stays the same over restarts; the identity does not."""
+        """The name, which stays the same over restarts, unlike the identity."""
         return self.registration.instance
 
     @property
@@ -231,7 +231,7 @@ class Instances:
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """The stage that no instance would do any more without this one, or if it had another `role`.
+        """The stage that no instance could do any more without this one, or if this one had another `role`.
 
         None if every stage that it can do would be left.
         """

@@ -1,10 +1,11 @@
-"""The lengths of decodes: which share of the requests of an age will still be decoded later.
+"""The lengths of decodes: the share of requests of a given age that will still be decoded later.
 
-The paper takes one time t_d for all (section 7.4). Where outputs differ in length, that removes long ones
-while they are still decoded, and admits requests that do not fit beside them. So the latest decodes tell
-which share of those that lasted as long lasted so much longer. If all are equal it is the paper's rule.
+The paper takes one time t_d for all requests (section 7.4). Where outputs differ in length, that removes long
+ones while they are still decoded, and admits requests that do not fit beside them. Here a request of some age
+counts by the share of the latest decodes of at least that age which lasted until the time in question. If all
+decodes are equally long, this is the paper's rule.
 
-Time is counted in iterations: a growing batch makes each of them longer, but not an output.
+Time is counted in iterations: a growing batch makes iterations longer, but not outputs.
 
 Owns: the lengths of the latest decodes, in buckets of a timeline. Does not know: requests, the clock.
 """
@@ -20,7 +21,7 @@ BUCKET_STEPS = 2.0
 _NUM_RECENT = 256
 """The number of decodes that are remembered."""
 _MOST_LOOKS = 64
-"""The number of times ahead whose shares are kept."""
+"""The number of spans ahead for which shares are cached."""
 
 
 class Lifetimes:
@@ -29,9 +30,9 @@ class Lifetimes:
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
         self._lasted: Floats | None = None
-        """The number of decodes that lasted as long, by age; None if it must be counted anew."""
+        """The number of decodes that lasted at least as long, by age; None if it must be counted again."""
         self._shares: dict[int, Floats] = {}
-        """Shares by time ahead, computed since the last decode was learned."""
+        """Cached shares by span ahead, computed since the last decode was learned."""
 
     def learn(self, num_steps: float) -> None:
         """Learn the length of a decode that has ended."""
@@ -40,9 +41,10 @@ class Lifetimes:
         self._shares.clear()
 
     def shares_left(self, num_steps: float) -> Floats:
-        """The share of decodes that are still there `num_steps` later, by age in buckets.
+        """The share of decodes that go on for at least `num_steps` more iterations, by age in buckets.
 
-        The last entry is for ages that no decode has reached: the mean length is expected once more.
+        The last entry is for ages that no decode has reached: such a decode is expected to last for the mean
+        length once more.
         """
         num_later = int(num_steps / BUCKET_STEPS)
         shares = self._shares.get(num_later)

@@ -1,7 +1,8 @@
 """The requests that each instance has and has not ended, in arrays by slot (Mooncake, section 6.1).
 
 The arrays change with events, so that a decision only reads them. A slot is the instance's in the prefix
-index. Queues count what the Conductor assigned and has not seen end, not what heartbeats claim.
+index. Queues count requests that the Conductor has assigned and that have not ended, not what heartbeats
+report.
 
 Owns: roles, room, queues of prefills, batches of decodes. Does not know: messages, predictions of times.
 """
@@ -23,11 +24,11 @@ from mooncake.messages.workers import Role
 class AssignedPrefill:
     """A prompt in the queue of a prefill instance.
 
-    The ordered prompt with the lowest `rank_s` is computed, the first of several: as workers do.
+    Of the ordered prompts the one with the lowest `rank_s` is computed, the first of equals, as workers do.
     """
 
     left_s: float
-    """The predicted time of what had not been computed when the prompt last began."""
+    """The predicted time of the part that had not been computed when the prompt last began."""
     priority: int
     ordered_s: float | None = None
     """The time of the order to compute it; None before."""
@@ -101,7 +102,7 @@ class Loads:
         self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((11, 0)))
 
     def _set_columns(self, flags: NDArray[np.bool_], counts: NDArray[np.int64], sums: Floats) -> None:
-        """Name the rows of three matrices, whose columns are the slots."""
+        """Make attributes of the rows of three matrices. Their columns are the slots."""
         self._flags, self._counts, self._sums = flags, counts, sums
         self.is_prefill, self.is_decode, self.inlines = flags
         self.prefill_room_blocks, self.decode_room_blocks, self.num_assigned, self.head_priority = counts
@@ -121,7 +122,7 @@ class Loads:
 
     @property
     def num_slots(self) -> int:
-        """Slots that an instance has or had."""
+        """Number of slots that an instance has or had."""
         return len(self._prefills)
 
     @property
@@ -138,7 +139,7 @@ class Loads:
         *,
         inlines: bool = False,
     ) -> None:
-        """Begin anew in a slot, with an instance, or (no role) without one. Slots are added as needed."""
+        """Reset a slot for another instance, or (no role) for none. Slots are added as needed."""
         while self.num_slots <= slot:
             self._prefills.append(_Prefills({}, {}))
         self._set_columns(*(self._grown(matrix) for matrix in (self._flags, self._counts, self._sums)))
@@ -158,7 +159,7 @@ class Loads:
         return np.append(array, missing, axis=-1)
 
     def set_role(self, slot: int, role: Role | None, room_blocks: int = 0, *, inlines: bool = False) -> None:
-        """Let an instance get requests of this role, or no more of any. Those that it has stay.
+        """Let an instance get requests of this role; None: of no role. Its present requests stay.
 
         `inlines`: the instance computes prompts of requests that it decodes.
         """
@@ -206,7 +207,7 @@ class Loads:
         self._set_head(slot)
 
     def order_prefill(self, slot: int, request_id: str, due_s: float, now_s: float) -> None:
-        """Record that a prompt may be computed, with its first token due at `due_s`, as the worker counts."""
+        """Record that a prompt may be computed. Its first token is due at `due_s`, as the worker counts."""
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)
         prefill.ordered_s, prefill.rank_s = now_s, rank_s(prefill.priority, due_s)
@@ -223,9 +224,10 @@ class Loads:
     def end_prefill(
         self, slot: int, request_id: str, now_s: float, *, was_computed: bool = True
     ) -> float | None:
-        """Remove a prompt that has been computed, or is not wanted any more: the next one begins. Idempotent.
+        """Remove a prompt that has been computed or is not wanted any more, so that the next one begins.
+        Idempotent.
 
-        Returns the seconds that it took behind those before it; None if that cannot be told.
+        Returns the seconds that the prompt took behind those before it; None if unknown.
         """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id, None) or prefills.ordered.get(request_id)
@@ -290,7 +292,8 @@ class Loads:
         self.num_awaiting_turn[slot] += self.num_awaiting_turn.item(slot) > 0
 
     def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
-        """Undo `assign_decode`, and `begin_decode` if it has begun: then another request has its turn."""
+        """Undo `assign_decode`, and `begin_decode` if the request has begun; a waiting request then gets its
+        turn."""
         self.num_assigned[slot] -= 1
         self.batch_size[slot] -= 1
         self.num_kv_tokens[slot] -= num_tokens
@@ -300,7 +303,7 @@ class Loads:
             self.num_awaiting_turn[slot] -= self.num_awaiting_turn.item(slot) > 0
 
     def set_awaiting_turn(self, slot: int, num_awaiting_turn: int) -> None:
-        """Learn how many requests wait for their turn. The heartbeat may be older than the latest of them."""
+        """Learn from a heartbeat how many requests wait for their turn. Later requests may not be in it."""
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 
     def share_in_batches(self, slots: Floats) -> float:

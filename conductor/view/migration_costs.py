@@ -14,16 +14,17 @@ from mooncake.messages.requests import Request
 
 
 class MigrationCost(NamedTuple):
-    """What a migration takes."""
+    """Cost of a migration."""
 
     num_held_blocks: int
     """The request's leading blocks that the destination's pool is believed to hold."""
     num_bytes: int
-    """Bytes of the blocks that it lacks."""
+    """Bytes of the blocks that the destination lacks."""
 
 
 def num_tokens_so_far(view: ClusterView, request: Request, assignment: Assignment, now_s: float) -> int:
-    """The tokens of a request that is decoded, as far as iterations that have passed tell."""
+    """Estimate the number of tokens that a running request has by now, from the iterations since its decode
+    began."""
     began_steps = assignment.stay.began_steps
     num_steps = 0 if began_steps is None else int(view.forecast.steps.at(now_s) - began_steps)
     num_output_tokens = max(request.num_output_tokens, assignment.request.num_output_tokens + num_steps)
@@ -36,8 +37,8 @@ def migration_cost(
     """Predict the cost of moving a request that is decoded.
 
     Args:
-        view: What is known of the instances.
-        request: The request, with the output that is known of.
+        view: The view of the instances.
+        request: The request, with the output that the Conductor knows of.
         assignment: Its share of their load.
         destination: The instance to which it would move.
         now_s: The time.

@@ -1,4 +1,4 @@
-"""Sums of work by time, in whatever unit time is counted.
+"""Sums of work by time. The unit of time is the caller's.
 
 Owns: the sums. Does not know: what happens at these times, the clock.
 """
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 class Timeline:
-    """Requests by time, in buckets: sums over a span cost next to nothing."""
+    """Requests by time, in buckets, so that sums over a span are cheap."""
 
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
@@ -44,7 +44,7 @@ class Timeline:
         self._ones = np.ones(work.shape[1])  # the quickest way to a sum
 
     def add(self, time: float, num_tokens: int) -> int:
-        """Add a request; the bucket to call `remove` with."""
+        """Add a request. Returns the bucket for `remove`."""
         bucket = math.floor(time / self._bucket)
         if not self.total.num_requests:
             self._first = bucket
@@ -81,7 +81,7 @@ class Timeline:
         return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
     def weighted(self, by_age: Floats, now: float) -> Work:
-        """The work until now, weighted by its age in buckets. The last weight is for all older work."""
+        """The work until `now`, weighted by its age in buckets. The last weight is for all older work."""
         newest = math.floor(now / self._bucket) - self._first
         end = max(0, min(newest + 1, self._work.shape[1]))
         start = max(0, min(newest - len(by_age) + 2, end))

@@ -17,7 +17,7 @@ from conductor.view.estimators import Floats
 from mooncake.messages.pools import PoolStats
 
 LATENCY_S = 1e-3
-"""The time of a transfer of no bytes."""
+"""The time of a transfer without bytes."""
 GENERIC_BYTES_PER_S = 10e9
 """The bandwidth before the first transfer. It is high rather than low: nothing is learned without fetches."""
 SSD_BYTES_PER_S = 2e9
@@ -41,7 +41,7 @@ class TransferEstimator:
         self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
 
     def reset(self, slot: int) -> None:
-        """Begin anew with another instance, or none, in this slot. Slots are added as needed."""
+        """Forget the traffic of a slot: another instance has it, or none. Slots are added as needed."""
         self._forget_report(slot)
         missing = np.zeros(max(0, slot + 1 - len(self.in_flight_bytes)))
         self.in_flight_bytes = np.append(self.in_flight_bytes, missing)
@@ -73,7 +73,7 @@ class TransferEstimator:
         self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
-        """The bytes that a new fetch from each of these instances waits for."""
+        """The bytes in front of a new fetch from each of these instances."""
         return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """Allocation of the pages of one table, in DRAM or on SSD: which block is where, which page is free, and
 which sealed block may go.
 
-A page with users (leases, transfers) stays where it is. A SEALED page without is *idle*: it may be evicted
-at any time, in the order of the policy. Allocating and freeing take constant time; the next victims are
-chosen many at a time.
+A page with users (reservations, leases, holds, hard pins) is not evicted. A SEALED page without users is
+*idle*: it may be evicted at any time, in the order of the policy. Allocating and freeing take constant time;
+victims of eviction are chosen many at a time.
 
 A block in the index costs about 130 to 190 bytes: its key and page as Python objects, its place in the
 dict, and the arrays here and in the table.
@@ -23,13 +23,14 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 
 _VICTIMS_SHARE = 64
-"""The fraction of pages that is chosen at a time: 1/64."""
+"""Victims are chosen for this fraction of the pages at a time: 1/64."""
 
 
 class PageAllocator:
     """Pages of one table and the blocks in them. Adopts the sealed pages that are already in `table`.
 
-    `on_removed` hears of every block that leaves the index, `on_sealed` of the pages of those that come.
+    `on_removed` is called with the key of each block that leaves the index, `on_sealed` with the pages of
+    blocks that enter it.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class PageAllocator:
         self._on_sealed = on_sealed
         adopted = table.adopt()
         self.adopted_writers: dict[int, PageWriter] = adopted.quarantined
-        """QUARANTINED pages of a former life, and the processes that may still be writing them."""
+        """QUARANTINED pages of a former messenger process, and the processes that may still write them."""
         keys = table.keys(np.asarray(adopted.sealed, np.int64))
         self.index: dict[BlockKey, int] = dict(zip(keys, adopted.sealed, strict=True))
         """Page of every block that can be found."""
@@ -54,12 +55,12 @@ class PageAllocator:
         self._free = array("i", free.tobytes())
         self.num_users: Array = np.zeros(table.num_pages, np.int32)
         self.num_users_of = self.num_users.data
-        """The same numbers, faster for a single page."""
+        """The same numbers as a memoryview, which is faster for a single page."""
         self.soft_pinned: Array = np.zeros(table.num_pages, np.bool_)
         self.num_idle = len(adopted.sealed)
         """SEALED pages without users."""
         self._victims: deque[tuple[int, int]] = deque()
-        """Pages that were the coldest, and their last use then."""
+        """The next victims, and the last use of each when it was chosen."""
         # Counted anew: what was damaged may be any number, so there might be none above it.
         self._last_use = len(adopted.sealed)
         table.last_uses[adopted.sealed] = range(1, self._last_use + 1)
@@ -74,7 +75,7 @@ class PageAllocator:
     # -- users ------------------------------------------------------------------------------------
 
     def add_user(self, pages: Iterable[int]) -> None:
-        """Count one more user of each of `pages`."""
+        """Add a user to each of `pages`."""
         state_of, num_users_of = self.table.state_of, self.num_users_of
         for page in pages:
             num_users = num_users_of[page]
@@ -83,9 +84,9 @@ class PageAllocator:
             num_users_of[page] = num_users + 1
 
     def remove_user(self, pages: Iterable[int], *, used: bool = True) -> list[int]:
-        """Count one user less of each of `pages`. Returns those that have none now and are not SEALED.
+        """Remove a user from each of `pages`. Returns the pages that have no user now and are not SEALED.
 
-        The others count as used just now, in this order, if `used`.
+        If `used`, SEALED pages count as used just now, in this order.
         """
         state_of, num_users_of, last_use_of = self.table.state_of, self.num_users_of, self.table.last_use_of
         ended = []
@@ -127,7 +128,7 @@ class PageAllocator:
         self._on_sealed([page])
 
     def seal_all(self, pages: Sequence[int], keys: Sequence[BlockKey], positions: Sequence[int]) -> None:
-        """Seal many blocks; quicker than one by one."""
+        """Seal many blocks at once, which is faster than one by one."""
         num_blocks = len(self.index) + len(pages)
         self.table.seal_all(pages, keys, self._last_use + 1, positions)
         self._last_use += len(pages)
@@ -152,7 +153,7 @@ class PageAllocator:
     # -- eviction ---------------------------------------------------------------------------------
 
     def coldest(self) -> int | None:
-        """Find the idle page that should go next, or None if there is none. It stays until it is evicted."""
+        """Return the idle page that should be evicted next, or None if there is none. Does not evict it."""
         while True:
             while self._victims:
                 page, last_use = self._victims[0]
@@ -177,7 +178,7 @@ class PageAllocator:
         self._forget(page)
 
     def evict_coldest(self, num_pages: int) -> None:
-        """Free so many idle pages, each the `coldest`, or all that there are."""
+        """Evict the `num_pages` coldest idle pages, or all idle pages if there are fewer."""
         while num_pages > 0 and self.coldest() is not None:
             chosen: list[int] = []
             while self._victims and len(chosen) < num_pages:
@@ -211,7 +212,7 @@ class PageAllocator:
     # -- checks -----------------------------------------------------------------------------------
 
     def problems(self) -> Iterator[str]:
-        """Find what contradicts itself. Looks at every page."""
+        """Yield contradictions between index, free list and table. Looks at every page."""
         states = self.table.states
         sealed = np.flatnonzero(states == SEALED)
         free = np.sort(np.asarray(self._free, np.int64))

@@ -1,6 +1,6 @@
 """Claims of users on a pool: reservations (pages to write) and leases (pages to read, for a while).
 
-Owns: what they consist of. Does not know: pages' states, who the users are.
+Owns: the data of claims. Does not know: pages' states, who the users are.
 """
 
 from dataclasses import dataclass, field
@@ -10,22 +10,23 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
 NOBODY = 0
-"""Owner of what the pool does for itself."""
+"""Owner of the claims that the pool makes for itself."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One block of a reservation. Invariant: SEALED or lost the race for its key iff all layers are there."""
+    """One block of a reservation. Invariant: all of its layers are there iff it is SEALED, or another block
+    was sealed under its key first."""
 
     key: BlockKey | None
     page: int
     generation: int
     found: bool
-    """Set if the block was sealed already when it was reserved."""
+    """Whether the block was sealed already when it was reserved."""
     arrived: int
     """Layers that are there, as a mask: bit l for layer l."""
     position: int
-    """Index in its prompt."""
+    """Index of the block in its prompt."""
     tokens: BlockTokens | None = None
     tier: Tier | None = None
     """Tier of a found block before a request asked for it."""
@@ -33,7 +34,7 @@ class Block:
 
 @dataclass(slots=True)
 class PageReservation:
-    """Pages of a request: those of its keys, in order, then private ones."""
+    """Pages of a request: one for each of its keys, in order, then private pages."""
 
     reservation_id: int
     owner: int
@@ -60,5 +61,5 @@ class PageLease:
 
     @property
     def claimed_pages(self) -> list[int]:
-        """Pages without duplicates: keys may have been named twice."""
+        """The leased pages, each once: a key may have been named twice."""
         return list(dict.fromkeys(page for page in self.pages if page is not None))

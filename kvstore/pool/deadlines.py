@@ -1,6 +1,6 @@
 """Deadlines of leases and pins, soonest first.
 
-Owns: deadlines. Does not know: what ends, the clock.
+Owns: deadlines. Does not know: the leases and pins themselves, the clock.
 """
 
 import heapq
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 _SPARE_ENTRIES = 1000
-"""Entries without a deadline that are tolerated beside as many as there are deadlines."""
+"""Outdated entries of the heap that are tolerated, beyond as many as there are deadlines."""
 
 Name = TypeVar("Name", int, bytes)
 
 
 class Deadlines(Generic[Name]):
-    """One deadline by name. Setting and removing one take logarithmic and constant time.
+    """Deadlines by name, one each. Setting a deadline takes logarithmic time, removing it constant time.
 
     Invariant: each name's deadline is in the heap; other entries of the heap are out of date.
     """

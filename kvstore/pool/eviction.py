@@ -4,10 +4,10 @@ LRU          the one not used for the longest time
 LFU          the one used least often; of those, the one not used for the longest time
 LengthAware  the one used least often; of those, the one furthest from the start of its prompt
 
-Softly pinned blocks go after all others. Choosing costs one pass over the candidates, so the caller asks
-for many at a time.
+Softly pinned blocks are evicted after all others. Choosing costs one pass over the candidates, so callers
+choose many blocks at a time.
 
-Owns: the order. Does not know: who may go.
+Owns: the order. Does not know: which blocks may be evicted.
 """
 
 from typing import assert_never
@@ -43,7 +43,7 @@ def coldest(
 
 
 def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
-    """Give each page a uint64, larger for what should stay; its highest bit is left free."""
+    """Give each page a uint64, larger for pages that should stay. The highest bit is 0."""
     last_uses = table.last_uses[pages]
     match policy:
         case EvictionPolicy.LRU:
@@ -59,7 +59,7 @@ def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
 
 
 def _ages(last_uses: Array) -> Array:
-    """Count from the oldest of these last uses."""
+    """Return the last uses as differences from the oldest one."""
     return _clipped(last_uses - last_uses.min(), _AGE_BITS)
 
 

@@ -1,7 +1,7 @@
-"""Room in DRAM: evictions, and wake-ups of those that wait for a page.
+"""Room in DRAM: evictions, and wake-ups of requests that wait for a page.
 
-With a lower tier that works a block may leave DRAM only once that tier holds it: nothing that was stored is
-lost by being pushed out faster than a disk can write. `make_room` then fails until the mover has caught up.
+While the lower tier works, a block may leave DRAM only once that tier holds it: no stored block is lost
+because blocks come faster than a disk can write. `make_room` then fails until the mover has caught up.
 
 Owns: evictions, the keys of blocks evicted lately, how many pages are wanted. Does not know: who uses a page.
 """
@@ -79,7 +79,8 @@ class Evictor:
             raise self._refusal(num_pages, self._allocator.num_idle)
 
     def check(self, num_pages: int, num_kept: int) -> None:
-        """Raise PoolFullError if evicting all idle pages but `num_kept` were not enough for `num_pages`."""
+        """Raise PoolFullError unless there are `num_pages` free and idle pages, without `num_kept` of the
+        idle ones."""
         num_evictable = self._allocator.num_idle - num_kept
         if num_pages > self._allocator.num_free + num_evictable:
             raise self._refusal(num_pages, num_evictable)

@@ -1,8 +1,8 @@
-"""Hits and misses: the tiers in which blocks were before a request asked for them, and why others were in
+"""Hits and misses: the tier in which each block was when a request asked for it, or the reason why it was in
 none.
 
-Owns: these counts, which pages in DRAM have blocks that the lower tier had, and what was evicted lately.
-Does not know: the pool.
+Owns: these counts, which pages in DRAM have blocks that the lower tier had, keys evicted lately. Does not
+know: the pool.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
 _MOST_GHOSTS = 1 << 20
-"""Limit of memory: 8 MiB."""
+"""Most ghosts: they take 8 MiB of memory."""
 _ID_BYTES = 8
-"""The part of a key that a ghost remembers."""
+"""Bytes of a key that a ghost keeps."""
 
 
 class Ghosts:
-    """Keys evicted lately, so that a miss can say whether more memory would have made it a hit.
+    """Keys evicted lately. They tell whether a miss would have been a hit with more memory.
 
     A direct-mapped table of about `num_blocks` key prefixes: a new ghost may replace an old one.
     """

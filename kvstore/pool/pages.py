@@ -36,7 +36,7 @@ from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
 _ALIGNMENT = 64
-"""Bytes of a line of the cache, at which each array begins."""
+"""Alignment of each array in bytes: a cache line."""
 _GENERATIONS = 1 << 32
 """Number of generations, after which the count begins at 0 again."""
 _MOST_USES = (1 << 32) - 1
@@ -71,7 +71,8 @@ _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for 
 
 
 class PageWriter(NamedTuple):
-    """A process that may have a page mapped for writing, and which of its clients it is."""
+    """A client that may have a page mapped for writing: its process, and its serial number within the
+    process."""
 
     pid: int
     serial: int
@@ -263,7 +264,7 @@ class PageTable:
         self.states[index] = FREE
 
     def clear(self, page: int) -> None:
-        """Make a page FREE, whatever it was."""
+        """Make a page FREE, whatever its state was."""
         if self.state_of[page] != FREE:
             self._bump(page)
             self.state_of[page] = FREE
@@ -276,13 +277,13 @@ class PageTable:
         return copy
 
     def assign(self, writer: PageWriter) -> None:
-        """Record, after the owner's death, that `writer` may be writing to any page that is not sealed."""
+        """Record, after the owner's death, that `writer` may be writing to any page that is not SEALED."""
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 
     def adopt(self) -> Adopted:
-        """Adopt the table after the death of its owner. What its writers had begun stays theirs until they
-        are gone."""
+        """Adopt the table after the death of its owner. Pages that writers had begun to write stay
+        QUARANTINED until these are gone."""
         pages = np.flatnonzero(self.states == SEALED)
         pages = pages[np.argsort(self.last_uses[pages], kind="stable")]
         by_key = dict(zip(self.keys(pages), pages.tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""Pins: blocks that are to stay although no request uses them now (hot prefixes, a tenant's cached context).
+"""Pins keep blocks in the pool although no request uses them now (hot prefixes, a tenant's context cache).
 
-A *hard* pin keeps its block in DRAM at any price, a *soft* one as long as others can be evicted instead.
-Each has a deadline; a block has at most one, and a soft one does not take the place of a hard one.
+A *hard* pin keeps its block in DRAM at any price, a *soft* pin as long as other blocks can be evicted
+instead. Each pin has a deadline. A block has at most one pin, and a soft pin does not replace a hard one.
 
 Owns: the pins. Does not know: who else uses a page.
 """
@@ -25,8 +25,7 @@ class _Pin:
 
 
 class Pins:
-    """Pins on the blocks of one tier. A hard pin is a user of its page; `remove_user` gives up that of each
-    page."""
+    """Pins on the blocks of one tier. A hard pin is a user of its page, which `remove_user` removes."""
 
     def __init__(self, allocator: PageAllocator, remove_user: Callable[[Sequence[int]], None]) -> None:
         self._allocator = allocator
@@ -39,14 +38,14 @@ class Pins:
         return len(self._by_key)
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Tell whether a block is pinned, hard or softly."""
+        """Tell whether a block has a pin, hard or soft."""
         return key in self._by_key
 
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
-        """Pin the `keys` that are in DRAM, anew if they are pinned. Returns their number.
+        """Pin the `keys` that are in DRAM, or renew their pins. Returns the number of these keys.
 
-        A soft pin leaves a hard one as it is: its owner relies on it.
-        Raises PoolError if hard pins would take more than half of the pool.
+        A soft pin does not replace a hard one, on which its owner relies. Raises PoolError if hard pins would
+        take more than half of the pool.
         """
         index, num_pages = self._allocator.index, self._allocator.table.num_pages
         pages = {key: page for key in keys if (page := index.get(key)) is not None}
@@ -63,7 +62,7 @@ class Pins:
         return len(pages)
 
     def remove(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
-        """Unpin blocks. Returns the number of pins that were taken away. `hard`: hard ones too."""
+        """Unpin blocks. Returns the number of removed pins. `hard`: whether hard pins are removed too."""
         num_removed = 0
         for key in keys:
             if key in self._by_key and (hard or not self._is_hard(key)):
@@ -84,7 +83,7 @@ class Pins:
         return key in self._by_key and self._by_key[key].is_hard
 
     def _put(self, pin: _Pin) -> None:
-        """Put a pin in the place of an earlier one, if there is one."""
+        """Set a pin, and end an earlier one of the block."""
         if pin.is_hard:
             self._allocator.add_user([pin.page])
             self._num_hard += 1
@@ -95,7 +94,7 @@ class Pins:
         self._by_key[pin.key] = pin
 
     def _end(self, pin: _Pin) -> None:
-        """End a pin: it keeps its block no longer."""
+        """End a pin, which keeps its block no longer."""
         if pin.is_hard:
             self._num_hard -= 1
             self._remove_user([pin.page])

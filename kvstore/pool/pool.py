@@ -44,10 +44,10 @@ class PoolCounters:
 
 
 class Pool:
-    """A state machine over a page table; it adopts what is already there.
+    """The states and users of all pages of a table. It adopts the blocks that are already in the table.
 
-    `on_sealed` hears of pages whose blocks can be found from now on, those that are adopted too. What
-    `low_watermark`, `on_space` and `on_pressure` are says `Evictor`.
+    `on_sealed` is called with pages whose blocks can be found from then on, adopted ones included.
+    `low_watermark`, `on_space` and `on_pressure` are those of `Evictor`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Pool:
             self.evictor.users_left()
 
     def _evicting(self, page: int) -> None:
-        """Take note that the block in this idle page is about to leave DRAM."""
+        """Record that the block in this idle page is going to leave DRAM."""
         self.pins.remove([self.table.key(page)])
         self.hits.left(page)
 
@@ -168,7 +168,8 @@ class Pool:
         return reservation
 
     def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
-        """Raise as `reserve` would, if not even all evictable pages were enough for these blocks now."""
+        """Raise as `reserve` does, if all free and evictable pages together are not enough for these
+        blocks."""
         self._check_size(len(keys) + num_private)
         places = [self.find(key) for key in keys]
         found = {page for page in places if page is not None}
@@ -179,9 +180,11 @@ class Pool:
             raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
 
     def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
-        """Give blocks of `reservation` fresh pages, empty ones: a transfer may still write the old ones.
+        """Give blocks of `reservation` fresh pages, as a transfer may still write the old ones. Layers that
+        have arrived are lost.
 
-        Does nothing if it has been released. Raises PoolFullError, and changes nothing, without room.
+        Does nothing if the reservation has been released. Raises PoolFullError, and changes nothing, without
+        room.
         """
         if self.reservations.get(reservation.reservation_id) is not reservation:
             return
@@ -200,8 +203,8 @@ class Pool:
     def record_arrival(
         self, reservation: PageReservation, block: Block, layers: range, checksums: bytes
     ) -> None:
-        """Record that `layers` of `block` are in its page. The last one seals the block, if its key is still
-        free."""
+        """Record that `layers` of `block` are in its page. The last layer seals the block, unless another
+        block with its key is sealed."""
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)
         block.arrived |= layer_mask(layers)
@@ -292,11 +295,11 @@ class Pool:
 
     @property
     def former_writers(self) -> list[PageWriter]:
-        """Processes that may still be writing to pages that a former life of this pool gave them."""
+        """Processes that may still be writing to pages that a former messenger process gave them."""
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer` may be writing to any of these pages too."""
+        """Record that `writer` too may be writing to any page of the former writers."""
         pages = {page for pages in self._former_writers.values() for page in pages}
         own = self._former_writers.setdefault(writer, [])
         for page in pages.difference(own):
@@ -304,7 +307,7 @@ class Pool:
             own.append(page)
 
     def writer_gone(self, writer: PageWriter) -> None:
-        """Free what this writer began under a former life of the pool. Idempotent."""
+        """Free the pages that this writer got from a former messenger process. Idempotent."""
         for page in self._former_writers.pop(writer, []):
             self.unhold(page)
 
@@ -365,8 +368,8 @@ class Pool:
         return int(np.count_nonzero(self.allocator.num_users))
 
     def orphans(self) -> list[int]:
-        """Find pages that have other users than the pool knows: they would never become free. Should be
-        none."""
+        """Find pages whose number of users differs from the claims that the pool knows. There should be none:
+        such a page never becomes free."""
         known: Counter[int] = Counter(self._num_holds)
         known.update(page for r in self.reservations.values() for page in r.by_page)
         known.update(page for lease in self.leases.values() for page in lease.claimed_pages)

@@ -36,7 +36,7 @@ _COPY_TABLE_OFFSET = ALIGNMENT - COPY_TABLE_BYTES
 
 _PREFIX = struct.Struct("<8sII")  # magic, format version, bytes of the msgpack header
 _CHUNK_BYTES = 16 * HUGE_PAGE_BYTES
-"""Part of the mapping that is moved into huge pages at a time."""
+"""Bytes of the mapping that are moved into huge pages at a time."""
 _UNFORMATTED = bytes(len(MAGIC))
 _ROUNDING_BYTES = 3 * ALIGNMENT  # the header, and what aligning table and pages may cost
 
@@ -80,7 +80,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
         return PageTable(buffer[self.table_offset :], self.num_pages, self.layout.num_layers)
 
     def check(self, fingerprint: str, layout: KVLayout) -> None:
-        """Raise MismatchError unless these are blocks of that model in that layout."""
+        """Raise MismatchError unless the segment is for this model and this layout."""
         if fingerprint != self.fingerprint:
             raise MismatchError(
                 "model fingerprint", self.fingerprint, fingerprint, "give each model its own pool"
@@ -90,9 +90,9 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
 
 def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | None:
-    """Read the header at the start of `buffer`, or None if there is none yet.
+    """Read the header at the start of `buffer`. Returns None if there is none yet.
 
-    Raises MismatchError for a header of another kind or version; `what` names the thing in it.
+    Raises MismatchError for a header of another kind or version; the message calls the file `what`.
     """
     found_magic, version, header_bytes = _PREFIX.unpack_from(buffer)
     if found_magic == _UNFORMATTED:
@@ -202,7 +202,7 @@ class Segment:
         return self.layers_view(page, range(self.layout.num_layers))
 
     def stride_view(self, page: int) -> memoryview:
-        """Return the bytes of `page` and the padding behind them: what disks are given, which want whole
+        """Return the bytes of `page` with the padding behind them, for disks, which read and write whole
         sectors."""
         start = self.page_offset(page)
         return self.buffer[start : start + self.page_stride]
@@ -248,11 +248,11 @@ class Segment:
         return self._mapping.lock()
 
     def populate(self, page: int) -> None:
-        """Map `page` at once: the first copy to a page is much slower otherwise."""
+        """Fault `page` in now: otherwise the first copy to it is much slower."""
         self._mapping.populate(self.page_offset(page), self.page_stride)
 
     def close(self) -> None:
-        """Unmap the segment, or leave that to the last view of it."""
+        """Unmap the segment, now or with the last view of it."""
         with contextlib.suppress(BufferError):
             self.buffer.release()
 

@@ -1,10 +1,10 @@
 """The mover: keeps pages free and brings blocks from one tier to the other, beside the requests.
 
-Below the low watermark it makes pages free up to the high one, coldest first: what SSD holds (or what there
-is no SSD for) just goes, the rest is demoted, which means written first. A request that needs a block from
-SSD waits for the promotion of it, not of others.
+Below the low watermark the mover frees pages up to the high one, coldest first. A block that SSD holds is
+evicted at once, and so are all blocks if there is no SSD; other blocks are demoted, that is written to SSD
+first. A request that needs blocks from SSD waits for their promotion only.
 
-Owns: demotions and promotions in flight, removal from all tiers. Does not know: who asks, what a disk is.
+Owns: demotions and promotions in flight, removal from all tiers. Does not know: requests, disks.
 """
 
 import asyncio
@@ -31,13 +31,14 @@ _RETRY_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class _Promotion:
-    """A promotion in flight. Its page is released when the block has come and nothing waits any more."""
+    """A promotion in flight. Its page is released when the block has come and no request waits for it any
+    more."""
 
     reservation: PageReservation
     task: asyncio.Task[None] = field(init=False)
     num_waiting: int = 0
     is_wanted: bool = True
-    """Cleared when the block is removed meanwhile."""
+    """Whether the block is still wanted: False if it was removed meanwhile."""
 
 
 @dataclass(slots=True)
@@ -76,13 +77,13 @@ class Mover:
         self._max_demotions = max_demotions
         self._promotion_timeout_s = promotion_timeout_s
         self._demoting: set[int] = set()
-        """Pages that should become free within the timeout."""
+        """Pages that are being demoted, and should become free within the timeout."""
         self._is_pausing = False
-        """Set after no disk took a block: others are not tried at once."""
+        """Whether the mover pauses, because no disk took a block."""
         self._promotions: dict[BlockKey, _Promotion] = {}
         self._wake = asyncio.Event()
         self._line = asyncio.Lock()
-        """Lock of requests that collect pages until they have enough: one at a time, else they wait for each
+        """Lock under which a request collects pages until it has enough. Two at a time would wait for each
         other."""
         self.num_promotions = 0
 
@@ -101,7 +102,7 @@ class Mover:
 
     @property
     def _num_target(self) -> int:
-        """Free pages to reach."""
+        """Number of free pages to reach."""
         return min(max(self._high_watermark, self._pool.evictor.num_wanted), self._pool.table.num_pages)
 
     def make_room(self) -> None:
@@ -126,7 +127,8 @@ class Mover:
             )
 
     async def flush(self, timeout_s: float) -> None:
-        """Write what only DRAM has to SSD before the end, latest use first, as far as time allows."""
+        """Write the blocks that only DRAM has to SSD before the process ends, latest use first, as far as
+        time allows."""
         if self._ssd is None:
             return
         table, pool = self._pool.table, self._pool
@@ -204,7 +206,8 @@ class Mover:
         self.wake()
 
     def remove(self, key: BlockKey) -> bool:
-        """Forget a block in every tier, and on its way between them. Returns whether it was there."""
+        """Remove a block from every tier, and stop its demotion or promotion. Returns whether it was
+        there."""
         if (promotion := self._promotions.pop(key, None)) is not None:
             promotion.is_wanted = False
         was_in_dram = self._pool.remove(key)
@@ -217,9 +220,10 @@ class Mover:
     async def keep_promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
         """Promote the `keys` that any tier has, and keep them in DRAM within the context.
 
-        As many are promoted as there are pages and time for.
+        Only as many are promoted as there are pages and time for.
 
-        `patiently`: waits for pages that others use. Else only for such as become free by themselves.
+        `patiently`: wait also for pages that other requests use. Else only for pages that become free without
+        their release.
         """
         claims = _Claims()
         try:
@@ -245,7 +249,7 @@ class Mover:
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to bring blocks to DRAM for a request to come, as far as there are pages now."""
+        """Begin to promote blocks for a future request, as far as there are pages now."""
         if self._ssd is None:
             return
         pages = [page for key in keys if (page := self._pool.find(key)) is not None]
@@ -258,7 +262,7 @@ class Mover:
             self._pool.unhold(page, used=False)
 
     async def _claim(self, keys: Iterable[BlockKey], claims: _Claims, patiently: bool) -> None:
-        """Hold what is in DRAM and begin to promote the rest."""
+        """Hold the blocks that are in DRAM, and begin to promote the others."""
         assert self._ssd is not None
         # What is there comes first: else it might have to go to make room for the others.
         for key in sorted(dict.fromkeys(keys), key=lambda key: self._pool.find(key) is None):
@@ -290,7 +294,7 @@ class Mover:
         return promotion
 
     def _room_is_coming(self) -> bool:
-        """Tell whether pages will become free without a block being released by others."""
+        """Tell whether pages will become free without another request releasing blocks."""
         unclaimed = any(not promotion.num_waiting for promotion in self._promotions.values())
         return bool(self._pool.allocator.num_idle or self._demoting or unclaimed)
 

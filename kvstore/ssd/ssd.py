@@ -1,10 +1,10 @@
 """The SSD tier: blocks that DRAM has no room for, on one slab file a disk.
 
-A slot is written before its record says so, and what is read is verified before anybody gets it, so
-nothing half-written is ever found. A disk that does not work is left alone, and the pool goes on without it:
+A slot is written before its record says so, and a block that is read is verified before it is used. So no
+half-written block is ever found. A disk that does not work is suspended, and the pool goes on without it:
 requests never fail because of a disk.
 
-Owns: which disk has which block, what is written or read now. Does not know: pages of DRAM, who asks.
+Owns: which disk has which block, writes and reads in flight. Does not know: pages of DRAM, who asks.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class SsdCounters:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Facts that came with a block that was read, intact."""
+    """The record of a block that was read intact."""
 
     checksums: bytes
     num_uses: int
@@ -92,7 +92,7 @@ class SsdTier:
         return sum(disk.slab.num_slots for disk in self.disks)
 
     def keys(self) -> Iterator[BlockKey]:
-        """Yield the key of every block, of suspended disks too."""
+        """Yield the key of every block, also on suspended disks."""
         return itertools.chain.from_iterable(disk.allocator.index for disk in self.disks)
 
     def holds(self, key: BlockKey) -> bool:
@@ -135,7 +135,7 @@ class SsdTier:
             disk.give_back(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
-        """Read a block into `page` (a whole page stride), or None if it cannot be had intact.
+        """Read a block into `page` (a whole page stride). Returns None if no disk has it intact.
 
         Do not cancel: a thread writes to the page until this has returned.
         """
@@ -208,7 +208,7 @@ class SsdTier:
                 disk.allocator.free(ended)
 
     def position(self, key: BlockKey) -> int:
-        """Return the index of a block that is held in the prompt that stored it."""
+        """Return the index of a held block in the prompt that stored it."""
         found = self._find(key)
         assert found is not None
         disk, slot = found
@@ -229,7 +229,7 @@ class SsdTier:
             disk.close()
 
     def problems(self) -> Iterator[str]:
-        """Find what contradicts itself. Looks at every slot."""
+        """Find contradictions in the tables. Looks at every slot."""
         for disk in self.disks:
             yield from (f"{disk.slab.path}: {problem}" for problem in disk.allocator.problems())
 

@@ -1,10 +1,11 @@
-"""Fetches: blocks that a reservation lacks, on their way from another messenger's pool, or from the pools of
-a group whose shards they are.
+"""Fetches: a reservation gets the blocks that it lacks from another messenger's pool, or from the pools of a
+group, each of which has a shard.
 
-Layer by layer of all blocks, so that a prefill computes its first layers, and streams them on to the decode
-side, while later ones travel (Mooncake, sections 3 and 5.2). Pages are held until nobody can write them.
+The blocks come layer by layer, so that a prefill computes its first layers, and streams them on to the decode
+side, while later layers travel (Mooncake, sections 3 and 5.2). Pages are held until no transfer can write
+them.
 
-Owns: what has come of one reservation. Does not know: connections, who waits.
+Owns: which layers of one reservation have arrived. Does not know: connections, who waits.
 """
 
 import asyncio
@@ -31,15 +32,15 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""Requests in flight: one is answered while the next ones travel."""
+"""Most requests in flight: one is answered while the next ones travel."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
-"""Bytes of a request for several layers; so few that the first ones are soon there."""
+"""Most bytes of a request for several layers, so that the first layers arrive soon."""
 _SETTLING_S = 0.1
-"""Time in which a fetch that is stopped may give up its pages, before it gets others."""
+"""Seconds in which a stopped fetch may end its writes. After them the blocks get other pages."""
 _FEWEST_STEPS = 4
-"""Fewest steps in which the layers of few blocks come, if there are so many."""
+"""Fewest steps in which the layers of few blocks are fetched, if there are as many layers."""
 _SIGN_OF_LIFE_S = 0.2
-"""Pause between two reports whether bytes come, while a request is being answered."""
+"""Seconds between two checks whether bytes arrive, while a request is being answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ class _Request:
 
 _Asking = asyncio.Task[list[bytes]]
 _UnderWay = deque[tuple[_Request, list[_Asking]]]
-"""Requests in flight, and what is asked of each source for them; oldest first."""
+"""Requests in flight, each with its tasks, one for each source; oldest first."""
 
 
 class BlockFetch:
-    """A fetch for one reservation, to be `run` once. `on_layers(num_blocks, num_layers)`: so many layers of
-    the first so many blocks are there.
+    """A fetch for one reservation, to be `run` once. It calls `on_layers(num_blocks, num_layers)` when the
+    first `num_layers` layers of the first `num_blocks` blocks are there.
 
-    With the same numbers as before it says only that the sources go on sending.
+    A call with the same numbers as before means that the sources go on sending.
     """
 
     def __init__(
@@ -77,26 +78,26 @@ class BlockFetch:
         self._blocks = [_block_at(reservation, index) for index in indices]
         self._on_layers = on_layers
         self._num_wanted = len(self._blocks)
-        """Number of blocks before the first that the source has not."""
+        """Number of blocks before the first one that the source lacks."""
         self._pages = {block.page for block in self._blocks}
-        """Pages of the blocks that have not been given up: requests for others may be in flight for a
-        while."""
+        """Pages of the blocks that have not been given up. Requests for other blocks may still be in
+        flight."""
         if len(self._pages) < len(indices):
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0
-        """Number of layers that all of these have."""
+        """Number of layers that have arrived of all wanted blocks."""
         self._said = self._num_wanted, self._num_layers
-        """Progress that the caller was told last."""
+        """Arguments of the latest call of `on_layers`."""
         self._streaming: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
     def writes(self, page: int) -> bool:
-        """Tell whether `page` is this fetch's to write."""
+        """Tell whether this fetch writes `page`."""
         return page in self._pages
 
     def stop(self) -> None:
-        """Stop the fetch: nothing more counts as arrived. Idempotent; `run` returns when nothing is written
-        any more."""
+        """Stop the fetch: no more layers count as arrived. `run` returns when nothing is written any more.
+        Idempotent."""
         if not self._is_stopped and self._streaming is not None:
             self._streaming.cancel()
         self._stopped.set()
@@ -118,8 +119,8 @@ class BlockFetch:
     ) -> None:
         """Run the fetch until nothing more comes, and no source writes the pages of `blocks`.
 
-        A source that fails is no error; the others are of no use without it. If one hangs when the fetch is
-        stopped, what has not come gets other pages; PoolFullError if there are none.
+        A source that fails ends the fetch without an error. If a source hangs when the fetch is stopped, the
+        blocks that have not arrived get other pages; raises PoolFullError if there are none.
         """
         if self._is_stopped:  # before it has begun
             return
@@ -166,9 +167,9 @@ class BlockFetch:
     def _requests(
         self, peers: Sequence[OutgoingSession], parts: Sequence[Share], urgency: Urgency
     ) -> Iterator[_Request]:
-        """Plan requests layer by layer, each as large as may be asked for by then.
+        """Plan requests layer by layer. Each is as large as the peers allow when it is made.
 
-        Of few blocks several layers are asked for at once, of many blocks a layer in several requests.
+        With few blocks a request is for several layers, with many blocks a layer takes several requests.
         """
         layer_bytes, num_layers = self._segment.layout.layer_bytes, self._segment.layout.num_layers
         num_at_once = _SEVERAL_LAYERS_BYTES // (len(self._blocks) * layer_bytes)
@@ -188,8 +189,8 @@ class BlockFetch:
     async def _ask(
         self, peer: OutgoingSession, share: Share, request: _Request, urgency: Urgency
     ) -> list[bytes]:
-        """Ask a peer for its share of the request's blocks. Returns the checksums of those that have come,
-        from the first on.
+        """Ask a peer for its share of the request's blocks. Returns the checksums of the leading blocks that
+        have arrived.
 
         Raises TransferError.
         """
@@ -206,9 +207,9 @@ class BlockFetch:
         return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
     async def _take(self, peers: Sequence[OutgoingSession], under_way: _UnderWay) -> None:
-        """Count what has come for the oldest request, and say so.
+        """Record the answers to the oldest request, and call `on_layers`.
 
-        If a block is given up, then only when nothing is in flight to its page any more.
+        A block is given up only when nothing is in flight to its page any more.
         """
         num_wanted = self._num_wanted
         await self._take_first(peers, under_way)
@@ -220,8 +221,7 @@ class BlockFetch:
             self._on_layers(*self._said)
 
     async def _take_first(self, peers: Sequence[OutgoingSession], under_way: _UnderWay) -> None:
-        """Count the answer to the oldest request: in this order the layers of a block are counted in order
-        too."""
+        """Record the answers to the oldest request. So the layers of a block are recorded in their order."""
         request, asking = under_way[0]
         await self._answered(peers, asking)
         answers = [await task for task in asking]
@@ -244,7 +244,7 @@ class BlockFetch:
         return layer_checksums(view, self._segment.layout.layer_bytes)
 
     async def _answered(self, peers: Sequence[OutgoingSession], asking: Sequence[_Asking]) -> None:
-        """Return when all answers are there. On a slow path they come in many pieces: say that they do."""
+        """Wait for all answers. While their bytes keep arriving on a slow path, call `on_layers` again."""
         num_bytes = _num_received_bytes(peers)
         while not all(task.done() for task in asking):
             await asyncio.wait(asking, timeout=_SIGN_OF_LIFE_S)
@@ -259,7 +259,8 @@ def _num_received_bytes(peers: Sequence[OutgoingSession]) -> int:
 
 
 async def _end(asking: Sequence[_Asking]) -> None:
-    """Return when none of them writes any more, however often the waiter is cancelled meanwhile."""
+    """Cancel tasks, and wait until none of them writes any more, however often the waiter is cancelled
+    meanwhile."""
     for task in asking:
         task.cancel()
     while not all(task.done() for task in asking):

@@ -1,11 +1,11 @@
 """Grants: pages of a reservation that other messengers may write to.
 
-The receiving half of a transfer. Every remote write names grant, page and generation, and is refused
-before a byte is placed unless all of them are current and its layers have not arrived yet: a sealed
-page is never written. A writer over shared memory looks only whether the grant is open, and is trusted
-with the rest: so with leaving alone a page that was sealed while the grant is open for others. What it says
-afterwards is checked in the same way. A grant may have several writers (each with other layers, heads or
-blocks); the loss of any of them before the grant is complete fails it.
+The receiving half of a transfer. Every remote write names grant, page and generation, and is refused before a
+byte is placed unless all of them are current and its layers have not arrived yet: a sealed page is never
+written. A writer over shared memory checks only that the grant is open. It is trusted with the rest, such as
+not writing a page that has been sealed while the grant is open for other pages. Its report of the write is
+checked like any write. A grant may have several writers, each with other layers, heads or blocks. The loss of
+any of them before the grant is complete fails the grant.
 
 A layer that comes in parts (ranges of heads, see `partial_layers`) counts as arrived when all of it is
 there. Each part is verified by its own checksum; the layer's is computed over memory then.
@@ -41,12 +41,12 @@ class _OpenGrant:
     grant_id: int
     reservation: PageReservation
     incomplete: dict[int, int]
-    """Layers that are being received right now or are in `partial_layers`, as a mask, by incomplete page."""
+    """For each incomplete page, the mask of the layers that are being received or are in `partial_layers`."""
     pages: list[int]
     """All pages that were granted."""
     partial_layers: PartialLayers
     arrived: asyncio.Future[None]
-    """Done with success, or with the reason why nothing more will come."""
+    """Done when all pages have arrived, or with the error because of which no more will."""
     writers: list[GrantWriter] = field(default_factory=list)
 
 
@@ -175,8 +175,8 @@ class Grants:
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
-        """Refuse a write whose place holds other bytes. One of both belongs elsewhere: nobody finds the
-        block, nor what would be complete with it."""
+        """Refuse a write whose place holds other bytes, drop the block and fail the grant: one of the two
+        writes named a wrong page."""
         self._pool.drop(page)
         reason = f"{what} are there already, and differ"
         self._fail(grant, reason)
@@ -238,7 +238,7 @@ class Grants:
     # ---------------------------------------------------------------------------------------------
 
     def _positions(self, entry: WriteEntry) -> range:
-        """Return where its layers are in this pool's blocks. Raises ValueError."""
+        """Return the positions of an entry's layers in this pool's blocks. Raises ValueError."""
         return self._segment.layout.positions(range(entry.layer_begin, entry.layer_end))
 
     def _find(self, grant_id: int) -> _OpenGrant:
@@ -250,7 +250,7 @@ class Grants:
     def _new_id(self) -> int:
         """Choose a random id, and open the grant to writers of this host, if the copy table has a free entry.
 
-        An id of an earlier life of this messenger means nothing.
+        Ids are random, so that ids of an earlier life of this messenger are unknown.
         """
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
@@ -259,7 +259,8 @@ class Grants:
         return grant_id
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
-        """Keep the pages of a grant from others while a writer of this host may still write to them."""
+        """Close a grant to writers of this host, and hold its pages while one may still be copying to
+        them."""
         if self._copy_table is None:
             return
 
@@ -281,7 +282,7 @@ class Grants:
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:
-        """Fail an open grant. Nothing more comes, of which its writers hear."""
+        """Fail an open grant, and tell its writers to stop."""
         del self._open[grant.grant_id]
         self._close_to_copiers(grant)
         for writer in grant.writers:

@@ -1,12 +1,12 @@
-"""Layers of granted pages that come as ranges of heads, from several senders with other shards.
+"""Layers of granted pages that arrive as ranges of heads, from several senders with other shards.
 
-A rank of a tensor-parallel group sends the heads that it has; the layer is there when those of all ranks
-are.
+A rank of a tensor-parallel group sends the heads that it has. The layer has arrived when the heads of all
+ranks have.
 
-Invariants, of each layer that has begun to come in parts and is not complete: no head is both arrived and
-being received, and some head is either. A layer without such a head is not known here.
+Invariants of each layer that is known here (it has begun to arrive in parts and is not complete): no head is
+both arrived and being received, and at least one head is one of them.
 
-Owns: which heads of such layers have come. Does not know: bytes, grants, layers that come whole.
+Owns: which heads of such layers have arrived. Does not know: bytes, grants, layers that arrive whole.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Layer:
-    """Masks of heads: bit h is that of the h-th of this shard."""
+    """Masks of heads: bit h is for the h-th head of this shard."""
 
     arrived: int = 0
     receiving: int = 0
@@ -26,10 +26,10 @@ class PartialLayers:
     def __init__(self, num_heads: int) -> None:
         self._all_heads = (1 << num_heads) - 1
         self._layers: dict[tuple[int, int], _Layer] = {}
-        """Layers that have begun to come, by page and layer."""
+        """Layers that have begun to arrive, by page and layer."""
 
     def knows(self, page: int, layer: int) -> bool:
-        """Tell whether some heads of a layer have come, or are being received."""
+        """Tell whether some heads of a layer have arrived, or are being received."""
         return (page, layer) in self._layers
 
     def have_arrived(self, page: int, layer: int, heads: range) -> bool:
@@ -38,7 +38,8 @@ class PartialLayers:
         return known is not None and not _mask(heads) & ~known.arrived
 
     def begin(self, page: int, layer: int, heads: range) -> bool:
-        """Begin to receive these heads. False, and nothing changes, if some of them were begun."""
+        """Begin to receive these heads. Returns False, and changes nothing, if some of them were begun
+        before."""
         known = self._layers.get((page, layer))
         if known is None:
             known = self._layers[page, layer] = _Layer()
@@ -48,7 +49,7 @@ class PartialLayers:
         return True
 
     def complete(self, page: int, layer: int, heads: range) -> bool:
-        """Record that these heads are there. Returns whether all of the layer is now, which is forgotten
+        """Record that these heads have arrived. Returns whether the layer is complete now; it is forgotten
         then."""
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
@@ -59,7 +60,7 @@ class PartialLayers:
         return True
 
     def abandon(self, page: int, layer: int, heads: range) -> bool:
-        """Give up receiving these heads. Returns whether the layer has no heads at all now."""
+        """Give up receiving these heads. Returns whether no head of the layer is left."""
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         if known.arrived or known.receiving:

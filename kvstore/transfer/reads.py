@@ -1,6 +1,6 @@
 """Reads: blocks that other messengers fetch from this pool.
 
-Owns: their leases. Does not know: sockets.
+Owns: the leases of these reads. Does not know: sockets.
 """
 
 import logging
@@ -18,11 +18,11 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 log = logging.getLogger(__name__)
 
 _LEASE_S = 60.0
-"""Lease of a read; a reader that takes longer finds out by the checksums that its blocks have gone."""
+"""Seconds of a read's lease. A reader that takes longer detects by the checksums that its blocks are gone."""
 
 
 class Reads:
-    """Reads of other messengers: the messenger's `ReadSource` over a pool. `now_s` is the clock of its
+    """The messenger's `ReadSource` over a pool, for reads of other messengers. `now_s` is the clock of its
     leases."""
 
     def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
@@ -34,8 +34,8 @@ class Reads:
     async def lease(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Lease as `ReadSource.lease` says: blocks that only SSD has come to DRAM first, as far as there is
-        room."""
+        """Lease blocks, as `ReadSource.lease` does. Blocks that only SSD has are promoted first, as far as
+        there is room."""
         _check(keys)
         async with self._mover.keep_promoted(keys, patiently=False):
             return self._lease(keys, layers, heads)
@@ -43,7 +43,7 @@ class Reads:
     def lease_now(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """Lease as `ReadSource.lease_now` says: None if a block is on SSD only."""
+        """Lease blocks now, as `ReadSource.lease_now` does. Returns None if a block is on SSD only."""
         _check(keys)
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
@@ -93,8 +93,8 @@ class Reads:
         return blocks, lambda: self._pool.end_lease(lease.lease_id)
 
     def _parts(self, pages: Sequence[int | None], layer: int, heads: range) -> list[Readable]:
-        """Select `heads` of one layer of each page, which have no checksum yet. Damaged blocks are dropped:
-        the checksum of a few heads would hide that."""
+        """Select `heads` of one layer of each page, and compute their checksums. A damaged block is dropped
+        first: the new checksum of a few heads would hide the damage."""
         segment, layers, blocks = self._segment, range(layer, layer + 1), []
         for index, page in enumerate(pages):
             if page is None or not self._is_intact(page, layers):

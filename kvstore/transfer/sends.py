@@ -1,13 +1,13 @@
-"""Sends: one reservation's blocks on their way to a grant, each layer as soon as it is there.
+"""Sends: a reservation's blocks are sent to a grant, each layer as soon as it is committed.
 
 The sending half of a transfer (Mooncake, section 3, step 3: streamed layer by layer, overlapped with
 the prefill). A page that is being sent is held until its frame is acknowledged or its connection gone.
 
-What travels are the layers and heads that this pool and the receiver both have: a sender of a group gives
-its part of the blocks, a receiver of a group gets its part. The layers' own checksums go with them, unless
-only some of this pool's heads are sent: then those of what is sent, made when the layer is found intact.
+The layers and heads that this pool and the receiver both have are sent: a sender of a group sends its part of
+the blocks, a receiver of a group gets its part. The layers' own checksums go with them. If only some of this
+pool's heads are sent, the layer is verified, and a checksum of the sent heads goes instead.
 
-Owns: what has been sent of each reservation. Does not know: connections.
+Owns: which layers of each reservation were sent. Does not know: connections.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ class _Target:
 
 @dataclass(slots=True)
 class _Range:
-    """Consecutive layers of one block, in one frame. `page`: where they are; the block may move on."""
+    """Consecutive layers of one block, in one frame. `page` is the page that they are in, even if the block
+    gets another."""
 
     target: _Target
     layers: range
@@ -73,12 +74,13 @@ class Sends:
         self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
 
     def wake(self, reservation_id: int) -> None:
-        """Take note that layers of its blocks have come."""
+        """Look for layers to send: some of the reservation's have been committed."""
         for send, _ in self._of.get(reservation_id, []):
             send.wake()
 
     async def wait(self, reservation_id: int) -> None:
-        """Return when everything is acknowledged. Raises TransferError, and PoolError if it is not sent."""
+        """Wait until all layers are acknowledged. Raises TransferError, and PoolError if the reservation is
+        not being sent."""
         if reservation_id not in self._of:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         for send, _ in list(self._of[reservation_id]):
@@ -96,7 +98,7 @@ class Sends:
 
 
 class Send:
-    """One transfer, which `run` makes; `outcome` is done when it has ended, whichever way."""
+    """One transfer, which `run` makes. `outcome` is done when the transfer has succeeded or failed."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Send:
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
         self._num_unsubmitted = self._num_unacknowledged = 0
-        """Layers of all blocks, from when it is known which the receiver has."""
+        """Number of layers of all blocks that are still to be sent, once the receiver's shard is known."""
         self._heads: range | None = None
         """Heads of the model that are sent; None if the receiver has the same as this pool."""
         self._layer_bytes = segment.layout.layer_bytes
@@ -125,7 +127,7 @@ class Send:
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Take note that layers have been committed, or the transfer has changed."""
+        """Look again: layers have been committed, or the transfer has changed."""
         self._changed.set()
 
     def finish(self, error: TransferError | None) -> None:
@@ -151,8 +153,8 @@ class Send:
             self.finish(None)
 
     def _plan(self, theirs: KVLayout) -> None:
-        """Plan what travels to a receiver with that shard. Nothing does if the grant is only others' to
-        fill."""
+        """Plan what is sent to a receiver with that shard. That is nothing if other senders have all the
+        layers and heads."""
         ours = self._segment.layout
         layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
         if not layers or not heads:
@@ -182,7 +184,8 @@ class Send:
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
-        """Choose the layers of the next frame, up to its limits: they are there and were not submitted."""
+        """Choose the layers of the next frame, up to its limits: layers that are committed and were not
+        submitted."""
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges
@@ -212,8 +215,8 @@ class Send:
         )
 
     def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
-        """Make an entry for each layer: at one end other heads lie between them. Raises TransferError for a
-        damaged page."""
+        """Make an entry for each layer: at one end, other heads lie between the sent heads of two layers.
+        Raises TransferError for a damaged page."""
         segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
         checksums = self._pool.table.checksums(r.page, r.layers)
         is_part = len(part) < segment.layout.num_kv_heads

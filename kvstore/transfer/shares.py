@@ -1,10 +1,10 @@
 """Split of this pool's blocks between the shards of a group of pools.
 
 A group (the stages of a pipeline, the ranks of a tensor-parallel group) holds each block as several shards,
-one in each member's pool. Whoever fetches a block from a group asks each member for what it has of one's own
-shard.
+one in each member's pool. A messenger that fetches a block from a group asks each member for the part of its
+own shard that the member has.
 
-Owns: that arithmetic. Does not know: connections, whether a member has what it should.
+Owns: that arithmetic. Does not know: connections, which blocks a member has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,14 @@ from mooncake.messages.pools import MessengerAddress, PoolShard
 
 
 class Share(NamedTuple):
-    """The share of one member in this pool's shard. Layers and heads are the model's."""
+    """The layers and heads of this pool's shard that one member has, numbered as in the model."""
 
     messenger: MessengerAddress
     layers: range
     heads: range
     has_same_heads: bool
-    """Set if the member has the heads that this pool has: then its layers are one range with the next ones,
-    at both ends."""
+    """Whether the member has the same heads as this pool: then consecutive layers are one byte range in both
+    pools."""
 
 
 def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
@@ -53,7 +53,7 @@ def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
 def steps(ours: KVLayout, from_shares: Sequence[Share], num_at_once: int) -> Iterator[range]:
     """Yield the positions of all layers, in order, up to `num_at_once` together.
 
-    Of layers together each share has all or none as one range.
+    Of the layers of one step, each share has all, as one byte range, or none.
     """
     if not all(share.has_same_heads for share in from_shares):
         num_at_once = 1

@@ -1,7 +1,6 @@
 """Answers to the fetches of one connection, in their order: at once, or one after the other.
 
-Owns: which blocks are being read over the connection. Does not know: how requests come, whose blocks these
-are.
+Owns: which blocks are being read over the connection. Does not know: how requests arrive, the pool.
 """
 
 import asyncio
@@ -58,7 +57,8 @@ class FetchAnswerer:
         """Answers whose blocks are being read, the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer a fetch, now or after earlier ones: answers are told apart by their order alone."""
+        """Answer a fetch, now or after earlier fetches: the sender tells answers apart by their order
+        alone."""
         if fetch.is_read:
             self._count_read(fetch)
             return
@@ -141,7 +141,7 @@ class FetchAnswerer:
             self._refuse_fetch(fetch, error)
 
     def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
-        """Return the layers that are wanted, and the part of each. Raises TransferError."""
+        """Return the wanted layers, and the wanted heads of each (None: all). Raises TransferError."""
         layers = range(fetch.layer_begin, fetch.layer_end)
         heads, layer_bytes = self._parts.of(fetch.heads)
         try:
@@ -166,7 +166,7 @@ class FetchAnswerer:
         self._replies.post(encode_frame(Found([], brief(str(error)))))
 
     def _send_found(self, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
-        """Send blocks, which stay where they are until the reader has said that it has them."""
+        """Send blocks. They stay in their pages until the reader has confirmed that it has them."""
         num_bytes = sum([len(block.view) for block in blocks])
         self._read.append(_Answer(fetch, end_lease, num_bytes))
         found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])

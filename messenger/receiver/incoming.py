@@ -1,7 +1,7 @@
-"""Answering side of one connection: checks, places, verifies and acknowledges writes.
+"""The receiving side of one connection: checks, places, verifies and acknowledges writes.
 
-Owns: a connection after its handshake. Does not know: keys, reservations. Pages are the `WriteTarget`'s
-business, fetches that of messenger.receiver.fetch_answerer.
+Owns: a connection after its handshake. Does not know: keys, reservations, pages (`WriteTarget`), fetches
+(`messenger.receiver.fetch_answerer`).
 """
 
 import asyncio
@@ -40,9 +40,10 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""Bytes of writes whose acknowledgements leave together, at most: the sender waits for them to send more."""
+"""Most bytes of writes whose acknowledgements leave together: the sender waits for these before it sends
+more."""
 _MOST_ACKS = 16
-"""Writes placed by the sender itself whose acknowledgements leave together, at most."""
+"""Most writes, placed by the sender itself, whose acknowledgements leave together."""
 _ACK = encode_frame(WriteAck())
 
 
@@ -58,10 +59,10 @@ class IncomingLane:
         layout: KVLayout | None,
         slot: CopySlot | None = None,
     ) -> None:
-        """Make the lane of a sender whose blocks have this `layout`; None if it has none and may only probe.
-        `slot`: the copy slot by which it writes to granted pages itself."""
+        """Make the lane of a sender whose blocks have this `layout`; None if the sender has no blocks and may
+        only probe. `slot`: the copy slot with which the sender writes to granted pages itself."""
         self.ended = asyncio.Event()
-        """Set when no more bytes that came over this lane will be placed."""
+        """Set when no more bytes from this lane will be placed."""
         self._served_pool = served_pool
         self._frames = frames
         self._stream = frames.stream
@@ -77,7 +78,7 @@ class IncomingLane:
         self._acks: list[bytes] = []
         """Acknowledgements that leave together."""
         self._acknowledged_bytes = 0
-        """Bytes of the writes that they acknowledge."""
+        """Bytes of the writes that these acknowledge."""
         self._are_acks_urgent = False
         """Whether the sender waits for one of them."""
         self._acks_due: asyncio.TimerHandle | None = None
@@ -191,7 +192,7 @@ class IncomingLane:
         return None
 
     async def _abandon(self, lane: SessionLane) -> None:
-        """End `lane`. Returns when no more bytes that came over it will be placed."""
+        """End `lane`, and wait until no more bytes from it will be placed."""
         lane.shut_down()
         waiting: SessionLane | None = lane
         while waiting is not None:
@@ -203,7 +204,7 @@ class IncomingLane:
         self.awaited = None
 
     async def _expose(self, transfer_id: int, grant_id: int) -> None:
-        """Open the pages of a grant to the sender. If the device cannot, the connection ends: others may
+        """Open the pages of a grant to the sender. If the device cannot, the connection ends, and other lanes
         carry the writes."""
         if self._exposures is None:
             raise TransferError("pages are to be opened on a connection without RDMA")

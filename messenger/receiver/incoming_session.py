@@ -1,4 +1,4 @@
-"""Session with a sender, on the side that answers it: its lanes, and the transfers that it has open.
+"""The session with a sender, on the receiving side: its lanes and its open transfers.
 
 The session ends with the last of its lanes.
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 MOST_TRANSFERS = 4096
 """Most open transfers of one session."""
 _MOST_GIVEN_UP = 1024
-"""Most given up transfers that are remembered: a write is overtaken by few of them."""
+"""Most given up transfers that are remembered, against late writes."""
 
 
 class SessionLane(Protocol):
@@ -47,7 +47,7 @@ class SessionLane(Protocol):
 
 @dataclass(slots=True, eq=False)
 class IncomingSession:
-    """All lanes of one sender. As a `GrantWriter` it may be told to stop."""
+    """All lanes of one sender. It is the `GrantWriter` that grants tell to stop."""
 
     name: str
     target: WriteTarget
@@ -120,7 +120,7 @@ class IncomingSession:
             self._conceal_in_time(transfer_id)
 
     def post(self, message: Message) -> None:
-        """Send a message over any lane."""
+        """Send a message over the first lane."""
         for lane in self.lanes.values():
             lane.post(encode_frame(message))
             return

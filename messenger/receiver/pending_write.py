@@ -1,6 +1,6 @@
-"""A write whose bytes are being received, and the part of each layer that it brings.
+"""A write whose bytes are being received, and the heads of each layer that it has.
 
-Owns: that all of a write is placed or none. Does not know: how bytes come, acknowledgements.
+Owns: that a write is placed as a whole or not at all. Does not know: how bytes arrive, acknowledgements.
 """
 
 from messenger.receiver.served_pool import WriteRefused, WriteTarget
@@ -20,9 +20,10 @@ class HeadRanges:
         """Whether both ends have the same heads, so that frames do not name any."""
 
     def of(self, heads: tuple[int, int] | None) -> tuple[range | None, int]:
-        """Return the part of each layer of this side that a frame is about, None for all, and its bytes.
+        """Return the heads of each layer on this side that a frame names (None: all), and their bytes.
 
-        Raises TransferError for no heads, or if nothing is said and they are not the same at both ends.
+        Raises TransferError for an empty range, or if the frame names no heads though the two sides have
+        different ones.
         """
         layout = self._layout
         if heads is None:
@@ -37,13 +38,13 @@ class HeadRanges:
 
 
 class PendingWrite:
-    """A write whose bytes are being received. `complete` or `abandon` it; after either, `abandon` does
+    """A write whose bytes are being received. `complete` or `abandon` ends it; a later `abandon` does
     nothing."""
 
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write
         self.layer_bytes = layer_bytes
-        """Bytes that come of each layer."""
+        """Bytes of each layer that arrive."""
         self.entries: list[WriteEntry] = []
         """Entries that are to be placed, each in its view."""
         self.views: list[memoryview] = []
@@ -52,7 +53,8 @@ class PendingWrite:
         self._begun: list[WriteEntry] = []
 
     def begin(self, *, is_on_wire: bool) -> None:
-        """Find the pages. Bytes that are there already are only taken off the wire. Raises WriteRefused."""
+        """Find the pages. Bytes that are in their pages already are received and discarded. Raises
+        WriteRefused."""
         for entry in self.write.entries:
             if entry.num_layers < 1:
                 raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")

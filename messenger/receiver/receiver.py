@@ -1,6 +1,6 @@
 """Admission of other messengers: their handshake, their resources, the session they belong to.
 
-Owns: which peers are connected. Does not know: what is said on a connection after the handshake.
+Owns: which peers are connected. Does not know: messages after the handshake.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ _SILENT = "it said nothing in time"
 
 
 class UnauthenticatedPeers:
-    """Unauthenticated connections at one port. One too many ends the oldest."""
+    """Unauthenticated connections at one port. A connection above the limit ends the oldest one."""
 
     def __init__(self) -> None:
         self._crowd = WaitingPeers[Stream](MOST_UNKNOWN, Stream.shut_down)
 
     @contextlib.contextmanager
     def entered(self, stream: Stream) -> Iterator[None]:
-        """Count one more while its peer authenticates itself."""
+        """Make a context that counts a connection while its peer authenticates itself."""
         self._crowd.enter(stream)
         try:
             yield
@@ -56,7 +56,7 @@ class Sessions:
         self._sessions: dict[tuple[str, bytes], IncomingSession] = {}
 
     async def serve(self, stream: Stream, unauthenticated: UnauthenticatedPeers) -> None:
-        """Serve one connection until it ends. An unauthenticated one costs a counter."""
+        """Serve one connection until it ends. A connection that fails to authenticate is counted."""
         served_pool = self._served_pool
         try:
             try:

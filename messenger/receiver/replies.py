@@ -1,6 +1,6 @@
 """Replies to a sender over one connection.
 
-Owns: replies that wait to be sent, and how many may. Does not know: their content.
+Owns: replies that wait to be sent, and their limit. Does not know: their content.
 """
 
 from messenger.transport.outbox import Outbox
@@ -18,7 +18,7 @@ class Replies:
         self._outbox = Outbox(stream)
 
     def post(self, *buffers: bytes | memoryview) -> None:
-        """Send frames. Never waits; if the connection is lost its receiving side finds out."""
+        """Send frames. Never waits. A lost connection is noticed by the task that receives."""
         try:
             self._outbox.post(*buffers)
         except OSError:

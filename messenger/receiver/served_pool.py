@@ -35,17 +35,17 @@ class WriteTarget(Protocol):
     """Owner of the pages that remote writes go to.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
-    not be given to another owner in between. `heads`, the same in all three: the part of its layer that
-    `entry` brings, or None if it brings all that this side has.
+    not be given to another owner in between. `heads`, the same in all three: the heads that `entry` has of
+    its layer; None: all heads of this side.
     """
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
         """Record a writer that has announced itself. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
-        """Return where the bytes of `entry` go; None if they are there already.
+        """Return the memory to which the bytes of `entry` go; None if they are there already.
 
-        A lost connection may have kept the acknowledgement.
+        (Bytes come again if their acknowledgement was lost with a connection.)
 
         Raises WriteRefused before a byte is placed.
         """
@@ -57,15 +57,15 @@ class WriteTarget(Protocol):
         """
 
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
-        """Record verified bytes. Returns whether they were the last. Raises WriteRefused (once) if they are
-        not wanted any more."""
+        """Record that the bytes of `entry` are placed and verified. Returns whether the grant is complete
+        now. Raises WriteRefused if they are not wanted any more."""
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
-        """Give up the bytes of `entry`: no more of them will be placed, and those that were are worth
-        nothing."""
+        """Give up `entry`: no more of its bytes will be placed, and those in the page are invalid."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
-        """Record that the writer has ended; `reason` says why if not all of its writes were completed."""
+        """Record that the writer has ended. `reason`: why its writes were not all completed; None if they
+        were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Readable:
 class ReadSource(Protocol):
     """Owner of the blocks that others may read.
 
-    `layers` and `heads` are the model's, and exist here. With `heads`, which are not all, `layers` is one.
+    `layers` and `heads` are numbered as in the model, and exist here. `heads` is None for all heads;
+    otherwise `layers` is a single layer.
     """
 
     async def lease(
@@ -119,7 +120,7 @@ class SharedSegment:
     page_stride: int
     num_pages: int
     page_table: PageTableOffsets | None = None
-    """Place of the page table, by which sealed blocks are found; None if they cannot be."""
+    """Place of the page table, by which peers find sealed blocks; None if they cannot."""
 
     def take_slot(self, pid: int) -> CopySlot | None:
         """Return a copy slot for a lane of that process; None if there is none left."""
@@ -145,4 +146,4 @@ class ServedPool:
     settings: MessengerConfig
     cards: Cards
     shared_segment: SharedSegment | None
-    """Segment for peers of this host; None: over shared memory this side copies what is written to it."""
+    """Segment for peers of this host; None if this side has to copy what they write over shared memory."""

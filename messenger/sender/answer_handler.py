@@ -1,7 +1,6 @@
-"""Answers that come over a lane: each finds its request and completes it.
+"""Answers that arrive over a lane. Each completes its request.
 
-Owns: which answers may come, where the bytes of fetched blocks go. Does not know: the connection, what is
-sent over it.
+Owns: which answers may arrive, where the bytes of fetched blocks go. Does not know: the connection, sending.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ class AnswerListener(Protocol):
 class AnswerHandler:
     """Completes the requests in `outstanding`.
 
-    An answer that none of them can have raises TransferError: the connection is to end.
+    An answer that fits no request raises TransferError, which ends the connection.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Requests of a lane over shared memory that this side completes by copying: writes to granted pages, reads
 of blocks that it finds.
 
-The peer is told of a write that somebody waits for in the call that copies it, of everything else within
-`NOT_URGENT_S`.
+The peer is told of a latency write in the call that copies it, of everything else within `NOT_URGENT_S`.
 
 Owns: which requests are copied, what the peer is told of them. Does not know: the queues, turns of the event
 loop.
@@ -23,7 +22,7 @@ from messenger.wire.protocol import encode_frame
 
 
 class Copies:
-    """Copying part of one lane. `leave` it when the lane ends."""
+    """The part of one lane that copies. Call `leave` when the lane ends."""
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class Copies:
         """Whether any block has been read by copying."""
 
     def begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview] | None:
-        """Begin `request` and return the bytes that are still to be sent for it; none if it is complete.
+        """Begin `request` and return the bytes to send for it; an empty sequence if there are none.
 
         Returns None, and nothing has happened, if the request cannot be copied here. `is_next`: only frames
         that the send queue keeps have to leave before it.
@@ -69,7 +68,8 @@ class Copies:
     def _place(
         self, request: WriteRequest, pages: SharedPages, *, tells: bool
     ) -> Sequence[bytes | memoryview]:
-        """Write the blocks unless the receiver has to; with `tells`, tell the receiver in the same call."""
+        """Write the blocks, unless only the receiver can. With `tells`, tell the receiver in the same
+        call."""
         placed = msgspec.structs.replace(request.write, is_placed=True)
         kept = self._send_queue.take_kept() if tells else b""
         frame = kept + encode_frame(placed)
@@ -98,8 +98,8 @@ class Copies:
 def copied_share(request: Request, turn_bytes: int, frame_bytes: Callable[[Urgency], int]) -> int:
     """Return how much of a turn of `turn_bytes` a copied `request` takes.
 
-    A latency request takes all of it: the waiting caller goes on before more is copied. Of bulk,
-    `frame_bytes` make one turn.
+    A latency request takes the whole turn: its caller goes on before more is copied. Bulk of `frame_bytes`
+    makes one turn.
     """
     if request.urgency is Urgency.LATENCY:
         return turn_bytes

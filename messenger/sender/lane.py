@@ -32,11 +32,11 @@ from mooncake.messages.blocks import KVLayout
 _SENT_BYTES = 256 << 10
 """Bytes of small frames that leave by one system call."""
 _COPYING_SPEED = 8
-"""Speed of copying between segments, as a multiple of moving the same bytes through a socket: callers of
-other lanes wait for 4 MiB at most."""
+"""Speed of copying between segments, as a multiple of the speed through a socket. It bounds the copying
+before other tasks have a turn to 4 MiB."""
 _FETCH_DONE = encode_frame(FetchDone())
 _MOST_OUTSTANDING = 256
-"""Most requests in flight on one lane, also if their bytes have been placed already."""
+"""Most requests in flight on one lane, requests whose bytes are placed already included."""
 
 
 class Owner(AnswerListener, Protocol):
@@ -50,10 +50,10 @@ class Owner(AnswerListener, Protocol):
         """Take the request that `lane` should send now; None if there is none for it."""
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """Return how many bytes of this class may be moved before others have their turn."""
+        """Return how many bytes of this class may be moved before other tasks have their turn."""
 
     def should_yield(self) -> bool:
-        """Return whether to let a caller go on that has just been served, before more bulk is copied."""
+        """Return whether a caller that has just been served should go on before more bulk is copied."""
 
     def ended(self, transfer_id: int, reason: str) -> None:
         """Record that the receiver gave a transfer up."""
@@ -150,15 +150,15 @@ class Lane:
         return self.num_outstanding < _MOST_OUTSTANDING
 
     def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
-        """Look for requests to send. Bulk that this side copies gets turns of its own, so that others may
-        come between."""
+        """Look for requests to send. Bulk that this side copies gets turns of its own, so that other tasks
+        run in between."""
         if self._copies.are_possible and urgency is Urgency.BULK:
             self._pump_soon()
         else:
             self._pump()
 
     async def take_turns(self, request: Request) -> None:
-        """Let other tasks have a turn now and then behind a `request` that this side has copied."""
+        """Let other tasks have a turn now and then, after a `request` that this side has copied."""
         if not request.moving_bytes:
             self._stream.moved(request.num_bytes // _COPYING_SPEED)
         await self._stream.take_turns()
@@ -201,8 +201,8 @@ class Lane:
         self._send_queue.send(*self._begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
-        """Stop writing a transfer that has ended: by RDMA the device completes only what it has been
-        given."""
+        """Stop writing a transfer that has ended. Over RDMA the device completes the writes that it has
+        already."""
         if self._remote is not None:
             self._remote.forget(transfer_id)
 
@@ -227,13 +227,13 @@ class Lane:
     # -- out --------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Send whatever may leave without waiting."""
+        """Send all frames that may leave now."""
         self._send_requests()
         if self._send_queue.is_due and self._is_running and not self._send_queue.is_stopped:
             self._send_queue.send()
 
     def _send_requests(self) -> None:
-        """Send requests. Frames that need no answer go with them, but not alone."""
+        """Send requests. Frames that need no answer leave with them, but not without any request."""
         if not self._is_running or self._send_queue.is_stopped:
             return
         begun: list[bytes | memoryview] = []
@@ -265,8 +265,8 @@ class Lane:
             self._pump()
 
     def _begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
-        """Mark `request` as in flight and return the bytes to send for it. `is_next`: only frames that are
-        kept leave before."""
+        """Mark `request` as in flight and return the bytes to send for it. `is_next`: only kept frames leave
+        before it."""
         if (pieces := self._copies.begin(request, is_next=is_next)) is not None:
             return pieces
         self._outstanding.begin(request)

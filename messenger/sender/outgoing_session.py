@@ -1,11 +1,11 @@
-"""Session with another messenger, on the side that asks: its lanes, and the requests for them.
+"""The session with another messenger, on the sending side: its lanes, and the requests for them.
 
 A lane with capacity takes the next request. So requests spread over streams and addresses by how fast each of
 them is, and the requests of a lost lane go to the others. A transfer fails when no lane is left, when the
 receiver refuses a write, or when the receiver has given the grant up.
 
-Owns: the session with one messenger. Does not know: keys, leases; a request's `done` says from when on its
-memory may change.
+Owns: the session with one messenger. Does not know: keys, leases (a request's memory must not change before
+its `done`).
 """
 
 import asyncio
@@ -43,12 +43,12 @@ MAX_QUEUED_REQUESTS = 16
 _NUM_LOST_LANES = 64
 """Lost lanes that are remembered, as the receiver may not have noticed their end yet."""
 _YIELDED_TURNS = 2
-"""Turns of the event loop for a caller that has been served: one until it goes on, one for what it does
-then."""
+"""Turns of the event loop that are left to a served caller: one until it runs, one for what it starts."""
 _MOST_LANES_LOST = 4
-"""Lanes lost in a row under one request, after which the request is taken to be the cause."""
+"""Number of lanes lost in a row with the same request in flight, after which the request is taken to be the
+cause."""
 SESSION_BYTES = 16
-"""Random bytes that name a session: no two of them are the same."""
+"""Length of the random name of a session."""
 
 
 class OutgoingSession:
@@ -90,14 +90,14 @@ class OutgoingSession:
         return self._lanes[0].layout
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """Return how many bytes to ask for at once: little enough of bulk for latency requests to get past
-        it."""
+        """Return how many bytes to ask for at once. For bulk it is so few that latency requests are not held
+        up."""
         return self._queues.frame_bytes(urgency, self._now_s())
 
     @property
     def num_received_bytes(self) -> int:
-        """Bytes that have come over the present connections. Over shared memory and RDMA, where blocks are
-        not among them, a request is quick or stuck."""
+        """Bytes that have arrived over the present connections. Blocks over shared memory and RDMA are not
+        among them; there a request is quick or stuck."""
         return sum(lane.num_received_bytes for lane in self._lanes)
 
     @property
@@ -118,8 +118,8 @@ class OutgoingSession:
         """Make a transfer to `grant_id`, for a `with` statement. An exception in it gives the transfer up and
         tells the peer why.
 
-        `on_change` is called when a frame is complete or the transfer has failed. `heads` of the model are
-        the part of each layer that is written; None if both sides have the same, and all of them are.
+        `on_change` is called when a frame is complete or the transfer has failed. `heads`: the heads of the
+        model that are written of each layer; None if both sides have the same heads, and all are written.
         """
         part = None if heads is None else (heads.start, heads.stop)
         opening = Open(next(self._transfer_ids), grant_id, brief(ref_text))
@@ -172,12 +172,13 @@ class OutgoingSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> dict[int, bytes]:
-        """Read `layers` of the blocks that the peer has, of these, into `views`.
+        """Read `layers` of those of the blocks `keys` that the peer has, into `views`.
 
         Returns by index each layer's xxh3-64, little-endian, with which the bytes in the view have been
-        compared. With `heads` of the model only that part of them is read: of one layer, unless they are all
-        that the peer has. All blocks come in one answer: no more than `frame_bytes` should be asked for at
-        once. Raises TransferError. Cancelled, it waits until nothing will be written to `views` any more.
+        compared. With `heads` (of the model) only these are read: of a single layer, unless they are all
+        heads of the peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at
+        once. Raises TransferError. If it is cancelled, it first waits until nothing will be written to
+        `views` any more.
         """
         if not keys:
             return {}
@@ -326,14 +327,15 @@ class OutgoingSession:
             request.fail(reason)
 
     def _wake_one(self, urgency: Urgency) -> Lane | None:
-        """Wake the lane that takes the next request of this class, and return it; None without either."""
+        """Wake the lane that takes the next request of this class, and return it; None without a lane or a
+        request."""
         lane = self._queues.lane_for(urgency, self._now_s())
         if lane is not None:
             lane.wake(urgency)
         return lane
 
     def _look_after_bulk(self) -> None:
-        """Set a timer that sends waiting bulk in time, whatever becomes of latency requests."""
+        """Set a timer that sends waiting bulk in time, even if latency requests are still in flight."""
         if self._queues.has_bulk and self._bulk_timer is None:
             self._bulk_timer = asyncio.get_running_loop().call_later(BULK_WAITS_S, self._wake_bulk)
 
@@ -366,7 +368,7 @@ class OutgoingSession:
         return True
 
     def should_yield(self) -> bool:
-        """Yield for some turns, and then take one for bulk in any case."""
+        """Return True for some turns, and then False once, so that bulk gets a turn."""
         should_yield = self._num_yields < _YIELDED_TURNS and (self._num_yields > 0 or self._has_served)
         self._has_served = False
         self._num_yields = self._num_yields + 1 if should_yield else 0

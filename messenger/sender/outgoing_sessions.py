@@ -1,7 +1,7 @@
-"""Sessions with other messengers, made on demand and kept as long as they hold.
+"""Sessions with other messengers, made on demand and kept until their last lane is lost.
 
-Every path to a messenger has some streams, each kept by a task: a connection that is lost is made again while
-others carry on, with growing pauses. Of many sessions idle ones are given up.
+Every path to a messenger has some streams, each kept up by a task: a lost connection is made again, with
+growing pauses, while the others carry on. If there are many sessions, idle ones are given up.
 
 Owns: sessions by address, making and keeping their lanes. Does not know: the content of requests.
 """
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 1.0
 """Seconds after which a lost connection is first made again."""
 _LONGEST_PAUSE_S = 5.0
-"""Longest pause between two attempts, in seconds: how late a peer that comes back is noticed."""
+"""Longest pause between two attempts, in seconds. A peer that comes back is noticed that late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +58,8 @@ class _Keeping:
 
     @property
     def may_come_up(self) -> bool:
-        """Whether no lane is up yet, but one may come up: a first lane that was lost at once has ended the
-        session."""
+        """Whether no lane is up yet, and one may still come up. (A first lane that was lost at once has ended
+        the session.)"""
         peer = self.peer
         return not peer.lanes and peer.closed_reason is None and len(self.failures) < len(self.tasks)
 
@@ -155,8 +155,8 @@ class OutgoingSessions:
         address: MessengerAddress,
         numbers: "itertools.count[int]",
     ) -> None:
-        """Keep one lane up until the session ends, with pauses after failures. A path by RDMA is left alone
-        while it is backed off; TCP never is, as it stands by for RDMA."""
+        """Keep one lane up until the session ends, with pauses after failures. An RDMA path is not tried
+        while it is backed off. TCP is never backed off, as it stands by for RDMA."""
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
         while True:
@@ -282,7 +282,7 @@ def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSessio
 
 
 def _check_who(met: Identity, address: MessengerAddress) -> None:
-    """Raise TransferError if the messenger is another one than the address names."""
+    """Raise TransferError if the messenger is not the one that the address names."""
     if (met.instance, met.incarnation) != (address.instance, address.incarnation):
         raise TransferError(
             f"expected messenger {address.instance} (incarnation {address.incarnation}), but"

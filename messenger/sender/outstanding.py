@@ -38,7 +38,7 @@ class Outstanding:
         self.num_begun += 1
 
     def give_up(self, request: Request) -> None:
-        """Take back a request that the peer will not hear of."""
+        """Take back a request that was not sent."""
         self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_begun -= 1
 
@@ -84,7 +84,7 @@ class Outstanding:
         return requests
 
     def closed(self, close: Close) -> None:
-        """Record a `Close` that is about to be sent."""
+        """Record a `Close` that is going to be sent."""
         self._closes.append((self.num_begun, close))
 
     def take_closes(self) -> list[Close]:

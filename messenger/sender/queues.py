@@ -15,17 +15,17 @@ from messenger.transport.transports import Path, Transport
 from messenger.wire.protocol import MAX_FRAME_BYTES
 
 BULK_WAITS_S = 0.01
-"""Seconds that bulk waits for latency requests in flight, at most: then a piece is sent between them."""
+"""Most seconds that bulk waits for latency requests in flight. Then a piece of bulk is sent between them."""
 BULK_LETS_BY_S = 0.1
-"""Seconds that waiting latency requests go first, at most: then a piece of bulk does, or it would wait for
-ever."""
+"""Most seconds for which waiting latency requests go first. Then a piece of bulk goes, so that bulk does not
+starve."""
 _WINDOW_BYTES = 8 << 20
-"""Bytes of one class in flight on one lane, at most."""
+"""Most bytes of one class in flight on one lane."""
 _CAUTIOUS_BULK_WINDOW_BYTES = {Transport.TCP: 1 << 20, Transport.RDMA: 1 << 20, Transport.SHM: 2 << 20}
-"""Bytes of bulk in flight on one lane while latency requests are expected: two pieces, over shared memory one
-of what is fetched. A latency request waits behind that much."""
+"""Most bytes of bulk in flight on one lane while latency requests are expected, as a latency request waits
+behind them: two pieces, or one of fetches over shared memory."""
 _LATENCY_EXPECTED_S = 1.0
-"""Seconds after a latency request in which the next one is expected."""
+"""Seconds after a latency request for which another one is expected."""
 
 
 class Carrier(Protocol):
@@ -49,7 +49,7 @@ CarrierT = TypeVar("CarrierT", bound=Carrier)
 
 
 class Queues(Generic[CarrierT]):
-    """Queues of one peer. Callers say what time it is."""
+    """Queues of one peer. Callers pass the time."""
 
     def __init__(self) -> None:
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
@@ -63,7 +63,7 @@ class Queues(Generic[CarrierT]):
         self._bulk_sent_s = 0.0
 
     def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
-        """Set the lanes that are up. TCP lanes only stand by where there is RDMA."""
+        """Set the lanes that are up. With RDMA lanes, TCP lanes only stand by."""
         self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
         self._kept_free = self._lanes[0] if len(self._lanes) > 1 else None
@@ -83,14 +83,14 @@ class Queues(Generic[CarrierT]):
         return bool(self._queues[Urgency.BULK])
 
     def frame_bytes(self, urgency: Urgency, now_s: float) -> int:
-        """Return how many bytes to ask for at once: little enough of bulk for latency requests to get past
-        it."""
+        """Return how many bytes to ask for at once. For bulk it is so few that latency requests are not held
+        up."""
         if urgency is Urgency.LATENCY or not self._lanes or now_s >= self._latency_until_s:
             return MAX_FRAME_BYTES
         return min(_CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport] for lane in self._lanes) // 2
 
     def begun(self, request: Request, now_s: float) -> None:
-        """Count a request from now on until it has `ended`."""
+        """Count a request until `ended` is called."""
         if request.urgency is Urgency.LATENCY:
             self._num_latency += 1
             self._latency_until_s = now_s + _LATENCY_EXPECTED_S
@@ -151,7 +151,7 @@ class Queues(Generic[CarrierT]):
         return chosen
 
     def _may_take(self, lane: CarrierT, urgency: Urgency, now_s: float) -> bool:
-        """Return whether `lane` may be given the next request of this class, of which there is one."""
+        """Return whether `lane` may be given the next request of this class. There must be one."""
         if self._is_standby(lane) or not lane.has_capacity:
             return False
         under_way_bytes = lane.outstanding_bytes_of(urgency)

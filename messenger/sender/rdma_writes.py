@@ -15,10 +15,10 @@ from mooncake.errors import TransferError
 
 
 class RemoteWrites:
-    """Writes by RDMA. `placed` is called for each that ends: with None if its bytes are there, or with the
-    error that stopped them.
+    """Writes by RDMA. `placed` is called for each write that ends: with None if its bytes are in their pages,
+    or with the error that stopped the write.
 
-    `stuck` is called for one that is in flight but cannot go on; then the lane must end.
+    `stuck` is called for a write that is in flight and cannot go on. Then the lane must end.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class RemoteWrites:
         self._under_way[request] = placing
 
     def exposed(self, answer: Exposed) -> None:
-        """Record the peer's answer: pages that it has opened, or why not."""
+        """Record the peer's answer: the pages that it has opened, or the reason why it has not."""
         self._remote.exposed(answer)
 
     def forget(self, transfer_id: int) -> None:
-        """Stop writing a transfer that has ended. The device completes only what it has been given."""
+        """Stop writing a transfer that has ended. The device completes the writes that it has already."""
         self._remote.forget(transfer_id)
         for request, placing in self._under_way.items():
             if request.write.transfer_id == transfer_id:
@@ -61,7 +61,7 @@ class RemoteWrites:
         return any(request.write.transfer_id == transfer_id for request in self._under_way)
 
     async def close(self) -> None:
-        """Stop, and return when no byte moves any more. Requests in flight are left to `take_all`."""
+        """Stop, and wait until no byte moves any more. `take_all` then returns the requests in flight."""
         self._is_closed = True
         self._remote.close()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)

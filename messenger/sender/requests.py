@@ -33,10 +33,10 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class WriteRequest:
-    """One frame of writes. `done` runs exactly once.
+    """One frame of writes. `done` is called exactly once.
 
-    Then no byte of the source will be read for it, unless a lane by TCP was lost: bytes that the kernel still
-    sends are refused for their checksum if they have changed.
+    After that no byte of the source is read for the request. (If a TCP lane was lost, the kernel may still
+    send bytes; if these have changed, they are refused for their checksum.)
     """
 
     write: Write
@@ -46,8 +46,8 @@ class WriteRequest:
     is_wanted: Callable[[], bool]
     """Returns whether the request still needs to be sent."""
     confirmed: Callable[[str | None], None]
-    """Called once if the write was done before the receiver had been told: with None when it has heard, or
-    with the reason why not."""
+    """Called once if the write was done before the receiver was told of it: with None when the receiver has
+    acknowledged it, or with the reason of a failure."""
     num_lanes_lost: int = 0
     """Lanes in a row that were lost with this request in flight."""
     is_placed: bool = False
@@ -59,7 +59,7 @@ class WriteRequest:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes that other requests on a lane wait for."""
+        """Bytes of the request that the lane still has to move; other requests wait for them."""
         return 0 if self.is_placed else self.num_bytes
 
     def fail(self, reason: str) -> None:
@@ -72,10 +72,10 @@ class WriteRequest:
 
 @dataclass(slots=True, eq=False)
 class FetchRequest:
-    """Layers of some blocks, wanted in `views`, which only this request touches until `done`.
+    """A fetch of layers of some blocks into `views`, which nothing else uses until `done`.
 
-    `done` runs exactly once: with the verified checksums of each block that is there now, by its index; or
-    with the reason why there is none.
+    `done` is called exactly once: with the verified checksums of each block that has arrived, by its index;
+    or with the reason why none has.
     """
 
     fetch: Fetch
@@ -126,6 +126,6 @@ Request = WriteRequest | FetchRequest | ProbeRequest
 
 
 def done_already(*_: Any) -> NoReturn:
-    """Stand in for a request's `done` from then on: a cycle through its owner would be left for the garbage
-    collector."""
+    """Replace a request's `done` once it has been called. So the request does not keep a reference cycle
+    through its owner."""
     raise AssertionError("a request is done once")

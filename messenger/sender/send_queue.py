@@ -1,8 +1,8 @@
-"""Frames that leave over a lane, in their order.
+"""The queue of frames that leave over a lane, in order.
 
-A frame that has no answer waits a moment for a request to go with: one system call is enough for both.
+A frame that has no answer waits a moment for a request, so that one system call sends both.
 
-Owns: frames that have not been sent, when they must leave, and that the peer takes them. Does not know:
+Owns: unsent frames, when they must leave, the deadline by which the peer must take them. Does not know:
 requests, answers.
 """
 
@@ -21,8 +21,8 @@ def _nothing() -> None:
 class SendQueue:
     """Send queue of one lane.
 
-    `pump` is called when more may be sent: everything that had to wait has left, or a kept frame is due.
-    `stuck` is called when the peer has taken nothing for `timeout_s`.
+    `pump` is called when more may be sent: all waiting bytes have left, or a kept frame is due. `stuck` is
+    called when the peer has taken nothing for `timeout_s`.
     """
 
     def __init__(
@@ -31,14 +31,15 @@ class SendQueue:
         self._stream = stream
         self._pump = pump
         self._kept: list[bytes] = []
-        """Frames that go before whatever is sent next."""
+        """Frames that leave before the next ones that are sent."""
         self._waiting = Deadline(NOT_URGENT_S, self._become_due)
         """Deadline of the oldest kept frame."""
         self.is_due = False
         """Whether kept frames may not wait for a request any more."""
         self._outbox = Outbox(stream, self._all_left)
         self._leaving = Deadline(timeout_s, stuck)
-        """Deadline by which the peer must take what is being sent: messages about reads have no answer."""
+        """Deadline by which the peer must take the bytes that are being sent. (Messages about reads have no
+        answer that could be awaited.)"""
 
     @property
     def is_stopped(self) -> bool:
@@ -46,7 +47,7 @@ class SendQueue:
         return bool(self._outbox)
 
     def keep(self, *frames: bytes) -> None:
-        """Keep frames that leave with whatever is sent next, or when they are due."""
+        """Keep frames. They leave with the next frames that are sent, or when they are due."""
         if not self._kept:
             self._waiting.set()
         self._kept += frames

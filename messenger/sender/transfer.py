@@ -1,4 +1,4 @@
-"""A transfer and an answer, as the callers that wait for them see them.
+"""A transfer and an answer, for the callers that wait for them.
 
 Owns: how a transfer fails and ends, the result of a request. Does not know: lanes, queues.
 """
@@ -28,7 +28,7 @@ class TransferOwner(Protocol):
 
 
 class Transfer:
-    """Writes to one grant, within its `with` statement. It fails as a whole and for good."""
+    """Writes to one grant, within a `with` statement. A failed write fails the whole transfer."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Transfer:
         self.is_known = False
         """Whether the peer knows of the transfer."""
         self._num_unconfirmed = 0
-        """Writes that are in their pages, but of which the peer may not have heard."""
+        """Number of writes whose bytes are in their pages, and which the peer has not acknowledged."""
         self._owner = owner
         self._urgency = urgency
         self._on_change = on_change
@@ -77,8 +77,8 @@ class Transfer:
         """Submit one frame, waiting while too many of its class wait already.
 
         `done` is called once, when no byte of the source will be read for this frame any more (see
-        WriteRequest): it may be when the bytes are there, but the peer has not heard of it yet. Raises
-        TransferError if the transfer has failed; `done` was called then too.
+        WriteRequest). The bytes may be in their pages then before the peer has been told. Raises
+        TransferError if the transfer has failed; `done` is called then too.
         """
 
         def finish(outcome: WriteOutcome, reason: str) -> None:

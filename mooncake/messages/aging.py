@@ -20,5 +20,6 @@ def due_s(time_left_s: float | None, now_s: float) -> float:
 
 
 def rank_s(priority: int, due_s: float) -> float:
-    """Return the sort key of a queue: the lowest goes first. Waiting does not change it, as all age alike."""
+    """Return the sort key of a queue: the lowest goes first. It does not change while a request waits, as all
+    age alike."""
     return due_s + priority * AGING_S

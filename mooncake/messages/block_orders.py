@@ -1,6 +1,6 @@
 """The Conductor's orders to workers about blocks in their instance's pool. None needs an answer.
 
-Owns: this vocabulary. Does not know: which blocks are worth it.
+Owns: this vocabulary. Does not know: why blocks are kept or copied.
 """
 
 import msgspec
@@ -10,9 +10,9 @@ from mooncake.messages.pools import PoolShard
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep these blocks, as far as the pool has them, for `ttl_s` or until `Unpin`. Needs no answer.
+    """Keep those of these blocks that the pool has, for `ttl_s` or until `Unpin`. Needs no answer.
 
-    They are evicted after all others, so running requests still find room.
+    Pinned blocks are evicted after all others, so running requests still find room.
     """
 
     keys: list[BlockKey]

@@ -15,25 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 TBT_SLO_SHARE = 0.8
-"""The largest share of a TBT SLO that an iteration may take with what is added to it: predictions are not
-exact."""
+"""The largest share of a TBT SLO that an iteration may be predicted to take, with the prompt tokens or the
+pause that are added to it."""
 TBT_MARGIN = 0.1
-"""The share of what a batch adds to an iteration by which predictions stay below a TBT SLO."""
+"""The margin of predictions below a TBT SLO, as a share of the time that a batch adds to an iteration."""
 TBT_SHARE = 0.1
 """The share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
 _WAIT_DEVIATIONS = 2.0
 """Standard deviations by which a wait for a slot is predicted to be longer than its mean."""
 _HUBER_DEVIATIONS = 1.345
-"""Standard deviations up to which an error counts by its square: the usual value, 95% as exact as least
-squares where errors are normal."""
+"""Standard deviations up to which an error counts by its square. This is the usual value: with normal errors
+the fit is 95% as exact as least squares."""
 _MEDIAN_TO_DEVIATION = 1.4826
-"""Standard deviation of normal errors, in medians of their absolute values."""
+"""Standard deviation of normal errors, as a multiple of the median of their absolute values."""
 _LEAST_DEVIATION = 0.005
-"""Least standard deviation of relative errors: a better fit is chance."""
+"""Least standard deviation of relative errors; a better fit is taken to be chance."""
 _MAX_ROUNDS = 100
 _CONVERGED = 1e-6
-"""Relative change of the costs below which another round is of no use."""
+"""Relative change of the costs below which the fit ends."""
 
 HOLD_SHARE = 0.9
 """The largest share of the time until a first token is due for which the token may be held: it still has to
@@ -51,7 +51,7 @@ def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
 
 
 class BatchShare(NamedTuple):
-    """How several requests share a batch that may have fewer slots."""
+    """The way in which several requests share a batch that may have fewer slots."""
 
     batched: float
     """The share of the requests that are in the batch at a time."""
@@ -62,11 +62,11 @@ class BatchShare(NamedTuple):
 def batch_share(num_requests: float, max_batch: float) -> BatchShare:
     """Return how `num_requests` share a batch of at most `max_batch`.
 
-    Of r requests in s < r slots the last one has its first token and then waits until k = r - s others have
-    left. In the time of one decode s of them leave, at random moments, so it waits k / s decodes, and with
-    two standard deviations (k + 2 * sqrt(k)) / s. That wait is a single gap, but the longest. TBT is the mean
-    of the longest tenth of the gaps, so the wait adds ten times as many iterations to it as to the mean of
-    all gaps.
+    With r requests and s < r slots, the last request has its first token and then waits until k = r - s
+    others have left. In the time of one decode s of them leave, at random moments, so it waits k / s decodes,
+    and with two standard deviations (k + 2 * sqrt(k)) / s. That wait is a single gap, but the longest. TBT is
+    the mean of the longest tenth of the gaps, so the wait adds ten times as many iterations to it as to the
+    mean of all gaps.
     """
     if num_requests <= max_batch:
         return BatchShare(1.0, 1.0)
@@ -138,7 +138,7 @@ def fit(points: Sequence[Point]) -> Costs:
 
 
 def _least_squares(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The factors of three features, none negative, with which their sum is nearest to 1."""
+    """Find the factors of three features, none negative, with which the weighted sum is nearest to 1."""
     roots = np.sqrt(weights)
     used = np.ones(3, np.bool_)
     while True:

@@ -1,6 +1,6 @@
 """The messages between fronts and the Conductor, and from workers to fronts.
 
-Those that fronts pass on for operators are `mooncake.messages.operators`.
+Messages that fronts pass on for operators are in `mooncake.messages.operators`.
 
 Owns: this vocabulary, the senders and receivers of each message. Does not know: sockets.
 """
@@ -43,9 +43,9 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 class Continue(msgspec.Struct, tag=True, frozen=True):
     """Run a request again behind the output that the front has.
 
-    The answer to `Interrupted`. Sent without that too, if tokens before others have not come: then `attempt`
-    is the latest one whose tokens have, and the message is void if the request has another one by now. It is
-    repeated until the tokens come.
+    The answer to `Interrupted`. A front also sends it unasked if tokens in the middle of the output are
+    missing: then `attempt` is the latest attempt whose tokens have come, and the message is void if the
+    request has another attempt by now. It is repeated until the tokens come.
     """
 
     request: Request
@@ -158,7 +158,7 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one request from one step. `position` is the index of the first token in the output.
+    """Tokens of one request from one iteration. `position` is the index of the first of them in the output.
 
     `logprobs` has one entry a token, or none if the request does not want them.
     """
@@ -172,7 +172,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
-    """The tokens of one step for all requests of a front."""
+    """The tokens of one iteration for all requests of a front."""
 
     outputs: list[TokenOutput]
 

@@ -22,7 +22,7 @@ class Inbox(Generic[Incoming]):
         self._arrival: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Number of messages that were not read."""
+        """Number of unread messages."""
         return len(self._messages)
 
     def put_nowait(self, message: Incoming) -> None:
@@ -51,7 +51,7 @@ class InProcessLink(Generic[Outgoing, Incoming]):
 
     @property
     def num_unread(self) -> int:
-        """Number of messages that have arrived and were not received."""
+        """Number of messages that have arrived and are unread."""
         return len(self._incoming)
 
     async def recv(self) -> Incoming:

@@ -1,4 +1,5 @@
-"""Prometheus' metrics of heartbeats: all instances' on the Conductor's /metrics, one's on its own listener.
+"""Heartbeats as Prometheus metrics: of all instances on the Conductor's /metrics, of one instance on its own
+listener.
 
 Owns: these metrics' names and labels. Does not know: scrapers, how a heartbeat arrived.
 """
@@ -40,12 +41,14 @@ class Family:
 
     @property
     def text(self) -> str:
-        """The family's lines; without samples too, so that a name can be looked up before it has some."""
+        """The lines of the family. A family without samples has lines too, so that its name can be looked
+        up."""
         return self._head + "".join(self._lines)
 
 
 def labels(**values: str) -> str:
-    """Return a set of labels as it stands between the braces. Most of a sample's time goes here: keep it."""
+    """Return labels as the text between a sample's braces. Making it takes most of a sample's time: reuse
+    it."""
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 

@@ -45,7 +45,8 @@ class KVEvents(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReplayEvents(msgspec.Struct, tag=True, frozen=True):
-    """Ask for every batch from `from_sequence` on. Answered by these and `ReplayDone`, or by `EventsGone`."""
+    """Ask for every batch from `from_sequence` on. Answered by these batches and `ReplayDone`, or by
+    `EventsGone`."""
 
     from_sequence: int
 
@@ -75,10 +76,10 @@ class GetSnapshot(msgspec.Struct, tag=True, frozen=True):
 
 
 class KVSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """A part of the pool's contents as they were after batch `sequence`.
+    """A part of a snapshot: of the pool's contents after batch `sequence`.
 
-    Every key of every tier is in exactly one part; all parts carry the same `sequence`, another one begins
-    a new snapshot. An empty pool is one part without keys.
+    Every key of every tier is in exactly one part. All parts have the same `sequence`; a part with another
+    one begins a new snapshot. An empty pool is one part without keys.
     """
 
     instance: str

@@ -26,7 +26,8 @@ from mooncake.messages.requests import Ref, Request
 
 
 class PreCopy(msgspec.Struct, tag=True, frozen=True):
-    """Order to the source of a migration: store the full blocks of a running request in the own pool.
+    """Order to the source of a migration: store the full blocks of a running request in the source's own
+    pool.
 
     The request goes on being decoded meanwhile. Answered by `PreCopied`; a request that ends first is
     answered by `Finished` alone.
@@ -34,7 +35,8 @@ class PreCopy(msgspec.Struct, tag=True, frozen=True):
 
     ref: Ref
     num_tokens: Count = 0
-    """Tokens whose KVCache is to exist first; a request that is not in the batch is not waited for."""
+    """Tokens whose KVCache must exist before the source answers. It does not wait if the request is not in
+    its batch."""
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
@@ -90,7 +92,8 @@ class PreCopied(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Prepare`: the request has a slot, and its first `num_tokens` tokens' KVCache is loaded."""
+    """Answer to `Prepare`: the request has a slot, and the KVCache of its first `num_tokens` tokens is
+    loaded."""
 
     ref: Ref
     num_tokens: Count

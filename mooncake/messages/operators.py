@@ -17,8 +17,8 @@ from mooncake.messages.workers import InstanceState, Role
 class Drain(msgspec.Struct, tag=True, frozen=True):
     """Drain an instance, which then leaves, or (not `is_wanted`) let it serve again. Answered by `Ordered`.
 
-    The last instance that can do a stage is drained only by `force`. One that `stays` is drained until it is
-    to serve again, or to leave.
+    The last instance that can do a stage is drained only with `force`. With `stays` the instance does not
+    leave: it stays drained until it is ordered to serve again, or to leave.
     """
 
     order: Count
@@ -81,7 +81,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
 
 class Ordered(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Drain` and `ChangeRole`: the instance as it is now, or why the order is refused."""
+    """Answer to `Drain` and `ChangeRole`: the state of the instance now, or the reason of a refusal."""
 
     order: Count
     status: InstanceStatus | None

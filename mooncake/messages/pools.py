@@ -19,7 +19,7 @@ class MessengerAddress(msgspec.Struct, frozen=True):
     host_id: str
     unix_path: str
     tcp_endpoints: tuple[tuple[str, Port], ...]
-    """TCP addresses; each reaches the messenger, several are used together."""
+    """TCP addresses of the messenger. Several are used together."""
     event_endpoints: tuple[str, str] = ("", "")
     """Endpoints of KV events, and of replays and snapshots."""
 
@@ -88,7 +88,7 @@ class TierStats(msgspec.Struct, frozen=True):
 
 
 class PeerStats(msgspec.Struct, frozen=True):
-    """Transfers between this messenger and another that this one has begun."""
+    """Transfers with another messenger that this one has begun."""
 
     in_flight_bytes: Count
     bandwidth_bytes_per_s: BytesPerSecond | None

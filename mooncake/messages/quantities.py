@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 _MOST_SECONDS = 1e10
-"""Bound of seconds, for totals too: 300 years."""
+"""Bound of seconds, totals included: 300 years."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 """Number of tokens, blocks, bytes or requests, within a float's exact integers."""

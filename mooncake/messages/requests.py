@@ -63,7 +63,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     top_token_ids: list[int]
-    """Likeliest tokens, in descending order."""
+    """Most likely tokens, in descending order."""
     top_logprobs: list[float]
 
 
@@ -98,7 +98,8 @@ class Request(msgspec.Struct, frozen=True):
     answer_id: str = ""
     """Answer of which this request is one choice; empty: it is the only one."""
     num_output_tokens: Count = 0
-    """Number of last `token_ids` that were drawn in earlier attempts: this one continues behind them."""
+    """Number of tokens at the end of `token_ids` that were drawn in earlier attempts. This attempt continues
+    behind them."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,7 +107,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def flow(self) -> Flow:
-        """The requests with which it shares its part of the cluster."""
+        """The flow to which the request belongs."""
         return Flow(self.tenant, self.answer_id or self.request_id)
 
     @property
@@ -115,7 +116,7 @@ class Request(msgspec.Struct, frozen=True):
         return self.token_ids[self.num_prompt_tokens :]
 
     def continued(self, output: list[int], block_size: int) -> "Request":
-        """Return the request to be continued behind `output`, which begins with the output it has."""
+        """Return the request that continues behind `output`, which begins with this request's output."""
         token_ids = self.token_ids[: self.num_prompt_tokens] + output
         keys = extended_keys(self.block_keys, token_ids, block_size, self.root_key)
         return msgspec.structs.replace(

@@ -37,7 +37,7 @@ STAGES = (Role.PREFILL, Role.DECODE)
 
 
 class InstanceState(StrEnum):
-    """States of an instance; only a SERVING one gets requests."""
+    """States of an instance. Only a SERVING instance gets requests."""
 
     SERVING = "serving"
     SWITCHING = "switching"
@@ -92,7 +92,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     device: str = ""
     """Name of its GPU or processor; that of the first stage or rank of several."""
     can_decode: bool = True
-    """Whether all layers are on its device, so that its role may become one that decodes."""
+    """Whether all layers are on its device, so that the instance may get a role that decodes."""
     epoch: int = 0
     """Epoch of the Conductor with which this life of the instance was registered before; 0: with none.
 
@@ -218,7 +218,7 @@ class Reserved(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefilled(msgspec.Struct, tag=True, frozen=True):
-    """Prefill has ended; this is the first token.
+    """Prefill has ended. `first_token` is the first token of the output.
 
     From a prefill instance: it has stored all layers and sends them. From a decode instance that computes the
     prompt itself: the token has been drawn and goes to the front.
@@ -360,7 +360,7 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
 
 
 class SwitchRole(msgspec.Struct, tag=True, frozen=True):
-    """Tell a worker its role from now on. It has no requests of its earlier one. Needs no answer."""
+    """Tell a worker its role from now on. It has no requests of its earlier role. Needs no answer."""
 
     role: Role
 

@@ -1,8 +1,8 @@
-"""A request's way into the batch: its prompt's pages, prefill elsewhere or here, its KVCache (Mooncake,
-section 3, step 4).
+"""A request's way into the batch: pages for its prompt, prefill elsewhere or here, arrival of its KVCache
+(Mooncake, section 3, step 4).
 
-Owns: the order of events until the sequence enters the batch. Does not know: who decides, how bytes travel,
-what becomes of the sequence in the batch.
+Owns: the order of events until the sequence enters the batch. Does not know: how requests are placed, how
+bytes travel, what the batch does with the sequence.
 """
 
 import asyncio
@@ -50,7 +50,8 @@ class Arrivals:
         self._now_s = asyncio.get_running_loop().time
 
     def decode(self, order: Decode) -> None:
-        """Continue a reserved request whose prefill is done. An unknown one has just been aborted."""
+        """Continue a reserved request whose prefill is done. An order for an unknown request is dropped: it
+        has just been aborted."""
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
             future.set_result(order)
@@ -58,7 +59,7 @@ class Arrivals:
     async def serve(self, order: Reserve) -> None:
         """Serve a request from the reservation of its pages to its end.
 
-        Raises TooSlowError if the instance refuses it, and what else makes it fail.
+        Raises TooSlowError if the instance refuses the request, and any error that makes it fail.
         """
         ref, request = order.ref, order.request
         grammar = await self._executor.follow(request.sampling.grammar)

@@ -1,10 +1,10 @@
 """The decode batch: admission, growth by page, preemption (Mooncake, section 3, step 4).
 
-First come, first served, but a step of the priority number is worth a minute: the first sequence by that is
-admitted first and preempted last, so none starves. Among sequences of one priority tenants have equal shares
-of the batch, and so have a tenant's answers (`workers.decode.batch_shares`): the tenant with less is served
-first, and if the batch is full, the tenant with more is preempted. A sequence that gets no page sits out an
-iteration while pages of other sequences are about to come free.
+Sequences are ordered by arrival, and a step of the priority number is worth a minute of it: the first in this
+order is admitted first and preempted last, so none starves. Among sequences of one priority, tenants have
+equal shares of the batch, and so have the answers of a tenant (`workers.decode.batch_shares`): the tenant
+with less is served first, and if the batch is full, a sequence of the tenant with more is preempted. A
+sequence that gets no page skips an iteration while pages of other sequences are about to become free.
 
 Owns: the batch and its device pages. Does not know: tokens, time, how anything is copied or computed.
 """
@@ -44,7 +44,7 @@ class DecodeBatch:
     def enter(self, sequence: Sequence) -> None:
         """Queue a sequence for admission.
 
-        Its KVCache is complete, or to be completed here, and not on the device.
+        The KVCache of the sequence is not on the device. It is complete, or iterations here will complete it.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.OUT)
         sequence.state = SequenceState.WAITING
@@ -55,10 +55,11 @@ class DecodeBatch:
         insort(self._waiting, sequence, key=_by_rank)
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Give a sequence a slot, and pages for its tokens and the next one, if that is possible at once.
+        """Give a sequence a slot, and pages for its tokens and the next one, if they are free now.
 
-        Nothing is preempted for it, and others that wait go first. A sequence that is prepared already gets
-        the pages that it lacks. It keeps slot and pages until `leave` and `free`, or runs after `join`.
+        Nothing is preempted for the sequence, and waiting sequences go first. A sequence that is prepared
+        already gets the pages that it lacks. It keeps slot and pages until `leave` and `free`, or runs after
+        `join`.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.PREPARED)
         self._admit()
@@ -101,7 +102,7 @@ class DecodeBatch:
             sequence.admitted.set()
 
     def free(self, sequence: Sequence) -> None:
-        """Free a sequence's pages, which no pass and no copy reads or writes any more. Idempotent."""
+        """Free the pages of a sequence, when no pass and no copy uses them any more. Idempotent."""
         if sequence.state is SequenceState.LEAVING:
             assert not sequence.is_in_flight
             self._leaving.remove(sequence)
@@ -155,7 +156,8 @@ class DecodeBatch:
 
         Return how many pages come free.
 
-        The newest of a tenant or answer that has more; else the newest of all but those that have less.
+        Preempts the newest sequence of a tenant or answer that has more than this one; else the newest of all
+        except those of tenants and answers that have less.
         """
         shares = self._shares()
         others = [other for other in self._newest_first if shares.yields(other, sequence, 0, 1)]
@@ -179,7 +181,7 @@ class DecodeBatch:
     # -- admission ----------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Admit sequences in order, while batch and pages allow it. One page is left to grow."""
+        """Admit sequences in order, while there are batch slots and pages. One page is kept for growth."""
         kv = self._kv
         while self._waiting:
             sequence = self._first_waiting()
@@ -208,7 +210,8 @@ class DecodeBatch:
         return len(self._running) + len(self._loading) + len(self._prepared)
 
     def _first_waiting(self) -> Sequence:
-        """Return the next sequence to admit: among those of the first's priority, by the smallest share."""
+        """Return the next sequence to admit: of those with the same priority as the first, the one with the
+        smallest share."""
         if len(self._waiting) == 1:
             return self._waiting[0]
         priority, shares = self._waiting[0].request.priority, self._shares()
@@ -218,7 +221,7 @@ class DecodeBatch:
     def _preempted_for(self, claim: Sequence, num_pages: int) -> list[Sequence]:
         """Return the sequences to preempt so that `claim` gets a slot and its pages; none if that cannot be.
 
-        Each is the newest of the tenant or answer that has most.
+        Each is the newest sequence of the tenant or answer that has most.
         """
         shares, chosen = self._shares(), list[Sequence]()
         num_slots = self._num_slots_taken

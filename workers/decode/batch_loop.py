@@ -1,6 +1,6 @@
 """The loop of a decode batch: receive tokens, plan the next iteration, send the tokens while one runs.
 
-Owns: that loop. Does not know: how a sequence gets into the batch, what becomes of one that has left it.
+Owns: that loop. Does not know: how a sequence gets into the batch, what happens after it has left.
 """
 
 import asyncio
@@ -17,14 +17,15 @@ from workers.decode.meter import DecodeMeter
 from workers.decode.pauses import DecodePauses
 
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
-"""Sends pairs of (front's endpoint, output) of one iteration."""
+"""Callback that sends the pairs of (front's endpoint, output) of one iteration."""
 
 
 class BatchLoop:
-    """The loop of one batch. It goes round once `changed` is set: an iteration has begun or ended, a sequence
-    has come or is to leave, tokens may be sent.
+    """The loop of one batch. A turn begins when `changed` is set: an iteration has begun or ended, a sequence
+    has come or must leave, tokens may be sent.
 
-    `recheck` is called each time, so that those who wait for a smaller batch, or for pages, look again.
+    `recheck` is called in each turn, so that requests that wait for a smaller batch, or for pages, are
+    checked again.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
 """Fair shares of a decode batch: which sequence is preempted for which.
 
-Tenants have equal shares, and within a tenant its answers have, however many choices each has. A share is
-counted in slots or in pages, whichever is more (dominant resource fairness, Ghodsi et al., NSDI 2011). A
-waiting sequence takes from a tenant that still has no less than its own tenant then: a step towards max-min
-fairness, as at the Conductor (`conductor.requests.preemption`). So an idle slot is anybody's, and no sequence
-is swapped out and in again without a change.
+Tenants have equal shares, and so have the answers within a tenant, however many choices each has. A share is
+the fraction of the slots or of the pages, whichever is larger (dominant resource fairness, Ghodsi et al.,
+NSDI 2011). A waiting sequence preempts one of another tenant only if that tenant then still has no less than
+the waiting sequence's tenant: a step towards max-min fairness, as at the Conductor
+(`conductor.requests.preemption`). So any tenant may use an idle slot, and sequences are not swapped back and
+forth.
 
 Owns: that rule. Does not know: when a sequence is admitted, pages, time.
 """
@@ -21,7 +22,7 @@ _Party = str | Flow
 
 
 class BatchFractions(NamedTuple):
-    """The fractions of the batch that a tenant has, and one of its answers."""
+    """The fractions of the batch that a tenant and one of its answers have."""
 
     tenant: float
     answer: float
@@ -42,12 +43,14 @@ class BatchShares:
         self._count(sequence, -1)
 
     def fractions(self, sequence: Sequence) -> BatchFractions:
-        """Return the shares of a sequence's tenant and answer, without what a waiting sequence would take."""
+        """Return the fractions that a sequence's tenant and answer have. A waiting sequence itself is not
+        counted."""
         flow = sequence.request.flow
         return BatchFractions(self._fraction(flow.tenant), self._fraction(flow))
 
     def yields(self, other: Sequence, claim: Sequence, num_slots: int, num_pages: int) -> bool:
-        """Return whether `other`, which is in the batch, yields to `claim`, which wants so much more.
+        """Return whether `other`, which is in the batch, yields to `claim`, which needs so many more slots
+        and pages.
 
         No sequence yields to a higher priority number.
         """

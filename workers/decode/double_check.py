@@ -1,11 +1,11 @@
 """The double check: a decode instance's own test of the TBT SLO (Mooncake, section 3, the local scheduler).
 
-An instance predicts the TBT of its batch with a request before that one's first token may leave: the request
-joins, waits for a smaller batch, or is refused. A token that may leave can still be held, so that the gap to
-the second one is within the SLO.
+Before a request's first token may leave, the instance predicts the TBT of its batch with the request: the
+request joins, waits for a smaller batch, or is refused. A first token that may leave can still be held, so
+that the gap to the second token is within the SLO.
 
-Owns: what a request would do to the batch, which requests wait for a smaller one, first tokens that are held.
-Does not know: who is told, how anything is measured.
+Owns: the predicted TBT with a request, which requests wait for a smaller batch, held first tokens. Does not
+know: messages, how iterations are measured.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class DoubleCheck:
     def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
         self._predictors, self._max_batch = predictors, max_batch
         self._turn = asyncio.Lock()
-        """Held by the request that is checked, while others queue behind it."""
+        """Lock of the request that is being checked; others queue behind it."""
         self._changed = asyncio.Event()
         self._num_waiting = 0
         """Number of requests that wait for their turn."""
@@ -47,7 +47,7 @@ class DoubleCheck:
     ) -> None:
         """Wait until the sequence may join the batch: first come, first served.
 
-        Raises TooSlowError if the batch is too large for `time_left_s`, or (None) if it is too large now.
+        Raises TooSlowError if the batch stays too large for `time_left_s`; with None, if it is too large now.
         """
         if time_left_s is not None:
             with contextlib.suppress(TimeoutError), self._waiting():
@@ -68,7 +68,7 @@ class DoubleCheck:
             self._num_waiting -= 1
 
     def recheck(self) -> None:
-        """Check the waiting requests again; to be called after a step, or when a sequence has left."""
+        """Check the waiting requests again. Call this after an iteration, and when a sequence has left."""
         self._changed.set()
 
     def load(self, sequences: Iterable[Sequence]) -> DecodeLoad:
@@ -93,7 +93,7 @@ class DoubleCheck:
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """Return why the sequence cannot join now.
 
-        An empty batch refuses none: its prediction may be outdated.
+        An empty batch refuses no sequence, as its prediction may be outdated.
         """
         batch = [other for other in others if other is not sequence and other.finish_reason is None]
         if sequence.tbt_slo_s is None or not batch:
@@ -112,8 +112,8 @@ class DoubleCheck:
 class HeldTokens:
     """First tokens that wait until their sequences join the batch, as far as the TTFT SLO allows.
 
-    The gap to the second token counts as TBT. A token that leaves at once has the rest of the transfer, the
-    load and the wait for a slot in that gap; one that is held has them in its TTFT.
+    The gap to the second token counts as TBT. If the first token leaves at once, that gap includes the rest
+    of the transfer, the load and the wait for a slot; if it is held, its TTFT includes them.
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
@@ -128,7 +128,7 @@ class HeldTokens:
         asyncio.get_running_loop().call_later(HOLD_SHARE * time_left_s, self.release, sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Let the sequence's token go, if one is held."""
+        """Release the sequence's token, if one is held."""
         if sequence in self._held:
             self._released[sequence] = self._held.pop(sequence)
             self._on_release()
@@ -139,7 +139,7 @@ class HeldTokens:
         return list(released.values())
 
     def take(self, sequence: Sequence) -> tuple[str, TokenOutput] | None:
-        """Return the sequence's token, to be sent now, if it has not been taken."""
+        """Return the sequence's token, for the caller to send, unless it has been taken."""
         return self._held.pop(sequence, None) or self._released.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:

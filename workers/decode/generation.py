@@ -1,6 +1,7 @@
 """A sequence's way through the batch: it joins, is preempted, ends or moves to another instance.
 
-The sequence's own task goes this way, so one task owns its pages: what is copied is not freed meanwhile.
+The sequence's own task does all of this. As one task owns the pages, they are not freed while they are
+copied.
 
 Owns: the sequences of an instance, the order of events from the batch to the end. Does not know: how a
 sequence's KVCache comes here, iterations.
@@ -38,13 +39,14 @@ from workers.kvcache.shared_prefixes import PrefixTurns
 
 log = logging.getLogger(__name__)
 Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed | FromMigration], Awaitable[None]]
-"""Sends to the Conductor."""
+"""Callback that sends a message to the Conductor."""
 
 
 class Generation:
     """The sequences of one instance, by the attempt that they serve.
 
-    `begun` adds a sequence, which enters the batch, or is prepared and joins it; `complete` does the rest.
+    `begun` adds a sequence, which enters the batch, or is prepared and joins it; `complete` decodes it to its
+    end.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Generation:
         return joining
 
     def note_joining(self, sequence: Sequence) -> None:
-        """Note a step of a sequence into the batch."""
+        """Record the progress of a sequence into the batch."""
         self._joining.append(Joining(sequence.ref, sequence.arrival_s, sequence.joining_s))
 
     @contextlib.asynccontextmanager

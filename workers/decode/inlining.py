@@ -2,8 +2,8 @@
 
 The Conductor orders which prompts a decode instance computes itself. Their chunks share iterations with the
 sequences that are decoded, and are as long as the strictest TBT SLO of these allows (Sarathi-Serve, OSDI
-2024, section 4). The tokens that a migrated request lacks are computed like a prompt's, but they are few, and
-somebody waits for the next token: they go first, and no budget delays them.
+2024, section 4). The tokens that a migrated request lacks are computed like those of a prompt, but first and
+outside the budget: they are few, and a client waits for the next token.
 
 Owns: the tokens of each sequence in the next iteration, and which sequences share it. Does not know: how
 many tokens of prompts are too many, the clock, pools, pages.

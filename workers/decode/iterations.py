@@ -1,8 +1,8 @@
 """Iterations of decoding, one behind the other: the next one is planned while one runs.
 
-The device thread begins an iteration as soon as the previous one has ended, with its tokens, before anybody
-else has seen them. Until it begins, it can be taken back and planned anew, for sequences that were loaded
-meanwhile.
+The device thread begins an iteration with the tokens of the previous one as soon as that has ended, before
+the event loop sees these tokens. Until then the planned iteration can be taken back and planned anew, with
+sequences that were loaded meanwhile.
 
 Owns: the way of tokens from one iteration to the next. Does not know: which sequences are decoded, and why.
 """
@@ -29,7 +29,8 @@ from workers.groups.rank_messages import DecodePass, PassChunk
 
 
 class PlannedChunk(NamedTuple):
-    """The next `num_tokens` of a sequence: of its prompt, or the one to decode from."""
+    """The next `num_tokens` of a sequence: tokens of its prompt, or the newest token, from which it
+    decodes."""
 
     sequence: Sequence
     num_tokens: int
@@ -37,9 +38,10 @@ class PlannedChunk(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What an iteration has done with a sequence: computed its tokens before `end`, and drawn a token.
+    """Result of an iteration for one sequence: its tokens before `end` have KVCache, and `token` was drawn.
 
-    None is drawn if that is not the end of the prompt. `logprobs` are the token's, if they are wanted.
+    No token is drawn before the end of the prompt. `logprobs` are those of the token, if the request wants
+    them.
     """
 
     sequence: Sequence
@@ -60,7 +62,7 @@ class Iteration:
     ) -> None:
         self.sequences = [chunk.sequence for chunk in planned]
         self.ends = [chunk.sequence.next_start + chunk.num_tokens for chunk in planned]
-        """Tokens of each sequence that have KVCache afterwards."""
+        """Number of tokens of each sequence that have KVCache after the iteration."""
         decoded = [end for chunk, end in zip(planned, self.ends, strict=True) if not chunk.of_prompt]
         self.num_decoded, self.num_kv_tokens = len(decoded), sum(decoded)
         """Sequences that are decoded, and their tokens with KVCache."""
@@ -79,7 +81,7 @@ class Iteration:
         self._draw_of = {self.sequences[row]: draw for draw, row in enumerate(drawing)}
         self._before = before
         self._unknown = [row for row, sequence in enumerate(self.sequences) if sequence.draws_in_flight]
-        """Rows whose input is drawn by `before`."""
+        """Rows whose input tokens `before` draws."""
         self._batch = executor.prepare([_next_chunk(*chunk[:2]) for chunk in planned])
         self._draws = Draws([_row(self.sequences[row], self.ends[row]) for row in drawing], drawing)
 
@@ -96,7 +98,7 @@ class Iteration:
         self.forward_began_s = time.perf_counter()
 
     def run(self) -> None:
-        """Compute, after `begin`, on the device thread. The other ranks begin when they hear of it."""
+        """Compute, after `begin`, on the device thread. The other ranks begin when they are told."""
         refs = [sequence.ref for sequence in self.sequences]
         with self._executor.record.computing(refs, expected=RankLost):
             if self._followers is not None:
@@ -125,7 +127,8 @@ class Iteration:
 
 
 class Iterations:
-    """The iterations of a batch: at most one is in flight or not received, and at most one is planned."""
+    """The iterations of a batch. At most one is planned, and at most one is running or has results that were
+    not received."""
 
     def __init__(
         self, executor: Executor, on_turn: Callable[[], None], followers: Followers | None = None
@@ -133,7 +136,7 @@ class Iterations:
         """Make the iterations of one device.
 
         `on_turn` is called in the event loop when an iteration has begun, so that the next one can be
-        planned, and when one has ended and none is behind it.
+        planned, and when an iteration has ended and none is planned.
         """
         self._executor, self._followers = executor, followers
         self._on_turn = on_turn
@@ -164,7 +167,7 @@ class Iterations:
 
     @property
     def is_running(self) -> bool:
-        """Whether an iteration has begun whose tokens are not known; to be asked after `receive`."""
+        """Whether an iteration has begun whose tokens are not known. Valid after `receive`."""
         return self._in_flight is not None
 
     def plan(self, chunks: list[PlannedChunk]) -> None:
@@ -207,7 +210,8 @@ class Iterations:
 
 
 def _next_chunk(sequence: Sequence, num_tokens: int) -> Chunk:
-    """Return the first tokens without KVCache, or the place of one that is drawn by now."""
+    """Return the next tokens without KVCache, or a placeholder for a token that the iteration in flight
+    draws."""
     start = sequence.next_start
     if sequence.draws_in_flight:
         return Chunk(sequence.tokens[-1:], start, sequence.pages)
@@ -224,7 +228,8 @@ def _announced(batch: Batch) -> DecodePass:
 
 
 def _row(sequence: Sequence, position: int) -> Row:
-    """Return a sequence's next draw. Its output is needed for rules only."""
+    """Return the parameters of a sequence's next draw. The output is included only if rules of the draw need
+    it."""
     rules = sequence.rules
     output = sequence.output if rules is not None else ()
     return Row(sequence.request.sampling, position, rules, output)

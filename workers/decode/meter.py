@@ -30,11 +30,11 @@ class DecodeMeter:
         self._forward_s = self._host_s = self._bubble_s = self._pause_s = 0.0
         self._last_ended_s: float | None = None
         self._has_paused = False
-        """Whether the next iteration was delayed on purpose since the last one ended."""
+        """Whether the next iteration was delayed on purpose since the latest one ended."""
 
     @contextmanager
     def host_time(self) -> Iterator[None]:
-        """Measure the processor time that the loop plans and sends; waits for the lock do not count."""
+        """Measure the processor time in which the loop plans and sends. Waits for the lock do not count."""
         began_s = thread_time()
         yield
         self._host_s += thread_time() - began_s

@@ -1,8 +1,8 @@
 """Pauses between two iterations, in which prompts are prefilled on the batch's cores.
 
-Where prefill and decode share cores, a small batch that is decoded without a pause delays the prompts that
-would fill it. An iteration reads all weights, for however few sequences: fewer and fuller iterations draw the
-same tokens with less work, and prefill has the time that this saves.
+Where prefill and decode share cores, a small batch that is decoded without pauses delays the prompts that
+would fill it. An iteration reads all weights, however few sequences it has: fewer and fuller iterations draw
+the same tokens with less work, and prefill gets the time that this saves.
 
 Owns: the rule, and how many prompts are prefilled. Does not know: where their cores are, what is computed.
 """
@@ -23,9 +23,9 @@ def pause_s(
 ) -> float:
     """Return the pause between two iterations: `num_decoded` sequences, `num_prefilled` prompts beside them.
 
-    0 while the prompts are not more. If they are, the batch computes for `num_decoded / num_prefilled` of
-    the time, as far as a pause of `MAX_PAUSE_S` and the SLO allow. `iteration_s`: as predicted, None if it
-    is not known; `tbt_slo_s`: None if a token may take any time.
+    0 unless there are more prompts than sequences. Then the batch computes for `num_decoded / num_prefilled`
+    of the time, as far as `MAX_PAUSE_S` and the SLO allow. `iteration_s`: the predicted iteration, None if it
+    is unknown. `tbt_slo_s`: None without a limit.
     """
     if iteration_s is None or num_prefilled <= num_decoded:
         return 0.0
@@ -43,7 +43,8 @@ class DecodePauses:
 
     @contextmanager
     def prefill(self, *, shares_cores: bool) -> Iterator[None]:
-        """Count a prompt as being prefilled while the block runs, if its prefill `shares_cores`."""
+        """Make a context in which a prompt counts as being prefilled on the batch's cores, if it
+        `shares_cores`."""
         self._num_prefilled += shares_cores
         try:
             yield
@@ -51,14 +52,14 @@ class DecodePauses:
             self._num_prefilled -= shares_cores
 
     def ended(self, at_s: float) -> None:
-        """Note the end of an iteration, by the clock of `remaining_s`."""
+        """Record the end of an iteration, by the clock of `remaining_s`."""
         self._ended_s = at_s
 
     def remaining_s(self, chunks: Sequence[PlannedChunk], now_s: float, *, is_running: bool) -> float:
         """Return how long the next iteration, over these `chunks`, is still to be delayed.
 
-        One with a prompt is not: it is prefill itself, and its chunks fill the time that the SLO leaves. The
-        time counts from `now_s` on or, if an iteration is running, from its end on.
+        An iteration with a prompt is not delayed: it is prefill itself, and its chunks fill the time that the
+        SLO leaves. The result counts from `now_s` on or, if an iteration is running, from its end on.
         """
         if not self._num_prefilled or any(chunk.of_prompt for chunk in chunks):
             return 0.0

@@ -15,11 +15,11 @@ class ChunkLimits:
     """Limits of the prompt tokens in one iteration."""
 
     least: int
-    """Tokens that an iteration carries in any case, so that prompts always progress: a page."""
+    """Prompt tokens that an iteration carries in any case, so that prompts always progress: one page."""
     mixed: int
-    """Most tokens beside sequences that are decoded and have no TBT SLO."""
+    """Most prompt tokens in an iteration that decodes sequences without a TBT SLO."""
     most: int
-    """Most tokens of any iteration: those of a prefill pass."""
+    """Most prompt tokens of any iteration: as many as a prefill pass has."""
 
 
 def prompt_budget(
@@ -70,17 +70,18 @@ class PromptBudget:
     ) -> int:
         """Return the most prompt tokens of the next iteration.
 
-        An SLO limits an iteration that decodes nothing as well: a sequence may come while it runs.
+        An SLO also limits an iteration that decodes nothing, as a sequence may arrive while it runs.
 
         Args:
             num_decoded: The number of sequences that wait for their next tokens.
             num_kv_tokens: The tokens of all these together.
-            tbt_slo_s: Their strictest TBT SLO, or that of the prompts if there are none; None without any.
+            tbt_slo_s: The strictest TBT SLO of these sequences, or of the prompts if there are no sequences;
+            None without any.
             decodes: Whether the iteration decodes any of those sequences: else it has prompts alone.
 
         Returns:
-            The tokens. 0 for the first iterations with an SLO that decode: without prompts they teach what
-            decoding takes, which the budget needs to know.
+            The tokens. 0 for the first iterations that decode with an SLO: the duration of iterations without
+            prompts has to be learned first.
         """
         if not num_decoded and tbt_slo_s is None:
             return self._limits.most
@@ -91,12 +92,13 @@ class PromptBudget:
         return prompt_budget(self._limits, iteration_s, self._predictors.prompt_cost.predict_s(1), target_s)
 
     def _target_s(self, tbt_slo_s: float) -> float:
-        """Return the most predicted seconds of an iteration: one that takes long keeps the SLO too."""
+        """Return the most predicted seconds of an iteration, so that one that takes longer than predicted
+        keeps the SLO too."""
         return min(TBT_SLO_SHARE, 1 / self._predictors.error.high_by_share) * tbt_slo_s
 
 
 def divide_budget(budget: int, nums_left: Iterable[int]) -> list[int]:
-    """Return the tokens of each prompt: the first gets all that it can use, the next what is left."""
+    """Return the tokens of each prompt: the first one gets all that it can use, the next one the rest."""
     chunks = []
     for num_left in nums_left:
         chunks.append(min(num_left, budget))

@@ -3,10 +3,10 @@
 Each request has a task that brings its KVCache here and seals it in the end; one loop runs the batch.
 docs/decode.md shows what happens beside what.
 
-In a tensor-parallel group this is the first rank: what it does with a sequence's KVCache the others do with
-theirs, and each iteration is computed by all.
+In a tensor-parallel group this is the first rank. The other ranks do the same with their parts of each
+sequence's KVCache, and all ranks compute each iteration.
 
-Owns: decode jobs, and what becomes of their errors. Does not know: who decides, how bytes travel.
+Owns: decode jobs, and the reports of their errors. Does not know: how requests are placed, how bytes travel.
 """
 
 import asyncio

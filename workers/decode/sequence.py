@@ -58,20 +58,20 @@ class Sequence:
     """Number of tokens behind these that iterations have computed; counted until the first token is drawn."""
     state: SequenceState = SequenceState.NEW
     in_flight_until: int | None = None
-    """Number of tokens with KVCache when the iteration in flight, planned or running, has ended; None: the
-    sequence is in none."""
+    """Number of tokens with KVCache once the iteration in flight, planned or running, has ended; None if the
+    sequence is in no iteration."""
     pages: list[int] = field(default_factory=list)
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the device pages are there, or not wanted any more."""
+    """Set when the sequence has its device pages, or does not need them any more."""
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first token of an inlined prompt is drawn, or with `left`."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sequence has left the batch, its tokens are sent, and nothing computes with its pages."""
     copy_at: int | None = None
-    """Number of tokens with KVCache at which a migration wants the full blocks in the pool; None: it does
-    not."""
+    """Number of tokens with KVCache at which a migration wants the full blocks in the pool; None if no
+    migration wants them."""
     copy_due: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while the sequence is so long, or grows no longer."""
+    """Set while the sequence has at least `copy_at` tokens, or does not grow any more."""
     is_wanted_elsewhere: bool = False
     """Whether another instance is to go on with the sequence: it leaves the batch as soon as it can."""
     error: Exception | None = None
@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Number of tokens, the one in flight included."""
+        """Number of tokens, the one that is being drawn included."""
         return len(self.tokens) + self.draws_in_flight
 
     @property

@@ -1,9 +1,9 @@
 """The predictors of decode iterations, which learn from the measured ones.
 
 A line in batch size and KV tokens (Mooncake, section 3: the local scheduler's double check), by weighted
-least squares. An iteration counts `DECAY` times as much as the one after it, so the line follows the
-machine. What has not varied lately is taken to cost nothing more: it will be measured as soon as it varies.
-The prompts that an iteration carries besides add a cost of their own.
+least squares. An iteration counts `DECAY` times as much as the one after it, so the line follows the machine.
+A feature that has not varied lately gets the slope 0; its slope is measured as soon as it varies. Prompts in
+an iteration add a cost of their own.
 
 Owns: the models of one device. Does not know: the clock, requests, limits.
 """
@@ -15,7 +15,7 @@ PROMPT_DECAY = 0.9
 MIN_ITERATIONS = 8
 """Iterations that are measured before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
-"""Iterations with prompts, one behind the other, after which these too teach what decoding takes."""
+"""Iterations with prompts in a row, after which such iterations too are used to learn what decoding takes."""
 _TOKENS_PER_UNIT = 1000.0
 _RIDGE = 0.01
 """Variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
@@ -106,7 +106,7 @@ class PromptCost:
 
 
 class PredictionError:
-    """How far iterations with prompts are from their predictions: a mean share that follows the machine."""
+    """The mean relative error of predictions for iterations with prompts, which follows the machine."""
 
     def __init__(self) -> None:
         self._share = 0.0
@@ -118,7 +118,7 @@ class PredictionError:
 
     @property
     def high_by_share(self) -> float:
-        """Seconds by predicted seconds of an iteration that takes long: two mean errors above."""
+        """Ratio of actual to predicted seconds of a slow iteration: 1 plus two mean errors."""
         return 1 + 2 * self._share
 
 
@@ -135,10 +135,10 @@ class IterationPredictors:
     def observe(self, num_decoded: int, num_kv_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from one measured iteration.
 
-        An iteration without prompts teaches `tbt`, one with prompts `prompt_cost`. The latter would teach
-        `tbt` too little: prompts that were computed alone have put a part of the constant time of an
-        iteration into the cost of their tokens, and less than decoding takes is left. It teaches `tbt` only
-        behind `MAX_MIXED_IN_A_ROW` others, where no iteration without prompts does.
+        `tbt` learns from iterations without prompts, `prompt_cost` from those with prompts. Iterations with
+        prompts would make `tbt` too small: prompts that were computed alone have put a part of an iteration's
+        constant time into the cost of their tokens. So `tbt` learns from them only after `MAX_MIXED_IN_A_ROW`
+        in a row, when there is no iteration without prompts.
 
         Args:
             num_decoded: The number of sequences that were decoded.

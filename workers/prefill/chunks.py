@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from workers.engine.spec import ModelSpec
 
 _PASS_TOKENS = 32
-"""The fixed cost of a pass (weights are read, states handed on), in tokens without a prefix.
+"""The fixed cost of a pass (reading weights, handing states on), in tokens without a prefix.
 
 Measured on CPUs.
 """

@@ -1,15 +1,17 @@
 """The order in which prompts of several tenants are computed: fair queueing, in tokens.
 
-Between tenants, the prompt goes first that would end first if all tenants' prompts were computed side by side
-(the fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits neither for a
-long prompt of another tenant nor for a hundred, and no prompt ends much later than with equal shares.
+Between tenants, the prompt that would end first if all tenants' prompts were computed side by side goes first
+(the fair sojourn protocol, Friedman and Henderson, SIGMETRICS 2003). So a short prompt waits neither for one
+long prompt of another tenant nor for a hundred short ones, and no prompt ends much later than with equal
+shares.
 
-Within a tenant, first come, first served, but the second prompt of an answer counts as if it had come when
-the first one's tokens had been computed (start-time fair queueing, Goyal et al., SIGCOMM 1996).
+Within a tenant, prompts are computed in order of arrival; but the second prompt of an answer counts as
+arriving when the first one's tokens have been computed (start-time fair queueing, Goyal et al., SIGCOMM
+1996).
 
 A new tenant begins with the service of the least served waiting tenant: idle time earns no credit, and none
-starves. A tenant with little to compute is about a pass ahead: turns are given by the pass, and with less two
-prompts that come soon after one another would not both be served at once.
+starves. A tenant with little to compute is given a lead of about a pass: turns are given by the pass, and
+with a smaller lead two prompts that arrive soon after one another would not both be served at once.
 
 Owns: each tenant's service, virtual time among its answers. Does not know: priorities, deadlines, passes.
 """
@@ -40,7 +42,7 @@ T = TypeVar("T", bound=Waiting)
 @dataclass(slots=True)
 class _Tenant:
     num_served: float
-    """Tokens computed for the tenant; at least those of the least served tenant when this one came."""
+    """Tokens computed for the tenant. It begins with the number of the least served tenant."""
     now: float = 0.0
     """Virtual time among the tenant's answers."""
     num_waiting: dict[str, int] = field(default_factory=dict)
@@ -50,9 +52,9 @@ class _Tenant:
 
 
 class FairOrder:
-    """The order of all prompts that have entered and not left; history is forgotten when there are none.
+    """The order of all prompts that have entered and not left. History is forgotten when no prompt is left.
 
-    A tenant with at most `lead_tokens` to compute is ahead by so many.
+    A tenant with at most `lead_tokens` to compute is served as if it had got `lead_tokens` less.
     """
 
     def __init__(self, lead_tokens: int = 0) -> None:
@@ -81,7 +83,7 @@ class FairOrder:
             self._tenants.clear()
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
-        """Charge `num_tokens` that are computed of a prompt that has not left."""
+        """Charge `num_tokens` of a prompt, which are computed now, to its tenant and answer."""
         tenant = self._tenants[prompt.flow.tenant]
         tenant.num_served += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)

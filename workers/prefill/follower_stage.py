@@ -1,6 +1,7 @@
 """The stage of a follower: it computes the passes that the first rank of its tensor-parallel group announces.
 
-Owns: this rank's part of a pass. Does not know: which pages are free (the leader does), what is drawn.
+Owns: this rank's part of a pass. Does not know: which pages are free (the leader does), which tokens are
+drawn.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ class FollowerStage(Stage):
     async def follow(self, announced: PrefillPass, jobs: Sequence[PrefillJob | None]) -> list[bool]:
         """Compute a pass with all ranks. Return which shares have been computed.
 
-        A share without a job is not wanted here: it is computed as far as the other ranks compute it, and
-        counts as dropped in all of them.
+        A share without a job here was dropped on this rank: it is computed as far as the other ranks compute
+        it, and counts as dropped in all ranks.
         """
         chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
         parts = [

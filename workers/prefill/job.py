@@ -28,8 +28,8 @@ from workers.prefill.scope import FailureScope
 class PrefillJob:
     """One prompt in one stage, from its order to its end. `job_id` names it in all stages.
 
-    `begin` gives it memory. It is computed in *rounds*: if blocks that were to be reused do not arrive,
-    another round begins at the last good block.
+    `begin` gives the job memory. The prompt is computed in *rounds*: if blocks that were to be reused do not
+    arrive, another round begins at the last good block.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PrefillJob:
         self._must_load = False
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
-        """Blocks that are counted as cached while a fetch brings them."""
+        """Number of blocks that count as cached while a fetch brings them."""
         self._storing: deque[Future[None]] = deque()
         self._commits = Commits(layers, pool.segment.layout.layer_bytes, self._commit)
         self._committing: deque[Future[None]] = deque()
@@ -93,7 +93,7 @@ class PrefillJob:
         self.result: asyncio.Future[FirstToken | None] = self._loop.create_future()
         """The round's result: the first token, or None if blocks that were to be reused did not arrive."""
         self.usable_behind: asyncio.Future[int] = self._loop.create_future()
-        """Number of blocks that the stages behind need not compute in this round."""
+        """Number of blocks that the stages behind can reuse in this round."""
 
     def end_round(self, result: FirstToken | None) -> None:
         """End the round. Idempotent: the first `result` counts."""
@@ -114,13 +114,13 @@ class PrefillJob:
 
     @property
     def num_held_blocks(self) -> int:
-        """Leading keyed blocks that the own pool held when the prompt got its memory."""
+        """Number of leading keyed blocks that this stage's pool held when the prompt got its memory."""
         assert self.reservation is not None
         blocks = self.reservation.blocks[: len(self.order.request.block_keys)]
         return next((index for index, block in enumerate(blocks) if not block.sealed), len(blocks))
 
     def missing_blocks(self, num_blocks: int) -> list[int]:
-        """Return the indices of keyed blocks, among the first `num_blocks`, that the own pool lacks."""
+        """Return the indices of keyed blocks, among the first `num_blocks`, that this stage's pool lacks."""
         assert self.reservation is not None
         num_keyed = len(self.order.request.block_keys)
         blocks = self.reservation.blocks[: min(num_blocks, num_keyed)]
@@ -214,7 +214,7 @@ class PrefillJob:
         return self._num_cached_blocks if self._must_load else 0
 
     def leave_pass(self, *, is_computed: bool) -> None:
-        """Take note that the pass has ended."""
+        """Record that the pass has ended."""
         part, self._part = self._part, None
         assert part is not None
         self._pass_ended.set()
@@ -228,11 +228,12 @@ class PrefillJob:
 
     @property
     def lacks_reuse(self) -> bool:
-        """Whether a part of a pass was dropped because blocks did not arrive; else the prompt was aborted."""
+        """Whether a part of a pass was dropped because blocks did not arrive, rather than because the prompt
+        was aborted."""
         return bool(self.damaged_pages or self._num_expected_blocks)
 
     def drop(self) -> None:
-        """Give the prompt up: a pass that computes only dropped ones stops before its next layer."""
+        """Give the prompt up. A pass that computes only dropped prompts stops before its next layer."""
         self.is_dropped = True
         if self._part is not None:
             self._part.is_dropped = True
@@ -244,7 +245,7 @@ class PrefillJob:
         await self._pass_ended.wait()
 
     async def stored(self) -> None:
-        """Wait until all that was computed is in the pool. Raise the error that kept it from there."""
+        """Wait until the computed KVCache is in the pool. Raises the error of a store that failed."""
         await self.left_pass()
         await self._all_of(self._storing)
         await self._all_of(self._committing)
@@ -253,7 +254,8 @@ class PrefillJob:
                 raise error
 
     async def untouched(self) -> None:
-        """Wait until neither memory is read or written for the prompt, even if the caller is cancelled."""
+        """Wait until no device page and no pool page is read or written for the prompt, even if the caller is
+        cancelled."""
         for end in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
             waiting = asyncio.ensure_future(end)
             while not waiting.done():
@@ -289,7 +291,7 @@ class PrefillJob:
 
 
 def _watched(future: Future[None]) -> asyncio.Future[None]:
-    """Return the end of `future`, whose error is reported by `stored`, if anybody still waits for it."""
+    """Return an asyncio future for `future`. Its error may stay unread, as `stored` reports it."""
     watched = asyncio.wrap_future(future)
     watched.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return watched

@@ -1,20 +1,20 @@
 """The wait queue of prompts: which ones are computed next.
 
-The earliest TTFT deadline goes first, a minute added for each step of the priority number; then the first
-that came. Prompts pass through three states; only READY ones are computed:
+The prompt with the earliest TTFT deadline goes first, where each step of the priority number adds a minute;
+among equals, the oldest. Prompts pass through three states; only READY ones are computed:
 
     WAITING ──> ADMITTED ──> READY
                     ^──────────┘     reuse failed: the blocks to compute are being found out again
 
 A prompt without a deadline counts as if it had `NO_DEADLINE_S`. So every prompt has a rank that does not
-move, and sooner or later all prompts that arrive have later ones, of whatever priority: none starves.
+move, and after some time all arriving prompts have later ranks, whatever their priority: no prompt starves.
 
 Prompts of one priority without deadlines share their turns fairly between tenants and answers
 (`workers.prefill.fair_order`).
 
-A WAITING prompt stays so while an admitted one before it computes blocks that both begin with. Then it finds
-them in the pool: all, or as many as were stored when the other one was aborted. Admitted prompts never wait
-for another one, so there is no deadlock.
+A prompt stays WAITING while an admitted prompt before it computes blocks with which both begin. Then it finds
+them in the pool: all, or as many as were stored when the other prompt was aborted. Admitted prompts never
+wait for other prompts, so there is no deadlock.
 
 A tenant with little to compute has passes of its own, and does not wait for the end of another tenant's pass.
 
@@ -36,7 +36,7 @@ from workers.prefill.fair_order import FairOrder
 
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
-"""Prompts worth two passes are admitted: one that is computed, one that is being prepared."""
+"""Passes for which prompts are admitted: the one that is computed, and the one that is being prepared."""
 
 
 class PromptState(Enum):
@@ -62,7 +62,7 @@ class PromptProgress:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedPrompt(PromptProgress):
-    """A prompt that is not computed to its end. No pass goes beyond the next of `chunk_ends`."""
+    """A prompt that is not yet computed to its end. No pass goes beyond its next chunk end."""
 
     priority: int = 0
     deadline_s: float
@@ -71,7 +71,7 @@ class QueuedPrompt(PromptProgress):
     shares_turns: bool = False
     """Whether the prompt has no deadline, and shares turns with others like it."""
     num_reusable: int = 0
-    """Tokens that are expected to need no computation, until it is known."""
+    """Number of tokens that are expected to need no computation; used until the number is known."""
     block_keys: Sequence[BlockKey] = ()
     num_held_blocks: int = 0
     """Leading blocks that the pool held when the prompt got its memory; 0 before."""
@@ -123,7 +123,7 @@ class PrefillQueue:
 
     `block_size` is that of the prompts' `block_keys`.
 
-    A share that begins at a multiple of `multiple` tokens, and does not end its prompt, ends at one.
+    A share that begins at a multiple of `multiple` tokens ends at one too, unless it ends its prompt.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class PrefillQueue:
     ) -> QueuedPrompt:
         """Add a prompt whose first token is due in `time_left_s` (None: no deadline).
 
-        An overdue one is due now. A prompt that `is_alone` shares no pass.
+        A prompt that is overdue counts as due now. A prompt that `is_alone` shares no pass.
         """
         self._num_arrived += 1
         prompt = QueuedPrompt(
@@ -187,7 +187,7 @@ class PrefillQueue:
     def computed(self, prompt: QueuedPrompt) -> None:
         """Record that the last pass of a prompt has ended. `remove` follows when its blocks are stored.
 
-        A prompt that was aborted in that pass has been removed already, and stays so.
+        A prompt that was aborted in that pass has been removed already, and stays removed.
         """
         if prompt in self._prompts:
             self.remove(prompt)
@@ -214,12 +214,12 @@ class PrefillQueue:
         return [next(turns[turn.priority]) if turn.shares_turns else turn for turn in self._prompts]
 
     def next_to_admit(self, admitted: QueuedPrompt | None = None) -> QueuedPrompt | None:
-        """Return the first WAITING prompt, unless earlier prompts are work enough for the next passes.
+        """Return the first WAITING prompt, unless the prompts before it fill the next passes.
 
         Prompts that wait for blocks which another one computes are passed over.
 
-        `admitted` is a prompt that waits for its memory, which may take long: the next one must come before
-        it, be of a tenant with little to compute, and take little memory.
+        `admitted` is a prompt that waits for its memory, which may take long. Then the returned prompt must
+        come before it, be of a tenant with little to compute, and take little memory.
         """
         num_ahead, num_expected = 0, self._num_expected()
         computing = list(self._storing)
@@ -242,17 +242,18 @@ class PrefillQueue:
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[PlannedShare]:
-        """Return the next pass, which is to be computed: as many tokens of each prompt in turn as fit.
+        """Return the next pass to compute: of each prompt in turn as many tokens as fit.
 
-        If prompts of tenants with little to compute are first in order, it holds only these. It may be empty.
+        If the first prompts in order are of tenants with little to compute, the pass has only these. It may
+        be empty.
         """
         return self._charged(self._plan_light([]) or self._plan_full())
 
     def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[PlannedShare]:
         """Return a pass that is computed between two layers of the pass of `running`; it may be empty.
 
-        It holds prompts of tenants with little to compute that come before all of `running`. A pass of such
-        tenants is short, and nothing cuts into it.
+        It has prompts of tenants with little to compute that come before all of `running`. Nothing cuts into
+        a pass of such tenants, which is short.
         """
         num_expected = self._num_expected()
         is_short = all(num_expected[prompt.flow.tenant] <= self._saturating_tokens for prompt in running)
@@ -263,7 +264,7 @@ class PrefillQueue:
     def _plan_light(self, running: Collection[QueuedPrompt]) -> list[PlannedShare]:
         """Return whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
 
-        A tenant with more to compute would make the pass longer, and gain nothing.
+        The prompts of a tenant with more to compute would make the pass longer and end no sooner.
         """
         num_expected = self._num_expected()
         shares, room = list[PlannedShare](), self._saturating_tokens

@@ -4,7 +4,8 @@ Each prompt has a task that gets its memory, waits for its passes and then for i
 the passes, which prompts may share (Mooncake, section 3, steps 1 to 3). In a pipeline this is the first
 stage, which leads the others.
 
-Owns: the state of each prompt. Does not know: who decides, how bytes travel, which prompt goes first.
+Owns: the state of each prompt. Does not know: how requests are placed, how bytes travel, which prompt goes
+first.
 """
 
 import asyncio
@@ -160,7 +161,7 @@ class PrefillRunner:
         await self._stage.fetch(job)
 
     async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
-        """Have the prompt computed, again from the last good block on if reused blocks do not arrive."""
+        """Have the prompt computed; if reused blocks do not arrive, again from the last good block on."""
         while True:
             num_blocks = await self._stage.num_usable_blocks(job)
             if await self._stage.reuse(job, num_blocks):

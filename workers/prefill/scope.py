@@ -1,6 +1,6 @@
-"""A block of asynchronous work that other tasks can make fail.
+"""A scope of asynchronous work in which another task can raise an error.
 
-Owns: the way of an error into a waiting task. Does not know: what fails, who reports it.
+Owns: the way of an error into a waiting task. Does not know: which errors, where they come from.
 """
 
 import asyncio

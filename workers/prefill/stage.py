@@ -1,4 +1,5 @@
-"""One stage of a prefill instance: what it does for a prompt (Mooncake, sections 3, 5).
+"""One stage of a prefill instance: reserves, fetches, computes, stores and sends its part of a prompt
+(Mooncake, sections 3, 5).
 
 An instance of one stage has all layers. In a pipeline each stage reserves, loads, computes, stores and sends
 the KVCache of its own layers, and hands hidden states on to the next one (`next_stage`). In a tensor-parallel
@@ -47,8 +48,8 @@ from workers.prefill.queue import PromptProgress
 class ShareResult(NamedTuple):
     """The result of one prompt's share of a pass.
 
-    `first_token` is set in the last stage if the prompt ended with the share. A share that was not computed
-    was aborted, or lacks blocks that were to be reused (`PrefillJob.lacks_reuse`).
+    `first_token` is set in the last stage if the prompt ended with the share. A share is not computed if the
+    prompt was aborted, or if blocks that were to be reused did not arrive (`PrefillJob.lacks_reuse`).
     """
 
     is_computed: bool
@@ -82,7 +83,7 @@ def stage_of(
 
 
 class Stage:
-    """The prompts of a stage and their passes. `transfers` are its own; they end with `close`."""
+    """The prompts of a stage and their passes. It owns `transfers`, which end with `close`."""
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class Stage:
 
     @property
     def can_cut_in(self) -> bool:
-        """Whether a pass can cut into another one: not if other ranks or stages would have to do the same."""
+        """Whether a pass can cut into another one. It cannot if other ranks or stages would have to do the
+        same."""
         return self._behind is None
 
     def job(self, job_id: int, order: Prefill, progress: PromptProgress) -> PrefillJob:
@@ -129,7 +131,8 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def serving(self, job: PrefillJob) -> AsyncIterator[None]:
-        """Serve a prompt while the block runs, and release its memory at the end; if it fails, behind too."""
+        """Make a context in which a prompt is served. Its memory is released at the end; if it fails, in the
+        stages behind as well."""
         self.jobs[job.job_id] = job
         try:
             async with job.scope:
@@ -168,7 +171,8 @@ class Stage:
         job.begin(job.device_pages or await self._allocate(len(reservation.blocks)))
 
     async def fetch(self, job: PrefillJob) -> None:
-        """Begin to fetch the blocks that the order's `prefix_source` should have and the own pool lacks."""
+        """Begin to fetch the blocks that this stage's pool lacks and the order's `prefix_source` should
+        have."""
         source, reservation = job.order.prefix_source, job.reservation
         assert reservation is not None
         if source is not None and all(shard.messenger != self.pool.address for shard in source.shards):
@@ -183,7 +187,7 @@ class Stage:
         return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
 
     async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
-        """Settle that `num_blocks` are reused; False if they have turned out not to be usable here."""
+        """Settle that `num_blocks` are reused. Returns False if they are not usable here after all."""
         if job.fetch is not None and job.fetches_beyond(num_blocks):
             await job.fetch.ended()  # nobody writes the others while they are computed
         if job.num_usable_blocks() < num_blocks:
@@ -210,7 +214,7 @@ class Stage:
     async def sent(self, job: PrefillJob) -> None:
         """Wait until the decode side has all blocks, from here and from behind. Raises TransferError.
 
-        Until then the stages before can be told that the prompt has failed here.
+        Until then the stages before may be told that the prompt has failed here.
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
@@ -218,7 +222,8 @@ class Stage:
             await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
-        """Take a message of the stages behind, as far as it concerns this stage; a late one is dropped."""
+        """Handle a message from the stages behind, as far as it concerns this stage. A late message is
+        dropped."""
         job = self.jobs.get(message.job_id)
         match message:
             case Usable(round=round_, num_blocks=num_blocks):
@@ -237,7 +242,7 @@ class Stage:
     # -- memory -------------------------------------------------------------------------------------
 
     async def _drop_damaged(self, job: PrefillJob) -> None:
-        """Drop damaged blocks from the own pool, so that the next attempt does not find them."""
+        """Drop damaged blocks from this stage's pool, so that the next attempt does not find them."""
         if job.damaged_pages:
             assert job.reservation is not None
             keyed = zip(job.order.request.block_keys, job.reservation.blocks, strict=False)
@@ -278,7 +283,8 @@ class Stage:
         *,
         cuts_in: bool = False,
     ) -> PassResult:
-        """Compute one pass: the next tokens of each prompt, aborted ones too while others need the pass.
+        """Compute one pass: the next tokens of each prompt, those of aborted prompts too while other prompts
+        need the pass.
 
         `hidden` are the states `[T, hidden_size]` of the stage before, None in the first one. With `cuts_in`
         it is computed between two layers of another pass, which shares no prompt with this one.
@@ -322,7 +328,7 @@ class Stage:
         return torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
 
     async def hand_on(self, computed: PassResult) -> None:
-        """Send a pass to the next stage, if there is one, and wait until that can take another."""
+        """Send a pass to the next stage, if there is one, and wait until that stage can take another pass."""
         if self._next is not None and computed.hidden is not None:
             await self._next.compute(computed.shares, computed.hidden)
 

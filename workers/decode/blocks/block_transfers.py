@@ -1,7 +1,7 @@
 """Copies of whole blocks between device and pool, beside the batch: joining, sealing, preemption.
 
-Pages that are copied belong to sequences that no iteration computes with, so no copy waits for the device,
-and the device waits for no copy.
+No iteration computes with the sequences whose pages are copied. So no copy waits for an iteration, and no
+iteration for a copy.
 
 Owns: the two threads. Does not know: the sequences of the blocks.
 """
@@ -36,7 +36,8 @@ class BlockPair:
 
 
 class BlockTransfers:
-    """Loads and stores of blocks; a cancelled call copies no further layer, and returns when no copy runs."""
+    """Loads and stores blocks. A cancelled call copies no further layer, and returns when its copy has
+    stopped."""
 
     def __init__(self, copies: LayerCopies, kv: DeviceKVCache) -> None:
         self._copies = copies
@@ -97,7 +98,7 @@ class BlockTransfers:
         await self._on(self._loading, work)
 
     def close(self) -> None:
-        """Accept no further call. A copy that runs may end later."""
+        """Accept no further call. A copy that is running may end later."""
         self._loading.shutdown(wait=False)
         self._storing.shutdown(wait=False)
 

@@ -1,9 +1,9 @@
-"""The KVCache of the sequences of a group: what one rank does with a sequence's blocks, all do.
+"""The KVCache of the sequences of a group: all ranks do the same with a sequence's blocks.
 
 A worker that is alone is a group of one rank.
 
-Owns: the calls to all ranks, the pages that a call concerns. Does not know: the batch, when a sequence is
-moved, and why.
+Owns: the calls to all ranks, the pages that a call concerns. Does not know: the batch, when and why blocks
+are copied.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class ReservedPages(NamedTuple):
     def num_tokens_by_source(self, num_tokens: int, page_size: int) -> Counter[str]:
         """Return a prompt's tokens by the source of their KVCache (`PREFILL_SOURCES`).
 
-        What is missing is computed here, the last token in any case.
+        Tokens without KVCache are computed here, and the last token in any case.
         """
         sources: Counter[str] = Counter()
         for index, tier in enumerate(self.cached_tiers):
@@ -88,7 +88,7 @@ class GroupBlocks:
         return ReservedPages(grant, own.cached_tiers[:num_cached])
 
     async def wait_arrived(self, sequence: Sequence) -> None:
-        """Wait for the KVCache, which is in flight when prefill has ended, unless its sender was lost."""
+        """Wait until the prompt's KVCache has arrived. Raises TransferError if its sender was lost."""
         try:
             async with asyncio.timeout(self._arrival_timeout_s):
                 await self._perform(AwaitArrival(sequence.number))
@@ -96,7 +96,7 @@ class GroupBlocks:
             raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
     async def fetch(self, sequence: Sequence, keys: list[BlockKey], shards: tuple[PoolShard, ...]) -> int:
-        """Fetch blocks from another instance, as far as pools lack them.
+        """Fetch the blocks that the ranks' pools lack from another instance.
 
         Return how many leading blocks all ranks have.
         """
@@ -112,7 +112,8 @@ class GroupBlocks:
         await self._perform(LoadBlocks(sequence.number, pages))
 
     async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
-        """Store the sequence's full blocks in the pool, and the rest privately if it `is_parked`."""
+        """Store the sequence's full blocks in the pool; if it `is_parked`, also its partial block, in a
+        private page."""
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
@@ -130,7 +131,7 @@ class GroupBlocks:
         return sequence.pages[: -(-sequence.num_kv_tokens // self._page_size)]
 
     async def _perform(self, work: RankWork) -> list[RankResult | None]:
-        """Have all ranks perform `work`, and return their results, the own one first."""
+        """Have all ranks perform `work`, and return their results; that of this rank comes first."""
         own = self._own.perform(work)
         if self._followers is None:
             return [await own]

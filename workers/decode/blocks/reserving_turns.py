@@ -1,9 +1,9 @@
 """The order in which prompts reserve pool pages at a decode instance: fair shares of the pool.
 
 A reserved prompt holds its pages until its sequence joins the batch, which may be long after its prefill. So
-a tenant's prompts hold at most a share of the pool, and an answer's a smaller one: the rest is headroom for
-other tenants, which need not wait until the batch has served all prompts before theirs. The waiting prompt
-goes first whose tenant, and whose answer, holds least; then the first that came.
+the prompts of a tenant hold at most a share of the pool, and those of an answer a smaller share. The rest is
+headroom for other tenants, which need not wait until the batch has served all prompts before theirs. Of the
+waiting prompts, the one whose tenant, and then whose answer, holds least goes first; then the oldest.
 
 Owns: that order. Does not know: how pages are reserved, what they hold.
 """
@@ -19,7 +19,7 @@ from mooncake.messages.requests import Flow
 TENANT_SHARE = 0.75
 """Share of the pool's pages that a tenant's reserved prompts hold at most; a single prompt may hold more."""
 ANSWER_SHARE = 0.5
-"""Share of the pool's pages that an answer's reserved prompts hold at most; a single one may hold more."""
+"""Share of the pool's pages that an answer's reserved prompts hold at most; a single prompt may hold more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class ReservingTurns:
 
     @asynccontextmanager
     async def turn(self, flow: Flow, num_pages: int) -> AsyncIterator[None]:
-        """Wait for the turn of a prompt of `num_pages`; the turn lasts until the block ends."""
+        """Wait for the turn of a prompt of `num_pages`. The turn lasts until the `with` block ends."""
         waiting = _Waiting(flow, num_pages, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         try:
@@ -54,7 +54,8 @@ class ReservingTurns:
             self.recheck()
 
     def recheck(self) -> None:
-        """Give the next turn, if it is free; to be called when pages have been released."""
+        """Give a waiting prompt its turn, if no other prompt has it. Call this when pages have been
+        released."""
         if self._is_taken or not self._waiting:
             return
         by_tenant: Counter[str] = Counter()

@@ -35,7 +35,8 @@ from workers.groups.rank_messages import (
 from workers.kvcache.reserving import reserve_prompt
 
 MAKING_ROOM_TIMEOUT_S = 1.0
-"""Time that the pool may take to make room, as on its disks: the device's pages are wanted."""
+"""Seconds for which a store waits for room in the pool. Other sequences wait for the device pages
+meanwhile."""
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class _Holding:
 
 
 class SequenceBlocks:
-    """The blocks of all sequences in one rank. `transfers` are its own; they end with `close`."""
+    """The blocks of all sequences in one rank. It owns `transfers`, which end with `close`."""
 
     def __init__(self, pool: WorkerClient, transfers: BlockTransfers) -> None:
         self._pool, self._transfers = pool, transfers
@@ -62,7 +63,7 @@ class SequenceBlocks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence has anything here."""
+        """Whether no sequence has blocks or saved pages here."""
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:

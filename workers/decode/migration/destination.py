@@ -1,10 +1,9 @@
 """The destination of migrations: room and KVCache for a sequence while it is decoded elsewhere.
 
-The full blocks come through the pools, in rounds: each loads what is new behind the blocks that are on the
-device. The tokens behind the last full block are computed here, in the first iteration.
+The full blocks come through the pools, in rounds: each round loads the blocks behind those that are on the
+device already. The tokens behind the last full block are computed here, in the first iteration.
 
-Owns: prepared sequences. Does not know: sources, why a request moves, what becomes of the sequence in the
-batch.
+Owns: prepared sequences. Does not know: sources, why a request moves, what the batch does with the sequence.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ class MigrationDestination:
         return self._orders.keys() - self._taken_over
 
     def follow_up(self, order: Prepare | TakeOver) -> bool:
-        """Pass on a further order, and return whether there is such a sequence."""
+        """Pass on a further order. Returns whether its sequence is known here."""
         orders = self._orders.get(order.ref)
         if orders is None:
             return False

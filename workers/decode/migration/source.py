@@ -1,4 +1,5 @@
-"""The source of migrations: a sequence's blocks go to the own pool while it is decoded, then it leaves.
+"""The source of migrations: stores a sequence's blocks in this instance's pool while it is decoded, then lets
+it leave.
 
 Orders come at any time. The sequence's own task copies its pages: the task waits in `copying_until` while the
 sequence is in the batch or waits to be admitted, and carries out orders there. Orders for a sequence whose
@@ -19,7 +20,8 @@ from workers.decode.sequence import Sequence
 
 
 class MigrationSource:
-    """The orders to one instance's sequences. An order for an unknown one is dropped: it has just ended."""
+    """The migration orders to one instance. An order for an unknown sequence is dropped: it has just
+    ended."""
 
     def __init__(
         self,
@@ -34,14 +36,16 @@ class MigrationSource:
         self._changed, self._pool_closed, self._send = changed, pool_closed, send
 
     def pre_copy(self, order: PreCopy) -> None:
-        """Have the sequence's full blocks stored in the pool, as far as it lacks them, once it is so long."""
+        """Have the full blocks that the pool lacks of a sequence stored there, once the sequence has the
+        ordered length."""
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
             sequence.copy_at = order.num_tokens
             sequence.check_copy()
 
     def hand_over(self, order: HandOver) -> None:
-        """Let a sequence leave the batch, or its wait for it: an iteration that runs is its last one here."""
+        """Let a sequence leave the batch, or its wait queue. An iteration that is running is its last one
+        here."""
         sequence = self._sequences.get(order.ref)
         if sequence is not None:
             sequence.is_wanted_elsewhere = True
@@ -49,7 +53,7 @@ class MigrationSource:
             self._changed.set()
 
     async def copying_until(self, event: asyncio.Event, sequence: Sequence) -> None:
-        """Wait for `event`, and store the sequence's blocks meanwhile if that is ordered."""
+        """Wait for `event`, and carry out orders to store the sequence's blocks meanwhile."""
         while not event.is_set():
             await _first_set(event, sequence.copy_due)
             if not event.is_set():
@@ -58,7 +62,7 @@ class MigrationSource:
                 await self._pre_copy(sequence)
 
     async def _pre_copy(self, sequence: Sequence) -> None:
-        """Store the full blocks of a sequence that goes on, or has been preempted, and say so.
+        """Store the full blocks of a sequence that is running or was preempted, and answer `PreCopied`.
 
         A pool without room is no failure: the destination then finds fewer blocks.
         """
