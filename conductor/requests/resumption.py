@@ -83,6 +83,8 @@ class Resumption:
             if self._is_over:  # what nobody has told of in time was placed again, or had ended
                 effects.append(Effect(instance.identity, Abort(ref)))
                 continue
+            if self._requests.current(ref) is not None:
+                continue  # it goes on already: the prompt of one that is decoded may still be sent
             attempts = self._attempts.setdefault(ref.request_id, {})
             attempts.setdefault(ref, _Attempt()).holders[step] = instance
             tracked = self._requests.by_id.get(ref.request_id)

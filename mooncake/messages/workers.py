@@ -57,7 +57,7 @@ class HeldStep(StrEnum):
     """What an instance has of a request that it was given by an earlier Conductor."""
 
     PROMPT = "prompt"
-    """The prefill instance has the prompt, and has not told its first token."""
+    """The prefill instance has the prompt, and its first token is yet to be told, or is told again now."""
     RESERVED = "reserved"
     """The decode instance has pages for the prompt, or waits for them; another instance computes it."""
     INLINED = "inlined"

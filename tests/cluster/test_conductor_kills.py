@@ -63,13 +63,16 @@ class Nodes:
     def kill_conductor(self, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.conductor.pid_of("conductor"), signum)
 
-    @property
-    def num_decoding(self) -> float:
-        """The requests that are decoded as far as the Conductor knows; 0 without one."""
+    def num_in(self, state: str) -> float:
+        """The requests in a state as far as the Conductor knows; 0 without one."""
         try:
-            return metric(self.conductor, "mooncake_requests_by_state", state="decoding")
+            return metric(self.conductor, "mooncake_requests_by_state", state=state)
         except httpx.TransportError:
             return 0
+
+    @property
+    def num_decoding(self) -> float:
+        return self.num_in("decoding")
 
     @property
     def num_placements(self) -> float:
@@ -181,6 +184,23 @@ def test_streams_go_on_while_their_conductor_is_stopped(nodes: Nodes) -> None:
             nodes.kill_conductor(signal.SIGCONT)
         eventually(lambda: nodes.num_decoding == len(PROMPTS), "it has all of them, or its successor")
         streams.check()
+    nodes.wait_until_idle()
+
+
+def test_prompts_that_are_queued_are_computed_once(nodes: Nodes) -> None:
+    prompts = [[3 + index, *(7 + number % 500 for number in range(5000))] for index in range(4)]
+    num_before = nodes.num_placements
+
+    def are_all_ordered() -> bool:
+        return nodes.num_placements == num_before + len(prompts) and not nodes.num_in("reserving")
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        asked = [threads.submit(complete, nodes.front, prompt=prompt, num_tokens=9) for prompt in prompts]
+        eventually(are_all_ordered, "they are in the queue of the prefill instance")
+        nodes.kill_conductor()
+        answers = [text_of(one.result()) for one in asked]
+    assert nodes.num_placements == 0, "they have gone on where they were"
+    assert answers == [text_of(complete(nodes.front, prompt=prompt, num_tokens=9)) for prompt in prompts]
     nodes.wait_until_idle()
 
 

@@ -30,6 +30,7 @@ from mooncake.messages.workers import (
     HeartbeatAck,
     Leave,
     Prefill,
+    Prefilled,
     Register,
     Registered,
     RegisterRefused,
@@ -65,6 +66,7 @@ from workers.process.front_links import FrontLinks
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement, end, is_sending
 from workers.process.session_tasks import session_tasks
+from workers.process.unheard import UnheardPrompts
 
 HEARTBEATS_PER_TIMEOUT = 5
 HEARTBEATS_MISSED = 2.5
@@ -104,6 +106,7 @@ class LeaderSession:
         """Epoch of the Conductor with which this session was registered last; 0: with none."""
         self._num_connections = 0
         """Connections to Conductors when the latest one answered the registration."""
+        self._unheard = UnheardPrompts()
         self._must_register = asyncio.Event()
         self._heard_at_s = time.monotonic()
 
@@ -244,13 +247,17 @@ class LeaderSession:
                     if self.is_registered and epoch != self._epoch:
                         log.warning("there is another conductor: what runs goes on under it")
                         self._register_again()
-                    elif self.is_registered and not known:
+                    elif self.is_registered and known:
+                        self._unheard.answered()
+                    elif self.is_registered:
                         raise SessionLostError("the conductor had given this worker up")
                 case Registered(epoch=epoch):
                     if not self.is_registered:
                         self.is_registered = self._status.is_registered = True
                         self._epoch, self._num_connections = epoch, self._conductor.num_connections
                         self._report_ready()
+                        for prefilled in self._unheard.take_all():
+                            await self._tell(prefilled)
                         if self._retirement.wanted.is_set():
                             await self._tell(Retire())
                 case SwitchRole(role=role):
@@ -277,6 +284,8 @@ class LeaderSession:
 
     async def _tell(self, message: FromWorker) -> None:
         """Send to the Conductor; one that does not read is lost."""
+        if isinstance(message, Prefilled):
+            self._unheard.told(message)
         try:
             await self._conductor.send(message)
         except PeerGoneError as error:
@@ -296,7 +305,9 @@ class LeaderSession:
             if self.is_registered and self._conductor.num_connections != self._num_connections:
                 self._register_again()
             if self.is_registered:
-                await self._tell(await self._heartbeat())
+                heartbeat = await self._heartbeat()
+                self._unheard.beat()
+                await self._tell(heartbeat)
             else:
                 self._must_register.clear()
                 await self._tell(self._registration(pool))
@@ -349,7 +360,7 @@ class LeaderSession:
             self._executor.device_name,
             self._can_decode,
             self._epoch,
-            [*self._prefill.held, *self._decode.take_held()] if self._epoch else [],
+            [*self._unheard.held, *self._prefill.held, *self._decode.take_held()] if self._epoch else [],
             max(1, self._conductor.num_connections),
         )
 

@@ -6,7 +6,7 @@ import pytest
 
 from mooncake.messages.migration import HandedOver, PreCopied, Prepared, TakeOver
 from mooncake.messages.requests import Ref, SamplingParams
-from mooncake.messages.workers import WorkFailed
+from mooncake.messages.workers import Held, HeldStep, WorkFailed
 from tests.workers.decode.test_inlined_prompts import Constant
 from tests.workers.decode.test_runner import more_tokens, until
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
@@ -362,3 +362,31 @@ async def test_cancel_behind_the_order_to_take_over(start_decode_lab: StartDecod
         await end(lab, decoded)
         kv = lab.decodes[1].executor.kv
         assert kv.num_free_pages == kv.num_pages
+
+
+# -- another Conductor ------------------------------------------------------------------------------
+
+
+async def test_under_another_conductor_the_source_goes_on_and_what_was_prepared_is_dropped(
+    start_decode_lab: StartDecodeLab, reference: Reference
+) -> None:
+    async with start_decode_lab(Sizes(num_decode=2)) as lab:
+        decoded, move = await moving(lab)
+        assert isinstance(await move.prepare(), Prepared)
+        assert lab.decodes[1].decode.take_held() == []
+        assert lab.decodes[0].decode.take_held() == [Held(decoded.ref, HeldStep.DECODING)]
+        await goes_on(lab, decoded, reference)
+        assert lab.decodes[0].decode.take_held() == []
+
+
+async def test_under_another_conductor_a_request_goes_on_that_was_taken_over(
+    start_decode_lab: StartDecodeLab, reference: Reference
+) -> None:
+    async with start_decode_lab(Sizes(num_decode=2)) as lab:
+        decoded, move = await moving(lab)
+        assert isinstance(await move.prepare(), Prepared)
+        assert await move.finish()
+        await more_tokens(decoded.answer)
+        assert lab.decodes[0].decode.take_held() == []
+        assert lab.decodes[1].decode.take_held() == [Held(move.ref, HeldStep.DECODING)]
+        assert await tokens_of(decoded.answer) == reference(decoded.request.token_ids, 300)
