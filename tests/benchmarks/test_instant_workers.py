@@ -46,7 +46,7 @@ async def cluster_answers(folder: Path, has_inlining: bool) -> tuple[list[list[i
     conductor = Conductor(1, FINGERPRINT, Limits(), Rules(has_inlining=has_inlining))
     router: Router[ToConductor] = Router(control, ToConductor, key)
     from_front, to_front = Inbox[FromFront](), Inbox[Any]()
-    link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size)
+    link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size, DEADLINE_S)
     follower = EventFollower(conductor.prefixes, key)
     service = ConductorService(conductor, router, InProcessLink(to_front, from_front), follower, History())
     instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in STAGES]
