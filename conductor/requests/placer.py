@@ -332,5 +332,5 @@ class Placer:
         now_s: float,
         retry_after_s: float | None = None,
     ) -> list[Effect]:
-        effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
+        effects = self._requests.cut_short(tracked, RequestState.REJECTED, now_s)
         return [*effects, self.rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]

@@ -229,7 +229,7 @@ class Requests:
         return effects
 
     def cut_short(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """End the request, and tell its instances to stop. `state` is ABORTED or FAILED."""
+        """End the request, and tell its instances to stop. `state` is ABORTED, REJECTED or FAILED."""
         effects = self.end_migration(tracked, MigrationOutcome.ENDED)
         effects += self._leave_pair(tracked, now_s)
         self._end(tracked, state)
