@@ -43,7 +43,7 @@ class RequestState(Enum):
 PLACED = frozenset({RequestState.RESERVING, RequestState.PREFILLING, RequestState.DECODING})
 _CUT_SHORT = frozenset({RequestState.ABORTED, RequestState.REJECTED, RequestState.FAILED})
 _ENDS = _CUT_SHORT | {RequestState.FINISHED}
-RUNNING_STATES = tuple(state for state in RequestState if state not in _ENDS)
+OPEN_STATES = tuple(state for state in RequestState if state not in _ENDS)
 _RETRIES = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
     RequestState.RESUMING: _RETRIES | {RequestState.PREFILLING, RequestState.DECODING},

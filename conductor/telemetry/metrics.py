@@ -16,7 +16,7 @@ from conductor.index.event_stream import EventStream
 from conductor.index.prefix_index import PrefixIndex
 from conductor.policy import Conductor
 from conductor.replication.copies import Replication
-from conductor.requests.lifecycle import RUNNING_STATES
+from conductor.requests.lifecycle import OPEN_STATES
 from conductor.rules import Limits
 from conductor.telemetry.elasticity_metrics import elasticity_metrics
 from conductor.telemetry.families import counters, gauges
@@ -70,7 +70,7 @@ class ConductorMetrics(Collector):
             "mooncake_requests_by_state",
             "accepted requests by state; queued: in the admission queue",
             "state",
-            {state.name.lower(): states[state] for state in RUNNING_STATES},
+            {state.name.lower(): states[state] for state in OPEN_STATES},
         )
         yield GaugeMetricFamily(
             "mooncake_requests_waiting_for_load",
