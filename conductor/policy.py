@@ -124,7 +124,7 @@ class Conductor:
         return self._requests.by_id
 
     @property
-    def num_running(self) -> int:
+    def num_open(self) -> int:
         """The number of accepted requests that have not ended."""
         return len(self.requests)
 
@@ -263,8 +263,8 @@ class Conductor:
         if (too_large := why_too_large(tracked.request, self.instances)) is not None:
             return Reason.TOO_LARGE, too_large
         most = self.limits.max_running_requests
-        if self.num_running >= most:
-            return Reason.TOO_MANY, f"{self.num_running} requests are running, the limit is {most}"
+        if self.num_open >= most:
+            return Reason.TOO_MANY, f"{self.num_open} requests are running, the limit is {most}"
         return None
 
     def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:

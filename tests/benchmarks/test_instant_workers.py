@@ -62,13 +62,13 @@ async def cluster_answers(folder: Path, has_inlining: bool) -> tuple[list[list[i
             sampling = SamplingParams(max_tokens=5 + index)
             await link.submit(Request(f"r{index}", [7, 8, 9], [], sampling, link.reply_to), inbox.put_nowait)
         answers = [await tokens_of(inbox) for inbox in inboxes]
-        while conductor.num_running:
+        while conductor.num_open:
             await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
     follower.close()
     router.close()
-    return answers, conductor.num_running
+    return answers, conductor.num_open
 
 
 @pytest.mark.parametrize("has_inlining", [False, True])

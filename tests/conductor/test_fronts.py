@@ -45,7 +45,7 @@ def test_a_front_is_told_which_of_its_requests_the_conductor_does_not_have() -> 
     conductor.handle(FRONT, Submit(request("here")), 1.0)
     [answer] = conductor.handle(FRONT, InFlight(["swallowed", "here"]), 1.5)
     assert answer == Effect(FRONT, Unknown(["swallowed"]))
-    assert conductor.num_running == 1
+    assert conductor.num_open == 1
     other_front = peer_identity("front1", 1)
     assert conductor.handle(other_front, InFlight(["here"]), 1.5) == [Effect(other_front, Unknown(["here"]))]
 
@@ -85,7 +85,7 @@ def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> N
     assert [effect.message for effect in aborts] == [Abort(ref()), Abort(ref())]
     assert failed.peer == FRONT
     assert isinstance(failed.message, Failed)
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
     # It may not have heard that.
     assert not known(conductor, 8.0)
     assert known(conductor, 9.0)
@@ -107,7 +107,7 @@ def test_requests_wait_for_the_instances_of_an_earlier_conductor() -> None:
     assert conductor.handle(FRONT, Submit(request("new")), 0.2) == []
     assert conductor.handle(FRONT, Resume(request("new"), 0.1), 0.3) == [], "it was in the socket's queue"
     conductor.handle(P0, registration("p0", Role.PREFILL), 0.4)
-    assert conductor.num_running == 3
+    assert conductor.num_open == 3
     effects = conductor.handle(D0, registration("d0", Role.DECODE), 0.5)
     assert Effect(FRONT, Interrupted("begun")) in effects, "it may have got further since"
     effects += conductor.handle(FRONT, Continue(begun.continued([7, 8, 9], LAYOUT.block_size)), 0.6)
@@ -139,7 +139,7 @@ def test_what_a_front_sends_before_it_has_said_hello_is_resumed_later() -> None:
     conductor = Conductor(EPOCH + 1, "model", Limits())
     assert conductor.handle(FRONT, Submit(request("r")), 0.0) == []
     assert conductor.handle(FRONT, Resume(request("r"), 0.0), 0.0) == []
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
 
 
 def known(conductor: Conductor, now_s: float) -> bool:

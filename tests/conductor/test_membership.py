@@ -227,7 +227,7 @@ def test_prefill_may_die_once_its_part_is_done() -> None:
     assert conductor.handle(D0, Finished(ref(), FinishReason.LENGTH, 5), 3.0) == [
         Effect(FRONT, Ended("r", 5))
     ]
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_impossible_requests_are_rejected(order: Request, status: int, word: str
     assert isinstance(effect.message, Rejected)
     assert effect.message.status == status
     assert word in effect.message.message
-    assert conductor.num_running == 1
+    assert conductor.num_open == 1
 
 
 def test_full_and_empty_clusters_say_when_to_come_back() -> None:

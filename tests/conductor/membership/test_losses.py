@@ -190,7 +190,7 @@ def assert_nothing_is_left(cluster: Cluster, when: str) -> None:
     cluster.finish()
     cluster.tick(0.5)
     loads = conductor.view.loads
-    assert conductor.num_running == 0, when
+    assert conductor.num_open == 0, when
     assert not conductor.migrations.in_progress, when
     num_moved = [num for (_, end), num in conductor.stats.migrations.num_ended.items() if end == "moved"]
     if when.startswith("nothing after"):

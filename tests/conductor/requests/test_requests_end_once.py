@@ -158,7 +158,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
 
     def do_well(self, peer: bytes, order: Order, num_output_tokens: int) -> None:
         output = [1] * num_output_tokens
-        before = self.conductor.num_running
+        before = self.conductor.num_open
         match order:
             case Reserve(ref=ref):
                 self.hear(peer, Reserved(ref, GRANT))
@@ -172,7 +172,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
                 self.hear(peer, HandedOver(ref, output))
             case Decode(ref=ref) | TakeOver(ref=ref):
                 self.hear(peer, Finished(ref, FinishReason.STOP, 1))
-                if self.conductor.num_running < before:
+                if self.conductor.num_open < before:
                     self.open.remove(ref.request_id)
 
     def hear(self, sender: bytes, message: ToConductor) -> None:

@@ -77,7 +77,7 @@ def test_a_request_takes_the_steps_of_the_request_path() -> None:
     assert conductor.handle(P0, prefilled, 1.0) == [Effect(D0, Decode(ref(), 42, 4, first))]
     finished = conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0)
     assert finished == [Effect(FRONT, Ended("r", 3))]
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
     assert all(not instance.requests for instance in conductor.instances)
 
 
@@ -161,7 +161,7 @@ def test_a_request_that_all_decode_instances_refuse_is_rejected_with_a_time_to_r
     *aborts, rejected = conductor.handle(D1, Refused(ref(2), "slower", 2, 0.3), 1.0)
     assert aborts == [Effect(D1, Abort(ref(2))), Effect(P0, Abort(ref(2)))]
     assert rejected == Effect(FRONT, Rejected("r", 429, "slower", 1.0))
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
     assert all(not instance.requests for instance in conductor.instances)
 
 
@@ -234,7 +234,7 @@ def test_an_interrupted_request_that_is_cancelled_ends() -> None:
     conductor.handle(B0, Reserved(ref(), GRANT), 1.0)
     conductor.peer_gone(B0, 2.0)
     assert conductor.handle(FRONT, Cancel("r"), 2.0) == []
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
 
 
 def test_refusals_are_no_failures_and_are_forgotten_after_one() -> None:
@@ -295,7 +295,7 @@ def test_a_repeated_step_is_taken_once() -> None:
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     assert conductor.handle(D0, Reserved(ref(), GRANT), 1.0) == []
     assert conductor.handle(D0, Finished(ref(), FinishReason.STOP, 3), 1.0) == []
-    assert conductor.num_running == 1
+    assert conductor.num_open == 1
 
 
 def test_cancel_stops_both_sides_and_only_its_front_may() -> None:
@@ -304,7 +304,7 @@ def test_cancel_stops_both_sides_and_only_its_front_may() -> None:
     assert conductor.handle(b"front#2", Cancel("r"), 1.0) == []
     effects = conductor.handle(FRONT, Cancel("r"), 1.0)
     assert effects == [Effect(D0, Abort(ref())), Effect(P0, Abort(ref()))]
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
     assert conductor.handle(FRONT, Cancel("r"), 1.0) == []
 
 
@@ -343,7 +343,7 @@ def test_attempts_are_bounded_and_final_failures_are_told() -> None:
     assert conductor.handle(D0, WorkFailed(ref(1, "s"), "no", False), 1.0)[-1] == Effect(
         FRONT, Failed("s", "no")
     )
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
 
 
 def test_what_was_never_placed_is_rejected_with_its_reason() -> None:
@@ -374,7 +374,7 @@ def test_a_request_does_not_wait_for_ever() -> None:
     assert at_s == 32.0
     assert rejected.message == "no pair of instances came back in time (d0 is not connected)"
     assert (rejected.status, rejected.retry_after_s) == (503, 1.0)
-    assert conductor.num_running == 0
+    assert conductor.num_open == 0
 
 
 def test_a_request_waits_no_longer_for_a_role_than_an_instance_of_it_is_expected() -> None:
