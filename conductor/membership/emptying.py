@@ -26,7 +26,7 @@ class Emptier:
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
         """Place nothing more on the instance. None if its state does not allow that. `go_on` follows."""
-        if not self._instances.empty(instance, state, now_s):
+        if not self._instances.begin_emptying(instance, state, now_s):
             return None
         self._view.close(instance)
         return instance.emptying

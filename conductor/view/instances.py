@@ -125,7 +125,7 @@ class Instances:
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
 
-    def empty(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
+    def begin_emptying(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
         """Begin to drain an instance, or to switch its role, if its state allows that; whether it does.
 
         An instance that was emptied for another purpose keeps its progress.
