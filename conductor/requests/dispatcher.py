@@ -136,7 +136,7 @@ class Dispatcher:
             case Prepared():
                 return self._migrations.on_prepared(tracked, message, now_s)
             case WorkFailed():
-                return self._migrations.refused(tracked, now_s)
+                return self._migrations.end_refused(tracked, now_s)
         return []
 
     def _on_handed_over(self, tracked: TrackedRequest, handed_over: HandedOver, now_s: float) -> list[Effect]:

@@ -203,7 +203,7 @@ class Migrations:
         migration.num_loaded_tokens = prepared.num_tokens
         num_tokens = tracked.request.num_prompt_tokens + migration.num_copied_tokens
         if num_tokens - prepared.num_tokens > max(self._most_at_once, 2 * self._block_size):
-            return self.refused(tracked, now_s)
+            return self.end_refused(tracked, now_s)
         if migration.num_rounds >= MAX_ROUNDS:
             return self._hand_over(tracked, migration, now_s)
         migration.move_to(MigrationStep.COPYING)
@@ -237,7 +237,7 @@ class Migrations:
 
     # -- ends ---------------------------------------------------------------------------------------
 
-    def refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+    def end_refused(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """End a migration whose destination has no room, or has failed. The request loses no attempt."""
         assert tracked.migration is not None
         tracked.refused_moves[tracked.migration.destination.instance.identity] = now_s
