@@ -246,7 +246,7 @@ class Conductor:
         if refusal is not None:
             if refusal[0] is Reason.TOO_MANY:
                 self.elasticity.submitted(tracked, now_s)
-            return [self._placer.rejected(sender, tracked.request_id, *refusal)]
+            return [self._placer.tell_rejected(sender, tracked.request_id, *refusal)]
         self._fronts.seen(sender, now_s)
         if self.replication is not None:
             self.replication.note(submit.request.block_keys)

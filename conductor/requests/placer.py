@@ -304,7 +304,7 @@ class Placer:
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
         return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason))]
 
-    def rejected(
+    def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> Effect:
         """Tell a front that a request is refused, accepted before or not."""
@@ -333,4 +333,7 @@ class Placer:
         retry_after_s: float | None = None,
     ) -> list[Effect]:
         effects = self._requests.cut_short(tracked, RequestState.REJECTED, now_s)
-        return [*effects, self.rejected(tracked.front, tracked.request_id, reason, message, retry_after_s)]
+        return [
+            *effects,
+            self.tell_rejected(tracked.front, tracked.request_id, reason, message, retry_after_s),
+        ]
