@@ -116,7 +116,7 @@ class Admission:
                 tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
         return self._check_mean_tbt(tbt_s, slos.tbt_s, now_s)
 
-    def rejected(self, request: Request, rejection: Rejection, now_s: float) -> None:
+    def learn_rejection(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """Learn that a request was rejected."""
         if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)

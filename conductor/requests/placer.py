@@ -315,7 +315,7 @@ class Placer:
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
         """Algorithm 1, line 26: HTTP 429."""
-        self._admission.rejected(tracked.request, rejection, now_s)
+        self._admission.learn_rejection(tracked.request, rejection, now_s)
         return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 
     def _give_up(self, tracked: TrackedRequest, reason: Reason, message: str, now_s: float) -> list[Effect]:
