@@ -1,11 +1,10 @@
 """The pools of a client, and failover between them.
 
-Each thread that uses a pool at a time has a connection of its own. A lost pool is tried again by a thread
-of its own, about once a second and only while there are calls: a call that another pool can answer waits for
-that only a moment.
+Each thread that uses a pool has a connection of its own meanwhile. A lost pool is tried again by a separate
+thread, about once a second and only while there are calls. A call that another pool can answer waits for that
+attempt only a moment.
 
-Owns: open connections and their serials; that a lost pool makes no call fail which another can answer.
-Does not know: what is asked.
+Owns: open connections and their serials; failover to another pool that can answer. Does not know: the calls.
 """
 
 import itertools
@@ -27,18 +26,17 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause after a lost pool was asked in vain."""
+"""Pause after a failed attempt to reconnect to a lost pool."""
 _RECONNECT_TIMEOUT_S = 2.0
 """Limit of one attempt to reconnect."""
 _MOMENT_S = 0.02
-"""Time that a call which another pool can answer waits for a lost one."""
+"""Time for which a call waits for a lost pool when another one can answer."""
 _serials = itertools.count(1)
 Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """A pool that does not answer now, or has other blocks or another key than before. The message says
-    why."""
+    """The pool does not answer now, or has other blocks or another key than before. The message says why."""
 
     def __init__(self, place: Place, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -47,8 +45,8 @@ class Unreachable(Exception):
 
 
 class Backend:
-    """One pool, and a client's connections to it. `fingerprint` and `layout`: what it must hold, None while
-    that is open. `key`: the cluster's; a pool on this host needs none."""
+    """One pool, and a client's connections to it. `fingerprint` and `layout`: those that the pool must have;
+    None while they are unknown. `key`: the cluster key; not needed for a pool on this host."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class Backend:
         self.layout = layout
         self._timeout_s = timeout_s
         self._lost: Exception | None = None
-        """Reason why the pool counts as lost; None while it is there."""
+        """Reason why the pool counts as lost; None while it answers."""
         self._retry_at_s = 0.0
         self._attempt: threading.Thread | None = None
         self._idle: deque[PoolConnection] = deque()
@@ -78,9 +76,9 @@ class Backend:
         self._is_closed = False
 
     def connect(self, *, may_format: bool) -> None:
-        """Make the first connection and learn what the pool holds, or let it be formatted.
+        """Make the first connection and learn the pool's fingerprint and layout, or have it formatted.
 
-        Raises Unreachable, and what the pool refuses with.
+        Raises Unreachable, and the error with which the pool refuses.
         """
         try:
             connection = self._open(self._timeout_s, may_format=may_format)
@@ -93,8 +91,8 @@ class Backend:
     def run(self, use: Callable[[PoolConnection], Answer], *, patiently: bool = True) -> Answer:
         """Call `use` with a connection that no other thread uses meanwhile, and return its result.
 
-        `use` may be called twice: a connection may turn out to be that of a messenger's former life.
-        Raises Unreachable; a lost pool is waited for if `patiently`.
+        `use` may be called twice, as a connection may belong to a messenger that has ended. `patiently`: wait
+        for a lost pool. Raises Unreachable.
         """
         while True:
             try:
@@ -154,8 +152,8 @@ class Backend:
     def _open(self, timeout_s: float, *, may_format: bool = False) -> PoolConnection:
         """Open a connection, which takes over the serial of one that was lost.
 
-        What was learned from a pool that has gone must not format its successor, which may be deployed for
-        another model: only the first connection may.
+        Only the first connection may format the pool: a pool that comes back empty may be deployed for
+        another model, and must not get the layout of the old one.
         """
         with self._lock:
             serial = self._free_serials.pop() if self._free_serials else next(_serials)
@@ -251,7 +249,8 @@ class Backends:
     def in_turn(
         self, wanted: Sequence[int], use: Callable[[PoolConnection, Sequence[int]], Sequence[int]]
     ) -> None:
-        """Ask pool after pool until nothing is wanted: `use` returns what of `wanted` this one lacks."""
+        """Ask one pool after the other, until nothing is wanted. `use` returns the part of `wanted` that the
+        pool lacks."""
 
         def ask(connection: PoolConnection) -> None:
             nonlocal wanted
@@ -286,10 +285,11 @@ def connect_all(
     layout: KVLayout | None,
     timeout_s: float,
 ) -> tuple[Backends, str, KVLayout]:
-    """Connect to the pools at `places`, of which some may be lost. Returns them and what all of them hold.
+    """Connect to the pools at `places`, of which some may be lost. Returns the pools, and the fingerprint and
+    layout of all.
 
-    With `fingerprint` and `layout` new ones are formatted. Raises PoolError if all are lost, and what one
-    refuses with.
+    With `fingerprint` and `layout` new pools are formatted. Raises PoolError if all are lost, and the error
+    with which a pool refuses.
     """
     backends, lost = [], []
     may_format = fingerprint is not None and layout is not None
@@ -317,7 +317,8 @@ def connect_all(
 
 
 def no_answer(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
-    """Make the error of a call that finds no pool: other blocks or another key are no passing trouble."""
+    """Make the error of a call that no pool answers. A pool with other blocks or another key is named, as
+    that does not pass by itself."""
     for error in lost:
         if isinstance(error.reason, ConfigError):
             return ConfigError(str(error))

@@ -1,6 +1,6 @@
-"""`mooncake-kv`: looks into running pools and tidies them up.
+"""The command `mooncake-kv`: shows and changes the contents of running pools.
 
-Owns: the command line and what a person sees. Does not know: how pools are asked.
+Owns: the command line and its output. Does not know: how pools are asked.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.pools import PoolStats, Tier
 
 _VERIFIED_BYTES = 64 << 20
-"""Bytes of the blocks that one call looks at."""
+"""Bytes of the blocks that one call verifies."""
 _MIB = 1 << 20
 
 
@@ -63,12 +63,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Pools:
-    """Pools that are asked, each by itself: they may be of different models."""
+    """The pools of a command. Each is asked by itself, as they may be of different models."""
 
     def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
         """Connect to the pools. Raises PoolError or ConfigError if there is none to ask."""
         self.has_lost = False
-        """Set when a pool was left out because it did not answer."""
+        """Whether a pool was left out because it did not answer."""
         self._key_file = key_file
         self._pools: list[KVCachePool] = []
         try:

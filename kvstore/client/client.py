@@ -3,7 +3,7 @@
 Plain blocking calls, no event loop; any number of threads may use one `KVCachePool`. Blocks of a pool on
 the same host are copied from and to shared memory; only keys and page numbers pass through its socket.
 
-Owns: what is asked of which pool. Does not know: connections, pages.
+Owns: which pool gets which call. Does not know: connections, pages.
 """
 
 import itertools
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PUT_TIMEOUT_S = 30.0
 """Default limit of the wait for pages."""
 _BATCH_BYTES = 64 << 20
-"""Bytes of the blocks in one call: bounds how long it takes, and leaves pages for others."""
+"""Most bytes of the blocks in one call: this bounds its duration, and leaves pages for other clients."""
 _LISTED_AT_ONCE = 1000
 """Blocks in one answer to `ListBlocks`."""
 Answer = TypeVar("Answer")
@@ -49,7 +49,7 @@ Answer = TypeVar("Answer")
 class Verification(NamedTuple):
     """Result of `verify`. `damaged`: keys of which a copy was dropped.
 
-    Blocks that have gone, or have a copy that cannot be read now, are in neither.
+    Blocks that have gone, or that have a copy which cannot be read now, are in neither field.
     """
 
     num_intact: int
@@ -59,10 +59,10 @@ class Verification(NamedTuple):
 class KVCachePool:
     """One or more parts of the KVCache pool, each an instance's. Made by `connect`; a context manager.
 
-    Keys have 16 bytes, blocks the `block_bytes` of the layout. The first pool is where puts go and where is
-    looked first; the others are asked for what it lacks. A pool that does not answer counts as one that has
-    nothing, and is tried again about a second later; if none answers, the call raises PoolError, or
-    MismatchError if one of them has come back with other blocks, ConfigError if with another cluster key.
+    Keys have 16 bytes, blocks the `block_bytes` of the layout. Puts go to the first pool. Reads go to the
+    first pool, and to the others for blocks that it lacks. A pool that does not answer counts as empty, and
+    is tried again about a second later. If no pool answers, the call raises PoolError; MismatchError if a
+    pool has come back with other blocks, ConfigError if with another cluster key.
     """
 
     def __init__(self, backends: Backends, fingerprint: str, layout: KVLayout) -> None:
@@ -85,14 +85,14 @@ class KVCachePool:
         """Connect to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
         another.
 
-        `fingerprint` and `layout` say what the caller's blocks are; by default they are what the pools hold.
-        With both given, a pool that is new and answers now is formatted for them.
-        A pool that answers nothing for `timeout_s`, now or later, counts as gone.
-        `key_file` holds the cluster's key, which both sides of a `tcp://` address prove that they know; it is
-        read once. A `unix:` address needs none: the socket is private to its user.
+        `fingerprint` and `layout` describe the caller's blocks; by default they are those of the pools. With
+        both given, a pool that is new and answers now is formatted for them. A pool that answers nothing for
+        `timeout_s`, now or later, counts as gone. `key_file` holds the cluster's key, which both sides of a
+        `tcp://` address prove that they know; it is read once. A `unix:` address needs none: the socket is
+        private to its user.
 
-        Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if none answers;
-        ConfigError for what is no address, and for a key that is missing, unreadable or not the pool's.
+        Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if no pool answers;
+        ConfigError for an invalid address, and for a key that is missing, unreadable or not the pool's.
         """
         if not addresses:
             raise ConfigError("name at least one pool: unix:/path/of.sock or tcp://host:port")
@@ -119,8 +119,9 @@ class KVCachePool:
     ) -> None:
         """Store `blocks` under `keys`. When this returns, all of them have been sealed.
 
-        A block that is there already is not written again. A full pool is waited for: up to `timeout_s`,
-        then PoolFullError; the blocks before have been stored. Goes to the first pool that answers.
+        A block that is there already is not written again. The call goes to the first pool that answers, and
+        waits up to `timeout_s` for room in it. Then it raises PoolFullError; the blocks before that have been
+        stored.
         """
         views = [self._view(block, self.layout.num_layers) for block in blocks]
         self._check(keys, len(views))
@@ -136,12 +137,12 @@ class KVCachePool:
     def put_layers(
         self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float = PUT_TIMEOUT_S
     ) -> None:
-        """Store blocks while they are made, some layers of all of them after the other.
+        """Store blocks while they are computed, layer by layer of all blocks.
 
         `copy(layers, positions, addresses)` copies `layers` of the blocks at these positions of `keys`, each
-        to its address, and returns their xxh3-64, `[block][layer]`; it may wait until they are there. What it
-        raises ends the call, and nothing of these blocks stays. When a pool is lost it may be called from the
-        first layer on again. Keys are distinct. Otherwise as `put`.
+        to its address, and returns their xxh3-64, `[block][layer]`. It may wait for the layers. An error that
+        it raises ends the call, and none of these blocks is stored. If a pool is lost, it may be called again
+        from the first layer on. Keys must be distinct. Otherwise as `put`.
         """
         self._check(keys)
         self._backends.first(lambda connection: connection.put_layers(keys, copy, timeout_s))
@@ -151,8 +152,8 @@ class KVCachePool:
     ) -> list[bool]:
         """Copy the blocks, or only consecutive `layers` of them, into the caller's buffers.
 
-        What is True in the answer has been verified. False: the block is not there, or was damaged and is
-        no more; its buffer may have been written to all the same.
+        True in the answer: the block was read and verified. False: the block is not there, or was damaged and
+        has been dropped; its buffer may have been written to.
         """
         layers = self._checked(layers)
         views = [self._view(buffer, len(layers), writable=True) for buffer in out]
@@ -185,7 +186,7 @@ class KVCachePool:
         return tiers
 
     def prefix_len(self, keys: Sequence[BlockKey]) -> int:
-        """Count the leading blocks that are there, up to the first that is not."""
+        """Count the leading blocks that are there, up to the first missing one."""
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
@@ -210,16 +211,17 @@ class KVCachePool:
         return lease
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Let pools that have these blocks on SSD begin to bring them to DRAM: they will be wanted soon."""
+        """Let pools that have these blocks on SSD begin to promote them to DRAM, for reads to come."""
         self._check(keys)
         self._of_each(keys, lambda connection, some_keys: connection.notify(Prefetch(some_keys)))
 
     # -- what becomes of blocks -------------------------------------------------------------------
 
     def pin(self, keys: Sequence[BlockKey], ttl_s: float, hard: bool = False) -> int:
-        """Keep these blocks in DRAM for `ttl_s`: as long as others can be evicted, or `hard` at any price.
+        """Pin these blocks in DRAM for `ttl_s`. A soft pin holds as long as other blocks can be evicted, a
+        `hard` one always.
 
-        Pins outlive this client; a soft one leaves a hard one as it is. Returns how many copies are pinned.
+        Pins outlive this client. A soft pin does not replace a hard one. Returns the number of pinned copies.
         Raises PoolError when hard pins would take more than half of a pool.
         """
         self._check(keys)
@@ -230,7 +232,7 @@ class KVCachePool:
         return sum(self._of_each(keys, pin, moves_blocks=True))
 
     def unpin(self, keys: Sequence[BlockKey]) -> int:
-        """Unpin these blocks. Returns the number of pins that were taken away."""
+        """Unpin these blocks. Returns the number of removed pins."""
         self._check(keys)
         return sum(
             self._of_each(
@@ -239,8 +241,8 @@ class KVCachePool:
         )
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Forget these blocks in every pool and tier; reads in flight may finish. Returns the number of
-        copies."""
+        """Remove these blocks from every pool and tier. Reads in flight may finish. Returns the number of
+        removed copies."""
         self._check(keys)
         return sum(
             self._of_each(
@@ -249,7 +251,7 @@ class KVCachePool:
         )
 
     def clear(self) -> int:
-        """Forget every block of every pool. Returns the number of copies."""
+        """Remove every block from every pool. Returns the number of removed copies."""
         self._check([])
 
         def clear(connection: PoolConnection) -> int:
@@ -262,7 +264,7 @@ class KVCachePool:
 
         The copies are on as many hosts as possible. Bytes go from messenger to messenger.
 
-        Raises PoolError, which says how many copies there are now and why, if that cannot be reached.
+        Raises PoolError if that cannot be reached. The message says how many copies there are now, and why.
         """
         self._check([key])
         return change_replica(self._backends.all, key, num_replicas)
@@ -272,8 +274,8 @@ class KVCachePool:
     def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
         """Return the statistics of every pool that answers, by instance.
 
-        `check_integrity` looks at every page now, and holds the pool up meanwhile; by default `integrity` and
-        `num_orphaned` are those of its last look, which it takes when idle.
+        `check_integrity`: check every page now, which holds the pool up meanwhile. By default `integrity` and
+        `num_orphaned` are those of the pool's latest check, which it makes when idle.
         """
         self._check([])
 
@@ -309,7 +311,7 @@ class KVCachePool:
         return Verification(sum(answer.num_intact for answer in answers), list(dict.fromkeys(damaged)))
 
     def close(self) -> None:
-        """End all connections; calls in other threads may finish, leases end. Idempotent."""
+        """End all connections and leases. Calls in other threads may finish. Idempotent."""
         self._is_closed = True
         if os.getpid() != self._pid:
             return  # nothing of the parent's is open here
@@ -348,7 +350,8 @@ class KVCachePool:
         return (slice(start, start + stride) for start in range(0, num_keys, stride))
 
     def _check(self, keys: Sequence[BlockKey], num_blocks: int | None = None) -> None:
-        """Check the arguments of a call. Raises PoolError for what is no key, or not one for each block."""
+        """Check the arguments of a call. Raises PoolError for an invalid key, or unless there is one key for
+        each block."""
         if self._is_closed:
             raise PoolError("this KVCachePool is closed; connect again")
         if os.getpid() != self._pid:

@@ -1,6 +1,6 @@
 """Clusters of this user on this host, and the choice between them.
 
-Owns: which pools belong together. Does not know: what is asked of them.
+Owns: which pools belong together. Does not know: calls to pools.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ UNIX = "unix:"
 
 
 class Cluster(NamedTuple):
-    """Runs that have one conductor, by their run directories."""
+    """A cluster: the runs on this host that have the same Conductor, by their run directories."""
 
     runs: dict[Path, Run]
 
@@ -64,7 +64,7 @@ def pools_of(name: str | None) -> list[str]:
 def check_of_one_cluster(addresses: Sequence[str]) -> None:
     """Raise ConfigError unless these pools certainly belong to one cluster.
 
-    Pools at tcp:// addresses do if one key opens them all: nodes of a cluster share a key.
+    Pools at tcp:// addresses belong to one cluster if the same key opens all: nodes of a cluster share a key.
     """
     local = [address for address in addresses if address.startswith(UNIX)]
     if not local or len(addresses) == 1:

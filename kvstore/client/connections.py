@@ -1,6 +1,7 @@
 """A client's connection to a pool: one session, used by one thread at a time.
 
-What both kinds have in common; see mapped (Unix socket and shared memory) and streamed (TCP).
+This is the part that both kinds have in common: `mapped` (Unix socket and shared memory) and `streamed`
+(TCP).
 
 Owns: calls and their answers. Does not know: threads, other pools.
 """
@@ -48,13 +49,14 @@ from mooncake.security.keys import ClusterKey
 RemoteCall = Call | GetBlocks | PutBlocks
 Expected = TypeVar("Expected", bound=Answer | GotBlocks)
 CopyLayers = Callable[[range, Sequence[int], Addresses], Digests]
-"""A caller's copy of consecutive layers of some of its blocks, given by position, each to an address.
+"""A caller's function that copies consecutive layers of some of its blocks, given by position, each to an
+address.
 
-Returns the xxh3-64 of every layer, `[block][layer]`. It may wait until the layers are there.
+It returns the xxh3-64 of every layer, `[block][layer]`, and may wait until the layers are there.
 """
 
 _WRITTEN_BYTES = 1 << 20
-"""Bytes that are worth a commit."""
+"""Bytes of written layers after which they are committed."""
 _COMMIT_BYTES = 1 << 17
 """Most bytes of checksums in one message."""
 
@@ -102,10 +104,10 @@ def key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey 
 
 
 class PoolConnection(ABC):
-    """A session. `call` and what is built on it belong to one thread at a time.
+    """A session. `call`, and the methods that use it, may be used by one thread at a time.
 
-    A pool that is gone is a ConnectionError, one that is silent for too long a TimeoutError; only `close` is
-    allowed then. Errors of `mooncake.errors` are the pool's answers and leave the connection as it was.
+    Raises ConnectionError if the pool is gone, and TimeoutError if it is silent for too long. Only `close` is
+    allowed after these. Errors of `mooncake.errors` are answers of the pool, and the connection stays usable.
     """
 
     address: MessengerAddress
@@ -121,10 +123,10 @@ class PoolConnection(ABC):
         self._sock = sock
         self._timeout_s = timeout_s
         self._timeouts_s: dict[int, float] = {}
-        """Timeouts that the kernel has been told, by socket option."""
+        """Timeouts that are set in the kernel, by socket option."""
         self._call_ids = itertools.count(1)
         self._await_space: AwaitSpace | None = None
-        """A call without an answer so far, though no caller may be waiting for it."""
+        """A call to wait for space that has no answer yet. Its caller may have stopped waiting."""
         self._set_timeout(socket.SO_SNDTIMEO, timeout_s)
         self._set_timeout(socket.SO_RCVTIMEO, timeout_s)
         _connections.add(self)
@@ -135,7 +137,8 @@ class PoolConnection(ABC):
         return next(self._call_ids)
 
     def call(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None = None) -> Expected:
-        """Return the answer to `call`, which must be `expected`. Raises what the pool says went wrong.
+        """Return the answer to `call`, which must be of type `expected`. Raises the error that the pool
+        answers.
 
         Raises TimeoutError after `timeout_s` (by default the connection's own) without any answer.
         """
@@ -171,7 +174,7 @@ class PoolConnection(ABC):
             return answer
 
     def close(self) -> None:
-        """End the session: the pool takes back what it had reserved or leased. Idempotent."""
+        """End the session. The pool releases its reservations and leases. Idempotent."""
         self.is_open = False
         self._sock.close()
 
@@ -186,7 +189,7 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        """Get so many blocks that they do not claim too much of a small pool."""
+        """Get a part of the blocks that does not lease too much of a small pool."""
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
@@ -194,10 +197,10 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def put_layers(self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float) -> None:
-        """Store blocks of distinct keys whose layers come one after another, as `copy` brings them."""
+        """Store blocks of distinct keys, layer by layer as `copy` copies them."""
 
     def layer_groups(self, num_blocks: int) -> Iterator[range]:
-        """Split the layers into ranges, each worth a commit and not too large for one."""
+        """Split the layers into ranges, each of which is committed by one message."""
         stride = -(-_WRITTEN_BYTES // (num_blocks * self.layout.layer_bytes))
         stride = max(1, min(stride, _COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
         num_layers = self.layout.num_layers
@@ -230,7 +233,7 @@ class PoolConnection(ABC):
         self._answer(self._await_space, Done, timeout_s)
 
     def parts(self, num_blocks: int) -> list[slice]:
-        """Split a batch, so that no slice claims too much of a small pool at once."""
+        """Split a batch, so that no slice reserves too much of a small pool at once."""
         stride = max(1, min(self.num_pages // 4, max_keys(self.layout.num_layers)))
         return [slice(start, start + stride) for start in range(0, num_blocks, stride)]
 
@@ -238,15 +241,15 @@ class PoolConnection(ABC):
         self.call(Release(self.next_id(), reservation_id), Done)
 
     def report_damaged(self, keys: list[BlockKey]) -> None:
-        """Let the pool look at these blocks itself and drop what is damaged."""
+        """Have the pool verify these blocks, and drop those that are damaged."""
         if keys:
             self.call(VerifyBlocks(self.next_id(), keys), Verified)
 
     # ---------------------------------------------------------------------------------------------
 
     def _set_timeout(self, option: int, timeout_s: float) -> None:
-        """Limit how long one send or receive may take. The kernel does that: Python's own timeouts cost a
-        poll before every call."""
+        """Limit the time of one send or receive, in the kernel: Python's own timeouts cost a poll before
+        every call."""
         if timeout_s != self._timeouts_s.get(option):
             seconds = int(timeout_s)
             timeval = _TIMEVAL.pack(seconds, max(_LEAST_TIMEOUT_US, int((timeout_s - seconds) * 1e6)))
@@ -261,7 +264,7 @@ class PoolConnection(ABC):
         return ConnectionResetError(f"{self.place.text} is gone: {reason}")
 
     def _broken(self, what: str) -> PoolError:
-        """Make the error of a peer that does not keep to the protocol, and end the session."""
+        """End the session, and make the error of a peer that has broken the protocol."""
         self.is_open = False
         return PoolError(f"{self.place.text} answered what it should not: {what}")
 

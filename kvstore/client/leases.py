@@ -1,6 +1,6 @@
 """Leases on blocks of pools on this host, which are read where they are.
 
-Owns: what a lease holds. Does not know: how blocks are found.
+Owns: the views of leased blocks. Does not know: how blocks are found.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ class Lease:
         self._leases: list[tuple[MappedConnection, int]] = []
 
     def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
-        """Take over what was leased for the blocks at `positions`. Returns the positions of the others."""
+        """Add the leased blocks of those at `positions`. Returns the positions of the blocks that are not
+        leased."""
         self._leases.append((connection, leased.lease_id))
         layers = range(connection.layout.num_layers)
         missing = []
@@ -42,7 +43,7 @@ class Lease:
         return missing
 
     def verify(self) -> list[bool]:
-        """Tell of each block whether it is still there and its bytes fit the checksums stored with it."""
+        """Tell for each block whether it is still there, and its bytes match the checksums stored with it."""
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():
             is_there = connection.is_intact(self._keys[position], page)
@@ -51,7 +52,7 @@ class Lease:
         return is_intact
 
     def end(self) -> None:
-        """End the lease. Views that nobody else holds cannot be used after this. Idempotent."""
+        """End the lease, and release its views. Idempotent."""
         leases, self._leases = self._leases, []
         for view in self.blocks:
             if view is not None:

@@ -1,10 +1,10 @@
 """A pool on this host: calls over a Unix socket, blocks in the pool's own memory, mapped here.
 
 A page is written only between its reservation and the answer to `Release`, by the thread that uses the
-connection. So what a closed connection had reserved is written no more, and a client that connects under
-its old serial again has stopped.
+connection. So pages of a closed connection are written no more, and a client that connects again under the
+same serial has stopped writing.
 
-Owns: connections of that kind, the mapping. Does not know: which connection is used when.
+Owns: connections over Unix sockets, the mapping. Does not know: which connection is used when.
 """
 
 import array
@@ -37,11 +37,11 @@ from mooncake.messages.blocks import BlockKey
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _COPY_LEASE_S = 30.0
-"""Lease of the blocks of one copy, longer than it takes; should it not be, the checksums tell."""
+"""Seconds of the lease for one copy: longer than a copy takes. If it is not, the checksums tell."""
 _TRIES = 40
 """Attempts to receive an answer before sleeping."""
 _POPULATED_BYTES = 64 * 1024
-"""Size from which a page is mapped at once, not by a fault every 4 KiB."""
+"""Bytes from which a page is mapped by one call, rather than by a fault every 4 KiB."""
 
 
 class Mapping:
@@ -63,10 +63,10 @@ class Mapping:
         return self.segment.layers_view(page, layers)
 
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
-        """Tell whether what has just been read from `page` was this block, and intact.
+        """Tell whether the bytes that have just been read from `page` were this block, and intact.
 
-        A lease may end while its backend is stopped: the page could be another block's by now. The order
-        in which a page table is written makes it enough to look at the state last.
+        A lease may have ended while this process was stopped, and the page may have another block now. As the
+        state in a page table is written in a fixed order, it is enough to check the state last.
         """
         table = self.table
         return (
@@ -88,17 +88,18 @@ class MappedConnection(PoolConnection):
         self.mapping: Mapping
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._fds: list[int] | None = None
-        """Descriptors that came, as long as one is expected."""
+        """Received descriptors, while one is expected."""
         self._lock = threading.Lock()
-        """Lock between the ends of leases and `close`: a closed descriptor's number may be another's soon."""
+        """Lock of `end_lease` and `close`, as the number of a closed descriptor may be used again at once."""
 
     @classmethod
     def open(
         cls, place: Place, connect: Connect, timeout_s: float, known: Mapping | None
     ) -> "MappedConnection":
-        """Connect. `known` is used if it is this pool's segment.
+        """Connect. The mapping `known` is used if it is of this pool's segment.
 
-        Raises OSError if nothing answers or there is no descriptor left, else what the pool refuses with.
+        Raises OSError if nothing answers or no descriptor is left, else the error with which the pool
+        refuses.
         """
         assert place.unix_path is not None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -164,8 +165,8 @@ class MappedConnection(PoolConnection):
         return message
 
     def _receive_bytes(self) -> int:
-        """Receive a packet, asking a while before sleeping: most answers come within microseconds, waking up
-        takes longer."""
+        """Receive a packet. It polls for a while before it sleeps, as most answers come within microseconds
+        and waking up takes longer."""
         try:
             return receive_soon(self._sock, self._buffer, _TRIES)
         except BlockingIOError:
@@ -188,7 +189,7 @@ class MappedConnection(PoolConnection):
                 self.notify(EndLease(lease_id))
 
     def is_intact(self, key: BlockKey, page: int) -> bool:
-        """Tell whether a leased page holds this block still, and its bytes fit their checksums."""
+        """Tell whether a leased page still holds this block, and its bytes match their checksums."""
         layers = range(self.layout.num_layers)
         checksums = layer_checksums(self.mapping.view(page, layers), self.layout.layer_bytes)
         return self.mapping.holds(key, page, layers, checksums)

@@ -3,7 +3,7 @@
 A copy is an ordinary transfer: the target reserves a page and opens it, the source finds the block and
 sends it there, and the target seals it when it has verified every layer.
 
-Owns: where copies should be, and each one's making. Does not know: how messengers move bytes.
+Owns: where copies should be, and how each is made. Does not know: how messengers move bytes.
 """
 
 from collections import Counter
@@ -110,7 +110,7 @@ def most_used_host(owners: Sequence[_Pool]) -> _Pool:
 def _copy(key: BlockKey, sources: Sequence[_Pool], target: Backend) -> None:
     """Copy the block from the first source that can send it.
 
-    Raises Unreachable if the target is lost, else what went wrong with the last source.
+    Raises Unreachable if the target is lost, else the error of the last source.
     """
     errors: list[MooncakeError] = []
     for source in sources:

@@ -1,6 +1,6 @@
 """The output of `mooncake-kv`: rows for people, or for programs.
 
-Owns: the form of rows. Does not know: what they say.
+Owns: the form of rows. Does not know: their contents.
 """
 
 import json
@@ -17,10 +17,10 @@ _FOLDED = ("instance", "state", "file", "damaged")
 
 
 class Rows:
-    """Output of a command: a table on a terminal, lines with tabs elsewhere, or one JSON object a line.
+    """Output of a command: a table on a terminal, lines with tabs elsewhere, or a JSON object in each line.
 
-    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` the last
-    column is no column of a table: each of its values stands below, once.
+    A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` a table has
+    no last column: its values stand below the table, each once.
     """
 
     def __init__(self, columns: Sequence[str], *, as_json: bool, last_below: bool = False) -> None:

@@ -1,6 +1,6 @@
 """A pool on another host: calls and blocks over one TCP connection.
 
-Owns: connections of that kind. Does not know: which connection is used when.
+Owns: connections over TCP. Does not know: which connection is used when.
 """
 
 import socket
@@ -26,7 +26,7 @@ _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
 _MAX_BUFFERS = 1024
 """IOV_MAX of Linux."""
 _LOOKUP_BYTES = 1 << 20
-"""Size of a put from which it is worth asking which blocks are there already."""
+"""Bytes of a put from which the pool is asked first which blocks it has."""
 
 
 class StreamedConnection(PoolConnection):
@@ -42,7 +42,8 @@ class StreamedConnection(PoolConnection):
     def open(cls, place: Place, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":
         """Connect, and prove to each other that both sides know `key`.
 
-        Raises OSError if nothing answers, ConfigError if the pool has another key, else what it refuses with.
+        Raises OSError if nothing answers, ConfigError if the pool has another key, else the error with which
+        it refuses.
         """
         assert place.tcp is not None
         try:
@@ -66,7 +67,8 @@ class StreamedConnection(PoolConnection):
         return connection
 
     def _prove(self, key: ClusterKey, timeout_s: float) -> None:
-        """Prove to each other that both sides know `key`. A pool that drips is given up after `timeout_s`."""
+        """Prove to each other that both sides know `key`. A pool that answers too slowly is given up after
+        `timeout_s`."""
         due_s = time.monotonic() + timeout_s
         visitor = Visitor(key)
         self.notify(visitor.greeting)

@@ -1,6 +1,6 @@
-"""A worker's calls to its messenger and their answers, as many at a time as there are tasks that ask.
+"""A worker's calls to its messenger and their answers. Each task may have a call in flight.
 
-Owns: the connection, calls in flight, whether the messenger is there. Does not know: what is asked for.
+Owns: the connection, calls in flight, whether the messenger is there. Does not know: what calls mean.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from mooncake.errors import PoolError
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _ADVICE = "this worker and its messenger's pool must agree"
 _ANSWER_TIMEOUT_S = 10.0
-"""Limit for calls that a working messenger answers at once."""
+"""Seconds within which a working messenger must answer calls that need no waiting."""
 _RETRY_S = 0.02
 """Pause before another attempt to connect to a messenger that does not listen yet."""
 Expected = TypeVar("Expected", bound=Answer)
@@ -38,7 +38,7 @@ class WorkerCalls:
         self._gone_reason = f"messenger of {instance} gone"
         self._ids = itertools.count(1)
         self._in_flight: dict[int, asyncio.Future[Answer]] = {}
-        """Answers to come, by call."""
+        """Futures of answers, by call."""
         self._on_layers: dict[int, Callable[[int, int], None]] = {}
         """Callbacks of fetches, by call."""
         self._connection = PacketConnection(sock, _DECODER, self._take)
@@ -48,7 +48,7 @@ class WorkerCalls:
     async def attach(cls, socket_path: str, attach: Attach) -> tuple["WorkerCalls", Attached, Segment]:
         """Connect to the messenger at `socket_path` as soon as it listens, and map its segment.
 
-        Raises ConnectionError if it goes away before it answers, else what it refuses with.
+        Raises ConnectionError if the messenger ends before it answers, else the error with which it refuses.
         """
         sock = await _connected(socket_path)
         try:
@@ -90,7 +90,8 @@ class WorkerCalls:
     async def ask(
         self, call: Call, expected: type[Expected], on_layers: Callable[[int, int], None] | None = None
     ) -> Expected:
-        """Return the answer to `call`, which must be `expected`, or raise what the messenger says went wrong.
+        """Return the answer to `call`, which must be of type `expected`. Raises the error that the messenger
+        answers.
 
         `on_layers` is called while a fetch proceeds.
         """
@@ -131,7 +132,8 @@ class WorkerCalls:
                     answered.set_result(message)
 
     def _stalled(self) -> PoolError:
-        """Give up a messenger that does not answer: what it holds for this worker must end."""
+        """End the connection to a messenger that does not answer, so that it releases everything of this
+        worker."""
         return self._lost(f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s")
 
     def _lost(self, reason: str) -> PoolError:

@@ -4,7 +4,7 @@ A lost messenger is not hidden: pending calls raise PoolError, `closed` is set, 
 again with a new client. Before that it must have stopped writing to pages it had reserved through the
 old one: the new messenger keeps them quarantined until the worker has attached again, and frees them then.
 
-Owns: what a worker can ask for, the mapped segment. Does not know: what the worker computes.
+Owns: a worker's calls, the mapped segment. Does not know: what the worker computes.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class WorkerClient:
     def __init__(self, calls: WorkerCalls, attached: Attached, segment: Segment) -> None:
         self.address = attached.address
         self.wants_token_ids = attached.wants_token_ids
-        """Whether anybody follows what `describe_tokens` says."""
+        """Whether a follower of KV events wants the tokens of `describe_tokens`."""
         self.segment = segment
         self._calls = calls
         self.closed = calls.closed
@@ -109,10 +109,10 @@ class WorkerClient:
     # -- pages ------------------------------------------------------------------------------------
 
     async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
-        """Lease the sealed blocks among `keys` and reserve pages for the others and `num_private` more.
+        """Reserve pages for `keys`, and `num_private` pages without a key. Sealed blocks keep their pages.
 
-        All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError
-        if there never will be. Cancelled, it leaves nothing reserved.
+        All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError if
+        there never will be. A cancelled call leaves nothing reserved.
         """
         call = ReservePages(self._calls.new_id(), list(keys), num_private)
         reserving = self._spawn(self._calls.ask(call, Reservation))
@@ -123,24 +123,24 @@ class WorkerClient:
             raise
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Begin to bring blocks to DRAM that SSD has: they will be reserved soon."""
+        """Begin to promote blocks from SSD to DRAM, for a reservation to come."""
         await self._calls.send(Prefetch(list(keys)))
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
-        """Pin the `keys` that are here for `ttl_s`, as long as others can be evicted; return their number."""
+        """Set soft pins on the `keys` that are here, for `ttl_s`. Returns their number."""
         call = PinBlocks(self._calls.new_id(), list(keys), ttl_s, hard=False)
         return (await self._calls.ask(call, Count)).num_blocks
 
     async def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Unpin the `keys` that `pin` keeps; hard pins belong to others."""
+        """Remove the soft pins of `keys`."""
         await self._calls.ask(UnpinBlocks(self._calls.new_id(), list(keys), hard=False), Count)
 
     async def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Forget the `keys` that are in no use and under no pin, in every tier."""
+        """Remove the `keys` that are neither in use nor pinned from every tier."""
         await self._calls.send(DropIdle(list(keys)))
 
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
-        """Say which tokens the keys of a reservation stand for, for the events when their blocks are sealed.
+        """Describe the tokens of a reservation's keys, for the KV events of their blocks.
 
         Not for prompts with a `cache_salt`: followers of the events could not tell them from others.
         """
@@ -153,7 +153,7 @@ class WorkerClient:
             await self._calls.send(DescribeTokens(reservation_id, first, packed))
 
     async def wait_for_space(self, since: PoolFullError) -> None:
-        """Return when pages have become free or evictable since that refusal."""
+        """Wait until pages have become free or evictable after the refusal `since`."""
         await self._calls.ask(AwaitSpace(self._calls.new_id(), since.space_epoch), Done)
 
     async def commit(
@@ -174,13 +174,13 @@ class WorkerClient:
             )
 
     async def settled(self) -> None:
-        """Return when all earlier commits have been noted: checksums are in the segment."""
+        """Wait until the messenger has handled all earlier commits: their checksums are in the segment."""
         await self._calls.ask(Lookup(self._calls.new_id(), []), Located)
 
     async def release(self, reservation_id: int) -> None:
-        """Release all of a reservation: cancel its send, revoke its grant. Idempotent.
+        """Release a reservation, cancel its send and revoke its grant. Idempotent.
 
-        A messenger that is gone has released everything.
+        (A messenger that is gone has released everything.)
         """
         try:
             await self._calls.ask(Release(self._calls.new_id(), reservation_id), Done)
@@ -197,7 +197,7 @@ class WorkerClient:
     async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
         """Start to stream the granted blocks of this reservation, for a prefill.
 
-        They go to `grant.messenger`, and the blocks of `grant.others` to theirs.
+        The blocks go to `grant.messenger`, and those of `grant.others` to their messengers.
 
         Blocks that are sealed go at once, other layers as they are committed. `ref_text` names the
         request in logs.
@@ -205,8 +205,7 @@ class WorkerClient:
         await self._calls.ask(StartSend(self._calls.new_id(), reservation_id, grant, ref_text), Done)
 
     async def wait_sent(self, reservation_id: int) -> None:
-        """Return when the receiver has verified and acknowledged everything. Raises TransferError
-        otherwise."""
+        """Wait until the receiver has acknowledged everything. Raises TransferError if it never will."""
         await self._calls.ask(AwaitSent(self._calls.new_id(), reservation_id), Done)
 
     async def fetch(
@@ -218,12 +217,12 @@ class WorkerClient:
     ) -> tuple[list[int], list[int]]:
         """Bring `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
 
-        `on_layers(num_blocks, num_layers)`: so many layers of the first so many of them are there; it is also
-        called, several times a second, while a part of the next ones comes.
+        `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first
+        `num_blocks` of them are there; and, several times a second, while a part of the next layers arrives.
 
-        Returns of each block how many layers have come, and its page, which may be another than before. Until
-        then only blocks that have been given up are the caller's to write. Whatever becomes of `sources` is
-        no error.
+        Returns for each block the number of layers that have arrived, and its page, which may be a new one.
+        Until then the caller may write only blocks that the fetch has given up. A source that fails is no
+        error.
         """
         call = FetchBlocks(self._calls.new_id(), reservation_id, list(sources), list(blocks))
         answer = await self._calls.ask(call, Fetched, on_layers)
@@ -232,9 +231,9 @@ class WorkerClient:
     async def fetch_ahead(
         self, reservation_id: int, sources: Sequence[PoolShard], blocks: Sequence[int]
     ) -> list[int]:
-        """Fetch without anybody waiting: behind the transfers that a request waits for.
+        """Fetch blocks as bulk, behind the transfers that requests wait for.
 
-        Returns of each block how many layers have come.
+        Returns for each block the number of layers that have arrived.
         """
         call_id = self._calls.new_id()
         call = FetchBlocks(call_id, reservation_id, list(sources), list(blocks), Urgency.BULK)
@@ -266,7 +265,7 @@ class WorkerClient:
         return (await self._calls.ask(GetStats(self._calls.new_id(), check_integrity), Stats)).stats
 
     async def close(self) -> None:
-        """Detach: the messenger releases all that this worker had reserved."""
+        """Detach. The messenger releases all reservations of this worker."""
         self._calls.close()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.segment.close()

@@ -1,11 +1,12 @@
 """The KV events of one instance's pool, in numbered batches.
 
-The pool reports every change of what can be found, as it happens. A publisher seals what has been collected
-into a batch and sends it; the last batches stay here for replays. Between two seals, consecutive
-events of one kind and tier become one. Everything runs in one thread, so a snapshot of the pool that is
-taken right after a seal, with no await in between, is the state after exactly that batch.
+The pool reports each block that can be found or no longer be found, as it happens. A publisher seals the
+collected events into a batch and sends it. The latest batches stay here for replays. Between two seals,
+consecutive events of one kind and tier become one. Everything runs in one thread, so a snapshot of the pool
+that is taken right after a seal, with no await in between, is the state after exactly that batch.
 
-Owns: the order and numbers of events, the last batches. Does not know: sockets, time, what the pool holds.
+Owns: the order and numbers of events, the latest batches. Does not know: sockets, time, the contents of the
+pool.
 """
 
 import itertools
@@ -18,9 +19,9 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""Blocks with which a batch is sealed, so that it stays a message of some 200 KB.
+"""Most blocks of a batch, so that its message has some 200 KB.
 
-So the log is bounded even if no caller seals.
+At this size a batch is sealed by itself, so the log is bounded even if no caller seals.
 """
 
 
@@ -63,14 +64,14 @@ class EventLog:
         self._kind: type[KVStored | KVRemoved] | None
         self._tier: Tier | None
         self._keys: list[BlockKey]
-        """Keys of the last event, which goes on while kind and tier stay the same."""
+        """Keys of the last event. Further keys of the same kind and tier are added to it."""
         self._start_batch()
         # Numbers begin anew with each life: followers of an earlier one must forget what it said.
         self.cleared()
 
     def on_event(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at the first event of each new batch, in the middle of a change of the pool: it may
-        take note, and nothing else."""
+        """Call `listener` at the first event of each new batch. It is called in the middle of a change of the
+        pool, which it must not use."""
         self._listeners.append(listener)
 
     # -- collecting: called for every block, so kept below a microsecond ---------------------------
@@ -82,7 +83,7 @@ class EventLog:
         self._collect(KVStored, tier, key)
 
     def stored_all(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        """Record many stored blocks; quicker than one by one."""
+        """Record many stored blocks at once, which is faster than one by one."""
         self._collect_all(KVStored, tier, keys)
 
     def removed(self, tier: Tier, key: BlockKey) -> None:
@@ -90,12 +91,12 @@ class EventLog:
         self._collect(KVRemoved, tier, key)
 
     def removed_all(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
-        """Record many removed blocks; quicker than one by one."""
+        """Record many removed blocks at once, which is faster than one by one."""
         self._collect_all(KVRemoved, tier, keys)
 
     def cleared(self) -> None:
-        """Record that nothing can be found any more, in any tier. Voids what the batch has collected so
-        far."""
+        """Record that no block can be found any more, in any tier. The events collected so far are
+        dropped."""
         self._start_batch()
         self._events.append(KVCleared())
         self._notify()

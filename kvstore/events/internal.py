@@ -25,7 +25,7 @@ from mooncake.security.curve import Gate
 from mooncake.security.keys import ClusterKey
 
 Snapshot = Callable[[], Iterable[tuple[Tier, list[BlockKey]]]]
-"""A function that returns what the pool holds now; it has to agree with what was reported to the log."""
+"""A function that returns the blocks of the pool by tier. They must agree with the events in the log."""
 
 KV_TOPIC = b"kv"
 """Topic of every batch."""

@@ -1,6 +1,6 @@
-"""The peers of a ZeroMQ socket that is open to all.
+"""Limits for the peers of a ZeroMQ socket that needs no key.
 
-Owns: how many they are, how much each may send. Does not know: what is said.
+Owns: the number of peers, and the bytes that each may send. Does not know: messages.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from mooncake.security.handshakes import connection_of, num_bytes_received
 from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_OPEN = 32
-"""Most connections to one socket; one more closes the oldest, which may connect again."""
+"""Most connections to one socket. A further one closes the oldest, whose peer may connect again."""
 MOST_SENT_BYTES = 8 << 10
 """Most bytes that one connection may send: libzmq keeps every frame of a message that does not end, in up to
 32 times its bytes. A router says 20 bytes to begin and 20 for each replay, and connects again by itself."""
 LOOK_INTERVAL_S = 0.01
-"""Pause between two looks while a peer is connected. libzmq's one thread takes some megabytes in this
+"""Seconds between two checks while a peer is connected. libzmq's one thread takes some megabytes in this
 time."""
 
 
@@ -28,7 +28,7 @@ class OpenPeers:
     """A bound on the number of TCP connections to a socket, and on what their peers send. Needs a running
     event loop.
 
-    To be made before `bound` is bound, and closed before it is closed.
+    Make it before `bound` is bound, and close it before `bound` is closed.
     """
 
     def __init__(self, bound: zmq.asyncio.Socket) -> None:

@@ -1,4 +1,4 @@
-"""Messages of a messenger to the users of its instance's part of the pool, most of them answers to `calls`.
+"""Messages of a messenger to the users of its pool part. Most are answers to `calls`.
 
 Owns: its vocabulary. Does not know: sockets.
 """
@@ -29,9 +29,9 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A page of a reservation. `sealed`: the block is there already and may only be read.
+    """A page of a reservation. `sealed`: its block is stored already, and the page may only be read.
 
-    `tier`: where a sealed block was before anybody asked for it.
+    `tier`: the tier in which a sealed block was when it was asked for.
     """
 
     page: int
@@ -56,9 +56,9 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 class LayersFetched(msgspec.Struct, tag=True, frozen=True):
     """Progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks are there, verified.
 
-    No answer: several come during a fetch, with the same numbers again while nothing but a part of the next
-    layers has come. Blocks from `num_blocks` on have been given up: they keep the layers that they had, and
-    are the caller's to write.
+    This is no answer: several are sent during a fetch, with the same numbers again while only a part of the
+    next layers has arrived. Blocks from `num_blocks` on have been given up: they keep the layers that they
+    have, and the caller may write the others.
     """
 
     call_id: int
@@ -67,9 +67,11 @@ class LayersFetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetched(msgspec.Struct, tag=True, frozen=True):
-    """End of a fetch: of each block, how many layers from 0 on are there. A block with all of them is sealed.
+    """End of a fetch: for each block, the number of layers from 0 on that are there. A block with all layers
+    is sealed.
 
-    `pages`: where the blocks are now. Those that were to be written when the source hung have other ones.
+    `pages`: the present pages of the blocks. If the source hung, blocks that it might still write have new
+    pages.
     """
 
     call_id: int
@@ -85,7 +87,7 @@ class Located(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leased(msgspec.Struct, tag=True, frozen=True):
-    """A lease: the page of each block, or None for those that are not here (or cannot be had now)."""
+    """A lease: the page of each block; None for a block that is not here, or cannot be promoted now."""
 
     call_id: int
     lease_id: int
@@ -98,7 +100,7 @@ class Count(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One copy of a block. `num_users`: leases and transfers that keep it where it is."""
+    """One copy of a block. `num_users`: the number of leases and transfers that keep it in its page."""
 
     key: BlockKey
     tier: Tier
@@ -151,7 +153,7 @@ class ErrorKind(StrEnum):
 
 
 class CallFailed(msgspec.Struct, tag=True, frozen=True):
-    """An error of the pool as it travels: what a call raises in a messenger, its user raises.
+    """An error of the pool as a message: the user raises the error that the call has raised in the messenger.
 
     `space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH.
     """
@@ -179,7 +181,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
                 return cls(call_id, ErrorKind.POOL, str(error))
 
     def error(self, advice: str) -> MooncakeError:
-        """Make the error that the caller raises. `advice`: what to do where both sides do not fit."""
+        """Make the error that the caller raises. `advice`: what to do about a mismatch."""
         match self.kind:
             case ErrorKind.POOL_FULL:
                 return PoolFullError(self.message, self.space_epoch)
@@ -195,7 +197,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Detached(msgspec.Struct, tag=True, frozen=True):
-    """End of the session because of what the user has sent."""
+    """End of the session, because the user has sent an invalid message."""
 
     reason: str
 

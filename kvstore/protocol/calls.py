@@ -7,7 +7,7 @@ greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
 `Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `StopFetch` and `DropIdle` are no calls: they are frequent
-or ordered, and what is wrong with one ends the session.
+or ordered, and an error in one ends the session.
 
 Owns: their vocabulary. Does not know: the answers (`answers`), sockets.
 """
@@ -22,7 +22,7 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Grant, PoolShard
 
 MAX_MESSAGE_BYTES = 384 * 1024
-"""Most bytes of a message, of an answer too. Fits the socket buffer that Linux grants by default; 4,096 keys
+"""Most bytes of a message or answer. It fits into the socket buffer that Linux grants by default; 4,096 keys
 take 72 KiB."""
 
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
@@ -33,8 +33,8 @@ Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 class Attach(msgspec.Struct, tag=True, frozen=True):
     """First message of a worker. Answered by `Attached`, with the segment's descriptor, or `CallFailed`.
 
-    `serial` numbers the connections' user within its process: one who comes again under its old serial has
-    stopped writing to the pages that it had reserved before.
+    `serial` numbers the users of a process. A user that connects again under its old serial has stopped
+    writing to the pages that it had reserved before.
     """
 
     call_id: int
@@ -48,9 +48,9 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 class Connect(msgspec.Struct, tag=True, frozen=True):
     """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
 
-    `fingerprint` and `layout` are what the client's blocks are; None accepts whatever the pool holds.
-    A pool that is still without a layout takes the client's if it `may_format`: only a client that was told
-    what the pool is to hold may, not one that has learned it from a pool that was here before.
+    `fingerprint` and `layout` describe the client's blocks; None accepts those of the pool. A pool without a
+    layout takes that of a client that `may_format`: a client whose user has given the layout, not one that
+    has learned it from an earlier pool.
     """
 
     call_id: int
@@ -104,9 +104,9 @@ class SealBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
-    """Say what the reservation's keys from `first_block` on stand for: little-endian uint32 token ids.
+    """Describe the tokens of the reservation's keys from `first_block` on: little-endian uint32 token ids.
 
-    Only sent when `Attached.wants_token_ids`; they go out with the block's event and are not kept.
+    Only sent if `Attached.wants_token_ids`. The tokens leave with the block's event and are not kept.
     """
 
     reservation_id: int
@@ -145,13 +145,12 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
 
 
 class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Bring these blocks of the reservation, of which nothing is there, from another pool.
+    """Fetch these blocks of the reservation, which have no layer yet, from another pool.
 
     `sources`: the shards of a group that together hold these blocks, or one pool that does.
 
-    Layers come in order, each of all blocks before the next one; `LayersFetched` says how far they are, and
-    that more is coming. Answered by `Fetched` when nothing more will come. Until then nobody else writes
-    these pages.
+    Layers arrive in order, each for all blocks before the next layer. `LayersFetched` reports the progress.
+    Answered by `Fetched` when nothing more will arrive. Until then nobody else may write these pages.
     """
 
     call_id: int
@@ -168,7 +167,7 @@ class StopFetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    """Give a reservation up. Answered by `Done`, also if there is none."""
+    """Release a reservation. Answered by `Done`, even if there is none."""
 
     call_id: int
     reservation_id: int
@@ -199,16 +198,17 @@ class EndLease(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prefetch(msgspec.Struct, tag=True, frozen=True):
-    """Begin to bring blocks to DRAM: they will be reserved or leased soon."""
+    """Begin to promote blocks to DRAM, for a reservation or lease to come."""
 
     keys: list[BlockKey]
 
 
 class PinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Keep these blocks for `ttl_s`: `hard` at any price, else as long as others can be evicted.
+    """Pin these blocks for `ttl_s`: `hard` pins hold always, soft ones as long as other blocks can be
+    evicted.
 
-    Answered by `Count`: how many of them are here and pinned. Pins outlive the connection. A block has one
-    pin: a new one replaces it, but a soft one no hard one.
+    Answered by `Count`: the number of blocks that are here and pinned. Pins outlive the connection. A block
+    has one pin. A new pin replaces it, except that a soft pin replaces no hard one.
     """
 
     call_id: int
@@ -218,7 +218,8 @@ class PinBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Unpin these blocks. Answered by `Count`: how many pins have been taken away. `hard`: hard ones too."""
+    """Unpin these blocks. Answered by `Count`: the number of removed pins. `hard`: whether hard pins are
+    removed too."""
 
     call_id: int
     keys: list[BlockKey]
@@ -226,14 +227,14 @@ class UnpinBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Forget these blocks in every tier; None: all. Answered by `Count`. Who reads one may finish."""
+    """Remove these blocks (None: all) from every tier. Answered by `Count`. Reads in flight may finish."""
 
     call_id: int
     keys: list[BlockKey] | None
 
 
 class DropIdle(msgspec.Struct, tag=True, frozen=True):
-    """Forget the blocks among these that are in no use and under no pin, in every tier."""
+    """Remove those of these blocks that are neither in use nor pinned from every tier."""
 
     keys: list[BlockKey]
 
@@ -286,7 +287,7 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
-"""Calls that may take as long as others need; all others are answered within seconds."""
+"""Calls that may wait for other users. All others are answered within seconds."""
 Call = (
     Attach
     | Connect

@@ -22,11 +22,11 @@ LONGEST_WAIT_S = 3600.0
 MAX_KEYS = 4096
 """Most keys of one message."""
 SMALL_BYTES = 64 * 1024
-"""Size up to which a block is received together with what follows it, and copied."""
+"""Bytes up to which a block is received together with the bytes behind it, and copied."""
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
-"""Bytes received along behind a header: small messages come whole, little of a large payload must be
+"""Bytes received together with a header: enough for small messages, and little of a large payload has to be
 copied."""
 _encoder = msgspec.msgpack.Encoder()
 
@@ -54,10 +54,10 @@ def encode_frame(message: msgspec.Struct, payload_bytes: int = 0) -> bytes:
 
 
 class FrameBuffer:
-    """Bytes that have been received of a stream of frames and not been used yet.
+    """Received bytes of a stream of frames that have not been used yet.
 
-    The caller receives into what `room...` returns, says how much with `received`, and takes every payload
-    off the stream before the next message. Only greetings are taken before `trust`.
+    The caller receives into the buffer that a `room...` method returns, calls `received`, and takes each
+    payload before the next message. Before `trust`, only greetings are accepted.
     """
 
     def __init__(self) -> None:
@@ -75,13 +75,14 @@ class FrameBuffer:
         self._is_trusted = True
 
     def room_for_message(self) -> memoryview | None:
-        """Return where to receive what the next message lacks; None when it is whole. Raises PoolError for
-        what is no frame."""
+        """Return a buffer for the rest of the next message; None when the message is complete. Raises
+        PoolError for an invalid frame."""
         room = self.room_for(_HEADER.size, _AHEAD_BYTES)
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return where to receive until `num_bytes` are held, and at most `ahead_bytes` more; None then."""
+        """Return a buffer to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when
+        they are."""
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None
@@ -102,7 +103,7 @@ class FrameBuffer:
         return self._buffer[begin : self._begin], payload_bytes
 
     def take_into(self, target: memoryview) -> int:
-        """Move what is held to the start of `target`. Returns the number of bytes."""
+        """Move held bytes to the start of `target`. Returns their number."""
         num_bytes = min(len(target), self._end - self._begin)
         target[:num_bytes] = self._buffer[self._begin : self._begin + num_bytes]
         self._begin += num_bytes

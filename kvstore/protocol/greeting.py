@@ -5,7 +5,7 @@
                                               <-      Challenge(nonce, proof)
     Proof(proof)                              ->      only then anything else
 
-Owns: the messages of `mooncake.security.proofs` here. Does not know: sockets, what is said after it.
+Owns: the greeting messages. Does not know: sockets, later messages.
 """
 
 from typing import Annotated
@@ -48,8 +48,8 @@ class Visitor:
         self.greeting = Greeting(self._visitor.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
-        """Prove to the pool that we have the key. None if the pool has another one: nothing must be said to
-        it then."""
+        """Return the proof that this client has the key. None if the pool has another key; then nothing may
+        be sent to it."""
         if not self._visitor.recognises(challenge.nonce, challenge.proof):
             return None
         return Proof(self._visitor.proof(challenge.nonce))

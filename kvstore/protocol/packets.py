@@ -1,7 +1,7 @@
 """The Unix socket between a messenger and a worker or client: whole messages, and a descriptor beside the
 first. `PacketConnection` is an asyncio end of it, `ServerConnection` the messenger's.
 
-Owns: packets. Does not know: what they mean.
+Owns: packets. Does not know: their messages.
 """
 
 import array
@@ -25,12 +25,12 @@ from mooncake.errors import PoolError
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 22
-"""Size that is asked for of a socket's buffers: some ten of the largest messages."""
+"""Requested size of a socket's buffers: some ten of the largest messages."""
 FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 """Room for the ancillary data of one descriptor."""
 _PEERCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MOST_MESSAGES_AT_ONCE = 16
-"""Messages of one connection that are handled before others have their turn."""
+"""Messages of one connection that are handled before other connections have their turn."""
 _TRIES = 16
 """Attempts to receive the next call before sleeping, about a microsecond each."""
 _Ancillary = tuple[int, int, Any]
@@ -39,7 +39,7 @@ Incoming = TypeVar("Incoming")
 
 
 class PacketConnection(Generic[Incoming]):
-    """One end of the socket: every message is handled as soon as it is there, without a task in between.
+    """One end of the socket. Each message is handled as soon as it arrives, without a task in between.
 
     `on_message` may raise PoolError, which ends the connection.
     """
@@ -113,7 +113,7 @@ class PacketConnection(Generic[Incoming]):
                 return
 
     def _refuse(self, error: PoolError) -> None:
-        """React to a message that the other side should not have sent, before the connection is closed."""
+        """Called for a message that the other side should not have sent, before the connection is closed."""
 
     def _flush(self) -> None:
         while self._outbox:
@@ -141,8 +141,8 @@ class PacketConnection(Generic[Incoming]):
 class ServerConnection(PacketConnection[Incoming]):
     """The messenger's end. The other side is told why its connection is ended.
 
-    A peer that speaks twice in a row is listened to for some microseconds more: it has probably the next call
-    ready by then, and waking up would take longer. A peer that does not read its answers is not read from
+    After two messages in a row the socket is polled for some microseconds, as the peer probably sends its
+    next call by then, and waking up would take longer. A peer that does not read its answers is not read from
     either.
     """
 
@@ -185,7 +185,8 @@ class ServerConnection(PacketConnection[Incoming]):
 
 
 def receive_soon(sock: socket.socket, buffer: memoryview, num_tries: int) -> int:
-    """Receive a packet that is there, or comes within about a microsecond a try; else BlockingIOError."""
+    """Receive a packet within `num_tries` tries of about a microsecond. Raises BlockingIOError if none
+    arrives."""
     receive = sock.recv_into
     for _ in range(num_tries - 1):
         try:

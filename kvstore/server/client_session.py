@@ -1,4 +1,4 @@
-"""A session: all that one worker or client asks of an instance's part of the pool.
+"""A session: handles all calls of one worker or client to an instance's pool part.
 
 It ends when the connection does, and with it every reservation, lease, send and grant of that user. Calls
 that wait (for space, for a transfer, for a disk) are tasks of the session; all others are answered at once
@@ -74,13 +74,13 @@ _LONGEST_TTL_S = 30 * 24 * 3600.0
 _MOST_LISTED = 1000
 """Most blocks in one answer to `ListBlocks`."""
 _MOST_WAITING = 4096
-"""Most calls of one user that wait at a time."""
+"""Most calls of one user that may wait at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A worker or client. `writer`: the process that writes the pages it reserves, if not the messenger
-    itself."""
+    """A worker or client. `writer`: the process that writes the pages that the user reserves; None if the
+    messenger does."""
 
     owner: int
     name: str
@@ -88,7 +88,7 @@ class User:
 
 
 class ClientSession:
-    """A session of one user; `send` takes its answers and never waits. `end` must be called."""
+    """A session of one user. `send` takes its answers and never waits. The owner must call `end`."""
 
     def __init__(
         self, user: User, store: Store, tasks: asyncio.TaskGroup, send: Callable[[FromPool], None]
@@ -103,7 +103,8 @@ class ClientSession:
         self._fetches = SessionFetches(store, tasks, send, self._sends.wake)
 
     def handle(self, message: ToPool) -> None:
-        """Handle a message. Raises PoolError for what no correct user sends; the session must end then."""
+        """Handle a message. Raises PoolError for a message that no correct user sends; then the session must
+        end."""
         match message:
             case Commit():
                 self._commit(message)
@@ -222,9 +223,9 @@ class ClientSession:
     # -- reservations and leases ------------------------------------------------------------------
 
     async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> PageReservation:
-        """Reserve as `Pool.reserve` does, after blocks of the prefix that only SSD has were brought to DRAM.
+        """Reserve as `Pool.reserve` does, after promoting blocks of the prefix that only SSD has.
 
-        Raises PoolFullError as of the moment in which this request holds nothing any more.
+        The PoolFullError that it raises is of a moment when this request holds no page any more.
         """
         if not self.store.is_on_ssd_only(keys):
             return self._reserve(keys, num_private)
@@ -239,7 +240,7 @@ class ClientSession:
         return self._reserve(keys, num_private)
 
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
-        """Lease as `Pool.lease` does, after blocks that only SSD has were brought to DRAM."""
+        """Lease as `Pool.lease` does, after promoting blocks that only SSD has."""
         if not self.store.is_on_ssd_only(keys):
             return self._lease(keys, ttl_s)
         async with self.store.mover.keep_promoted(_checked(keys), patiently=True):
@@ -251,7 +252,7 @@ class ClientSession:
             self._pool.end_lease(lease_id)
 
     def release(self, reservation_id: int, reason: str) -> None:
-        """Release a reservation; `reason` is what its writers hear. Idempotent."""
+        """Release a reservation. Its writers are told the `reason`. Idempotent."""
         if self._own(reservation_id) is not None:
             self._sends.cancel(reservation_id)
             self._fetches.stop(reservation_id)
@@ -274,7 +275,7 @@ class ClientSession:
         return self.store.now_s() + ttl_s
 
     def _commit(self, commit: Commit) -> None:
-        """Note a commit. Raises PoolError for one that no correct user sends."""
+        """Record a commit. Raises PoolError for a commit that no correct user sends."""
         reservation = self._own(commit.reservation_id)
         if reservation is None:
             return  # released while the commit was on its way
@@ -295,7 +296,7 @@ class ClientSession:
         self._sends.wake(commit.reservation_id)
 
     def _is_written_otherwise(self, reservation: PageReservation, page: int) -> bool:
-        """Tell whether other messengers' bytes come, or came, to this page of a reservation."""
+        """Tell whether other messengers write, or wrote, this page of a reservation."""
         is_fetched = self._fetches.writes(reservation.reservation_id, page)
         return self.store.grants.is_granted(reservation, page) or is_fetched
 
@@ -365,7 +366,7 @@ class ClientSession:
 
 
 def _checked(keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-    """Return `keys`. Raises PoolError for what is no key."""
+    """Return `keys`. Raises PoolError if one is no valid key."""
     for key in keys:
         if len(key) != KEY_BYTES:
             raise PoolError(f"a key of {len(key)} bytes; keys have {KEY_BYTES}")

@@ -1,6 +1,6 @@
 """Listening sockets of a messenger, and connections as they come.
 
-Owns: listening sockets. Does not know: what is said over a connection.
+Owns: listening sockets. Does not know: messages.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 _BACKLOG = 128
 """Connections that wait to be accepted."""
 _ACCEPT_RETRY_S = 0.5
-"""Pause after a failure to accept, for which mostly descriptors are missing."""
+"""Pause after a failure to accept, mostly for lack of descriptors."""
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """Accept the next connection, after a turn for the one before: a crowd must not keep everybody else
-    waiting, nor get past its limits.
+    """Accept the next connection, after a turn of the event loop for the one before: many at once must not
+    hold up other tasks, nor exceed their limits.
 
     Without descriptors for it, clients wait until some are free again.
     """
@@ -61,7 +61,7 @@ def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str, kind: socket.SocketKind) -> None:
-    """Unlink the socket file of a process that listens no more."""
+    """Unlink the socket file of a process that does not listen any more."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
         error_code = probe.connect_ex(path)
     if error_code == 0:
@@ -72,7 +72,7 @@ def _remove_stale(path: str, kind: socket.SocketKind) -> None:
 
 @contextlib.contextmanager
 def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen at `host`:`port`. Raises ConfigError if that cannot be had."""
+    """Listen at `host`:`port`. Raises ConfigError if that is not possible."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         begin_unpaced(listener)

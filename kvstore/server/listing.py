@@ -1,6 +1,6 @@
 """Descriptions of a pool: counters, lists of blocks, proof that a block is intact.
 
-Owns: how a store is described. Does not know: who asks.
+Owns: descriptions of a store. Does not know: who asks.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
 def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:
     """List copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
 
-    Raises PoolError for a cursor or number that is none.
+    Raises PoolError for an invalid cursor or number.
     """
     if cursor < 0 or max_blocks < 1:
         raise PoolError(

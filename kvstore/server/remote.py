@@ -1,10 +1,10 @@
 """Service for clients on other hosts: messages and blocks over TCP.
 
-A block that comes goes straight into its page and is sealed when it has been verified; one that goes is
-sent straight from its page, leased meanwhile. Lengths are checked before anything is done. A client that
-stalls in the middle of a transfer, or says nothing while pages are reserved for it, loses its connection.
+A block is received straight into its page and sealed when it has been verified. A block is sent straight from
+its page, under a lease. Lengths are checked before anything is done. A client that stalls in the middle of a
+transfer, or is silent while pages are reserved for it, loses its connection.
 
-An unauthenticated peer costs a closed connection and a counter (`kvstore.protocol.greeting`).
+The connection of an unauthenticated peer is closed and counted (`kvstore.protocol.greeting`).
 
 Owns: the connections of remote clients. Does not know: how pages are found.
 """
@@ -51,13 +51,13 @@ _DECODER = msgspec.msgpack.Decoder(ToRemotePool)
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 _PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
 _TURN_BYTES = 4 << 20
-"""Bytes that are moved before others get their turn."""
+"""Bytes that are moved before other tasks have their turn."""
 _GROUP_BYTES = 16 << 20
 """Most bytes of blocks for which pages are reserved in one step."""
 _MOST_UNANSWERED = 256
 """Most calls of one client that wait for their answers."""
 _MOST_CALLS_AT_ONCE = 16
-"""Calls of one client that are handled before others have their turn."""
+"""Calls of one client that are handled before other clients have their turn."""
 Incoming = TypeVar("Incoming")
 Admit = Callable[[Connect, None, Callable[[FromRemotePool], None]], tuple[Connected, ClientSession]]
 """A function that opens a client's session: see `Service.admit`."""
@@ -108,12 +108,12 @@ class _Client:
         self._sending = asyncio.Lock()
         self._is_handling = False
         self._has_late_answer = asyncio.Event()
-        """Set when an answer came while no message was being handled."""
+        """Set when an answer is posted while no message is being handled."""
         self._num_unanswered = 0
         self._payload_left = 0
         """Bytes of the message's payload that have not been taken off the stream."""
         self._num_moved = 0
-        """Bytes that were moved since others had their turn."""
+        """Bytes that were moved since other tasks had their turn."""
         self._stalls = StallWatch(stream.shut_down, self._holds_pages)
         self._late_answers: asyncio.Task[None]
 
@@ -132,7 +132,7 @@ class _Client:
         self._frames.trust()
 
     async def open(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
-        """Take the first message and answer it. Raises what the client is refused with."""
+        """Take the first message and answer it. Raises the error with which the client is refused."""
         connect, payload_bytes = await self._next(_DECODER)
         if not isinstance(connect, Connect) or payload_bytes:
             raise PoolError(f"the first message is {type(connect).__name__}; it must be Connect")
@@ -147,7 +147,8 @@ class _Client:
         await self.send([encode_frame(answer)])
 
     async def serve(self) -> None:
-        """Handle messages until the connection ends. Raises PoolError for what no correct client sends."""
+        """Handle messages until the connection ends. Raises PoolError for a message that no correct client
+        sends."""
         while True:
             match await self._stream.receive_with(self._take_calls):
                 case PutBlocks() as put:
@@ -171,8 +172,8 @@ class _Client:
     def _take_calls(self) -> PutBlocks | GetBlocks | None:
         """Receive calls, and answer calls that move no blocks at once, without waking the task that waits.
 
-        Returns a call that moves blocks; None when it is others' turn, or answers must wait. Raises
-        BlockingIOError when no call is there.
+        Returns a call that moves blocks; None when other tasks must have their turn, or answers must wait.
+        Raises BlockingIOError when no call is there.
         """
         for _ in range(_MOST_CALLS_AT_ONCE):
             while (room := self._frames.room_for_message()) is not None:
@@ -191,7 +192,8 @@ class _Client:
         return None
 
     async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
-        """Receive the next message, and the length of its payload. Raises PoolError for what is none."""
+        """Receive the next message, and the length of its payload. Raises PoolError for an invalid
+        message."""
         while (room := self._frames.room_for_message()) is not None:
             self._frames.received(await self._stream.receive_some([room]))
         return self._decode(decoder)
@@ -230,14 +232,14 @@ class _Client:
                 await self.send([])
 
     def _send_now(self) -> bool:
-        """Send the answers that wait. False if some of them must wait longer."""
+        """Send waiting answers. Returns False if some must wait longer."""
         if self._sending.locked():
             return False
         self._outbox = list(self._stream.send_now([memoryview(answer) for answer in self._outbox]))
         return not self._outbox
 
     async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Send the answers that wait and then `buffers`, as a whole."""
+        """Send waiting answers and then all of `buffers`."""
         async with self._sending:
             waiting, self._outbox = self._outbox, []
             turn: list[bytes | memoryview] = [*waiting]
@@ -265,7 +267,7 @@ class _Client:
             await self.send([encode_frame(CallFailed.of(call.call_id, error))])
 
     async def _send_blocks(self, call: GetBlocks) -> None:
-        """Send the blocks of a call. Raises before anything is sent, or not at all."""
+        """Send the blocks of a call. It raises only before anything is sent."""
         segment, table = self._store.segment, self._store.pool.table
         layers = range(call.layer_begin, call.layer_end)
         if not 0 <= layers.start < layers.stop <= table.num_layers:

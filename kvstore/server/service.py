@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToPool)
 _FLUSH_S = 2.0
-"""Time that the end may take to write blocks to SSD; a supervisor gives up on a messenger after 5 s."""
+"""Seconds for which blocks are written to SSD at the end. The supervisor ends a messenger after 5 s."""
 _REPLAYED_BATCHES = 1000
 """Batches of KV events that are kept for replays: some 10 s under full load."""
 
@@ -84,7 +84,7 @@ class Service:
             self._open(segment)
 
     def _publish(self, config: MessengerProcess) -> tuple[str, str]:
-        """Starts to publish KV events, in both formats. Returns where the internal ones are."""
+        """Start to publish KV events, in both formats. Returns the endpoints of the internal format."""
         endpoint, request_endpoint = config.event_endpoints
         internal = InternalPublisher(
             self._events,
@@ -168,7 +168,8 @@ class Service:
     def admit(
         self, connect: Connect, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
     ) -> tuple[Connected, ClientSession]:
-        """Open a client's session: the answer to its first message, and the session that `send` speaks for.
+        """Open a client's session. Returns the answer to the client's first message, and the session, whose
+        answers go to `send`.
 
         `writer` is None for a client that writes no page itself. Raises MismatchError, or PoolError if the
         pool has no layout yet and another must give it one.
@@ -211,7 +212,7 @@ class Service:
         return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Return the store, if its blocks are what the user takes them for; format a new one for it.
+        """Return the store if it fits the user's fingerprint and layout; without a store, format one.
 
         Raises MismatchError, or PoolError if there is no pool yet and the user names no layout.
         """

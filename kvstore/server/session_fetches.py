@@ -1,6 +1,6 @@
 """The fetches of one session: blocks that its reservations get from other pools.
 
-Owns: which fetches run, one of a reservation at most. Does not know: calls, how blocks travel.
+Owns: which fetches run, at most one for each reservation. Does not know: calls, how blocks travel.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class SessionFetches:
         self._running: dict[int, BlockFetch] = {}
 
     def begin(self, call: FetchBlocks, reservation: PageReservation) -> BlockFetch:
-        """Begin a fetch, to be run. Raises PoolError if the reservation cannot be fetched."""
+        """Make a fetch, for `run`. Raises PoolError if the reservation cannot be fetched."""
         if call.reservation_id in self._running:
             raise PoolError(f"reservation {call.reservation_id} is being fetched already")
 

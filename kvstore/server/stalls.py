@@ -1,4 +1,4 @@
-"""The deadlines of a client's transfers, and of pages that are reserved for a client that says nothing.
+"""The deadlines of a client's transfers, and of pages that are reserved for a silent client.
 
 Owns: when a client stalls. Does not know: what is transferred.
 """
@@ -12,15 +12,15 @@ log = logging.getLogger(__name__)
 _GRACE_S = 30.0
 """Time that a transfer of any size may take."""
 _LEAST_BYTES_PER_S = 4 << 20
-"""Rate that a transfer must reach: it may take `_GRACE_S`, and what it takes at this speed."""
+"""Least speed of a transfer: it may take `_GRACE_S` plus its time at this speed."""
 _IDLE_S = 120.0
-"""Time that pages stay reserved for a client that says nothing."""
+"""Seconds for which pages stay reserved for a silent client."""
 _WATCH_S = 5.0
 """Pause between two looks for a stall."""
 
 
 class StallWatch:
-    """The watch over one connection: a transfer only notes when it is due.
+    """The watch over one connection. A transfer only sets its deadline.
 
     Args:
         on_stall: Ends the connection.
@@ -45,11 +45,11 @@ class StallWatch:
         return self._loop.time() + longest_s(num_bytes)
 
     def heard(self) -> None:
-        """Note that a message came."""
+        """Record that a message has arrived."""
         self._last_message_s = self._loop.time()
 
     def start(self) -> None:
-        """Look for a stall now, and again and again."""
+        """Check for a stall now, and then periodically."""
         now_s = self._loop.time()
         stalls = any(due_s is not None and due_s < now_s for due_s in (self.receive_due_s, self.send_due_s))
         if self._last_message_s + _IDLE_S < now_s:

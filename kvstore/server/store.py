@@ -1,4 +1,4 @@
-"""Opened part of the pool of an instance: both tiers and all that works on them.
+"""An open pool part of an instance: both tiers, and the modules that work on them.
 
 Owns: how the parts fit together, their opening and their closing. Does not know: who uses the pool.
 """
@@ -46,7 +46,7 @@ _CHECK_INTERVAL_S = 30.0
 
 @dataclass(slots=True)
 class Store:
-    """One segment, perhaps slabs, and their identity to others. Made by `open_store`."""
+    """One segment, perhaps slabs, and their identity to other messengers. Made by `open_store`."""
 
     config: KVCacheConfig
     identity: Identity
@@ -78,13 +78,13 @@ class Store:
         return self.ssd is not None and Tier.SSD in self.pool.locate(keys)
 
     def found_prefix(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return the blocks before the first that no tier has: without that one the others are of no use to a
+        """Return the leading blocks that some tier has. Blocks behind a missing one are of no use to a
         prefill."""
         located = zip(keys, self.pool.locate(keys), strict=True)
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
 
     def remove(self, keys: Sequence[BlockKey] | None) -> int:
-        """Forget these blocks, or all, in every tier. Returns their number."""
+        """Remove these blocks, or all, from every tier. Returns their number."""
         if keys is not None:
             return sum(self.mover.remove(key) for key in keys)
         everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}
@@ -93,7 +93,7 @@ class Store:
         return num_removed
 
     def drop_idle(self, keys: Sequence[BlockKey]) -> None:
-        """Forget the `keys` that are in no use and under no pin, in every tier."""
+        """Remove the `keys` that are neither in use nor pinned from every tier."""
         for key in keys:
             page = self.pool.find(key)
             if page is None or (self.pool.allocator.is_idle(page) and key not in self.pool.pins):
@@ -106,7 +106,7 @@ class Store:
             yield Tier.SSD, list(dict.fromkeys(self.ssd.keys()))
 
     async def wait_for_space(self, space_epoch: int) -> None:
-        """Return when pages have become free or evictable since `space_epoch`."""
+        """Wait until pages have become free or evictable since `space_epoch`."""
         while self.pool.evictor.epoch <= space_epoch:
             self.space.clear()
             await self.space.wait()
@@ -129,11 +129,11 @@ class Store:
                 checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
 
     async def settle(self) -> None:
-        """Move the segment into huge pages and lock it in memory, as far as the kernel lets us. Then RDMA may
-        use it: what is registered cannot be moved any more, and huge pages are registered fast.
+        """Move the segment into huge pages and lock it in memory, as far as the kernel allows, and then
+        register it for RDMA: registered memory cannot be moved any more, and huge pages are registered fast.
 
-        Beside the requests, and at half speed unless RDMA waits for it: in a large segment it takes minutes.
-        Raises ConfigError if RDMA is demanded and the segment cannot be registered.
+        This goes on beside requests, at half speed unless RDMA waits for it, and takes minutes in a large
+        segment. Raises ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True
@@ -202,7 +202,7 @@ def open_store(
     cards: Cards,
     tasks: asyncio.TaskGroup,
 ) -> Store:
-    """Adopt what segment and slabs hold, and start what works on them.
+    """Adopt the blocks in segment and slabs, and start the tasks that work on them.
 
     Raises ConfigError or MismatchError if a slab cannot be this pool's.
     """

@@ -1,6 +1,6 @@
-"""One disk of the SSD tier: a slab's slots, the threads that wait for it, and whether it works.
+"""One disk of the SSD tier: the slots of its slab, its threads, and its health.
 
-A disk that fails, or does not answer in time, is left alone for a while, longer each time.
+A disk that fails, or does not answer in time, is suspended for a while, longer each time.
 
 Owns: slots and the order of their eviction, the disk's health. Does not know: other disks, pages of DRAM.
 """
@@ -21,17 +21,17 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _GONE = (FREE, QUARANTINED)
-"""States of slots whose block is not to be found."""
+"""States of slots whose block cannot be found."""
 _USES = 1 << 62
-"""Bound of the numbers of uses that a slab may bring: they are counted on from there."""
+"""Bound of the numbers of uses that are read from a slab, as counting goes on from them."""
 _FIRST_PAUSE_S = 1.0
-"""Time that a disk is left alone after its first failure."""
+"""Seconds for which a disk is suspended after its first failure."""
 _LONGEST_PAUSE_S = 60.0
 """Bound of that time, which doubles with each failure."""
 
 
 class Suspended(Exception):
-    """The disk is left alone since before this work could begin."""
+    """The disk was suspended before the work could begin."""
 
 
 class Disk:
@@ -58,12 +58,13 @@ class Disk:
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"slab-{slab.path.parent.name}")
         self._num_idle_threads = depth
         self._queue: deque[asyncio.Future[None]] = deque()
-        """Work that waits for a thread: done when it has one."""
+        """Futures of work that waits for a thread. Each is done when its work gets one."""
         self._num_overdue = 0
         self._pause_s = _FIRST_PAUSE_S
 
     async def run(self, work: Callable[[], None]) -> None:
-        """Run blocking work on the slab; longer than the deadline it suspends the disk. Do not cancel.
+        """Run blocking work on the slab. Work that takes longer than the deadline suspends the disk. Do not
+        cancel.
 
         Raises OSError, or Suspended if nothing was done.
         """
@@ -92,7 +93,7 @@ class Disk:
             self._give_back_thread()
 
     async def _take_thread(self) -> None:
-        """Wait for a thread. That does not count as the disk's time: many may wait."""
+        """Wait for a thread. This wait does not count against the deadline, as many may wait."""
         if self._num_idle_threads:
             self._num_idle_threads -= 1
         else:
@@ -109,7 +110,7 @@ class Disk:
         self._num_idle_threads += 1
 
     def suspend(self, reason: str) -> None:
-        """Leave the disk alone for a while, longer each time."""
+        """Suspend the disk for a while, longer each time."""
         if not self.is_healthy:
             return
         self.is_healthy = False
@@ -131,7 +132,8 @@ class Disk:
         self._on_health()
 
     def take_slot(self) -> int | None:
-        """Allocate a slot to write to, RESERVED; the coldest block makes room if need be."""
+        """Allocate a slot to write, which is RESERVED then. The coldest block is evicted if no slot is
+        free."""
         if not self.allocator.num_free:
             coldest = self.allocator.coldest()
             if coldest is None:
@@ -154,7 +156,7 @@ class Disk:
         position: int,
         num_uses: int,
     ) -> None:
-        """Write a block, and its record on the disk. As `run`."""
+        """Write a block and its record to the disk. Raises as `run`."""
         self._last_use += 1
         record = Record(key, checksums, self._last_use, position, num_uses)
         await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))
@@ -167,7 +169,7 @@ class Disk:
         self.erase(slot)
 
     def erase(self, slot: int) -> None:
-        """Erase the record in `slot` now: what was removed must not be found after a crash."""
+        """Erase the record in `slot` now, so that the removed block is not found after a crash."""
         self.slab.erase(slot, lambda: self.allocator.table.state_of[slot] in _GONE)
 
     def close(self) -> None:
@@ -181,4 +183,4 @@ class Write:
     disk: Disk
     slot: int
     is_wanted: bool = True
-    """Cleared when the block is removed meanwhile."""
+    """Whether the block is still wanted: False if it was removed meanwhile."""

@@ -1,23 +1,23 @@
 """A slab: one preallocated file that holds blocks in slots, a part of the pool's SSD tier.
 
-It has the format of a segment (see segment) under its own magic. Header and slot table are mapped, so what
-was written there outlives the process, killed at whatever moment. The slots are not: blocks go to and from
-the disk by O_DIRECT, past the page cache, which they would only push other things out of.
+It has the format of a segment (see segment) under its own magic. Header and slot table are mapped, so writes
+to them outlive a process that is killed at any moment. The slots are not mapped: blocks go to and from the
+disk by O_DIRECT, past the page cache, where they would only displace other data.
 
-Beside `<name>.slab` lies `<name>.slab.lock`. Whoever holds its flock owns the slab; it is never removed. A
-slab is created as `<name>.slab.new` and gets its name once it is whole and on the disk.
+Beside `<name>.slab` lies `<name>.slab.lock`, which is never removed. The process that holds its flock owns
+the slab. A slab is created as `<name>.slab.new` and gets its name once it is complete on the disk.
 
-The disk may lose power between a record and its data: see `PageTable.is_intact`, and compare the checksums
-of what was read. After kill -9 there is no such doubt.
+The disk may lose power between a record and its data: see `PageTable.is_intact`, and compare the checksums of
+blocks that are read. After kill -9 this is not needed.
 
-An existing slab keeps its size: another would mean another table, and the loss of what it holds. Slots are
-not written when it is created. Their first write is slower for it, by about half (the file system notes that
-they are written now), but zeros would have to be written at that same speed, and wear the disk.
+An existing slab keeps its size: another size would mean another table, and the loss of its blocks. Slots are
+not written when a slab is created. So their first write is slower by about half (the file system records that
+they are written), but writing zeros would be as slow, and wear the disk.
 
-The speed of O_DIRECT is also a matter of memory: the fewer physically contiguous pieces a block lies in, the
-fewer the disk is asked for.
+The speed of O_DIRECT also depends on memory: a block that lies in fewer physically contiguous pieces takes
+fewer requests to the disk.
 
-Owns: the file, its lock, its IO. Does not know: which slot holds what, or when to read and write.
+Owns: the file, its lock, its IO. Does not know: which block is in which slot, when to read and write.
 """
 
 import contextlib
@@ -70,9 +70,10 @@ class Record(NamedTuple):
 
 
 class Slab:
-    """An open slab, locked. `slot_bytes` is what a slot takes: a block, up to the next multiple of 4096.
+    """An open, locked slab. `slot_bytes` is the size of a slot: that of a block, rounded up to a multiple of
+    4096.
 
-    `table` has a page for each slot; for a file that was there already, the caller adopts it.
+    `table` has a page for each slot. The caller adopts the table of a file that existed before.
     """
 
     def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:
@@ -84,7 +85,7 @@ class Slab:
         self.is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         self.header = header
         self._records = threading.Lock()
-        """Lock of records: while one is cleared, another may be about to be written."""
+        """Lock of the records, as one thread may clear a record while another writes one."""
         self._fd = fd
         self._lock_fd = lock_fd
 
@@ -127,7 +128,7 @@ class Slab:
     ) -> None:
         """Write a block and then, if it `is_wanted` still, its record.
 
-        What was in the slot before cannot be found meanwhile. Who does not want it any more calls `erase`.
+        The slot's former block cannot be found meanwhile. To give the block up afterwards, call `erase`.
         """
         with self._records:
             self.table.clear(slot)
@@ -139,7 +140,7 @@ class Slab:
                 self.table.seal(slot, record.key, record.last_use, record.position, record.num_uses)
 
     def erase(self, slot: int, is_free: Callable[[], bool]) -> None:
-        """Erase the record in `slot`, unless another block has come there meanwhile."""
+        """Erase the record in `slot`, unless the slot has got another block meanwhile."""
         with self._records:
             if is_free():
                 self.table.clear(slot)
@@ -157,7 +158,7 @@ class Slab:
         return num_bytes
 
     def close(self) -> None:
-        """Close the slab. No read or write is in flight, and the table is used no more."""
+        """Close the slab. No read or write may be in flight, and the table must not be used any more."""
         os.close(self._fd)
         os.close(self._lock_fd)
 
@@ -182,7 +183,8 @@ def _lock(path: Path) -> int:
 
 
 def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
-    """Read the header of the file at `path`; None if there is none, or none of which a slot could be read."""
+    """Read the header of the file at `path`. Returns None if there is no file, or none with a readable
+    slot."""
     if not path.exists():
         return None
     with _descriptor(path, os.O_RDONLY) as fd:
@@ -235,8 +237,8 @@ def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
 
 
 def _check_space(directory: Path, size_bytes: int) -> None:
-    """Check for space before the file system tries: until it gave up, it would take all space from everybody
-    else."""
+    """Check for space beforehand: the file system would take all space from other processes until it gave
+    up."""
     disk = os.statvfs(directory)
     available_bytes = disk.f_bavail * disk.f_frsize
     if available_bytes < size_bytes:
@@ -277,7 +279,7 @@ def _descriptor(path: Path, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _misplaced(directory: Path) -> Iterator[None]:
-    """Turn a directory that cannot be used into a mistake in the configuration, not a fault of the disk."""
+    """Raise ConfigError, rather than an error of the disk, for a directory that cannot be used."""
     try:
         yield
     except OSError as error:
