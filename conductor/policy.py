@@ -21,12 +21,12 @@ from conductor.membership.roles import Roles
 from conductor.replication.contexts import Contexts
 from conductor.replication.copies import Replication
 from conductor.replication.evacuation import Evacuation
-from conductor.requests.dispatcher import Dispatcher
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.requests.resumption import Resumption
+from conductor.requests.worker_reports import WorkerReports
 from conductor.rules import Limits, Rules
 from conductor.scheduling.native import new_scheduler
 from conductor.view.cluster_view import ClusterView
@@ -89,8 +89,8 @@ class Conductor:
         self._admission = Admission(self.view, rules.overload)
         self._placer = Placer(self._requests, new_scheduler(self.view, rules), self._admission)
         self.migrations = Migrations(self._requests, rules)
-        self._dispatcher = Dispatcher(self._requests, self._placer, self._admission, self.migrations)
-        self._resumption = Resumption(self._requests, self._placer, self._dispatcher)
+        self._reports = WorkerReports(self._requests, self._placer, self._admission, self.migrations)
+        self._resumption = Resumption(self._requests, self._placer, self._reports)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
@@ -109,7 +109,7 @@ class Conductor:
             self._fronts,
             self._requests,
             self._placer,
-            self._dispatcher,
+            self._reports,
             self._resumption,
             self.roles,
         )
@@ -188,10 +188,10 @@ class Conductor:
         self.instances.forget_lost(now_s)
         self._requests.suspicion.forget(now_s - self.limits.return_grace_s)
         effects += self._membership.drop(self.instances.silent_since(deadline_s), "stopped answering", now_s)
-        effects += self._dispatcher.end_late_migrations(now_s)
+        effects += self._reports.end_late_migrations(now_s)
         effects += self._resumption.tick(now_s)
         effects += self._placer.retry_waiting(now_s)
-        effects += self._dispatcher.ask_again()
+        effects += self._reports.ask_again()
         effects += self._emptier.tick(now_s) + self._leaving.copy_blocks(now_s) + self._settle(now_s)
         effects += self.elasticity.tick(now_s) + self._settle(now_s)
         effects += self.contexts.tick(now_s)
@@ -289,9 +289,9 @@ class Conductor:
         if tracked is None or tracked.front != sender:
             return []
         if tracked.state is RequestState.INTERRUPTED:
-            return self._dispatcher.resubmit(tracked, answer.request, now_s)
+            return self._reports.resubmit(tracked, answer.request, now_s)
         if tracked.state is RequestState.DECODING and answer.attempt == tracked.ref.attempt:
-            return self._dispatcher.resubmit_behind_loss(tracked, answer.request, now_s)
+            return self._reports.resubmit_behind_loss(tracked, answer.request, now_s)
         return []  # the front was asked twice, or has asked twice
 
     def _drop_front(self, front: bytes, now_s: float) -> list[Effect]:
@@ -320,7 +320,7 @@ class Conductor:
             return []
         if isinstance(message, Finished) and (tracked := self._requests.current(message.ref)) is not None:
             self.elasticity.finished(tracked, message.num_output_tokens)
-        return self._dispatcher.on_work(instance, message, now_s)
+        return self._reports.on_work(instance, message, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         instance.last_seen_s, instance.heartbeat = now_s, heartbeat

@@ -7,10 +7,10 @@ instance drains (`conductor.membership.leaving`).
 from conductor.effects import Effect
 from conductor.fronts import Fronts, why_unfit
 from conductor.membership.roles import Roles
-from conductor.requests.dispatcher import Dispatcher
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.requests.resumption import Resumption
+from conductor.requests.worker_reports import WorkerReports
 from conductor.view.instances import Instance
 from mooncake.config.profile import why_other_device
 from mooncake.messages.workers import (
@@ -36,12 +36,12 @@ class Membership:
         fronts: Fronts,
         requests: Requests,
         placer: Placer,
-        dispatcher: Dispatcher,
+        reports: WorkerReports,
         resumption: Resumption,
         roles: Roles,
     ) -> None:
         self._fingerprint, self._profiled_device, self._fronts = fingerprint, profiled_device, fronts
-        self._requests, self._placer, self._dispatcher, self._roles = requests, placer, dispatcher, roles
+        self._requests, self._placer, self._reports, self._roles = requests, placer, reports, roles
         self._resumption = resumption
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
 
@@ -93,7 +93,7 @@ class Membership:
         if instance is not None and instance.registration.incarnation < message.incarnation:
             effects += self.drop([instance], "has died", now_s)
         self._instances.expect(message.instance, now_s + self._limits.placement_timeout_s)
-        effects += self._dispatcher.on_returning(message.instance, message.failed_in, now_s)
+        effects += self._reports.on_returning(message.instance, message.failed_in, now_s)
         return effects + self._placer.retry_waiting(now_s)
 
     # -- going --------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Membership:
             self._view.remove(instance)
         self._resumption.lose(lost)
         effects = self._fronts.tell() if lost else []
-        return effects + self._dispatcher.lose(lost, reason, now_s)
+        return effects + self._reports.lose(lost, reason, now_s)
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:

@@ -7,7 +7,7 @@
     C -> destination TakeOver               its destination decodes it from now on
 
 Owns: which orders follow which answers, what ends a migration. Does not know: why a request moves, and the
-steps of requests that do not (`conductor.requests.dispatcher`).
+steps of requests that do not (`conductor.requests.worker_reports`).
 """
 
 import math

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from conductor.effects import Effect
-from conductor.requests.dispatcher import Dispatcher, FromWork
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
+from conductor.requests.worker_reports import FromWork, WorkerReports
 from conductor.view.instances import Instance
 from mooncake.messages.fronts import Interrupted
 from mooncake.messages.requests import Ref
@@ -48,8 +48,8 @@ class _Attempt:
 class Resumption:
     """Matches what fronts and instances tell a Conductor of the time before it."""
 
-    def __init__(self, requests: Requests, placer: Placer, dispatcher: Dispatcher) -> None:
-        self._requests, self._placer, self._dispatcher = requests, placer, dispatcher
+    def __init__(self, requests: Requests, placer: Placer, reports: WorkerReports) -> None:
+        self._requests, self._placer, self._reports = requests, placer, reports
         self._instances, self._limits = requests.instances, requests.limits
         self._attempts: dict[str, dict[Ref, _Attempt]] = {}
         """Attempts that wait for a front, or for another instance, by request."""
@@ -133,7 +133,7 @@ class Resumption:
         effects = self._abandon(tracked.request_id)
         self._requests.adopt(tracked, ref, *pair, now_s)
         for instance, report in attempt.reports:
-            effects += self._dispatcher.on_work(instance, report, now_s)
+            effects += self._reports.on_work(instance, report, now_s)
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:

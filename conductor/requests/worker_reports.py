@@ -19,8 +19,8 @@ from mooncake.messages.workers import Abort, Finished, Prefilled, Refused, Reser
 FromWork = Reserved | Prefilled | Finished | Refused | WorkFailed | FromMigration
 
 
-class Dispatcher:
-    """Moves placed requests from state to state as workers report."""
+class WorkerReports:
+    """Moves placed requests from state to state, as workers report their steps."""
 
     def __init__(
         self, requests: Requests, placer: Placer, admission: Admission, migrations: Migrations
