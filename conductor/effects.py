@@ -1,4 +1,4 @@
-"""Messages to the Conductor from its peers, and from it to them. Pure values."""
+"""Messages to the Conductor, and messages that it sends. Pure values."""
 
 import msgspec
 

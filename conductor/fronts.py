@@ -1,4 +1,4 @@
-"""The fronts of the cluster, and what they are told about it.
+"""The fronts of the cluster, and the state of the cluster that they are told.
 
 Owns: which fronts there are, the state of the cluster as they see it. Does not know: their requests.
 """
@@ -19,13 +19,13 @@ class Fronts:
         self._last_seen_s: dict[bytes, float] = {}
         """The time of each front's last message, by its identity."""
         self._max_sequence_blocks = 0
-        """The longest sequence that the latest expected pair can hold."""
+        """The longest sequence that a pair could hold when there last was an expected pair."""
 
     def __contains__(self, identity: bytes) -> bool:
         return identity in self._last_seen_s
 
     def hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:
-        """Take a front in, or refuse it if it does not fit the cluster."""
+        """Add a front, or refuse it if it does not fit the cluster."""
         reason = why_unfit("this front", hello.protocol_version, hello.fingerprint, self._fingerprint)
         if reason is not None:
             return Effect(sender, RegisterRefused(reason))
@@ -34,7 +34,7 @@ class Fronts:
         return Effect(sender, self._cluster_state(known=known))
 
     def seen(self, identity: bytes, now_s: float) -> None:
-        """Record that a front lives."""
+        """Record that a front is alive."""
         self._last_seen_s[identity] = now_s
 
     def forget(self, identity: bytes) -> None:

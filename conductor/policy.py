@@ -1,10 +1,10 @@
 """The Conductor: takes a message and the time, returns the messages to send (Mooncake, section 3).
 
 Same state and same input give the same output. No IO, no clock, no torch: the live service and a simulator
-drive the very same object.
+use the same object.
 
-Owns: which part reacts to which message, the lapse of time. Does not know: sockets, the text of tokens, how
-the parts decide.
+Owns: which part reacts to which message, ticks. Does not know: sockets, the text of tokens, how the parts
+decide.
 """
 
 from collections.abc import Mapping
@@ -64,11 +64,12 @@ class Conductor:
 
     Args:
         epoch: A number larger than that of any Conductor before.
-        fingerprint: That of the model; instances and fronts with another one are refused.
-        limits: What it may keep, and how long it waits.
-        rules: How it decides.
+        fingerprint: The model's fingerprint. Instances and fronts with another one are refused.
+        limits: Limits of requests and of waiting times.
+        rules: The settings of decisions.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
-        profiled_device: The device on which they were measured: instances on others are refused; None: any.
+        profiled_device: The device on which the costs were measured. Instances on other devices are refused;
+        None: no instance is.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Conductor:
         return effects + self._placer.retry_queued(now_s)
 
     def _settle(self, now_s: float) -> list[Effect]:
-        """Empty instances further, and let those leave, or have another role, whose last request has gone."""
+        """Empty instances further. An instance without requests leaves then, or gets its new role."""
         if not self.instances.emptying:
             return []
         return self._emptier.retry(now_s) + self.roles.settle(now_s) + self._leaving.settle()
@@ -200,7 +201,8 @@ class Conductor:
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
-        """Do not count a time in which the Conductor did not listen: messages of peers wait to be read."""
+        """Do not count a time in which the Conductor itself was held up as silence of its peers: their
+        messages wait to be read."""
         gap_s = now_s - self._last_tick_s if self._last_tick_s is not None else 0.0
         self._last_tick_s = now_s
         if gap_s > self.limits.peer_timeout_s / 2:
@@ -268,7 +270,7 @@ class Conductor:
         return None
 
     def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:
-        """End requests of which a lost message has left only one side: here, or at the front."""
+        """End requests that only one side has, the Conductor or the front, because a message was lost."""
         listed, effects = set(request_ids), list[Effect]()
         own = {key: tracked for key, tracked in self.requests.items() if tracked.front == sender}
         for request_id, tracked in own.items():
@@ -295,7 +297,7 @@ class Conductor:
         return []  # the front was asked twice, or has asked twice
 
     def _drop_front(self, front: bytes, now_s: float) -> list[Effect]:
-        """Fail the requests of a lost front, and tell it, for it may live after all."""
+        """Fail the requests of a lost front, and tell the front, which may still be alive."""
         self._fronts.forget(front)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
         reason = "the conductor had lost its connection to this front"

@@ -35,7 +35,7 @@ class Rules:
     replication: ReplicationRules | None = None
     """Rules of replication; None if requests alone spread prefixes."""
     moves_requests: bool = False
-    """Whether running requests move between decode instances as the load wants it."""
+    """Whether rules move running requests between decode instances."""
     has_rebalancing: bool = False
     """Whether roles of instances change as the load does."""
     has_inlining: bool = False
@@ -73,7 +73,7 @@ class SLOs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of what the Conductor keeps and waits for. Times are in seconds."""
+    """Limits of the Conductor: of requests, and of waiting times in seconds."""
 
     max_running_requests: int = 256
     max_attempts: int = 3
@@ -84,14 +84,14 @@ class Limits:
     """The time after which a switch of an instance's role is undone."""
     retry_after_s: float = 1.0
     migration_timeout_s: float = 10.0
-    """The time that a request's copies may take, and its hand-over."""
+    """The longest time for the copies of a migration, and for its hand-over."""
     max_migrations: int = 8
-    """Migrations of an instance, from it and to it, at one time."""
+    """The most migrations from and to an instance at one time."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)
     max_waiting: int = 0
-    """The length of the admission queue."""
+    """The most requests in the admission queue."""
     slos: SLOs = field(init=False)
     """The SLOs of requests without a class."""
 

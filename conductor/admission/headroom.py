@@ -1,10 +1,11 @@
 """Headroom: queue time that is kept free for longer prompts, which would else be the only ones refused.
 
-A queue that is too long for a long prompt has room for short ones. They come more often and take each second
-that comes free, so checks of each request by itself refuse long prompts first, and at last all of them. Here
-a prompt that comes after a longer one was refused is checked as if it took as long. All prompts then find
-the queue too long at the same length of it, and lengths are refused in proportion. No device does less: the
-queue is shorter, and there is one as long as there are too many requests.
+A queue that is too long for a long prompt still has room for short ones. These come more often and take each
+second that becomes free. So if each request is checked by itself, long prompts are refused first, and in the
+end all of them. Here a prompt that arrives after a longer one was refused is checked as if it took as long as
+that one. All prompts then find the queue too long at the same queue length, and prompts of all lengths are
+refused in proportion. No device does less work: the queue is shorter, but never empty while there are too
+many requests.
 
 Owns: the prompts that were refused lately. Does not know: queues, the meaning of SLOs, the clock.
 """
@@ -15,13 +16,13 @@ from typing import NamedTuple
 MEMORY_S = 60.0
 """The time for which a refused prompt keeps headroom."""
 MAX_SHARE = 0.75
-"""The largest part of a TTFT SLO that is kept: devices would have to run out of work for a longer prompt.
-Nothing is kept for that one, as it would not be enough."""
+"""The largest part of a TTFT SLO that is kept free. A prompt that needs more would only fit if devices ran
+out of work, so nothing is kept for it."""
 _NUM_TERMS = 1000
 
 
 class Terms(NamedTuple):
-    """The queue that a request stands in. Requests keep headroom for others on equal terms only."""
+    """The terms on which a request queues. Requests keep headroom only for requests on equal terms."""
 
     tenant: str
     priority: int
@@ -41,7 +42,7 @@ class Headroom:
         """Refused prompts in order of time; each took longer than all behind it."""
 
     def refused(self, terms: Terms, prefill_s: float, now_s: float) -> None:
-        """Learn that a prompt was refused, whose prefill was predicted to take `prefill_s`."""
+        """Learn that a prompt with a predicted prefill of `prefill_s` was refused."""
         if prefill_s > MAX_SHARE * terms.ttft_slo_s:
             return
         refused = self._refused.setdefault(terms, deque())
@@ -53,13 +54,14 @@ class Headroom:
         refused.append(_Refused(now_s, prefill_s))
 
     def kept_s(self, terms: Terms, prefill_s: float, factor: float, came_s: float, now_s: float) -> float:
-        """The part of its TTFT SLO that a prompt leaves free, beside the time that it takes itself.
+        """The part of its TTFT SLO that a prompt must leave free, beside its own time.
 
         Args:
             terms: The prompt's.
             prefill_s: The time of its prefill, times `factor`.
             factor: The factor by which predictions are corrected now.
-            came_s: The time at which the prompt came: earlier ones keep nothing for later refusals.
+            came_s: The time at which the prompt arrived. It keeps nothing for prompts that were refused
+            later.
             now_s: The time.
         """
         refused = self._refused.get(terms)

@@ -1,7 +1,7 @@
-"""How long answers will be, which nobody knows when requests arrive.
+"""The expected lengths of answers, which are unknown when requests arrive.
 
-Requests whose prompts and limits are alike have answers that are alike. Answers that are still being decoded
-count as at least as long as they are (Kaplan and Meier, 1958), so long ones are not overlooked because only
+Requests with similar prompts and limits have similar answers. Answers that are still being decoded count as
+at least as long as they are now (Kaplan and Meier, 1958), so long answers are not overlooked because only
 short ones have ended.
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     began_s: float
     """The time of its first token."""
     num_tokens: float
-    """Tokens so far."""
+    """Number of tokens so far."""
 
 
 class AnswerLengths:
@@ -62,7 +62,7 @@ class AnswerLengths:
 
         Args:
             kinds: The kinds that are asked for.
-            running: What is being decoded.
+            running: The answers that are being decoded.
             since_s: The time since when the load has been the same: only answers that began after it say what
                 those of the present load are like. While few of them have ended, earlier ones do.
         """
@@ -82,9 +82,9 @@ class AnswerLengths:
 
 
 def mean_length(ended: Sequence[float], running: Sequence[float]) -> float:
-    """The mean length of answers of which some have ended, and others are longer than they are now.
+    """Estimate the mean length of answers, of which some have ended and others are still growing.
 
-    Where the longest ones have not ended, they are expected to become twice as long as they are.
+    If the longest answers have not ended, they are expected to become twice as long as they are now.
     """
     lengths = np.array([*ended, *running])
     has_ended = np.arange(len(lengths)) < len(ended)

@@ -1,6 +1,6 @@
 """The batches of decode instances as rules see them: values that a rule may change on trial.
 
-Owns: what is predicted of a batch with and without some request. Does not know: where the figures come from
+Owns: predictions for a batch with and without some request. Does not know: where the figures come from
 (`conductor.elasticity.survey`), why a request moves.
 """
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from mooncake.messages.costs import Costs, batch_share, tbt_margin_s
 
 DESTINATION_SHARE = 0.9
-"""The largest share of a TBT SLO that a destination is predicted to take with the request: relief is for what
-misses its SLO, and a destination must not need relief next."""
+"""The largest share of a TBT SLO that the predicted TBT of a destination may take with the request, so that
+the destination does not need relief next."""
 _ROOM_SHARE = 0.95
-"""The largest share of a destination's device pages that a move may fill: every request grows."""
+"""The largest share of a destination's device pages that a move may fill, as every request grows."""
 
 
 class Resident(NamedTuple):
@@ -23,7 +23,7 @@ class Resident(NamedTuple):
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Tokens drawn so far, estimated: workers tell fronts, not the Conductor."""
+    """Estimated number of tokens drawn so far: workers report tokens to fronts, not to the Conductor."""
     max_num_tokens: int
     """Tokens of the prompt and of the longest output that the request may have."""
     tbt_slo_s: float | None = None
@@ -38,19 +38,19 @@ class Resident(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A request that was assigned to an instance, and is not decoded yet."""
+    """A request that is assigned to an instance and not decoded yet."""
 
     request_id: str
     num_prompt_tokens: int
     tbt_slo_s: float | None = None
     priority: int = 0
     has_waited_s: float = 0.0
-    """Seconds for which only room has been lacking."""
+    """Seconds for which the request has waited for room alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The requests of one decode instance, and what they are predicted to take."""
+    """The requests of one decode instance, and the predictions for them."""
 
     instance: str
     residents: tuple[Resident, ...]
@@ -64,18 +64,18 @@ class Batch:
     """Tokens of KVCache for which the device has free pages."""
     coming: tuple[Coming, ...] = ()
     correction: float = 1.0
-    """Measured by predicted TBT, from the latest heartbeat."""
+    """Measured TBT divided by predicted TBT, from the latest heartbeat."""
     takes_requests: bool = True
     """Whether the instance may be a destination; not while it drains."""
 
     @property
     def size(self) -> int:
-        """Residents, and requests that are coming."""
+        """The number of residents and of requests that are coming."""
         return len(self.residents) + len(self.coming)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts of all of them."""
+        """Tokens of the prompts of all these requests."""
         return sum(of.num_prompt_tokens for of in self.residents) + self.num_coming_tokens
 
     @property
@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def full_tbt_s(self) -> float:
-        """The predicted TBT when all that is coming has come."""
+        """The predicted TBT when all coming requests have joined."""
         return self._tbt_s(self.size, self.num_prompt_tokens)
 
     def _tbt_s(self, num_requests: int, num_tokens: int) -> float:
@@ -105,7 +105,7 @@ class Batch:
         return bool(slos_s) and self.tbt_s > min(slos_s)
 
     def is_within(self, share: float = 1.0) -> bool:
-        """Whether all requests, when they have come, are predicted to be within `share` of their SLOs."""
+        """Whether the predicted TBT with all coming requests is within `share` of the strictest SLO."""
         if self.tbt_slo_s is None:
             return self.size <= self.max_batch
         tbt_s = self.full_tbt_s
@@ -117,7 +117,8 @@ class Batch:
         return sum(of.num_prompt_tokens for of in self.coming)
 
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
-        """Whether the request may move here: a slot, pages, and all within `share` of their SLOs then."""
+        """Whether the request may move here: there is a slot, there are pages, and the batch stays within
+        `share` of its SLO."""
         if not self.takes_requests or self.size >= self.max_batch:
             return False
         if resident.max_num_tokens > self.max_sequence_tokens:

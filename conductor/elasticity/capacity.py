@@ -18,7 +18,8 @@ from conductor.elasticity.demand import Load
 from mooncake.messages.costs import TBT_MARGIN, TBT_SLO_SHARE, Costs
 
 FULL_SHARE = 0.85
-"""The load of a stage, by its capacity, above which requests begin to miss SLOs: arrivals are not even."""
+"""The load of a stage, as a share of its capacity, above which requests begin to miss SLOs, as arrivals are
+uneven."""
 _ROOM_SHARE = 0.9
 """The share of device pages that batches fill."""
 _LEAST = 1e-9
@@ -39,14 +40,14 @@ class Work(NamedTuple):
 
 
 class Strain(NamedTuple):
-    """The work of each stage by its instances; 1 is all that they can do."""
+    """The work of each stage divided by its instances. At 1 they are fully used."""
 
     prefill: float
     decode: float
 
     @property
     def served(self) -> float:
-        """The share of requests that is served within SLOs. Each needs both stages."""
+        """The share of requests that is served within SLOs. Each request needs both stages."""
         return min(1.0, FULL_SHARE / max(*self, _LEAST))
 
 
@@ -77,14 +78,14 @@ class DecodeCapacity:
         return size / max(self.costs.seconds(size, size * load.mean_kv_tokens), _LEAST)
 
     def inlined_share(self, load: Load, work: float) -> float:
-        """The share of its time in which an instance can compute prompts beside a part of the load.
+        """The share of its time in which a decode instance can compute prompts beside its part of the load.
 
-        Iterations with chunks of prompts take the share of the TBT SLO that they may; what their batch leaves
-        of it is for the chunks. Without an SLO there is no limit but the batch's own work.
+        Iterations with chunks of prompts may take a share of the TBT SLO, and the chunks get what the batch
+        leaves of it. Without an SLO only the batch's own work is a limit.
 
         Args:
             load: The load.
-            work: The instance's part of the decode work, by all that it can do.
+            work: The instance's decode work, as a share of all that it can do.
         """
         if self.tbt_slo_s is None:
             return max(0.0, 1.0 - work)
@@ -108,7 +109,7 @@ class Capacity:
         return Work(self.load.prefill_s, self.load.num_output_tokens / self.decode.tokens_per_s(self.load))
 
     def strain(self, division: Division) -> Strain:
-        """How much of what a division can do the work takes.
+        """The strain of a division under this load.
 
         With inlining decode instances compute the prompts that are too many for the prefill instances, as far
         as they can.

@@ -1,10 +1,11 @@
-"""Consolidation: the requests of one instance move to the others, so that it is free for something else.
+"""Consolidation: the requests of one instance move to the others, so that the instance is free for another
+use.
 
 Llumnix (OSDI 2024, section 4.4): an instance that is to end, or is wanted for something else, counts as full,
-so its requests are moved away. It is done only for an instance that is wanted empty. Without that, the next
-requests would be placed there at once, as a token takes least time on it.
+so its requests are moved away. This is done only for an instance that is wanted empty: otherwise the next
+requests would be placed there at once, as an empty instance has the least TBT.
 
-Owns: whether that is possible. Does not know: who wants an empty instance, how requests move.
+Owns: whether this is possible. Does not know: who wants an empty instance, how requests move.
 """
 
 from dataclasses import replace
@@ -15,8 +16,8 @@ from conductor.elasticity.batches import Batch, destination_of, moved
 def can_be_emptied(source: Batch, batches: list[Batch]) -> bool:
     """Whether all requests that `source` decodes fit the other batches without breaking an SLO there.
 
-    Long requests are given a place first, as they fit in fewer places. Requests whose prompts are still to be
-    computed do not count, here and there: when they come, others will have ended.
+    Long requests are assigned first, as they fit on fewer instances. Requests whose prompts are not computed
+    yet do not count, on any instance: others will have ended by then.
     """
     batches = [replace(batch, coming=()) for batch in batches]
     for resident in sorted(source.residents, key=lambda of: -of.num_tokens):

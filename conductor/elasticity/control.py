@@ -1,4 +1,4 @@
-"""The control loop of elasticity: requests are moved and roles changed as rules want it.
+"""The control loop of elasticity, which moves requests and changes roles by rules.
 
 Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
 a request moves (`conductor.requests.migrations`), how an instance changes its role
@@ -39,9 +39,9 @@ class Elasticity:
 
     Args:
         requests: The registry.
-        migrations: What moves requests.
-        roles: What changes roles.
-        rules: What is on.
+        migrations: The component that moves requests.
+        roles: The component that changes roles.
+        rules: The settings: which of these is on.
     """
 
     def __init__(self, requests: Requests, migrations: Migrations, roles: Roles, rules: Rules) -> None:
@@ -60,7 +60,7 @@ class Elasticity:
     def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
         """Count a request that a client has sent, and that has been placed, queued or rejected since.
 
-        A prompt that would be late on an idle instance is no work that any instances would do.
+        A prompt that would be late even on an idle instance is not counted as work.
         """
         if self.rebalancer is None:
             return
@@ -76,7 +76,7 @@ class Elasticity:
         self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 
     def _prefill_s(self, tracked: TrackedRequest) -> float:
-        """What the prompt of a request without instances would take where most of it is held."""
+        """Seconds of prefill of an unplaced request on the instance that holds most of its prompt."""
         costs, layout = self._view.mean_prefill_costs(), self._view.layout
         if costs is None or layout is None:
             return 0.0
@@ -87,12 +87,12 @@ class Elasticity:
         return costs.seconds(*prefill_quantities(num_tokens - num_cached, num_cached))
 
     def finished(self, tracked: TrackedRequest, num_output_tokens: int) -> None:
-        """Learn how long an answer has become."""
+        """Learn the length of an answer that has ended."""
         if self.rebalancer is not None and tracked.placed.decode_began_s is not None:
             self.demand.finished(answer_of(tracked, num_output_tokens))
 
     def heard(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
-        """Learn from a heartbeat what the instance really does."""
+        """Learn the real utilisation of an instance from its heartbeat."""
         num_pages = instance.registration.capacity.num_device_pages
         self.utilisation.learn(
             instance.name, instance.role, heartbeat, num_pages, self._capacity_token_s, now_s
@@ -101,7 +101,7 @@ class Elasticity:
     # -- as time passes -----------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Move requests and change roles, as far as rules want it. Call this about twice a second."""
+        """Move requests and change roles by the rules. Call this about twice a second."""
         self.utilisation.keep({instance.name for instance in self._instances})
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
@@ -124,7 +124,8 @@ class Elasticity:
         return effects
 
     def _wanted(self, batches: list[Batch]) -> Iterator[Move]:
-        """The moves that rules want; each sees the batches as they are now, so an instance is in one only."""
+        """The moves that the rules want. All rules see the present batches, so an instance takes part in one
+        move only."""
         taken: set[str] = set()
         for rule in RULES:
             for move in rule([batch for batch in batches if batch.instance not in taken]):

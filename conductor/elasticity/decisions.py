@@ -1,4 +1,5 @@
-"""The decisions of the rebalancer: what, why in numbers, the predicted benefit, and later what came of it.
+"""The decisions of the rebalancer: the change, its reason in numbers, its predicted benefit, and later its
+outcome.
 
 Owns: these values, and the share of arrivals that was accepted in a time. Does not know: how decisions are
 made, who shows them.
@@ -41,7 +42,7 @@ class Change(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a change."""
+    """Outcome of a change."""
 
     took_s: float
     """Seconds until the instance took requests in its new role."""
@@ -62,7 +63,7 @@ class Decision:
     done_s: float | None = None
     """The time at which the instance took requests in its new role; None before."""
     outcome: Outcome | None = None
-    """What came of it; None until that is known."""
+    """The outcome; None until it is known."""
 
     @property
     def has_failed(self) -> bool:

@@ -11,11 +11,11 @@ from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
 PATIENCE_S = 2.0
-"""The time for which a request waits before others move for it: most find room by themselves."""
+"""Seconds for which a request waits before others move for it. Most find room by themselves."""
 
 
 def defragment(batches: list[Batch]) -> list[Move]:
-    """The moves after which the longest waiting request has device pages; none if it cannot be helped so."""
+    """The moves after which the longest waiting request has device pages; none if moves cannot help it."""
     moves = []
     for source in batches:
         waiting = _waiting(source)
@@ -39,7 +39,7 @@ def _waiting(batch: Batch) -> Coming | None:
 
 
 def _make_room(source: Batch, waiting: Coming, batches: list[Batch]) -> list[Move]:
-    """The fewest moves that free enough pages, all of which must be possible."""
+    """The fewest moves that free enough pages. All of them must be possible."""
     num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
     movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)
     while num_missing > 0 and movable:

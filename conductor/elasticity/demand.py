@@ -1,8 +1,7 @@
 """The load that clients offer: prefill and decode work of the latest arrivals, accepted or not.
 
-How far back arrivals count adapts: as far as the load has been the same (adaptive windowing: Bifet and
-Gavalda, 2007). In a steady load a minute of arrivals is averaged; after a step the second that shows it, and
-those that follow.
+Arrivals count as far back as the load has been the same (adaptive windowing: Bifet and Gavalda, 2007). In a
+steady load a minute of arrivals is averaged; after a step, only the seconds from the step on.
 
 Owns: arrivals, changes of the load. Does not know: instances, what is done about the load.
 """
@@ -21,10 +20,10 @@ from conductor.elasticity.answers import Answer, AnswerLengths, Kind
 WINDOW_S = 60.0
 """The longest time for which arrivals count."""
 _SIGNIFICANT = 4.0
-"""Standard deviations by which the latest seconds differ from those before if the load has changed. There are
-many ways to divide the window, so fewer would be seen by chance."""
+"""Standard deviations by which the latest seconds must differ from those before to count as a change. The
+window is divided in many ways, so a smaller difference would often occur by chance."""
 _LEAST_CHANGE = 1.3
-"""The factor below which a difference is no change, however sure."""
+"""The factor below which a difference is no change, however significant it is."""
 _FEWEST_ARRIVALS = 6
 """The number of arrivals that can show a change."""
 MOST_LEFT_S = 120.0
@@ -50,7 +49,7 @@ class _Arrivals:
 
 
 class Load(NamedTuple):
-    """What arrives in a second, on average."""
+    """The work that arrives in a second, on average."""
 
     num_requests: float
     prefill_s: float
@@ -64,7 +63,7 @@ class Load(NamedTuple):
 
     @property
     def mean_kv_tokens(self) -> float:
-        """Tokens of KVCache of a request that is decoded, in the mean over the time."""
+        """Mean tokens of KVCache of a request while it is decoded."""
         return self.mean_prompt_tokens + self.mean_output_tokens / 2
 
 
@@ -83,7 +82,7 @@ class Demand:
     """The time since when the load has been the same."""
 
     def arrived(self, num_prompt_tokens: int, max_tokens: int, prefill_s: float, now_s: float) -> None:
-        """Count a request that a client has sent, whatever is done with it."""
+        """Count a request that a client has sent, accepted or not."""
         if self._began_s is None:
             self._began_s = now_s
         second, kind = math.floor(now_s), Kind.of(num_prompt_tokens, max_tokens)
@@ -140,13 +139,14 @@ class Demand:
         now, first = math.floor(now_s), math.floor(began_s)
         nums = np.array([of.num_requests for of in self._arrivals])
         borders = np.arange(now - 1, math.ceil(began_s), -1)
-        """The seconds, latest first, with which what is compared with the time before may begin."""
+        """The seconds at which the latest part may begin that is compared with the time before, latest
+        first."""
         if not len(borders) or nums.sum() < _FEWEST_ARRIVALS:
             return None
         ages = now - np.array([of.second for of in self._arrivals])
 
         def by_border(amounts: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-            """What has arrived from each border on, and before it."""
+            """The amounts that have arrived from each border on, and before it."""
             sums = np.bincount(ages, amounts, now - first + 1).cumsum()
             recent = sums[1 : len(borders) + 1]
             return recent, sums[-1] - recent
@@ -187,7 +187,7 @@ class Persistence:
         self._changed_s: float | None = None
 
     def changed(self, now_s: float) -> None:
-        """Note a change."""
+        """Record a change of the load."""
         if self._changed_s is not None:
             self._gaps_s.append(now_s - self._changed_s)
         self._changed_s = now_s

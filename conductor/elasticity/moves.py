@@ -1,6 +1,6 @@
 """Moves of running requests between decode instances, and the limits of how often requests move.
 
-Owns: what a rule returns, hysteresis. Does not know: why a request should move, how it moves.
+Owns: the result of a rule, hysteresis. Does not know: why a request should move, how it moves.
 """
 
 from collections import Counter
@@ -12,7 +12,8 @@ from conductor.view.decision_stats import MigrationReason
 AGAIN_AFTER_S = 10.0
 """The time after a request's move in which it does not move again."""
 SETTLE_S = 2.0
-"""The time after a move to or from an instance in which no rule looks at it: its figures are older."""
+"""Seconds after a move to or from an instance for which rules ignore the instance, as its figures are
+older."""
 MOST_AT_ONCE = 4
 """The moves that may be in flight in the cluster."""
 MOST_OF_SOURCE = 1
@@ -29,7 +30,8 @@ class Move(NamedTuple):
 
 
 class RecentMoves:
-    """The moves of the last seconds. Copies take bandwidth, and what was just mispredicted is so again."""
+    """The moves of the last seconds, by which further ones are limited: copies take bandwidth, and a wrong
+    prediction would be repeated."""
 
     def __init__(self) -> None:
         self._moved_s: dict[str, float] = {}
@@ -43,12 +45,12 @@ class RecentMoves:
         self._touched_s[move.source] = self._touched_s[move.destination] = now_s
 
     def forget(self, now_s: float) -> None:
-        """Forget what no limit looks at any more."""
+        """Forget moves that no limit concerns any more."""
         self._moved_s = _since(self._moved_s, now_s - AGAIN_AFTER_S)
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[Batch], now_s: float) -> list[Batch]:
-        """The batches at which rules may look, in which requests that have just moved may not move."""
+        """The batches that rules may use. Requests that have just moved are fixed in them."""
         return [
             batch.fixing(self._moved_s)
             for batch in batches
@@ -56,10 +58,10 @@ class RecentMoves:
         ]
 
     def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
-        """The first of these moves, as many as may be in flight beside others.
+        """The first of these moves that may be in flight beside the present ones.
 
         Args:
-            moves: What rules want, the most urgent first.
+            moves: The moves that rules want, the most urgent first.
             in_flight: The number of migrations in flight by source.
         """
         kept, of_source, taken = list[Move](), in_flight.copy(), set[str]()

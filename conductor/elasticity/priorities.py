@@ -1,8 +1,8 @@
 """Priority: requests of lower classes make room where a stricter class is.
 
 Llumnix (OSDI 2024, section 4.3): instances keep headroom for requests of high execution priority; others are
-moved away from them as soon as it is short. Relief waits until an SLO is missed; where a class goes first,
-the others leave before.
+moved away from them as soon as headroom is short. Relief waits until an SLO is missed; this rule moves lower
+classes away before that.
 
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
@@ -43,5 +43,5 @@ def _classes(batch: Batch) -> tuple[list[Resident], list[Resident]]:
 
 
 def _has(batch: Batch, resident: Resident) -> bool:
-    """Whether the batch has requests of the resident's class, or of one that goes first."""
+    """Whether the batch has requests of the resident's class, or of a class that goes before it."""
     return any(of.priority <= resident.priority for of in batch.residents)

@@ -5,8 +5,9 @@
     decide     if that pays: benefit / cost >= rho (BanaServe, section 4.4.1, equation 35)
     follow     when the change is done, and how many requests are rejected before and after it
 
-A change gives up no SLO that is met: what the instance has must fit the others first. It is never taken back
-while load and instances stay the same, and a change of either allows a limited number of them.
+A change must not break an SLO that is met: the instance's requests must fit the other instances first. A
+change is never reversed while load and instances stay the same. If either changes, a limited number of
+changes is allowed.
 
 Owns: the decisions. Does not know: how a role is changed, where figures come from (`survey`), the clock.
 """
@@ -26,27 +27,29 @@ from mooncake.messages.workers import InstanceState, Role
 _NUM_KEPT = 100
 """The latest decisions that are kept."""
 _PERIOD_S = 2.0
-"""The least time between two looks at the roles."""
+"""The least time between two decisions about roles."""
 _SPARE_STRAIN = 0.8
-"""The strain up to which a stage may be left with one instance less, unless both are short."""
+"""The largest strain that a stage may have after giving up an instance, unless both stages are short."""
 _LEAST_GAIN = 0.05
-"""The requests that a change must be predicted to gain, by those that are served now."""
+"""The gain in served requests that a change must be predicted to make, as a share of those served now."""
 _LEAST_BENEFIT = 2.0
-"""The least benefit by cost (rho in equation 35)."""
+"""The least ratio of benefit to cost (rho in equation 35)."""
 _LEAST_WINDOW_S = 3.0
-"""The time for which a load must have been the same."""
+"""The time for which a load must have been the same before a decision."""
 _FEWEST_ARRIVALS = 10.0
-"""The arrivals that tell of a load."""
+"""The least number of arrivals that describe a load."""
 _AGAIN_AFTER_S = 60.0
 """The time after a change that was not made in which its instance is not chosen again."""
 _EVALUATED_S = 15.0
 """The time over which arrivals before and after a change are compared."""
 _OTHERS_AFTER_S = 15.0
-"""The time for which other instances must have been there: one that restarts is no other one."""
+"""The time after which a changed set of instances counts as another one: an instance that restarts does
+not."""
 _QUEUE_SHARE = 0.5
 """The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
 _LEAST_LEFT_S = 15.0
-"""The time for which a load must be expected to last: the change is late, and so is the one back."""
+"""The time for which a load must be expected to last, as the change and its reversal both take effect
+late."""
 _SAME_LOAD = 1.5
 """The factor up to which the work of a stage counts as the same load."""
 _TARGET_STRAIN = 0.7
@@ -73,7 +76,7 @@ class Member(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a decision is made from."""
+    """The input of a decision."""
 
     members: list[Member]
     load: Load | None
@@ -84,7 +87,7 @@ class State(NamedTuple):
     ttft_slo_s: float | None
     has_inlining: bool
     num_arrived: int
-    """Requests so far."""
+    """Number of requests so far."""
     num_rejected: int
     """Requests so far that were rejected because of the load."""
 
@@ -105,7 +108,7 @@ class State(NamedTuple):
 
 
 class Rebalancer:
-    """Decides about roles."""
+    """Decides which instance changes its role, and when."""
 
     def __init__(self) -> None:
         self.decisions: deque[Decision] = deque(maxlen=_NUM_KEPT)
@@ -113,7 +116,8 @@ class Rebalancer:
         self.num_decided: Counter[Role] = Counter()
         """Changes that were decided, by the role after them."""
         self.desired: dict[Role, int] = {}
-        """The number of instances of each role that the load needs, whatever there are: for autoscalers."""
+        """The number of instances of each role that the load needs, whether they exist or not. For
+        autoscalers."""
         self._persistence = Persistence()
         self._switch_s = 3.0
         """The mean time that a change takes."""
@@ -121,21 +125,21 @@ class Rebalancer:
         self._looked_s = -math.inf
         self._num_changes_seen = 0
         self._same: Work | None = None
-        """The load for which `_num_left` changes are left."""
+        """The load to which the limit `_num_left` of further changes belongs."""
         self._names: frozenset[str] = frozenset()
-        """The instances for which they are left."""
+        """The names of the instances to which the limit `_num_left` belongs."""
         self._other_names: tuple[frozenset[str], float] = (frozenset(), math.inf)
-        """Other instances that there are instead, and since when."""
+        """The names of the present instances if they differ from `_names`, and the time since when."""
         self._num_left = 0
         self._direction: Role | None = None
         """The role of the first change for this load and these instances."""
 
     def is_time(self, now_s: float) -> bool:
-        """Whether `decide` should be asked: every few seconds."""
+        """Whether it is time to call `decide`, which is every few seconds."""
         return now_s - self._looked_s >= _PERIOD_S
 
     def decide(self, state: State, now_s: float) -> Change | None:
-        """The change to be made now, of which `decisions` has a record; None for none."""
+        """Decide on a change, and record it in `decisions`. Returns None if nothing is to be changed."""
         self._looked_s = now_s
         self._acceptance.note(state.num_arrived, state.num_rejected, now_s)
         self._follow(state, now_s)
@@ -167,7 +171,7 @@ class Rebalancer:
         return change
 
     def refused(self, why: str) -> None:
-        """Note that the latest change was not possible after all."""
+        """Record that the latest change was not possible after all."""
         self.decisions[-1].outcome = Outcome(0.0, note=why)
 
     def _is_known(self, load: Load) -> bool:
@@ -177,14 +181,14 @@ class Rebalancer:
     # -- which change -------------------------------------------------------------------------------
 
     def _note_instances(self, names: frozenset[str], now_s: float) -> None:
-        """Note since when the instances have been others."""
+        """Record since when the instances have been different from `_names`."""
         if names == self._names:
             self._other_names = (names, math.inf)
         elif names != self._other_names[0]:
             self._other_names = (names, now_s)
 
     def _renew(self, work: Work, names: frozenset[str], now_s: float) -> None:
-        """Allow changes again if the load is another one, or the instances have been others for a while."""
+        """Allow changes again if the load has changed, or the instances have been different for a while."""
         same, since_s = self._same, self._other_names[1]
         are_others = now_s - since_s >= _OTHERS_AFTER_S
         if same is None or are_others or not all(map(self._is_same, work, same)):

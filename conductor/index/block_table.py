@@ -4,7 +4,7 @@ The compiled table (`block_table.cpp`) has 23 to 46 bytes a block, and no pauses
 is no compiler a dict does the same, with about 100 bytes a block and pauses of up to a second while it grows
 by millions.
 
-Owns: both tables. Does not know: what the numbers mean.
+Owns: both tables. Does not know: the meaning of the numbers.
 """
 
 import ctypes
@@ -36,7 +36,8 @@ class BlockTable(Protocol):
         """Return the number of each key."""
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the runs of equal numbers before the first absent key: the numbers and their ends."""
+        """Return the runs of equal numbers before the first absent key: the number of each run, and its
+        end."""
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
         """Give each of these distinct keys its number; `ABSENT` drops it."""
@@ -91,7 +92,7 @@ class NativeTable:
 
 
 class DictTable:
-    """A dict. The garbage collector skips it, as it has nothing but bytes and ints."""
+    """The table as a dict. The garbage collector skips it, as it has only bytes and ints."""
 
     def __init__(self) -> None:
         self._numbers: dict[BlockKey, int] = {}
@@ -153,7 +154,8 @@ def _joined(keys: Sequence[BlockKey]) -> bytes:
 
 @functools.cache
 def _native() -> ctypes.PyDLL:
-    """The compiled code. Calls keep the GIL: another thread might hold it for milliseconds."""
+    """Load the compiled code. Calls keep the GIL, as getting it back from another thread might take
+    milliseconds."""
     library = load(Path(__file__).with_name("block_table.cpp"))
     code = ctypes.PyDLL(library._name, handle=library._handle)
     table, size, pointer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p

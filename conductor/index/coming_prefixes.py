@@ -1,8 +1,8 @@
 """The coming prefixes: blocks of placed prompts that their instances have yet to compute and store.
 
 Algorithm 1 "updates the cache" when it places a prompt (Mooncake, section 6.1). The prefix index learns of
-blocks from events, when they are stored; until then a burst of prompts with one new prefix would be spread,
-and each instance would compute that prefix.
+blocks only when they have been stored. Without this module a burst of prompts with one new prefix would be
+spread until then, and each instance would compute that prefix.
 
 A radix tree for each priority: a node has the blocks that a set of prompts have in common behind those of its
 parent. Keys are chained, so the end of what two prompts have in common is found by bisection, and an edge
@@ -23,7 +23,8 @@ EVENT_DELAY_S = 0.5
 """Seconds in which events tell of the blocks of a prefill that has ended; until then they count as coming."""
 
 Coming = list[tuple[int, int]]
-"""Numbers of leading blocks of a prompt, each with the mask of the slots that will hold at least so many."""
+"""Pairs of a number of leading blocks of a prompt, and the mask of the slots that will hold at least so
+many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,19 +54,20 @@ class _Node:
     """The nodes behind this one by their first block."""
 
     def common_end(self, keys: Sequence[BlockKey]) -> int:
-        """The end of the blocks that this node and `keys` have in common: its first one at least."""
+        """The end of the blocks that this node and `keys` have in common, which is at least its first
+        block."""
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:
             return end
         return bisect_left(range(end), True, lo=self.start + 1, key=lambda i: self.keys[i] != keys[i])
 
     def add(self, slot: int) -> None:
-        """Count one more prompt."""
+        """Count one more prompt of a slot."""
         self.num_prompts[slot] += 1
         self.mask |= 1 << slot
 
     def remove(self, slot: int) -> None:
-        """Count one prompt less."""
+        """Count one prompt less of a slot."""
         self.num_prompts[slot] -= 1
         if not self.num_prompts[slot]:
             del self.num_prompts[slot]
@@ -115,7 +117,8 @@ class ComingPrefixes:
         return prompt
 
     def remove(self, prompt: ComingPrompt) -> None:
-        """Remove a prompt that will not be computed there, or whose blocks are stored. Idempotent."""
+        """Remove a prompt that will not be computed on its instance, or whose blocks are stored.
+        Idempotent."""
         if not prompt.is_coming:
             return
         prompt.is_coming = False
@@ -135,7 +138,8 @@ class ComingPrefixes:
             del self._roots[prompt.priority]
 
     def stored(self, prompt: ComingPrompt, now_s: float) -> None:
-        """Record that a prompt's prefill has ended: remove it when events must have told of it."""
+        """Record that a prompt's prefill has ended, so that it is removed once KV events must have reported
+        its blocks."""
         self._ended.append((now_s + EVENT_DELAY_S, prompt))
 
     def forget(self, slot: int) -> None:
@@ -146,8 +150,8 @@ class ComingPrefixes:
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
         """Find the leading blocks of a prompt that are coming.
 
-        Only prompts that go before it count. It goes before those of higher priority numbers, and computes
-        the prefix itself.
+        Only prompts that go before this one count. It goes before prompts of higher priority numbers, and
+        computes their common prefix itself.
         """
         while self._ended and self._ended[0][0] <= now_s:
             self.remove(self._ended.popleft()[1])

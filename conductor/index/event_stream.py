@@ -1,12 +1,12 @@
-"""One messenger's KV events in order: messages in, events to apply and questions to ask out.
+"""One messenger's KV events in order: takes messages, and returns events to apply and questions to ask.
 
     no snapshot ──> parts of one ──> live batches, in order and once ──(gap)──> replay ──> live
          ^───────────────── the replay is gone, or another incarnation ────────────┘
 
 A question without an answer is asked again. A messenger that has been quiet for a while is asked whether its
-last batch got lost. A limited number of batches that come too early wait for those before them.
+last batch got lost. A limited number of early batches wait for the batches before them.
 
-Owns: sequence numbers, incarnations, deadlines. Does not know: sockets, the clock, what events mean.
+Owns: sequence numbers, incarnations, deadlines. Does not know: sockets, the clock, the meaning of events.
 """
 
 from typing import NamedTuple
@@ -26,11 +26,11 @@ from mooncake.messages.kv_events import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""The time without progress of an answer after which the question is asked again."""
+"""The time after which a question whose answer makes no progress is asked again."""
 QUIET_S = 3.0
 """The time without a batch after which a messenger is asked whether there was one."""
 MAX_EARLY_BATCHES = 100
-"""Batches that may wait for earlier ones: a second's worth. Others are replayed."""
+"""Most batches that may wait for earlier ones: those of a second. Further ones are replayed."""
 
 
 class Step(NamedTuple):
@@ -50,7 +50,7 @@ class EventStream:
         """Batches that have been applied."""
         self.num_gaps = 0
         self.num_snapshots = 0
-        """Snapshots that have been applied whole."""
+        """Snapshots that have been applied completely."""
         self._next_sequence: int | None = None
         """The number of the next batch to apply; None before there is a snapshot to apply it to."""
         self._early: dict[int, list[KVEvent]] = {}
@@ -64,12 +64,12 @@ class EventStream:
 
     @property
     def is_current(self) -> bool:
-        """Whether a snapshot has been applied, and every batch that is known of."""
+        """Whether a snapshot, and every known batch, has been applied."""
         return self._next_sequence is not None and not self._early
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether no snapshot has been applied whole."""
+        """Whether no snapshot has been applied completely."""
         return self._next_sequence is None
 
     def is_loading(self, now_s: float) -> bool:

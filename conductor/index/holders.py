@@ -1,4 +1,5 @@
-"""Interned sets of holders: the shards that have a block, by tier, and the instances that have it whole.
+"""Interned sets of holders: the shards that have a block, by tier, and the instances all of whose shards have
+it.
 
 Blocks with the same holders share one set, named by a small number, so a block costs its key and that number,
 however many instances there are. A set is a bit mask, two bits for a shard: DRAM and, next to it, SSD. An
@@ -47,14 +48,16 @@ class HolderSets:
         self._held = [0]
         self._num_blocks = [0]
         self._numbers = {0: EMPTY}
-        """The number of each set by its mask, but for sets that `clear` has made equal to others."""
+        """The number of each set by its mask. A set that `clear` has made equal to another one is left
+        out."""
         self._free: list[int] = []
         self._num_empty = 0
         self.is_empty = array("B", [False])
-        """Marks of sets besides `EMPTY` that have lost all holders while blocks use them, by number."""
+        """For each set by number, whether it has lost all holders while blocks use it. `EMPTY` is not
+        marked."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:
-        """The set of `num_blocks` blocks of set `before` after `shard` has stored or removed them."""
+        """Return the new set of `num_blocks` blocks of set `before`, which `shard` has stored or removed."""
         held, bit = self._held[before], shard.bit(tier)
         if bool(held & bit) is is_stored:
             return before
@@ -100,7 +103,7 @@ class HolderSets:
         return sum(itertools.compress(self._num_blocks, self.is_empty))
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Record that one block for each of these numbers does not use its set any more."""
+        """Record that for each of these numbers one block does not use that set any more."""
         for number, num_blocks in Counter(numbers).items():
             self._release(number, num_blocks)
 

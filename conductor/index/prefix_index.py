@@ -2,8 +2,8 @@
 
 The KV events of every pool feed it. Keys are chained, so a prompt's blocks are looked up once for all
 instances, and the set of holders can only shrink from block to block (Mooncake, section 6.1, Algorithm 1:
-`prefix_len`). Late or wrong events cost a hit, nothing else: an instance that is asked for a block looks
-again.
+`prefix_len`). Late or wrong events only cost a hit, as an instance that is asked for a block looks for it
+itself.
 
 Owns: keys and their holders, the slots of the instances. Does not know: where events come from, placement.
 """
@@ -24,7 +24,7 @@ from mooncake.messages.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """The part of a prompt that each instance holds: the few depths that differ, each with a mask of slots.
+    """The part of a prompt that each instance holds: a list of different depths, each with a mask of slots.
 
     `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`, one element a slot; 0 for a free slot.
     """
@@ -35,7 +35,7 @@ class PrefixMatch(NamedTuple):
     masks: list[int]
     """The slots that hold so many blocks and no more. No mask is empty, and each slot is in one of them."""
     on_ssd: list[tuple[int, int]]
-    """Numbers of blocks, not all in a row, each with the slots that hold them on SSD only."""
+    """Numbers of blocks, not necessarily adjacent, each with the slots that hold them on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
         """The masks as a matrix: one row a mask, one column a slot."""
@@ -102,7 +102,7 @@ class PrefixMatch(NamedTuple):
         return self.depths[-1]
 
     def _sums(self, numbers: Sequence[int], masks: Sequence[int]) -> NDArray[np.int32]:
-        """The sums by slot of the numbers whose masks it is in."""
+        """Sum, for each slot, the numbers whose masks have the slot."""
         sums: NDArray[np.int32] = np.array(numbers, np.int32).dot(self.rows_of(masks))
         return sums
 
@@ -114,7 +114,7 @@ def packed(masks: Sequence[int], num_slots: int) -> bytes:
 
 
 class PrefixIndex:
-    """All blocks of all instances. Slots are small numbers that arrays by instance are indexed with."""
+    """All blocks of all instances. Slots are small numbers, by which arrays are indexed."""
 
     def __init__(self) -> None:
         self._table = new_block_table()
@@ -142,16 +142,16 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks that some instance holds."""
+        """The number of different blocks that some instance holds."""
         return len(self._table) - self.num_stale_blocks
 
     @property
     def num_stale_blocks(self) -> int:
-        """Keys that lost all holders with an instance. Events that come drop them little by little."""
+        """The number of keys whose last holder was removed. Later events drop them little by little."""
         return self._sets.num_unheld_blocks
 
     def num_held(self, name: str) -> Mapping[Tier, int]:
-        """The blocks by tier of the shard that publishes as `name`."""
+        """The number of blocks, by tier, of the shard that publishes as `name`."""
         return MappingProxyType(self._shards[name].num_blocks)
 
     def add_instance(self, name: str, shards: Sequence[str] = ()) -> int:

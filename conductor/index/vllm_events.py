@@ -1,10 +1,10 @@
 """KV events in vLLM's format (as of 0.32), read into ours.
 
-vLLM names blocks by hashes of its own, so the keys are derived again from the token ids, under the root that
-our requests' keys have: each block's from its parent's. What cannot be derived is left out, and costs a hit:
-blocks whose parent is not known, of another size, or of a LoRA adapter, a cache salt or an image.
+vLLM names blocks by hashes of its own. So the keys are derived again from the token ids and the parent's key,
+under the root of our requests' keys. Blocks whose keys cannot be derived are left out, which costs a hit:
+blocks with an unknown parent, of another size, or with a LoRA adapter, a cache salt or an image.
 
-Owns: vLLM's event structs, which of its hashes is which key. Does not know: sockets, sequence numbers.
+Owns: vLLM's event structs, the key of each of its hashes. Does not know: sockets, sequence numbers.
 """
 
 import ctypes
@@ -76,7 +76,8 @@ class VllmEvents:
     """Reads the events of one engine, in order. Remembers the blocks that it has."""
 
     def __init__(self, root: BlockKey, block_size: int) -> None:
-        """`root` is the parent of first blocks, `block_size` is in tokens; both as in our requests' keys."""
+        """`root` is the parent key of first blocks, `block_size` is in tokens. Both are those of our
+        requests."""
         self._root, self._block_size = root, block_size
         self._keys: dict[BlockHash, BlockKey] = {}
         self._media: dict[BlockHash, int] = {}
@@ -108,7 +109,8 @@ class VllmEvents:
         return events
 
     def _decode(self, payload: bytes) -> _MapBatch | _ArrayBatch:
-        """Versions of vLLM differ in how they write events; one engine does not change."""
+        """Decode a payload as arrays or as maps: versions of vLLM differ in this, an engine always does the
+        same."""
         for _ in range(2):
             try:
                 return self._decode_maps(payload) if self._has_maps else self._decode_arrays(payload)
@@ -133,7 +135,8 @@ class VllmEvents:
                 yield KVStored(tier, [self._keys[block_hash] for block_hash in new])
 
     def _keys_of(self, event: _Stored) -> Sequence[BlockKey]:
-        """The keys of all its blocks, or none: a block without tokens has only moved to another medium."""
+        """The keys of all blocks of an event; none for blocks without tokens, which have only moved to
+        another medium."""
         parent = self._root
         if event.parent_block_hash is not None:
             parent = self._keys.get(event.parent_block_hash, b"")
@@ -160,7 +163,7 @@ class VllmEvents:
 
 
 def _unpacked(packed: bytes, num_wanted: int) -> "array[int] | None":
-    """The token ids in this msgpack array; None if they are not so many, or no token ids."""
+    """The token ids in this msgpack array; None unless it has `num_wanted` token ids."""
     native = _native()
     if native is None:
         try:

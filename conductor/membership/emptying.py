@@ -1,9 +1,9 @@
-"""Instances that are to have no requests any more, as they drain or switch their role.
+"""Emptying of instances that drain or switch their role.
 
-Nothing more is placed there. What is queued there is placed elsewhere, running prefills end, and running
-decodes migrate to instances that have room for them; others end there.
+No more requests are placed on such an instance. Queued requests are placed elsewhere, running prefills end,
+and running decodes migrate to instances that have room for them, or end there.
 
-Owns: how an instance is emptied. Does not know: why, what happens to it then.
+Owns: how an instance is emptied. Does not know: why, what happens to the instance then.
 """
 
 from conductor.effects import Effect
@@ -16,7 +16,7 @@ from mooncake.messages.workers import InstanceState
 
 
 class Emptier:
-    """Takes the requests of instances away."""
+    """Takes requests away from instances."""
 
     def __init__(self, requests: Requests, placer: Placer, migrations: Migrations) -> None:
         self._requests, self._placer, self._migrations = requests, placer, migrations
@@ -25,14 +25,15 @@ class Emptier:
         """The registry's number of releases when instances were last emptied."""
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
-        """Place nothing more on the instance. None if its state does not allow that. `go_on` follows."""
+        """Place no more requests on the instance. Returns None if its state does not allow that. The caller
+        then calls `go_on`."""
         if not self._instances.begin_emptying(instance, state, now_s):
             return None
         self._view.close(instance)
         return instance.emptying
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Try again what had no room elsewhere. Call this about twice a second."""
+        """Try again to move requests that had no room elsewhere. Call this about twice a second."""
         effects = [effect for one in self._instances.emptying for effect in self.go_on(one, now_s)]
         self._num_released = self._requests.num_released
         return effects
@@ -60,7 +61,7 @@ class Emptier:
         return effects
 
     def end(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Let the instance serve again. No effects if it is about to end by itself."""
+        """Let the instance serve again. No effects if the instance is going to end by itself."""
         if not self._instances.serve(instance):
             return []
         self._view.open(instance)

@@ -48,7 +48,7 @@ class Membership:
     # -- coming -------------------------------------------------------------------------------------
 
     def register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
-        """Take an instance in, or refuse it."""
+        """Add an instance, or refuse it."""
         earlier = self._instances.get(register.instance)
         if earlier is not None and earlier.registration.incarnation > register.incarnation:
             refusal = f"a newer {register.instance} is registered; give each instance its own --instance"
@@ -99,7 +99,7 @@ class Membership:
     # -- going --------------------------------------------------------------------------------------
 
     def drop(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
-        """Remove instances: all at once, so that no request is placed on one that is removed next."""
+        """Remove instances, all at once, so that no request is placed on an instance that is removed next."""
         for instance in lost:
             if instance.state is InstanceState.SWITCHING:
                 self._roles.count_given_up()
@@ -111,7 +111,7 @@ class Membership:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Whether a life registers again as the connection broke over which it did so before."""
+    """Whether an instance registers again because the connection of its earlier registration broke."""
     return (
         earlier is not None
         and earlier.identity == sender

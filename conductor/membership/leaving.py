@@ -1,11 +1,12 @@
-"""Instances that drain: their requests and the blocks that only they hold go to others, then they leave.
+"""Draining of instances: their requests and the blocks that only they hold go to other instances; then they
+leave.
 
     SERVING, SWITCHING ──> DRAINING ──> RETIRED, when nothing is left
                                     ──> SERVING, if the order is taken back
                        ──> RETIRING ──> RETIRED
 
-Owns: an instance's way out of the cluster. Does not know: sockets, how its requests are taken away, which
-blocks are copied.
+Owns: an instance's way out of the cluster. Does not know: sockets, how requests are moved away, which blocks
+are copied.
 """
 
 from conductor.effects import Effect
@@ -37,11 +38,11 @@ class Leaving:
         return f"{instance.name} is the last instance for {stage.value}; `force` drains it all the same"
 
     def order(self, instance: Instance, now_s: float, *, leaves: bool) -> list[Effect]:
-        """Drain an instance as an operator orders, who may change the order while it drains."""
+        """Drain an instance by order of an operator, who may change the order while the instance drains."""
         return self._drain(instance, InstanceState.DRAINING, now_s, leaves=leaves)
 
     def retire(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Drain an instance whose worker has been told to end. No effects if it does that already."""
+        """Drain an instance whose worker has been told to end. No effects if that has begun already."""
         return self._drain(instance, InstanceState.RETIRING, now_s, leaves=True)
 
     def _drain(self, instance: Instance, state: InstanceState, now_s: float, *, leaves: bool) -> list[Effect]:
@@ -56,16 +57,16 @@ class Leaving:
         return effects + self.copy_blocks(now_s) + self.settle()
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Take an order to drain back. No effects if the instance is about to end."""
+        """Take back an order to drain. No effects if the instance is going to end by itself."""
         return self._emptier.end(instance, now_s) + self.copy_blocks(now_s) + self._fronts.tell()
 
     def copy_blocks(self, now_s: float) -> list[Effect]:
-        """Copy blocks of leaving instances as far as possible by now. Call this about twice a second."""
+        """Copy blocks of leaving instances, as far as there is room now. Call this about twice a second."""
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
         return self._evacuation.go_on(leaving, now_s)
 
     def settle(self) -> list[Effect]:
-        """Let instances end that are to leave and have nothing left."""
+        """Let leaving instances end that have no requests and no blocks to copy."""
         effects: list[Effect] = []
         for instance in self._instances.emptying:
             emptying = instance.emptying

@@ -1,6 +1,6 @@
 """Orders of operators: to drain an instance, to change its role, to move a request.
 
-Owns: which orders are refused, what operators are told. Does not know: how an order is carried out.
+Owns: which orders are refused, the answers to operators. Does not know: how an order is carried out.
 """
 
 from conductor.effects import Effect

@@ -4,11 +4,11 @@
                           ──> SERVING in the old role, if that takes too long
 
 Weights and pool stay, so a switch costs the time that the running requests take to end or to move. An
-instance keeps the role that it was given over its restarts, until it has been drained, or no instance is left
-for what it was started for.
+instance keeps its new role over restarts, until it has been drained, or until no instance is left for a stage
+of its configured role.
 
-Owns: which role an instance has, and when it has another one. Does not know: who wants that, how an instance
-is emptied.
+Owns: which role an instance has, and when it gets another one. Does not know: why, how an instance is
+emptied.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from conductor.view.instances import Instance
 from mooncake.messages.workers import InstanceState, Register, Role, SwitchRole
 
 _MOST_GONE = 256
-"""The most instances that are gone, and have their role again should they come back."""
+"""The most lost instances whose roles are remembered in case they come back."""
 
 
 class SwitchEnd(StrEnum):
@@ -33,7 +33,8 @@ class SwitchEnd(StrEnum):
     TIMED_OUT = "timed_out"
     """Requests were left after `Limits.switch_timeout_s`."""
     GIVEN_UP = "given_up"
-    """The order was taken back, the instance is drained or lost, or others are and it has become the last."""
+    """The order was taken back, the instance was drained or lost, or it has become the last one for a
+    stage."""
 
 
 class Roles:
@@ -79,7 +80,7 @@ class Roles:
         self.num_switches[SwitchEnd.GIVEN_UP] += 1
 
     def registered(self, instance: Instance) -> list[Effect]:
-        """Give a life of an instance that has just registered the role that the one before had."""
+        """Give an instance that has just registered the role that its previous life had."""
         role = self._given.get(instance.name, instance.role)
         if role is instance.role:
             return []
@@ -91,13 +92,13 @@ class Roles:
         return [Effect(instance.identity, SwitchRole(role))]
 
     def ordered_again(self, instance: Instance, register: Register) -> list[Effect]:
-        """Order the role again from a life that has not heard the answer to its registration."""
+        """Order the role again from an instance that has not got the answer to its registration."""
         return (
             [] if register.role is instance.role else [Effect(instance.identity, SwitchRole(instance.role))]
         )
 
     def _remember(self, name: str, role: Role) -> None:
-        """Let the next life of an instance have this role, too. Many names never come back."""
+        """Remember the role for the next life of an instance. (Many names never come back.)"""
         self.forget(name)
         self._given[name] = role
         gone = [given for given in self._given if self._instances.get(given) is None]
@@ -105,7 +106,7 @@ class Roles:
             self.forget(oldest)
 
     def forget(self, name: str) -> None:
-        """Let the next life of an instance have the role that it is started with."""
+        """Forget the role of an instance: its next life has the configured role."""
         self._given.pop(name, None)
 
     def settle(self, now_s: float) -> list[Effect]:

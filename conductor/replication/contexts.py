@@ -1,9 +1,9 @@
 """Context caches (Mooncake, section 3): prefixes whose blocks are pinned where they are held.
 
 Blocks are pinned on one instance, for a time that is renewed, so pins of a Conductor that is gone end by
-themselves. The prefix index tells which instance holds most of a cache. When that one is lost, or has had to
-evict blocks, a prompt that uses the cache is computed like any other, and the cache is pinned where it is
-held then. Pure: no clock, no IO.
+themselves. The prefix index tells which instance holds most of a cache. When that instance is lost, or has
+had to evict blocks, a prompt that uses the cache is computed like any other, and the cache is then pinned on
+the instance that holds it. Pure: no clock, no IO.
 
 Owns: which cache is pinned where, and until when. Does not know: tokens, keys of clients, how a pool pins.
 """
@@ -66,7 +66,7 @@ class Contexts:
         return [context.pinned for context in self._contexts.values() if context.holder is instance]
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
-        """Add a cache, or give one a new time to live. The same id has the same keys."""
+        """Add a cache, or renew its time to live. A cache with the same id has the same keys."""
         context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
         context.expires_s, context.renew_s = now_s + ttl_s, now_s
         return self._pin(context, now_s)
@@ -87,12 +87,13 @@ class Contexts:
         return effects
 
     def _may_be_longer(self, context: KeptContext) -> bool:
-        """Whether any instance holds the first missing block. This costs one look-up for any length."""
+        """Whether any instance holds the first missing block. This takes one look-up, however long the cache
+        is."""
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
     def _stays(self, context: KeptContext) -> bool:
-        """Whether the holder, if there is one, is there and takes requests."""
+        """Whether there is a holder, and it takes requests."""
         holder = context.holder
         is_serving = holder is None or holder.state is InstanceState.SERVING
         return is_serving and not self._is_lost(context)
@@ -102,7 +103,7 @@ class Contexts:
         return holder is not None and self._instances.get(holder.name) is not holder
 
     def _pin(self, context: KeptContext, now_s: float) -> list[Effect]:
-        """Pin the cache where most of it is now. No effects if that was ordered lately."""
+        """Pin the cache on the instance that holds most of it now. No effects if that was ordered lately."""
         before = context.holder, context.num_pinned
         holder, num_held = self._best_holder(context)
         effects = self._unpin(context) if holder is not context.holder else []
@@ -144,7 +145,8 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """The order of holders: one that stays, one that has pinned it already, one that prefills and uses it."""
+    """The sort key of holders: first one that does not leave, then one that has pinned the cache already,
+    then one that prefills."""
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

@@ -39,7 +39,7 @@ _MOST_LATEST = 1 << 10
 _MOST_PREFIXES = 64
 """The hottest prefixes that are considered in one round."""
 _ROOM_SHARE = 2
-"""The divisor of an instance's pages that a copy may take: one half."""
+"""A copy may take an instance's pages divided by this: one half."""
 
 
 @dataclass(slots=True)
@@ -50,13 +50,13 @@ class Copy:
     keys: Sequence[BlockKey]
     num_bytes: int
     due_s: float
-    """The time until which it may come."""
+    """The time until which the copy may arrive."""
     is_there: bool = False
     missed_s: float | None = None
-    """The time since which it is missing: it has not come in time, or was evicted."""
+    """The time since which the copy is missing, because it did not arrive in time or was evicted."""
 
     def is_in_flight(self, now_s: float) -> bool:
-        """Whether the copy may still come."""
+        """Whether the copy may still arrive."""
         return not self.is_there and now_s < self.due_s
 
 
@@ -82,15 +82,15 @@ class Replication:
 
     @property
     def num_copies(self) -> int:
-        """Copies that have come, as far as is known, and have not been dropped."""
+        """The number of copies that have arrived, as far as is known, and were not dropped."""
         return sum(copy.is_there for copy in self._copies.values())
 
     def note(self, keys: Sequence[BlockKey]) -> None:
-        """Note a prompt with these blocks."""
+        """Record a prompt with these blocks, to be counted later."""
         self._heat.note(keys)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Count the prompts that were noted, and do a round if it is time for one."""
+        """Count the recorded prompts, and do a round if it is time for one."""
         if self._round_s is None:
             self._round_s = now_s
         seconds = now_s - self._round_s
@@ -124,7 +124,8 @@ class Replication:
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
 
     def _follow(self, holders: dict[BlockKey, NDArray[np.bool_]], now_s: float) -> None:
-        """Find which copies have come. Forget those of lost instances, and long missing ones."""
+        """Find which copies have arrived. Forget those of lost instances, and copies that have been missing
+        for long."""
         view = self._view
         for name, copy in list(self._copies.items()):
             slot = view.slot_of(copy.instance.name)
@@ -181,7 +182,8 @@ class Replication:
         ]
 
     def _warm_one(self, slot: int, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order prefixes with half the uses that one copy more is worth; others would be dropped again."""
+        """Order prefixes with at least half the uses for which a further copy is made: colder ones would be
+        dropped again."""
         view = self._view
         room_blocks = view.loads.prefill_room_blocks.item(slot) // _ROOM_SHARE
         effects: list[Effect] = []
@@ -235,7 +237,7 @@ class Replication:
     def _lacking(
         self, keys: Sequence[BlockKey], layout: KVLayout, left_bytes: int, now_s: float
     ) -> list[tuple[Copy, Instance]]:
-        """The copies of a prefix that are worth being made, each with the instance to fetch it from."""
+        """The further copies of a prefix that its uses are worth, each with the instance to fetch it from."""
         view = self._view
         match = view.prefixes.match(keys)
         num_known = int(match.num_blocks.max(initial=0))
@@ -264,7 +266,8 @@ class Replication:
     def _with_coming(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], now_s: float
     ) -> NDArray[np.int32]:
-        """The leading blocks that instances will hold when the copies in flight have come."""
+        """The number of leading blocks that each instance will hold when the copies in flight have
+        arrived."""
         num_blocks = num_blocks.copy()
         for copy in self._copies.values():
             depth = min(len(copy.keys), len(keys))
@@ -297,7 +300,8 @@ class Replication:
         return int(holders[ahead_bytes.argmin()])
 
     def _add(self, copy: Copy, num_held_blocks: int, now_s: float) -> None:
-        """Add a copy. It replaces one that it continues: a long prefix that comes in parts is one copy."""
+        """Add a copy. It replaces a copy that it continues: a long prefix that is fetched in parts is one
+        copy."""
         if num_held_blocks:
             earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)
             if earlier is not None and earlier.is_in_flight(now_s):

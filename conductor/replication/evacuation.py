@@ -1,11 +1,11 @@
 """Copies of the blocks that would be lost with an instance that leaves: pinned ones, and hot prefixes.
 
-What no other instance holds as far is fetched by one that has room and does, or may, compute prompts. A limit
-of bytes is in flight at once, as bulk; a leaving instance waits for its copies, but for no longer than
-`MOST_S`: what has not come by then is computed again when it is wanted.
+Blocks that no other instance holds as far are fetched by one that has room and computes prompts, or may do
+so. The bytes in flight are limited, and travel as bulk. A leaving instance waits for its copies, but no
+longer than `MOST_S`: blocks that have not arrived by then are computed again when they are needed.
 
-Owns: which blocks are copied where, how many are left. Does not know: why an instance leaves, how blocks are
-sent, the clock.
+Owns: which blocks are copied where, and how many are left. Does not know: why an instance leaves, how blocks
+are sent, the clock.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from mooncake.messages.block_orders import Replicate
 from mooncake.messages.blocks import BlockKey
 
 MOST_S = 20.0
-"""Seconds after which an instance waits for no more copies."""
+"""The longest time in seconds for which an instance waits for copies."""
 LEAST_USES = 1.5
-"""Uses, lately, from which on a prefix is worth being kept: it was asked for again."""
+"""Recent uses from which on a prefix is kept: it was asked for more than once."""
 _ROOM_SHARE = 2
-"""The divisor of an instance's pages that a copy may take: one half."""
+"""A copy may take an instance's pages divided by this: one half."""
 
 
 @dataclass(slots=True)
@@ -36,13 +36,14 @@ class _Leaving:
 
     until_s: float
     wanted: list[Sequence[BlockKey]]
-    """Prefixes that are still to be ordered or to come, the most important first."""
+    """Prefixes that have not been ordered or have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
     """The instance that was told to fetch a prefix, and the blocks that it lacked, by the last block."""
 
 
 class Evacuation:
-    """Copies the blocks of leaving instances. `replication` tells which prefixes are hot; None: none is."""
+    """Copies the blocks of leaving instances. `replication` knows which prefixes are hot; None if no prefix
+    counts as hot."""
 
     def __init__(self, view: ClusterView, contexts: Contexts, replication: Replication | None) -> None:
         self._view, self._contexts, self._replication = view, contexts, replication
@@ -52,7 +53,7 @@ class Evacuation:
         self.num_ordered_blocks = 0
 
     def go_on(self, leaving: Sequence[Instance], now_s: float) -> list[Effect]:
-        """Order what there is room for. Call this again about twice a second.
+        """Order the copies for which there is room. Call this about twice a second.
 
         Args:
             leaving: All instances that are to leave. The blocks that are left of each are counted in its
@@ -95,7 +96,7 @@ class Evacuation:
         return effects
 
     def _wanted(self, instance: Instance) -> list[Sequence[BlockKey]]:
-        """The prefixes that are worth being kept, as far as the instance holds them."""
+        """The prefixes to keep, each as far as the instance holds it."""
         pinned = self._contexts.pinned_on(instance)
         hot = [] if self._replication is None else self._replication.hottest(LEAST_USES)
         slot = self._view.slot_of(instance.name)
@@ -108,7 +109,8 @@ class Evacuation:
         return list(prefixes.values())
 
     def _held(self, instance: Instance, keys: Sequence[BlockKey]) -> tuple[np.ndarray, int]:
-        """The leading blocks that instances which stay hold, 0 for others; those of the leaving one."""
+        """The number of leading blocks of `keys` that each staying instance holds (0 for other slots), and
+        that the leaving one holds."""
         slot = self._view.slot_of(instance.name)
         assert slot is not None
         num_blocks = self._view.prefixes.match(keys).num_blocks
@@ -126,9 +128,9 @@ class Evacuation:
     def _target(
         self, keys: Sequence[BlockKey], num_blocks: np.ndarray, num_in_flight: int
     ) -> tuple[Instance, int] | None:
-        """The instance that is to fetch a prefix, and the blocks that it lacks; None if none is to do so now.
+        """The instance that should fetch a prefix, and the blocks that it lacks; None if no instance can now.
 
-        One that computes prompts, then the one that lacks the fewest blocks.
+        An instance that computes prompts is preferred, then the one that lacks the fewest blocks.
         """
         loads = self._view.loads
         num_lacking = len(keys) - num_blocks

@@ -1,6 +1,6 @@
-"""Uses of blocks, as counts that fade (Mooncake, sections 3 and 6.2).
+"""Uses of blocks, as counts that decay (Mooncake, sections 3 and 6.2).
 
-Prompts are noted when they come and counted later, several at once, so that noting costs a decision nothing.
+Prompts are recorded when they arrive and counted later, several at once, so that decisions take no longer.
 Keys are chained: no block of a prompt is hotter than those before it.
 
 Owns: the counts. Does not know: holders of blocks, the clock.
@@ -20,7 +20,7 @@ HALF_LIFE_S = 60.0
 MOST_KEYS = 1 << 15
 """The number of blocks that are remembered, the hottest ones: some 4 MB."""
 MOST_NOTED_BLOCKS = 1 << 15
-"""The limit of blocks between two counts, for no stream gets a token while they are counted."""
+"""The most blocks between two counts, as no stream gets a token while they are counted."""
 _LEAST_USES = 0.5
 """The number of uses below which a block is forgotten."""
 
@@ -38,13 +38,13 @@ class Heat:
         return len(self._uses)
 
     def note(self, keys: Sequence[BlockKey]) -> None:
-        """Note a prompt with these blocks."""
+        """Record a prompt with these blocks, to be counted later."""
         if keys and self._num_noted_blocks + len(keys) <= MOST_NOTED_BLOCKS:
             self._noted.append(keys)
             self._num_noted_blocks += len(keys)
 
     def count(self) -> list[Sequence[BlockKey]]:
-        """Count the prompts that were noted since the last count, and return them."""
+        """Count the prompts that were recorded since the last count, and return them."""
         noted, self._noted, self._num_noted_blocks = self._noted, [], 0
         uses = self._uses
         for key, num in Counter(chain.from_iterable(noted)).items():
@@ -54,7 +54,7 @@ class Heat:
         return noted
 
     def fade(self, seconds: float) -> None:
-        """Let all counts fade by the seconds since the last call."""
+        """Let all counts decay by the seconds since the last call."""
         fade = 0.5 ** (seconds / HALF_LIFE_S)
         self._uses = {key: left for key, num in self._uses.items() if (left := num * fade) >= _LEAST_USES}
 
@@ -70,7 +70,8 @@ class Heat:
 
 
 def _hottest(uses: dict[BlockKey, float], number: int) -> dict[BlockKey, float]:
-    """The hottest blocks in their order; of equal ones the first, which are the first of their prompts."""
+    """The `number` hottest blocks, in their order. Of equally hot blocks the first are taken, as these come
+    first in their prompts."""
     numbers = np.fromiter(uses.values(), np.float64, len(uses))
     least = np.partition(numbers, -number)[-number]
     is_kept = numbers > least

@@ -1,5 +1,5 @@
-"""The choice of the prefill instance by the times that a prompt would take on each: Algorithm 1's and its
-rivals'.
+"""The choice of the prefill instance, by the times that a prompt would take on each: that of Algorithm 1, and
+its rivals.
 
     kvcache_centric, cache_aware  the least TTFT (Mooncake, section 6; the second, 6.1, knows no fetches)
     load_balancing                the fewest assigned requests (section 6.1)
@@ -22,9 +22,9 @@ from conductor.view.loads import Loads
 from mooncake.config.policies import Scheduling
 
 LOAD_THRESHOLD = 1.5
-"""The delta_L of BanaServe's Algorithm 2; its utilization is 0 to 2."""
+"""The delta_L of BanaServe's Algorithm 2, where utilization is 0 to 2."""
 _BUSY_S = 1.0
-"""The queue of an instance that counts as fully used."""
+"""The queue in seconds from which on an instance counts as fully used."""
 _TIE_BREAK = 1e-6
 """The weight of one assigned request: it decides only between equal utilizations."""
 
@@ -34,11 +34,11 @@ class Candidates(NamedTuple):
 
     queue_s: Floats
     rest_s: Floats
-    """The time to have the prefix, and to compute what follows it."""
+    """The time to get the prefix, and to compute the rest of the prompt."""
     ttft_s: Floats
-    """The sum of both; infinite where the prompt cannot go."""
+    """The sum of queue and rest; infinite for an instance that cannot take the prompt."""
     is_remote: NDArray[np.bool_]
-    """Whether the best prefix is fetched; else the instance uses its own."""
+    """Whether the best prefix is fetched, rather than the instance's own prefix used."""
     again_s: Floats
     """The part of `rest_s` for blocks that are coming to another instance, and that no instance holds."""
     least: int
@@ -46,7 +46,7 @@ class Candidates(NamedTuple):
 
 
 Choice = Callable[[Candidates, Loads], int]
-"""Returns the chosen slot; one with an infinite TTFT if the prompt can go nowhere."""
+"""Returns the chosen slot. Its TTFT is infinite if no instance can take the prompt."""
 
 
 def choice_of(rules: Rules) -> Choice:
@@ -90,7 +90,7 @@ def least_utilized(candidates: Candidates, loads: Loads) -> int:
     """Choose by BanaServe's Algorithm 2: the least compute and memory usage, each 0 to 1, then the fewest
     requests.
 
-    If even that usage is above the threshold, the fewest requests alone.
+    If even the least usage is above the threshold, only the number of requests counts.
     """
     utilization = np.minimum(candidates.queue_s / _BUSY_S, 1.0) + loads.memory_usage
     target = _least(utilization + _TIE_BREAK * loads.num_assigned, candidates)

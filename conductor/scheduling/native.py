@@ -1,9 +1,9 @@
 """The loops of Algorithm 1 over all instances, compiled (`algorithm1.cpp`).
 
-They read the view's arrays by slot where these lie. Their results are those of
-`conductor.scheduling.algorithm1.Scheduler` to the last bit.
+They read the view's arrays in place. Their results are those of `conductor.scheduling.algorithm1.Scheduler`
+to the last bit.
 
-Owns: the compiled code, the addresses it reads. Does not know: how the numbers came to be.
+Owns: the compiled code, the addresses that it reads. Does not know: how the numbers were predicted.
 """
 
 import ctypes
@@ -54,17 +54,17 @@ class NativeScheduler(Scheduler):
         """The view's number of changes when the addresses of its arrays were taken."""
         self._found = no_candidates(0)
         self._columns: list[NDArray[np.generic]] = []
-        """The arrays behind the addresses, which keeps them alive."""
+        """The arrays at these addresses, kept alive here."""
         self._addresses = b""
         self._tbt_s = array("d", [0.0])
         self._inlined_s = array("d", [0.0] * 5)
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Line 4."""
+        """Line 4: find the holder of the longest prefix."""
         return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
 
     def estimate_ttft(self, prompt: Prompt, match: PrefixMatch, fetch: Fetch, now_s: float) -> Candidates:
-        """Lines 2 to 23. The next call overwrites what this one returns."""
+        """Lines 2 to 23: estimate the TTFT on each instance. The next call overwrites the returned arrays."""
         behind_s = self._view.loads.behind_s(prompt.priority)
         behind = None if behind_s is None else behind_s.ctypes.data
         p = self._code.estimate_ttft(
@@ -73,7 +73,7 @@ class NativeScheduler(Scheduler):
         return Candidates(*self._found, p)
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
-        """Line 24."""
+        """Line 24: select the decode instance."""
         tbt_s, row = self._tbt_s, self._refused(request)
         d = self._code.select_decoding_instance(
             self._at(), request.num_tokens, request.num_blocks, row, tbt_s.buffer_info()[0]
@@ -83,7 +83,7 @@ class NativeScheduler(Scheduler):
     def select_inlining_instance(
         self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
     ) -> Inlined | None:
-        """Section 5."""
+        """Section 5: select the instance that would inline the prompt."""
         behind_s = self._view.loads.behind_s(prompt.priority)
         times_s = self._inlined_s
         instance = self._code.select_inlining_instance(
@@ -98,7 +98,7 @@ class NativeScheduler(Scheduler):
         return None if instance < 0 else Inlined(instance, *times_s)
 
     def _refused(self, request: Decoding) -> bytes | None:
-        """The row of bits of the slots that may not be chosen; None if all may."""
+        """The bits of the slots that may not be chosen; None if all may."""
         if not request.refused:
             return None
         return packed([sum(1 << slot for slot in request.refused)], self._view.loads.num_slots)
