@@ -230,7 +230,7 @@ class Rebalancer:
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: Load) -> bool:
-        """Whether a change would follow another one while the load is too new to tell how long it lasts."""
+        """Whether a change would follow another one while it is unknown how long the new load will last."""
         is_another = self._direction is not None
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
@@ -241,7 +241,8 @@ class Rebalancer:
         return is_short and gain >= _LEAST_GAIN * (1.0 if is_spared else 2.0)
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
-        """The instance of a role whose requests fit the others with the least to move; None if none's do."""
+        """The instance of a role that has the least to move, among those whose requests fit the others; None
+        without any."""
         members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
         able = [member for member in members if member.may_change and member.name not in failed]
@@ -264,7 +265,7 @@ class Rebalancer:
     # -- what came of it ----------------------------------------------------------------------------
 
     def _follow(self, state: State, now_s: float) -> None:
-        """Note which changes are done, and what came of those that were done a while ago."""
+        """Record which changes are done, and the outcome of those that were done a while ago."""
         members = {member.name: member for member in state.members}
         for decision in self.decisions:
             if decision.outcome is not None:
@@ -277,7 +278,8 @@ class Rebalancer:
                 decision.outcome = Outcome(decision.done_s - decision.at_s, accepted)
 
     def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
-        """Note the end of a change, if it has ended: the Conductor undoes one that takes too long."""
+        """Record the end of a change, if it has ended. (The Conductor undoes a change that takes too
+        long.)"""
         took_s = now_s - decision.at_s
         if member is None:
             decision.outcome = Outcome(took_s, note="the instance has gone")
@@ -291,7 +293,7 @@ class Rebalancer:
 
 
 def _least_to_lose(member: Member) -> tuple[float, float]:
-    """The order in which instances are spared: the least KVCache or queue, then the least utilisation."""
+    """The sort key of instances to spare: the least KVCache or queue first, then the least utilisation."""
     used = 0.0 if member.used is None else member.used.utilisation
     if member.batch is None:
         return member.queue_s, used

@@ -28,9 +28,9 @@ def relieve(batches: list[Batch]) -> list[Move]:
 
 
 def _cheapest(source: Batch, batches: list[Batch]) -> tuple[Resident, Batch] | None:
-    """The request whose move costs least, and where it goes.
+    """The request whose move costs least, and its destination.
 
-    A request whose move alone suffices goes before a cheaper one that does not.
+    A request whose move alone suffices is preferred to a cheaper one whose move does not.
     """
     by_cost = sorted((of for of in source.residents if of.may_move), key=_cost)
     enough = [of for of in by_cost if not source.without(of).is_late]

@@ -1,6 +1,6 @@
-"""What the Conductor knows, as the rules of elasticity read it.
+"""The input of the rules of elasticity, read from the Conductor's state.
 
-Owns: the way from the view, the registry and heartbeats to values. Does not know: any rule.
+Owns: the translation of view, registry and heartbeats into values. Does not know: the rules.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ from mooncake.messages.costs import Costs
 from mooncake.messages.workers import STAGES, InstanceState, Role
 
 _HEARTBEAT_S = 1.5
-"""The age that the latest heartbeat has at most, if nothing is wrong."""
+"""The largest normal age of the latest heartbeat."""
 _SANE = (0.5, 2.0)
-"""Bounds of what one heartbeat may say of a prediction."""
+"""Bounds of the ratio of measured to predicted TBT in one heartbeat."""
 
 
 class Survey:
-    """Reads the registry's cluster."""
+    """Reads the state of the registry's cluster."""
 
     def __init__(self, requests: Requests, migrations: Migrations) -> None:
         self._requests, self._migrations = requests, migrations
@@ -106,9 +106,9 @@ class Survey:
         return members
 
     def _changeable(self) -> set[str]:
-        """The instances to which the rebalancer may give another role. Those with both keep them.
+        """The instances to which the rebalancer may give another role. Instances with both roles keep them.
 
-        Of each role at least one must be left that holds the longest sequences of the cluster.
+        Of each role, at least one instance must be left that holds the longest sequences of the cluster.
         """
         instances, longest = self._instances, self._instances.max_sequence_blocks()
         holding = {
@@ -122,7 +122,7 @@ class Survey:
         }
 
     def running(self, now_s: float) -> list[Answer]:
-        """The answers that are being decoded, with the tokens that they are believed to have."""
+        """The answers that are being decoded, with their estimated lengths so far."""
         return [
             answer_of(of, self._num_tokens(of, now_s) - of.request.num_prompt_tokens)
             for of in self._requests.by_id.values()
@@ -133,7 +133,7 @@ class Survey:
         return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
 
     def may_need_moves(self) -> bool:
-        """Whether some rule of moves might want one. Costs little, and mostly none does."""
+        """Whether some rule might want a move: a cheap check, which is mostly false."""
         view, loads = self._view, self._view.loads
         slo_s = self._requests.strictest_tbt_slo_s
         for instance in self._instances:
@@ -150,7 +150,7 @@ class Survey:
         return False
 
     def capacity(self, batches: list[Batch], tbt_slo_s: float | None) -> DecodeCapacity | None:
-        """What a mean decode instance can draw; None without one."""
+        """The tokens that a mean decode instance can draw; None without one."""
         pool = self._view.decode_pool()
         if pool is None:
             return None
@@ -184,7 +184,7 @@ def _waiting_for_pages(
 ) -> list[TrackedRequest]:
     """The requests that were to be decoded before the latest heartbeat, and are in no batch: the newest ones.
 
-    Those that wait for the TBT of the batch are not among them.
+    Requests that wait for the TBT of the batch are not among them.
     """
     heartbeat = instance.heartbeat
     if heartbeat is None:
@@ -214,7 +214,7 @@ def _costs_at(view: ClusterView, slot: int) -> Costs:
 
 
 def _measured_by_predicted(instance: Instance, batch: Batch) -> float:
-    """How much longer a token takes than is predicted, by what the instance said last."""
+    """The ratio of the TBT in the latest heartbeat to the predicted one."""
     load = None if instance.heartbeat is None else instance.heartbeat.decode_load
     if load is None or load.tbt_s is None or not batch.residents or load.num_requests != batch.size:
         return 1.0

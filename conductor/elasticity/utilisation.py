@@ -1,11 +1,10 @@
 """The measured utilisation of instances, U = C / Cmax + M / Mmax (BanaServe, section 4.4.1, equation 32).
 
-C is computing time that was really spent, M the bytes really used, both from heartbeats; neither is the
-length of a queue. A decode instance computes all the time as soon as it has one request. What counts of its
-iterations is the time that their tokens would take in full batches, so Cmax is the same for both stages: all
-of the time.
+C is the computing time spent, M the bytes used, both measured (from heartbeats) rather than lengths of
+queues. A decode instance with a single request computes all the time. So its iterations count by the time
+that their tokens would take in full batches; then Cmax is the same for both stages: all of the time.
 
-Owns: these figures by instance. Does not know: roles to be, predictions of loads.
+Owns: these figures by instance. Does not know: decisions about roles, predictions of loads.
 """
 
 from collections.abc import Set
@@ -51,10 +50,10 @@ class Utilisation:
 
         Args:
             name: The instance.
-            role: What it does.
+            role: Its role.
             heartbeat: Its heartbeat.
             num_device_pages: The pages of its device.
-            token_s: Seconds of a token that is decoded in a full batch.
+            token_s: Seconds per token in a full batch.
             now_s: The time.
         """
         before = self._totals.get(name)
@@ -73,15 +72,15 @@ class Utilisation:
         new.used = Used(*(one + _WEIGHT * (other - one) for one, other in zip(last, now, strict=True)))
 
     def keep(self, names: Set[str]) -> None:
-        """Forget instances that have gone: those that are not among these."""
+        """Forget all instances that are not in `names`."""
         if not names >= self._totals.keys():
             self._totals = {name: of for name, of in self._totals.items() if name in names}
 
     def by_name(self) -> dict[str, Used]:
-        """What instances use, as far as it is known."""
+        """The utilisation of each instance, as far as it is known."""
         return {name: of.used for name, of in self._totals.items() if of.used is not None}
 
     def of(self, name: str) -> Used | None:
-        """What an instance uses; None while too little is known."""
+        """The utilisation of an instance; None while too little is known."""
         totals = self._totals.get(name)
         return None if totals is None else totals.used

@@ -23,7 +23,8 @@ from workers.engine.upload import upload
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive new tokens of one sequence: a part of its prompt, or the one token to decode from.
+    """Consecutive new tokens of one sequence: a part of its prompt, or the newest token, from which it
+    decodes.
 
     Tokens `[0, start)` are in the cache already. `pages` holds the whole sequence in order: token t lies in
     `pages[t // page_size]`. Invariant: `pages` reach up to `start + len(token_ids)`; more are ignored.
@@ -35,7 +36,7 @@ class Chunk:
 
 
 class HostTokens(NamedTuple):
-    """A batch's tokens, int64 `[T]`, and the row of each chunk's last one, int64 `[S]`; on the CPU."""
+    """The tokens of a batch, int64 `[T]`, and the row of each chunk's last token, int64 `[S]`; on the CPU."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -86,8 +87,8 @@ class Batch:
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
         """Prepare `chunks` (prefill and decode may be mixed) for the pages of `kv`.
 
-        Raises ValueError for no chunk, an empty one, pages that do not reach its end, a position too high,
-        a token that the model does not have.
+        Raises ValueError without chunks, and for an empty chunk, pages that do not reach its end, a position
+        or a token that the model does not have.
         """
         if not chunks:
             raise ValueError("a batch needs at least one chunk")
@@ -98,14 +99,14 @@ class Batch:
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
         """Fill in the last tokens of these chunks, which were not known when the batch was built.
 
-        To be called before anything is computed: layers and captured graphs take tokens from the host then.
+        Call it before anything is computed, as layers and captured graphs then take the tokens from the host.
         """
         assert "_uploaded" not in self.__dict__, "the batch is on its device already"
         self.host.token_ids[self.host.last_rows[chunks]] = token_ids
 
     @cached_property
     def _uploaded(self) -> list[torch.Tensor]:
-        """The tokens of `host` on the device; a captured graph never asks for them."""
+        """The tokens of `host` on the device. Captured graphs do not use them."""
         return upload(self.host, self.device)
 
     @property
@@ -167,7 +168,8 @@ class Batch:
         return self._attentions[sliding_window]
 
     def workspace(self, num_elements: int) -> torch.Tensor:
-        """Return memory for results between a layer's operations: `num_elements` a token, for all layers."""
+        """Return memory for intermediate results of a layer, `num_elements` per token. All layers share
+        it."""
         if self._workspace is None:
             self._workspace = torch.empty(self.num_tokens * num_elements, dtype=self.dtype)
         return self._workspace

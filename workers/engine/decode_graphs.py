@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, which a step of milliseconds cannot hide.
+"""Decode steps as CUDA graphs: one launch instead of hundreds, whose time a step of some milliseconds cannot
+hide.
 
-One graph for each bucket of batch sizes, captured when the first such batch comes (about a second each). A
-graph reads its inputs from memory of its own; a batch is padded to the bucket with sequences of no tokens,
-which read and write no page.
+There is a graph for each bucket of batch sizes, captured with the first such batch (in about a second). A
+graph reads its inputs from its own memory. A batch is padded to the bucket with empty sequences, which read
+and write no page.
 
 Owns: the graphs, their inputs. Does not know: how a layer is computed, sampling.
 """

@@ -30,8 +30,8 @@ class DeviceKVCache:
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.messages.blocks.KVLayout`).
 
-    With a `window` there is memory for so many layers only, which take turns: layer l has that of layer
-    `l - window`, whose pages have to be stored, or given up, before l's are written.
+    With a `window` there is memory for only so many layers, which take turns: layer l has the memory of layer
+    `l - window`. The pages of that layer must have been stored, or given up, before those of l are written.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class DeviceKVCache:
         self._is_free = [True] * num_pages
 
     def take_memory(self) -> None:
-        """Have the system give a CPU's memory for all pages, the first ones first. Blocking.
+        """Have the operating system allocate the memory of all pages on a CPU, in order. Blocking.
 
-        Otherwise the pass that is the first to use a huge page waits for this page of each layer. At a
-        quarter of the speed, because others compute meanwhile.
+        Otherwise the first pass that uses a huge page waits for it in each layer. It runs at a quarter of the
+        possible speed, as others compute meanwhile.
         """
         if self.device.type != "cpu":
             return

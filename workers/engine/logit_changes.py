@@ -1,4 +1,4 @@
-"""Changes that requests want of their logits before a token is drawn.
+"""Changes of logits that requests ask for, before a token is drawn.
 
 These are penalties of tokens that have occurred (CTRL, arXiv 1909.05858, section 4.1, and OpenAI's two),
 biases, and tokens that must not come now, or that a grammar does not allow. The order is vLLM's: forbidden
@@ -27,14 +27,14 @@ class OutputGrammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """The changes that one request wants, prepared once. `bad_words` are token ids, each at least one."""
+    """The changes of one request, prepared once. `bad_words` are sequences of token ids, none empty."""
 
     repetition_penalty: float
-    """Divisor of positive logits of tokens in prompt or output, factor of negative ones."""
+    """Divisor of positive, and factor of negative, logits of tokens in prompt or output."""
     presence_penalty: float
     """Penalty that is subtracted from logits of tokens in the output."""
     frequency_penalty: float
-    """Penalty that is subtracted as often as the token is in the output."""
+    """Penalty that is subtracted for each occurrence of a token in the output."""
     prompt_tokens: np.ndarray
     """Tokens of the prompt, int64, each once; empty without a repetition penalty."""
     bias_tokens: np.ndarray
@@ -44,11 +44,11 @@ class LogitRules:
     bad_words: Sequence[Sequence[int]]
     """Token sequences that the output must not contain."""
     min_tokens: int
-    """Least length of the output before one of `stop_tokens`."""
+    """Length of the output before which none of `stop_tokens` is drawn."""
     stop_tokens: np.ndarray
     """Tokens that end the output, int64."""
     grammar: OutputGrammar | None = None
-    """Grammar of the output; `forbidden` must leave some of its tokens."""
+    """Grammar of the output. `forbidden` must leave at least one of the tokens that it allows."""
 
     @property
     def penalizes(self) -> bool:
@@ -64,7 +64,7 @@ class LogitRules:
 
 
 class LogitChanges:
-    """The changes of one pass. Rows without rules are not touched, and cost nothing."""
+    """The changes of one pass. Rows without rules are not touched, and take no time."""
 
     def __init__(self) -> None:
         self._rules: dict[int, LogitRules] = {}

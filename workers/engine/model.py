@@ -74,7 +74,7 @@ class DecoderModel:
         self._library, self.fallback_reason = self._choose(allow_native)
         self.computed_by = self._name()
         self.idle_cores: frozenset[int] = frozenset()
-        """Cores on which it computes as long as other processes leave them idle."""
+        """Cores on which the model computes while other processes leave them idle."""
         self._computed: Layers | None = None
         self._triton: TritonLayers | None = None
         self._graphs: DecodeGraphs | None = None
@@ -102,7 +102,8 @@ class DecoderModel:
         return "torch" if self.fallback_reason else "triton"
 
     def use_idle_cores(self, num_threads: int) -> bool:
-        """Let the CPU's kernels compute with `num_threads`, the caller's included; False without them."""
+        """Let the CPU's kernels compute with `num_threads` threads, the caller's included. Returns False if
+        these kernels are not used."""
         if self._library is None:
             return False
         self._library.set_num_threads(num_threads)
@@ -128,7 +129,7 @@ class DecoderModel:
 
         Only this rank's part of each tensor is kept.
 
-        Raises WeightsError for an unknown tensor, a wrong shape, or a tensor that never came.
+        Raises WeightsError for an unknown tensor, a wrong shape, or a missing tensor.
         """
         weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.load(tensors)
@@ -136,7 +137,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def init_dummy_weights(self, seed: int = 0) -> None:
-        """Make random weights for tests and benchmarks, equal to the parts of the whole model's."""
+        """Make random weights for tests and benchmarks. Those of a part equal the ones of the whole model."""
         weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.init_dummy(seed)
         self._prepare(weights)
@@ -176,7 +177,8 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Compute layer `layer` of the whole model over `hidden` [T, hidden_size]; return the same shape.
 
-        Writes the batch's keys and values of this layer to their pages; earlier tokens' must be there.
+        Writes the batch's keys and values of this layer to their pages. Those of earlier tokens must be
+        there.
         """
         assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
         return self._loaded.forward_layer(layer, hidden, batch, kv)

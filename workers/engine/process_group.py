@@ -19,9 +19,9 @@ from workers.engine.tensor_parallel import RankLost, TensorShard
 
 
 def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
-    """Return a rank's calls, which use its current group: a model outlives groups.
+    """Return the calls of a rank. They use its current group, as a model outlives groups.
 
-    RankLost outside of any.
+    They raise RankLost outside of any group.
     """
     all_reduce = _all_reduce_by_nccl if device.type == "cuda" else _all_reduce_in_order
     return TensorShard(rank, size, all_reduce, _all_gather)
@@ -31,15 +31,15 @@ def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
 def join_group(
     store: Store, rank: int, size: int, device: torch.device, *, interface: str, timeout_s: float
 ) -> Iterator[TensorShard]:
-    """Meet the other ranks in `store`, and leave them at the end.
+    """Make a context in which this rank is in a process group with the others, which meet in `store`.
 
     `store` is new for each group: a `FileStore` in a private directory for the ranks of one host, else a
     `TCPStore`, which listens on every interface. What is exchanged goes over the network `interface`
     (`lo` on one host), neither encrypted nor authenticated.
 
-    Raises RankLost if not all have come after `timeout_s`. From then on this is how long a call waits for the
-    others, so it covers how far apart they can be; a process that has died is noticed at once. On CUDA calls
-    are only queued: there NCCL's watchdog ends this process after that time.
+    Raises RankLost if not all ranks have come after `timeout_s`. Later a call waits as long for the other
+    ranks, so it must cover how far apart they can be; a process that has died is noticed at once. On CUDA
+    calls are only queued; there NCCL's watchdog ends this process after that time.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     is_cuda = device.type == "cuda"
@@ -70,8 +70,8 @@ def _all_gather(part: torch.Tensor) -> torch.Tensor:
 def _all_reduce_in_order(tensor: torch.Tensor) -> None:
     """Add up all parts on every rank, in float32 and in the order of the ranks.
 
-    gloo's own sum goes round a ring that starts at another rank for each piece of the tensor, so the bits of
-    a token would depend on the size of its batch. With two ranks this sends as much, and waits half as often.
+    gloo's own sum starts at another rank for each piece of the tensor, so the bits of a token's sum would
+    depend on the size of its batch. With two ranks this sum sends as many bytes, and waits half as often.
     """
     parts = _all_gather(tensor)
     total = parts[0].float()

@@ -15,7 +15,8 @@ import torch
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that draws the token at `position`; `seed` and it are any integers."""
+    """Return the number in [0, 1) that draws the token at `position`. `seed` and `position` are any
+    integers."""
     digest = hashlib.sha256(f"{seed}:{position}".encode()).digest()
     return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
@@ -33,9 +34,9 @@ def sample(
 
     The five parameters are `[S]`, best on the CPU (then an all-greedy batch never waits for the device).
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
-    the largest (arXiv 2407.01082). `top_k` 0 keeps all; `top_p` in (0, 1] keeps the fewest likeliest tokens
-    whose mass reaches it, among those that min-p and top-k keep. Equal logits rank by token id. `uniforms`:
-    float64 in [0, 1). Rows are independent of one another.
+    the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the smallest set of most
+    likely tokens whose mass reaches it, among the tokens that min-p and top-k keep. Equal logits rank by
+    token id. `uniforms`: float64 in [0, 1). Rows are independent of one another.
     """
     tokens = logits.argmax(-1)
     is_drawn = temperature > 0
@@ -56,7 +57,8 @@ def _draw(
     *,
     has_min_p: bool,
 ) -> torch.Tensor:
-    """Invert each row's cumulative distribution, in float64, over its tokens from the likeliest on."""
+    """Invert each row's cumulative distribution, in float64, over its tokens in order of descending
+    probability."""
     vocab_size = logits.shape[-1]
     num_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
     values, tokens = _rank(logits, int(num_by_k.max()))
@@ -73,7 +75,8 @@ def _draw(
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of R rows: drawn tokens, float32 `[R]`, and the likeliest, int64 and float32 `[R, N]`."""
+    """Logprobs of R rows: of the drawn tokens, float32 `[R]`; ids and logprobs of the N most likely tokens,
+    int64 and float32 `[R, N]`."""
 
     drawn: torch.Tensor
     top_tokens: torch.Tensor
@@ -82,9 +85,10 @@ class Logprobs(NamedTuple):
 
 @torch.inference_mode()
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
-    """Return the logprobs of `tokens` [R] by `logits` [R, V] (float32), and of the `num_top` likeliest.
+    """Return the logprobs of `tokens` [R] by `logits` [R, V] (float32), and of the `num_top` most likely
+    tokens.
 
-    The likeliest are in descending order; equal ones by id.
+    The most likely tokens are in descending order, equal ones by id.
     """
     values, top_tokens = _rank(logits, num_top)
     log_mass = logits.logsumexp(-1, keepdim=True)

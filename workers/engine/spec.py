@@ -1,4 +1,4 @@
-"""The engine's spec of a model: its shapes and its variants of the decoder layer.
+"""The engine's spec of a model: its shapes, and its variant of the decoder layer.
 
 Owns: these facts, and what must hold among them. Does not know: config.json
 (`workers.execution.model_spec`), weights, devices, tokenizers.
@@ -35,8 +35,8 @@ class RopeScaling:
 class ModelSpec:
     """A decoder-only transformer. Invariants: `num_heads % num_kv_heads == 0`, `head_dim` is even.
 
-    `sliding_window` counts the tokens a query sees, itself included; it applies to the layers from
-    `num_full_attention_layers` on (Qwen's `max_window_layers`; 0 elsewhere).
+    `sliding_window` is the number of tokens that a query sees, itself included. It applies to the layers from
+    `num_full_attention_layers` on (Qwen's `max_window_layers`; 0 for other models).
     """
 
     architecture: str

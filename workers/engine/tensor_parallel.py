@@ -1,8 +1,8 @@
 """The split of a model over the ranks of a tensor-parallel group (Megatron-LM, arXiv 1909.08053, section 3).
 
-A rank computes with its KV heads and the query heads that use them, its columns of the MLP, its rows of the
-vocabulary; the ranks' results of a half of a layer are added up over the group, twice a layer. Parts are as
-even as whole heads and the kernels allow.
+A rank computes with its KV heads and the query heads that use them, its columns of the MLP, and its rows of
+the vocabulary. The ranks' results are added up over the group twice per layer, after attention and after the
+MLP. Parts are as even as whole heads and the kernels allow.
 
 Owns: the split, and a rank's calls to its group. Does not know: weights, arithmetic, how ranks meet.
 """
@@ -19,7 +19,7 @@ _MLP_MULTIPLE = 16
 
 
 class RankLost(RuntimeError):
-    """Another rank is lost, or has not come in time: this group computes nothing any more."""
+    """Another rank is lost, or has not come in time, so the group cannot compute any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TensorShard:
         _check(self.rank, self.size)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Return which flags are set by some rank."""
+        """Return for each flag whether any rank has set it."""
         return self.all_gather(torch.tensor(flags, dtype=torch.uint8)).any(0).tolist()
 
 
@@ -56,7 +56,7 @@ class RankPart:
     vocab: range
     """Rows of embedding and head."""
     adds_bias: bool
-    """Whether the rank adds the biases of products whose results are summed; one rank does."""
+    """Whether this rank adds the biases of products that are summed over the ranks. Exactly one rank does."""
 
 
 def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:

@@ -1,6 +1,6 @@
-"""The upload of small arrays to the device: one copy for all of them, which nobody waits for.
+"""The upload of small arrays to the device: one asynchronous copy for all of them.
 
-Owns: the copy. Does not know: what the numbers mean.
+Owns: the copy. Does not know: the meaning of the numbers.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The warm-up of a model on a GPU, which compiles its kernels.
 
-Owns: what is run. Does not know: what any kernel does.
+Owns: the passes of the warm-up. Does not know: the kernels.
 """
 
 import torch
@@ -13,8 +13,8 @@ from workers.engine.model import DecoderModel
 def warm_up(model: DecoderModel, kv: DeviceKVCache) -> None:
     """Compute one prompt and one step, so that no request waits for the compilation of kernels.
 
-    A whole model captures its first graph, a stage computes its layers. Blocks for seconds; the pages that it
-    uses are free again.
+    A whole model captures its first graph, a stage computes its layers. Blocks for seconds. The pages are
+    freed again.
     """
     pages = kv.allocate(1)
     for chunk in (Chunk([0, 0], 0, pages), Chunk([0], 2, pages)):

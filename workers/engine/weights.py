@@ -36,7 +36,7 @@ class LayerWeights:
 
     Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up.
 
-    A rank of a group holds its heads and MLP columns, and the whole norms; one rank has the biases of `o` and
+    A rank of a group holds its heads and MLP columns, and complete norms. One rank has the biases of `o` and
     `down`.
     """
 
@@ -68,7 +68,8 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The target of a checkpoint's tensor of this `shape`: `part` of dimension `dim` goes to `target`.
+    """The target of a checkpoint's tensor of this `shape`: its `part` of dimension `dim` is copied to
+    `target`.
 
     Without a target the tensor belongs to another rank, and only its shape is checked.
     """
@@ -109,7 +110,7 @@ class Weights:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy a checkpoint's tensors in, casting; skip those of other stages.
 
-        Raises WeightsError for an unknown tensor, a wrong shape, or a tensor that never came.
+        Raises WeightsError for an unknown tensor, a wrong shape, or a missing tensor.
         """
         missing = set(self._slots)
         for name, tensor in self._unpacked(tensors):
@@ -140,7 +141,7 @@ class Weights:
         self._slots.clear()
 
     def _check_foreign(self, name: str) -> None:
-        """Accept a tensor that other stages load; refuse one that no stage would."""
+        """Raise WeightsError for a tensor that no stage loads."""
         layer = _LAYER_NAME.match(name)
         is_elsewhere = (
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers

@@ -1,6 +1,6 @@
-"""The names by which devices are told apart.
+"""The names of devices.
 
-Owns: where they are read. Does not know: how devices are chosen.
+Owns: where names are read. Does not know: how devices are chosen.
 """
 
 import platform
@@ -17,7 +17,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: Path) -> str:
-    """Return the processor's name by `cpuinfo`, or its architecture where that has no name, as on ARM."""
+    """Return the processor's name from `cpuinfo`, or its architecture if `cpuinfo` has no name, as on ARM."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (
         value.strip()

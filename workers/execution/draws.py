@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRules | None:
-    """Return the changes that a request wants of its logits, or None.
+    """Return the changes of logits that a request asks for, or None.
 
     `grammar` is the state of its grammar.
     """
@@ -97,11 +97,12 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append the newest token to a row's output, which lacked it."""
+        """Append the newest token to a row's output, in which it was missing."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw from `logits` float32, one row a chunk of the pass, changed in place. Waits for the device."""
+        """Draw from `logits`, float32 with one row per chunk of the pass. Changes them in place. Waits for
+        the device."""
         if self._chunks is not None and len(self._chunks) < len(logits):
             logits = logits[torch.tensor(self._chunks, dtype=torch.int64, device=logits.device)]
         if not len(logits):

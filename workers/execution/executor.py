@@ -1,4 +1,4 @@
-"""The device's executor: everything that computes on it, on one thread.
+"""The device's executor: makes all calls that compute on the device, on one thread.
 
 Owns: the model, the device's paged KVCache, the thread. Does not know: messages, requests, leases.
 `prefill` and `decode` run on the device thread (`Executor.run`, `submit`) and block it.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class CancelledOnDevice(Exception):
-    """The work was given up, and nothing of it runs any more."""
+    """The work was given up, and no part of it runs any more."""
 
 
 class Executor:
@@ -42,7 +42,7 @@ class Executor:
     ) -> None:
         """Make an executor.
 
-        Without `grammars` no request may have one. `record` names the requests of a pass.
+        Without `grammars` no request may have a grammar. `record` names the requests of a pass.
         """
         self.model = model
         self.kv = kv
@@ -50,7 +50,8 @@ class Executor:
         self._grammars = grammars
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
         self._cutting_in: deque[Callable[[], None]] = deque()
-        """Calls that wait for the end of a layer; the event loop appends, the device thread takes."""
+        """Calls that wait for the end of a layer. The event loop appends them, the device thread takes
+        them."""
 
     @property
     def engine(self) -> str:
@@ -72,7 +73,7 @@ class Executor:
         return await wait_to_end(ended, on_cancel)
 
     async def cut_in(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
-        """Make `call` like `run`, but between two layers of the prefill pass that runs, if there is one."""
+        """Make `call` like `run`, but between two layers of the running prefill pass, if there is one."""
         ended: Future[T] = Future()
 
         def make() -> None:
@@ -107,11 +108,11 @@ class Executor:
         """Compute one pass of layer-wise prefill; calls may cut in between two layers.
 
         Returns the hidden states `[T, hidden_size]` behind this model's layers, one part after the other.
-        `hidden` are those before them, on any device; None in the first stage.
+        `hidden` are the states before these layers, on any device; None in the first stage.
 
-        Loads run one layer ahead, stores behind. Stores may still run when it returns (`PassPart.storing`).
-        Raises `CancelledOnDevice` between two layers once all parts are dropped; all ranks of a
-        tensor-parallel group stop at the same layer.
+        Loads run one layer ahead, stores behind the computation. Stores may still run when the call returns
+        (`PassPart.storing`). Raises `CancelledOnDevice` between two layers once all parts are dropped; all
+        ranks of a tensor-parallel group stop at the same layer.
         """
         layers = self.model.layers
         loading = transfers.launch_load(layers.start, parts)
@@ -128,7 +129,7 @@ class Executor:
         return hidden
 
     def dropped(self, parts: Sequence[PassPart]) -> list[bool]:
-        """Return which parts of a pass have been dropped, by any rank: a decision that all ranks share."""
+        """Return for each part of a pass whether any rank has dropped it. All ranks get the same result."""
         are_dropped = [part.is_dropped for part in parts]
         if self.model.shard is not None:
             are_dropped = self.model.shard.any(are_dropped)
@@ -137,7 +138,7 @@ class Executor:
         return are_dropped
 
     def prepare(self, chunks: Sequence[Chunk]) -> Batch:
-        """Build the batch of a pass, on the caller's thread, without the device."""
+        """Build the batch of a pass on the caller's thread, without using the device."""
         return Batch.build(chunks, self.kv)
 
     def decode(self, batch: Batch, draws: Draws) -> Drawn:

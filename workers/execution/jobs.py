@@ -1,4 +1,4 @@
-"""Tasks by the request that they serve, so that each can be cancelled and none is forgotten."""
+"""Tasks by request, so that each can be cancelled and none is forgotten."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ U = TypeVar("U")
 
 
 class Jobs:
-    """The tasks of a runner, one a `Ref`.
+    """The tasks of a runner, one for each `Ref`.
 
     An unexpected error ends their group, and `record` names the request.
     """
@@ -35,7 +35,8 @@ class Jobs:
         return [ref for ref, task in self._tasks.items() if not task.cancelling()]
 
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
-        """Start the work named `ref`, which is used once. `work` is not called if it is cancelled before."""
+        """Start the work named `ref`. A `ref` is used once. `work` is not called if it is cancelled before it
+        begins."""
         task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")
         self._tasks[ref] = task
         task.add_done_callback(lambda _: self._tasks.pop(ref, None))
@@ -50,7 +51,7 @@ class Jobs:
             raise
 
     def cancel(self, ref: Ref) -> None:
-        """Cancel the work of `ref`, once; unknown work has just ended."""
+        """Cancel the work of `ref`, once. Unknown work is ignored, as it has just ended."""
         task = self._tasks.get(ref)
         if task is not None and not task.cancelling():
             task.cancel()
@@ -63,7 +64,7 @@ def is_cancelled() -> bool:
 
 
 async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
-    """Run both side by side, and return or raise when both have ended.
+    """Run both concurrently, and return or raise when both have ended.
 
     When one fails, or the caller is cancelled, the other is cancelled. Raises the first error.
     """

@@ -1,6 +1,6 @@
 """Loading a checkpoint into an executor: device, threads, weights, memory.
 
-Owns: the choices made once at start. Does not know: what is computed later.
+Owns: the choices made once at start. Does not know: later computations.
 """
 
 import os
@@ -36,7 +36,7 @@ _CPU_SATURATING_TOKENS = 128
 
 
 def layers_of_stage(num_layers: int, stage: StageConfig) -> range:
-    """Return the layers of one stage: as many as in any other, or one more."""
+    """Return the layers of one stage. Numbers of layers differ by at most one between stages."""
     if stage.num_stages > num_layers:
         raise ConfigError(f"pipeline.stages: {stage.num_stages} stages for a model of {num_layers} layers")
     return range(
@@ -45,7 +45,7 @@ def layers_of_stage(num_layers: int, stage: StageConfig) -> range:
 
 
 def heads_of(spec: ModelSpec, rank: RankConfig) -> list[range]:
-    """Return the KV heads of each rank; the first has at least as many as any other."""
+    """Return the KV heads of each rank. The first rank has at least as many as any other."""
     if rank.size > spec.num_kv_heads:
         raise ConfigError(
             f"worker.tensor_parallel: {rank.size} ranks for a model of {spec.num_kv_heads} KV heads;"
@@ -94,9 +94,9 @@ def load_executor(
 
 
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
-    """Refuse weights that the device has no memory for; `share` of them are loaded here.
+    """Raise an error if the device has no memory for the weights, `share` of which are loaded here.
 
-    The operating system would kill some process instead.
+    Otherwise the operating system would kill some process.
     """
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     needed = checkpoint.model.num_parameters * share * DTYPE_BYTES[dtype]
@@ -137,7 +137,7 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
 def pick_device(name: str, rank: RankConfig) -> torch.device:
     """Return the configured device; for `auto` the first GPU, if there is one.
 
-    For rank r it is the r-th behind that.
+    For rank r it is the r-th device behind that.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,7 +162,8 @@ def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
 
 
 def pick_saturating_tokens(device: torch.device) -> int | None:
-    """Return the tokens of a pass that bring the device to its full speed, few on CPUs; None: not known."""
+    """Return the number of tokens with which a pass reaches the device's full speed, few on CPUs; None if
+    unknown."""
     return None if device.type == "cuda" else _CPU_SATURATING_TOKENS
 
 

@@ -1,6 +1,6 @@
 """The translation of a config.json into the engine's model spec.
 
-Owns: this translation. Does not know: what is checked (`mooncake.model.config`), what is computed.
+Owns: this translation. Does not know: the checks (`mooncake.model.config`), the computation.
 """
 
 from collections.abc import Mapping

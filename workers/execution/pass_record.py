@@ -1,8 +1,8 @@
 """A record of the requests whose pass is being computed, in memory that outlives the process.
 
-The next process finds there in whose pass the previous one ended. There are two areas, each a length and a
-list of refs: the pass that runs, and the pass or request that has failed while the process goes on to its
-end, in which it may still compute for others.
+The next process reads there in which requests' pass the previous process ended. There are two areas, each a
+length and a list of refs: one for the running pass, and one for the pass or request that has failed. (A
+failed process may still compute for other requests until it ends.)
 
 Owns: this memory. Does not know: how a process ended, who is told of it.
 """
@@ -28,19 +28,20 @@ _decoder = msgspec.msgpack.Decoder(list[Ref])
 
 
 class PassRecord:
-    """The record behind `fd`, which the supervisor keeps; without `fd` it ends with the process."""
+    """The record in the memory of `fd`, which the supervisor keeps. Without `fd` the record ends with the
+    process."""
 
     def __init__(self, fd: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if fd is None else fd, PASS_RECORD_BYTES)
         self._running: list[Ref] | None = []
         self._written: list[Ref] | None = []
         self._length = _NOBODY
-        """Length of the entry that was written last for the pass that runs."""
+        """Length of the latest entry for the running pass."""
 
     def take(self) -> list[Ref] | None:
-        """Return the requests that the previous process has left, and forget them; None: they are not known.
+        """Return the requests that the previous process left, and forget them; None if they are unknown.
 
-        To be called before the first pass.
+        Call this before the first pass.
         """
         left = self._read(_FAILED)
         if left == []:
@@ -49,7 +50,7 @@ class PassRecord:
         return left
 
     def clear(self) -> None:
-        """Record that nothing is computed and nothing has failed."""
+        """Record that no pass is running and none has failed."""
         for area in (_RUNNING, _FAILED):
             self._set_length(area, _NOBODY)
 
@@ -57,10 +58,10 @@ class PassRecord:
     def computing(
         self, refs: list[Ref] | None, expected: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> Iterator[None]:
-        """Record that a pass of these requests (None: not known) is computed while the block runs.
+        """Make a context in which a pass of these requests (None: unknown) is recorded as running.
 
-        To be used on the device thread. An error that is not `expected` is about to end this process. While
-        another pass cuts in, that one is recorded.
+        Use it on the device thread. An error that is not `expected` will end this process. While another pass
+        cuts in, that pass is recorded.
         """
         outer, self._running = self._running, refs
         self._note_running()
@@ -76,7 +77,7 @@ class PassRecord:
             self._note_running()
 
     def blame(self, refs: list[Ref] | None) -> None:
-        """Record that the work of these requests has failed and this process is about to end.
+        """Record that the work of these requests has failed, and that this process will end because of it.
 
         The first call counts.
         """

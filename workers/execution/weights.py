@@ -31,7 +31,7 @@ def iter_weights(
 
     safetensors keep their dtype and alias the mapped file, so nothing is read before it is used; GGUF tensors
     are float32. `on_progress(done, total)` counts the wanted tensors' bytes on disk, once each is consumed.
-    Raises ModelError for a file that turns out damaged, or for a DUMMY checkpoint, which has no weights.
+    Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
     """
     match checkpoint.kind:
         case CheckpointKind.SAFETENSORS:

@@ -1,9 +1,9 @@
 """The other ranks of a tensor-parallel group, as the first one sees them.
 
-All messages to them leave in one order, whichever task sends them: the order of their passes is that of this
-rank's device thread.
+All messages to the followers leave in one order, whichever task sends them. So passes reach them in the order
+of this rank's device thread.
 
-Owns: their links, calls and the answers of all of them together. Does not know: prompts, sequences, how ranks
+Owns: the links to followers, calls and their combined answers. Does not know: prompts, sequences, how ranks
 compute.
 """
 
@@ -40,7 +40,7 @@ _ERRORS: dict[FailureKind, type[MooncakeError]] = {
 
 
 def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None":
-    """Return the followers of a first rank, which begins to listen for them; None if it is alone."""
+    """Begin to listen for the followers of a first rank, and return them; None if the rank is alone."""
     rank = process.rank
     if rank.size == 1:
         return None
@@ -70,12 +70,12 @@ class Followers:
         self._answers: dict[int, list[asyncio.Future[RankResult | None]]] = {}
         """Answers to calls, by rank."""
         self._said: dict[tuple[type, int, int], list[AboutJob]] = {}
-        """Messages about a prompt that some followers have sent, and not all."""
+        """Messages about a prompt that some followers have sent, but not all."""
         self.lost = asyncio.Event()
         """Set when a follower is lost, or the session ends."""
 
     def close(self) -> None:
-        """Close the links; followers learn it from their next beats, or from silence."""
+        """Close the links. Followers notice it at their next beats, or by silence."""
         for link in self._links:
             link.close()
 
@@ -104,7 +104,7 @@ class Followers:
         return {name: stats for link in self._links for name, stats in link.pools.items()}
 
     async def join(self) -> None:
-        """Wait until all followers are there and fit."""
+        """Wait until all followers have joined. A follower that does not fit is refused."""
         await asyncio.gather(*(link.join() for link in self._links))
 
     def start(self, group: asyncio.TaskGroup, hear: Hear) -> list[asyncio.Task[None]]:
@@ -128,11 +128,11 @@ class Followers:
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
 
     async def call(self, work: RankWork) -> list[RankResult | None]:
-        """Have all followers do `work`, and return their answers.
+        """Have all followers perform `work`, and return their answers.
 
-        All have stopped when this returns or raises.
+        All followers have stopped the work when this returns or raises.
 
-        Raises the error of one of them, or SessionLostError if one is lost.
+        Raises the error of one follower, or SessionLostError if one is lost.
         """
         if self.lost.is_set():
             raise SessionLostError("another rank is gone")
@@ -184,7 +184,7 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a message on once all followers have sent it, or at once if one is enough."""
+        """Pass a message on once all followers have sent it, or at once if one of them is enough."""
         if isinstance(message, Unusable | StageFailed):
             await hear(message)
             return

@@ -1,9 +1,9 @@
-"""The process group of tensor-parallel ranks, for the time of one session.
+"""The process group of tensor-parallel ranks during one session.
 
-All are on one node: they find each other in a file of the run directory, which is its user's alone, and
-compute over the loopback interface.
+All ranks are on one node. They meet in a file of the run directory, which only their user can access, and
+communicate over the loopback interface.
 
-Owns: the way into a process group and out of it. Does not know: who leads.
+Owns: joining and leaving a process group. Does not know: which rank leads.
 """
 
 import asyncio
@@ -19,12 +19,14 @@ from workers.execution.jobs import wait_to_end
 
 _INTERFACE = "lo"
 _TIMEOUTS_APART = 2
-"""Peer timeouts after which a rank that others wait for is lost, should its pulse not tell before."""
+"""Number of peer timeouts after which an awaited rank counts as lost, if its pulse has not shown it
+before."""
 
 
 @contextlib.asynccontextmanager
 async def meeting(path: str, process: WorkerProcess, device: torch.device) -> AsyncIterator[None]:
-    """Join the group that meets at `path`, a new one for each. Raises RankLost if not all come in time."""
+    """Join the group that meets at `path`, which is new for each group. Raises RankLost if not all ranks come
+    in time."""
     rank = process.rank
     store = dist.FileStore(path, rank.size)  # type: ignore[attr-defined]
     timeout_s = _TIMEOUTS_APART * process.config.conductor.peer_timeout_s

@@ -34,13 +34,14 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import Pulse
 
 _PASSES_AHEAD = 2
-"""Passes that are sent before the stage has begun them: one in flight, and one so that it never waits."""
+"""Passes that are sent before the stage has begun them: one in flight, and one so that the stage never
+waits."""
 _MOST_BYTES = 4 << 20
 """Most bytes of hidden states in one message."""
 
 
 def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
-    """Return the link to the stage behind a worker, listening for that stage; None for the last stage."""
+    """Begin to listen for the stage behind a worker, and return the link to it; None for the last stage."""
     stage = process.stage
     if stage.number + 1 == stage.num_stages:
         return None
@@ -55,7 +56,7 @@ def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None
 
 
 class NextStage:
-    """The link to the stage behind: `join` first, then `run` and `beat` beside the rest."""
+    """The link to the stage behind. Call `join` first, then run `run` and `beat` as tasks."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class NextStage:
     ) -> None:
         """Listen for stage number `stage`, which counts as lost after `timeout_s` of silence.
 
-        `kind`: what is numbered, for people.
+        `kind`: the word for what is numbered, in messages to people.
         """
         self._router: Router[FromFollower] = Router(endpoint, FromFollower, key)
         self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
@@ -94,11 +95,11 @@ class NextStage:
         return self._router.endpoint
 
     def close(self) -> None:
-        """Close the link; the stage learns it from its next beat, or from silence."""
+        """Close the link. The stage notices it at its next beat, or by silence."""
         self._router.close()
 
     async def join(self) -> None:
-        """Wait until the stage is there and fits. One that does not fit is refused, and this waits on."""
+        """Wait until the stage has joined. A stage that does not fit is refused, and the wait goes on."""
         report(Progress(f"waiting for {self._name} at {self.endpoint}", 0, 0))
         while self._peer is None:
             sender, message = await self._router.recv()
@@ -116,9 +117,9 @@ class NextStage:
         hear: Callable[[AboutJob], Awaitable[None]],
         on_answer: Callable[[RankAnswer], None] | None = None,
     ) -> None:
-        """Loop: receive, act. `on_answer` takes the answers of a rank.
+        """Loop: receive a message and handle it. `on_answer` takes the answers of a rank.
 
-        Raises `SessionLostError` when the stage is lost or has begun anew.
+        Raises `SessionLostError` when the stage is lost or has restarted its session.
         """
         while True:
             sender, message = await self._router.recv()
@@ -192,7 +193,7 @@ class NextStage:
                 )
 
     async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:
-        """Send to a peer that may be gone."""
+        """Send a message to a peer that may be gone."""
         try:
             await self._router.send(sender, message)
         except PeerGoneError:
@@ -211,7 +212,8 @@ class Behind(Protocol):
 
 
 def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
-    """Return what a stage and all behind it can hold, or all ranks: a prompt has as many pages in each."""
+    """Return the least capacity of a stage and all stages behind it, or of all ranks, as a prompt has as many
+    pages in each."""
     if behind is None:
         return capacity
     return Capacity(

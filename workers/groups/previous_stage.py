@@ -33,7 +33,7 @@ from workers.groups.stage_pulse import Pulse
 
 
 class IncomingPass:
-    """A pass, and the hidden states that have arrived of it."""
+    """A pass, and the part of its hidden states that has arrived."""
 
     def __init__(self, announced: Pass) -> None:
         self.shares: list[PassShare] = announced.shares
@@ -55,8 +55,7 @@ class IncomingPass:
 
 
 class PreviousStage:
-    """The link to the stage before: `join` first, then `run` beside the rest; both with `beat` beside
-    them."""
+    """The link to the stage before. Call `join` first, then run `run` as a task. Run `beat` beside both."""
 
     def __init__(
         self,
@@ -78,17 +77,17 @@ class PreviousStage:
         self._pulse = Pulse(name, timeout_s)
         self._has_joined = False
         self._num_connections = 0
-        """Connections until this stage had joined; the other end may begin anew before that."""
+        """Number of connections until this stage had joined. The other end may restart before that."""
         self.passes: asyncio.Queue[IncomingPass] = asyncio.Queue()
-        """Passes that have arrived and not begun; as many as the flow control of `NextStage` allows."""
+        """Passes that have arrived and not begun, as many as the flow control of `NextStage` allows."""
         self._coming: IncomingPass | None = None
 
     def close(self, linger_s: float) -> None:
-        """Close the link; queued messages may still leave within `linger_s`."""
+        """Close the link. Queued messages may still leave within `linger_s`."""
         self._dealer.close(linger_s)
 
     async def beat(self) -> None:
-        """Say hello until it is answered, then that this stage is alive. Raises `SessionLostError`."""
+        """Send hellos until one is answered, then beats. Raises `SessionLostError`."""
         await self._pulse.beat(self._say_that_it_is_here)
 
     async def _say_that_it_is_here(self) -> None:
@@ -99,7 +98,7 @@ class PreviousStage:
             await self.send(self._hello)
 
     async def join(self) -> None:
-        """Wait until the stage before has taken this one on. Raises `ConfigError` if it refuses."""
+        """Wait until the stage before has accepted this one. Raises `ConfigError` if it refuses."""
         while not self._has_joined:
             message = await self._dealer.recv()
             match message:
@@ -116,10 +115,10 @@ class PreviousStage:
         keep: Callable[[BlockOrder], None],
         follow: Callable[[ToFollower], None] | None = None,
     ) -> None:
-        """Loop: receive, act. `follow` takes the messages to a rank.
+        """Loop: receive a message and handle it. `follow` takes the messages to a rank.
 
-        Raises `SessionLostError` when the other end has begun anew, or the connection broke and is there
-        again.
+        Raises `SessionLostError` when the other end has restarted its session, or the connection has broken
+        and was made again.
         """
         while True:
             message = await self._dealer.recv()

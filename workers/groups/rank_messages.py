@@ -29,7 +29,7 @@ from workers.groups.stage_messages import FromBefore, FromBehind, PassShare
 
 
 class PassChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A `workers.engine.batch.Chunk`, with the pages up to its end."""
+    """A chunk (`workers.engine.batch.Chunk`), with the pages up to its end."""
 
     token_ids: list[int]
     start: int
@@ -64,16 +64,17 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Copy the first blocks to these device pages, from the pool or from where `SaveToHost` has put them."""
+    """Copy the first blocks to these device pages, from the pool or from the copy that `SaveToHost` has
+    made."""
 
     number: int
     pages: list[int]
 
 
 class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Store these pages in the pool: blocks with `keys`, then `num_private` others.
+    """Store these pages in the pool: blocks with `keys`, then `num_private` blocks without a key.
 
-    They stay reserved for the sequence if it `is_parked`. `tokens` are those of the keyed blocks, if
+    If the sequence `is_parked`, they stay reserved for it. `tokens` are the tokens of the keyed blocks, if
     followers of KV events may know them.
     """
 
@@ -113,7 +114,8 @@ class Meet(msgspec.Struct, tag=True, frozen=True):
 
 
 class PrefillPass(msgspec.Struct, tag=True, frozen=True):
-    """A pass over parts of prompts. `are_last`: the part ends its prompt, so logits are wanted."""
+    """A pass over parts of prompts. `are_last`: for each part, whether it ends its prompt, so that logits are
+    needed."""
 
     shares: list[PassShare]
     chunks: list[PassChunk]
@@ -127,14 +129,14 @@ class DecodePass(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Do `work`; calls run side by side."""
+    """Perform `work`. Calls run concurrently."""
 
     call_id: int
     work: RankWork
 
 
 class StopCall(msgspec.Struct, tag=True, frozen=True):
-    """Cancel a call; it has been answered, or is to be answered soon."""
+    """Cancel a call. It has been answered, or will be soon."""
 
     call_id: int
 
@@ -143,14 +145,14 @@ class StopCall(msgspec.Struct, tag=True, frozen=True):
 
 
 class PromptReserved(msgspec.Struct, tag=True, frozen=True):
-    """The result of `ReservePrompt`: a grant, and the tiers of the leading blocks that need none."""
+    """The result of `ReservePrompt`: a grant, and the tiers of the leading blocks that are in the pool."""
 
     grant: Grant
     cached_tiers: list[Tier | None]
 
 
 class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
-    """The result of `FetchBlocks`: so many leading blocks are in this pool now."""
+    """The result of `FetchBlocks`: the number of leading blocks that are in this pool now."""
 
     num_blocks: Count
 
@@ -159,7 +161,7 @@ RankResult = PromptReserved | BlocksFetched
 
 
 class CallDone(msgspec.Struct, tag=True, frozen=True):
-    """A call has been done, with its result if such work has one."""
+    """A call is done. `result` is its result, if such work has one."""
 
     call_id: int
     result: RankResult | None = None
@@ -176,7 +178,7 @@ class FailureKind(StrEnum):
 
 
 class RankCallFailed(msgspec.Struct, tag=True, frozen=True):
-    """A call has failed or was stopped, and nothing of it runs any more."""
+    """A call has failed or was stopped, and no part of it runs any more."""
 
     call_id: int
     kind: FailureKind

@@ -31,10 +31,10 @@ from mooncake.messages.workers import Prefill
 
 
 class StageHello(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a stage to the one before it; the stages behind it are there.
+    """The first message of a stage to the stage before it, sent when all stages behind it have joined.
 
-    `capacity` is the least of its own and theirs, `engine` names all of their engines, for people, and
-    `shards` are their parts of the pool.
+    `capacity` is the least of this stage and those behind it, `engine` names all their engines, for people,
+    and `shards` are their parts of the pool.
     """
 
     protocol_version: int
@@ -111,13 +111,14 @@ class StageWelcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageRefused(msgspec.Struct, tag=True, frozen=True):
-    """The stage does not fit; a restart would not help."""
+    """The stage does not fit, and a restart would not help."""
 
     message: str
 
 
 class StageAlive(msgspec.Struct, tag=True, frozen=True):
-    """The stage before is alive. A stage that is not `known` must begin anew, as that one has."""
+    """The stage before is alive. A stage that is not `known` must restart its session, as the stage before
+    has done."""
 
     known: bool
 
@@ -125,7 +126,7 @@ class StageAlive(msgspec.Struct, tag=True, frozen=True):
 class Begin(msgspec.Struct, tag=True, frozen=True):
     """Get memory for a prompt. Stages serve these messages in order.
 
-    `device_pages`: those of the first rank, for another one.
+    `device_pages`: the pages that the first rank has chosen, for another rank.
     """
 
     job_id: int

@@ -24,7 +24,7 @@ class Pulse:
         self._num_silent_beats = 0
 
     def heard(self) -> None:
-        """Note that a message has arrived."""
+        """Record that a message has arrived."""
         self._num_silent_beats = 0
 
     async def beat(self, send: Callable[[], Awaitable[None]]) -> None:

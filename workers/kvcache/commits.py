@@ -1,9 +1,9 @@
 """Commits of a prompt's stored layers to the messenger: small layers are committed together.
 
-A message, the frame to the decode side that follows it and its acknowledgement cost both messengers as much
+A commit, the frame to the decode side that follows it and its acknowledgement cost both messengers as much
 processor time as copying some MiB. A large layer is committed, and sent, as soon as it is stored (Mooncake,
-section 5.2); small ones wait for one another until they are `_COMMITTED_BYTES`, or the last one is there: so
-much at most is still to be sent when all has been stored.
+section 5.2). Small layers wait until they have `_COMMITTED_BYTES` together, or the last layer is stored. So
+at most `_COMMITTED_BYTES` are unsent when all layers have been stored.
 
 Owns: which layers go together. Does not know: threads, how a commit travels.
 """
@@ -11,7 +11,7 @@ Owns: which layers go together. Does not know: threads, how a commit travels.
 from collections.abc import Callable, Sequence
 
 _COMMITTED_BYTES = 1 << 20
-"""Bytes that are worth a message."""
+"""Bytes of layers after which they are committed."""
 
 Commit = Callable[[range, list[int], list[list[int]]], None]
 """A call that commits `layers` of `pages`, with the checksums `[page][layer]`."""
@@ -20,7 +20,7 @@ Commit = Callable[[range, list[int], list[list[int]]], None]
 class Commits:
     """The commits of one prompt's `layers`, of which each block has `layer_bytes`.
 
-    Layers come in order; other blocks may begin again at the first one.
+    Layers come in order. Other blocks may begin at the first layer again.
     """
 
     def __init__(self, layers: range, layer_bytes: int, commit: Commit) -> None:

@@ -1,9 +1,9 @@
-"""Copies of one layer of blocks between device pages and pool pages, checked on the way.
+"""Copies of one layer of blocks between device pages and pool pages, with checksums.
 
 A layer of a device page is byte for byte one layer of a block, or of a stage's or rank's shard of it. Layers
 are numbered as in the model. Loads compare checksums with those that the pool keeps, stores return new ones.
 
-Owns: how bytes are copied, on the CPU and on CUDA. Does not know: when, which blocks, threads.
+Owns: how bytes are copied, on the CPU and on CUDA. Does not know: when, of which blocks, threads.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class BlockCopy(Protocol):
     def pool_page(self) -> int: ...
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the xxh3-64 of a layer that was stored here and not yet committed; None: the pool keeps
+        """Return the xxh3-64 of a layer that was stored here and is not committed yet; None if the pool has
         it."""
 
 
 Mark = torch.cuda.Event | None
-"""A moment in a stream's work; None where calls return when their work is done."""
+"""A point in the work of a CUDA stream; None on the CPU, where calls return when their work is done."""
 
 
 class LoadedLayer(NamedTuple):
@@ -46,8 +46,8 @@ class LoadedLayer(NamedTuple):
 
 
 class LayerCopies(Protocol):
-    """Loads and stores of layers: `load` is called by one thread, `store` by one, the others by the device
-    thread."""
+    """Loads and stores of layers. One thread calls `load`, another one `store`; the device thread calls
+    `mark` and `wait`."""
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         """Copy one layer from the pool to device pages, which are unused once `free` has passed."""
@@ -118,7 +118,7 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Copies between a GPU and the pool's segment: by way of pinned memory, on a stream for each direction.
+    """Copies between a GPU and the pool's segment, through pinned memory, on a stream for each direction.
 
     No call waits for more than its own copies: streams wait for each other by events.
     """

@@ -1,6 +1,6 @@
 """The latest counters of a worker's pool, for heartbeats.
 
-Owns: the last counters that were heard. Does not know: their readers.
+Owns: the latest received counters. Does not know: their readers.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from mooncake.messages.pools import PoolStats
 
 
 class LatestStats:
-    """Pool counters that are at worst a little old: a slow messenger must not make its worker look dead."""
+    """Pool counters that may be a little old, so that a slow messenger does not delay its worker's
+    heartbeats."""
 
     def __init__(self, pool: WorkerClient, stats: PoolStats) -> None:
         self._pool, self._stats = pool, stats
@@ -22,7 +23,7 @@ class LatestStats:
         return cls(pool, await pool.stats())
 
     async def get(self, timeout_s: float) -> PoolStats:
-        """Return new counters, if they come within `timeout_s`, else the last ones."""
+        """Return new counters if they come within `timeout_s`, else the previous ones."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 self._stats = await self._pool.stats()

@@ -1,10 +1,11 @@
 """Layer-wise prefill: loads and stores of KVCache beside the computation (Mooncake, section 5.2).
 
-Before a layer's attention its load is waited for and that of the next layer launched; after it its store is
-launched. Nobody waits for a store before the prompt's end, unless the device has memory for a window of
-layers only: then a layer waits for the store of the one whose memory it takes.
+Before the attention of a layer, its load is awaited and the load of the next layer is launched; after it, the
+layer's store is launched. Stores are awaited only at the prompt's end, unless the device has memory for a
+window of layers only: then a layer waits for the store of the layer whose memory it takes.
 
-Owns: the threads of loads and stores, what a pass shares with them. Does not know: prompts, messages.
+Owns: the threads of loads and stores, the state that a pass shares with them. Does not know: prompts,
+messages.
 """
 
 from array import array
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class PromptBlock:
     """One block of a prompt, in a device page and in a pool page.
 
-    Layers come to the pool in order: those before `next_layer` are stored, or being stored.
+    Layers are stored in the pool in order: those before `next_layer` are stored, or being stored.
     """
 
     device_page: int
@@ -33,20 +34,21 @@ class PromptBlock:
     next_layer: int
     first_stored: int = 0
     stored: "array[int] | None" = None
-    """Checksums of layers from `first_stored` on, which a window of layers has stored and will load again.
+    """Checksums of layers from `first_stored` on, which were stored to free their device memory and will be
+    loaded again.
 
-    An array, as it is kept for thousands of blocks.
+    It is an array, as there are thousands of blocks.
     """
 
     def keep_checksum(self, layer: int, checksum: int) -> None:
-        """Keep the checksum of a layer that has just been stored, behind that of the layer before it."""
+        """Keep the checksum of a layer that has just been stored. Layers must come in order."""
         if self.stored is None:
             self.first_stored, self.stored = layer, array("Q")
         assert layer == self.first_stored + len(self.stored), "layers are stored in order, each once"
         self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the checksum that is kept of `layer`; None: the pool knows it."""
+        """Return the kept checksum of `layer`; None if the pool has it."""
         position = layer - self.first_stored
         if self.stored is None or not 0 <= position < len(self.stored):
             return None
@@ -58,8 +60,8 @@ class PassPart:
     """One prompt's part of a forward pass; shared by the device thread, the transfer threads and the loop.
 
     `await_pool(layer)`: on the load thread, blocks until that layer of `loads` is in the pool; False if it
-    will not be. `on_stored(layer, blocks, checksums)`: on the store thread. A part that is dropped is
-    computed on if others are in its pass, but what comes of it is of no use.
+    will not be. `on_stored(layer, blocks, checksums)` is called on the store thread. A dropped part is still
+    computed if its pass has other parts, and its results are ignored.
     """
 
     chunk: Chunk
@@ -74,7 +76,8 @@ class PassPart:
 
 
 class LayerTransfers:
-    """The loads and stores of all passes, each kind in order. Without `overlap` they are done when launched.
+    """The loads and stores of all passes, each kind in order. Without `overlap` each is complete when its
+    launch returns.
 
     `window`: that of the device's KVCache (`DeviceKVCache.window`), 2 or more.
     """
@@ -83,12 +86,13 @@ class LayerTransfers:
         assert window is None or window >= 2, "a layer is loaded while the one before it is computed"
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
-        """The last store from the memory that every `window`-th layer takes; earlier ones end before it."""
+        """For each memory of the window, its latest store. Earlier stores end before it."""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
     def launch_load(self, layer: int, parts: Sequence[PassPart]) -> "Future[list[Mark]] | None":
-        """Begin to load `layer`, on the device thread. None: nothing to load, and no store to wait for."""
+        """Begin to load `layer`, on the device thread. Returns None if there is nothing to load, and no store
+        to wait for."""
         loading = [part for part in parts if part.loads and not part.is_dropped]
         last_store = self._last_stores.get(layer % self._window) if self._window is not None else None
         if not loading and last_store is None:
@@ -96,7 +100,8 @@ class LayerTransfers:
         return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
-        """Wait, on the device thread, until layer and memory are there, or the part was dropped."""
+        """Wait, on the device thread, until the layer is loaded and its memory is free, or the part was
+        dropped."""
         if loading is not None:
             for mark in loading.result():
                 self._copies.wait(mark)
@@ -115,7 +120,7 @@ class LayerTransfers:
                     self._last_stores[layer % self._window] = storing
 
     def close(self) -> None:
-        """End the threads after the last pass; waits for what has been launched."""
+        """End the threads after the last pass. Waits for all launched loads and stores."""
         self._loading.shutdown()
         self._storing.shutdown()
 

@@ -1,13 +1,13 @@
-"""A worker's view of a fetch: blocks of a prompt on the way from another instance's pool into its own.
+"""A worker's view of a fetch, which brings blocks of a prompt from another instance's pool into its own.
 
 The messenger reports how many layers have arrived, and that bytes arrive at all; the load thread waits for
-that. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and what has not arrived
-by then is computed.
+layers. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not
+arrived by then are computed.
 
-A holder that goes on sending is waited for, a silent one is not. Whether a fetch pays is the Conductor's to
-estimate; here it gets, on top of `_GRACE_S`, the time in which a slow instance computes as many tokens, and
-is given up when it is seen to be slower. A slow fetch must not delay a pass that other prompts share, so its
-prompt joins one only when the last layers are near.
+The worker waits for a holder that goes on sending, not for a silent one. The Conductor has estimated that the
+fetch pays. Here the fetch gets `_GRACE_S` plus the time in which a slow instance computes as many tokens, and
+is given up when it turns out to be slower. A slow fetch must not delay a pass that other prompts share, so
+its prompt joins a pass only when the last layers are near.
 
 Owns: one prompt's fetch. Does not know: how bytes travel, what is computed.
 """
@@ -26,11 +26,11 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 SILENCE_S = 1.0
-"""Time since the holder's last sign of life after which computing is quicker than waiting."""
+"""Seconds of silence of the holder after which the fetch is given up."""
 _GRACE_S = 4.0
 """Time that a fetch of few blocks may take."""
 _SLOW_TOKENS_PER_S = 100
-"""Speed of an instance that computes slowly: a fetch that is slower than this does not pay."""
+"""Speed of an instance that computes slowly. A fetch that is slower than this does not pay."""
 
 
 class PrefixFetch:
@@ -47,8 +47,8 @@ class PrefixFetch:
         self.has_ended = False
         """Whether no further layer will arrive."""
         self.error: MooncakeError | None = None
-        """An error of the own messenger, or PoolFullError: no pages replace those that a hanging source may
-        write."""
+        """An error of this worker's messenger; or PoolFullError, if there are no new pages in place of those
+        that a hanging source may write."""
         self._pool, self._reservation_id = pool, reservation_id
         self._sources = sources
         self._begun_s = self._heard_s = time.monotonic()
@@ -71,7 +71,7 @@ class PrefixFetch:
     async def begun(self) -> None:
         """Wait until the first layers have arrived and the last ones are near, or nothing more will arrive.
 
-        Near means: within `SILENCE_S`, at the pace so far. A prompt that waits here delays no pass.
+        Near means within `SILENCE_S` at the pace so far. A prompt that waits here delays no pass.
         """
         while not (self.has_ended or self._is_near):
             left_s = self._left_s(SILENCE_S)
@@ -88,7 +88,7 @@ class PrefixFetch:
     async def ended(self, silence_s: float | None = SILENCE_S) -> None:
         """Wait for the end of the fetch; stop it if the holder is silent for `silence_s`, or takes too long.
 
-        With None it is not stopped.
+        With None the fetch is not stopped.
         """
         await asyncio.wait([self._fetching], timeout=0)  # by then the messenger has been asked to fetch
         while silence_s is not None and not self._fetching.done():
@@ -102,7 +102,8 @@ class PrefixFetch:
     def await_layer(self, layer: int, num_blocks: int) -> bool:
         """Block the load thread until `layer` of the first `num_blocks` has arrived.
 
-        Return False if it will not arrive, or is not worth waiting for: then no later layer is either.
+        Returns False if the layer will not arrive, or is not worth waiting for. Then no later layer is
+        either.
         """
         with self._changed:
             while not (self._is_over or self._num_blocks < num_blocks or self._num_layers > layer):
@@ -120,7 +121,7 @@ class PrefixFetch:
             self._changed.notify_all()
 
     def _left_s(self, silence_s: float) -> float:
-        """Return how much longer the fetch is waited for if nothing is heard."""
+        """Return the seconds for which the fetch is still awaited if nothing is heard."""
         return min(self._heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     @property
@@ -129,13 +130,14 @@ class PrefixFetch:
 
     @property
     def _is_too_slow(self) -> bool:
-        """Whether the fetch will miss its deadline; first moments, in which it may connect, do not count."""
+        """Whether the fetch will miss its deadline at the pace so far. The first moments, in which it may
+        connect, do not count."""
         has_pace = self._num_layers > 0 and self._heard_s >= self._begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s
 
     @property
     def _expected_end_s(self) -> float:
-        """Return the time at which the fetch ends if layers go on to arrive at the pace so far."""
+        """Return the time at which the fetch ends if layers continue to arrive at the pace so far."""
         layer_s = (self._heard_s - self._begun_s) / self._num_layers
         return self._begun_s + layer_s * self._pool.segment.layout.num_layers
 

@@ -1,6 +1,6 @@
 """The reservation of a prompt's pool pages, for prefill and decode alike.
 
-Owns: the wait for room. Does not know: what is computed.
+Owns: the wait for room. Does not know: the computation.
 """
 
 from kvstore.client.worker_client import WorkerClient
@@ -10,7 +10,7 @@ from mooncake.messages.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
-    """Lease the blocks that the pool holds of a prompt and reserve pages for the rest, waiting for room.
+    """Reserve pages for a prompt, and keep the blocks of it that the pool holds. Waits for room.
 
     Nothing stays reserved if this is cancelled or raises.
     """

@@ -1,7 +1,7 @@
-"""Prompts of an instance with a common prefix: one waits for another, and finds its blocks in the pool.
+"""Prompts of an instance with a common prefix: one waits until another one has stored it in the pool.
 
-Owns: the rule which one waits (`workers.prefill.queue` applies it to its prompts), and turns for the prompts
-of decode instances, which have no queue. Does not know: who stores blocks, pages.
+Owns: the rule which prompt waits (`workers.prefill.queue` applies it to its prompts), and turns for the
+prompts of decode instances, which have no such queue. Does not know: who stores blocks, pages.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Ref
 
 _WORTH_WAITING_TOKENS = 128
-"""Shared tokens that a prompt waits for; fewer are computed again, as a pass of its own costs as much."""
+"""Least number of shared tokens for which a prompt waits. Fewer are computed again, as an extra pass costs as
+much."""
 
 
 def num_blocks_worth_waiting(block_size: int) -> int:
@@ -46,7 +47,7 @@ class _Computing:
 
 
 class PrefixTurns:
-    """Turns of prompts with a common prefix: a later one begins when an earlier one has stored it.
+    """Turns of prompts with a common prefix. A later prompt begins when an earlier one has stored the prefix.
 
     A prompt waits for others of lower rank only, which never changes: there is no deadlock.
     """

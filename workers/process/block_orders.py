@@ -1,7 +1,7 @@
-"""The Conductor's orders about blocks beside requests: pin (context caches), replicate, drop.
+"""The Conductor's orders about blocks of no running request: pin (context caches), replicate, drop.
 
 Owns: passing orders on to later stages or other ranks, fetching copies. Does not know: why blocks are wanted,
-how a pool keeps one.
+how a pool keeps them.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 class BlockOrders:
-    """The orders of one session, run as tasks of `group`. `behind` have other shards of the same blocks."""
+    """The orders of one session, run as tasks of `group`. `behind`: later stages or other ranks, which have
+    other shards of the blocks."""
 
     def __init__(
         self, pool: WorkerClient, behind: NextStage | Followers | None, group: asyncio.TaskGroup
@@ -25,7 +26,7 @@ class BlockOrders:
         self._pool, self._behind, self._group = pool, behind, group
 
     def obey(self, order: BlockOrder) -> None:
-        """Begin an order beside other work: blocks may have to come from disk, or from another instance."""
+        """Begin an order as a task, as blocks may have to come from disk or from another instance."""
         self._group.create_task(self._carry_out(order))
 
     async def _carry_out(self, order: BlockOrder) -> None:
@@ -47,7 +48,7 @@ class BlockOrders:
             log.warning("%s of %d blocks: %s", type(order).__name__, len(order.keys), error)
 
     async def _replicate(self, order: Replicate) -> None:
-        """Copy blocks from their source; without room, or if they do not arrive in time, there is no copy."""
+        """Copy blocks from their source. Without room, or if they do not arrive in time, no copy is made."""
         try:
             async with asyncio.timeout(order.timeout_s):
                 reservation = await self._pool.reserve(order.keys, 0)

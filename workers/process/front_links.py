@@ -1,4 +1,4 @@
-"""The connections of a session to fronts, which get the tokens.
+"""The connections of a session to the fronts that get its tokens.
 
 Owns: these connections. Does not know: requests, where they are decoded.
 """

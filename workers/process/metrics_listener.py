@@ -1,6 +1,6 @@
 """An instance's own `/metrics` and `/ready`, for scrapers of instances rather than of the Conductor.
 
-Owns: the HTTP listener, in a thread of its own. Does not know: what is measured.
+Owns: the HTTP listener, in a thread of its own. Does not know: the metrics.
 """
 
 import errno
@@ -45,7 +45,7 @@ class InstanceStatus:
 
 @contextmanager
 def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator[int]:
-    """Answer at `address` (host:port) while the block runs; yields the port.
+    """Make a context in which requests at `address` (host:port) are answered. Yields the port.
 
     Raises ConfigError if it cannot.
     """
@@ -70,7 +70,7 @@ def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with few connections and a thread for each; one more connection ends the oldest."""
+    """A server with few connections and a thread for each. A further connection ends the oldest."""
 
     daemon_threads = True
 
@@ -90,7 +90,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log unexpected errors only: clients may hang up, or be disconnected, as often as they like."""
+        """Log unexpected errors only, not clients that hang up or are disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

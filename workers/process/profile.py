@@ -1,9 +1,9 @@
 """The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
-It uses the model and the device alone, as a worker would: prompts in passes of `worker.prefill_chunk` tokens
-behind KVCache that is there, and steps of batches up to `worker.max_batch`. It reports each duration.
+It computes as a worker does, without other processes: prompts in passes of `worker.prefill_chunk` tokens
+behind existing KVCache, and steps of batches up to `worker.max_batch`. It reports each duration.
 
-Owns: what is measured. Does not know: how measurements are used.
+Owns: the measurements. Does not know: how they are used.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT_TOKENS = (64, 512, 2048, 8192)
 NUM_RUNS = 5
 LONGEST_S = 2.0
-"""A size that takes longer is measured once, and nothing larger is."""
+"""Seconds above which a size is measured only once, and larger sizes not at all."""
 TOKEN_ID = 1
 
 
@@ -67,7 +67,7 @@ class Profiler:
         self._model, self._kv = executor.model, executor.kv
         self._prefill_chunk = prefill_chunk
         self.too_long: list[PrefillSize | StepSize] = []
-        """Sizes that took too long: nothing larger is measured."""
+        """Sizes that took too long. Larger sizes are not measured."""
 
     @property
     def num_free_pages(self) -> int:

@@ -58,7 +58,7 @@ class RankRunner(StageRunner):
         self._passes: asyncio.Queue[PrefillPass | DecodePass] = asyncio.Queue()
 
     def follow(self, message: ToFollower) -> None:
-        """Take a message that only ranks get."""
+        """Handle a message that only ranks get."""
         match message:
             case Meet(path=path):
                 if not self._meeting.done():

@@ -1,10 +1,11 @@
-"""The end of a worker that loses no request: by SIGTERM, or by an operator's order to the Conductor.
+"""The end of a worker without losing requests: by SIGTERM, or by an operator's order to the Conductor.
 
-After SIGTERM the Conductor is told (`Retire`), places nothing more here and takes requests back; when none is
-left it answers `Retired`. It says so too when an operator has drained the instance, which then leaves for
-good. The process waits until the messenger has sent its KVCache. SIGINT ends it at once.
+After SIGTERM the worker tells the Conductor (`Retire`), which places no more requests here and moves queued
+ones away. When no request is left it answers `Retired`. It sends `Retired` too when an operator has drained
+the instance, which then leaves for good. The process waits until the messenger has sent its KVCache. SIGINT
+ends it at once.
 
-Owns: when the process may end. Does not know: its requests, how it stops (`mooncake.node.process`).
+Owns: when the process may end. Does not know: requests, how a process stops (`mooncake.node.process`).
 """
 
 import asyncio
@@ -19,10 +20,10 @@ class Retirement:
     def __init__(self) -> None:
         self.wanted, self.granted = asyncio.Event(), asyncio.Event()
         self.is_for_good = False
-        """Whether an operator has drained the instance: its supervisor is not to start it again."""
+        """Whether an operator has drained the instance, so that its supervisor must not start it again."""
 
     def begin_on_sigterm(self, timeout_s: float) -> None:
-        """Retire on SIGTERM. After `timeout_s` the process ends whatever it runs."""
+        """Retire on SIGTERM. After `timeout_s` the process ends even if requests are left."""
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
@@ -33,7 +34,7 @@ class Retirement:
         loop.add_signal_handler(signal.SIGTERM, begin)
 
     def grant(self) -> None:
-        """End as soon as everything is sent: no request is left here."""
+        """End the process as soon as its KVCache is sent, as no request is left here."""
         self.is_for_good = not self.wanted.is_set()
         self.wanted.set()
         self.granted.set()

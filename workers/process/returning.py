@@ -1,4 +1,4 @@
-"""The first message of a restarted worker: in whose pass the previous process has ended.
+"""The first message of a restarted worker: the requests in whose pass the previous process ended.
 
 It is sent before the model is loaded, so that the Conductor knows soon whether a request is to blame.
 
@@ -17,12 +17,13 @@ from mooncake.node.lives import ProcessEnd
 from mooncake.node.process_config import WorkerProcess
 
 ANSWER_TIMEOUT_S = 10.0
-"""Time after which a Conductor that does not answer is not waited for: it blames nobody so late."""
+"""Seconds for which the Conductor's answer is awaited. After that it would not blame a request any more."""
 log = logging.getLogger(__name__)
 
 
 async def say_returning(process: WorkerProcess, left: list[Ref] | None) -> None:
-    """Tell the Conductor which requests (`left`) the previous process left in a pass; await the answer."""
+    """Tell the Conductor which requests (`left`) the previous process left in a pass, and await the
+    answer."""
     if process.previous_end is None:
         return
     failed_in = left if process.previous_end is ProcessEnd.FAILED else []

@@ -222,7 +222,7 @@ class LeaderSession:
         return PrefillQueue(max_tokens, plan, multiple=multiple, block_size=page_size)
 
     async def _obey(self) -> None:
-        """Loop: receive an order, act."""
+        """Loop: receive an order and carry it out."""
         while True:
             message = await self._conductor.recv()
             self._heard_at_s = time.monotonic()

@@ -1,6 +1,6 @@
-"""The tasks of a session, which end together when one of them finds a peer lost.
+"""The tasks of a session, which end together when one of them notices that a peer is lost.
 
-Owns: how a session ends. Does not know: what its tasks do.
+Owns: how a session ends. Does not know: its tasks.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from workers.errors import SessionLostError
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Run a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail: `SessionLostError`, or `ConfigError` for what another session
-    would not mend.
+    Raises one error, however many tasks fail: `SessionLostError`, or `ConfigError` for an error that another
+    session would have as well.
     """
     ended_by: Exception | None = None
     try:

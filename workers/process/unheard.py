@@ -1,10 +1,10 @@
-"""The latest first tokens of prompts that a Conductor may not have heard of, for the one that follows it.
+"""First tokens that a Conductor may not have received, to be told to its successor.
 
-Messages arrive in order: the answer to a heartbeat shows that those before it were heard. A prompt leaves
-the prefill instance as soon as its KVCache is sent; without its first token its decode instance would wait
-for nothing.
+Messages arrive in order, so the answer to a heartbeat shows that the messages before it were received. A
+prompt leaves the prefill instance as soon as its KVCache is sent. If its first token were lost, its decode
+instance would wait for it in vain.
 
-Owns: which were not heard. Does not know: sockets.
+Owns: the first tokens that were sent and not confirmed. Does not know: sockets.
 """
 
 from collections import deque
@@ -13,16 +13,16 @@ from mooncake.messages.workers import Held, HeldStep, Prefilled
 
 
 class UnheardPrompts:
-    """Told first tokens, each until a heartbeat behind it was answered."""
+    """Sent first tokens, each until a later heartbeat is answered."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[int, Prefilled]] = deque()
-        """Each with the number of heartbeats before it."""
+        """First tokens, each with the number of heartbeats sent before it."""
         self._num_beats = 0
         self._num_answered = 0
 
     def told(self, prefilled: Prefilled) -> None:
-        """Record that a first token is told."""
+        """Record that a first token is sent."""
         self._told.append((self._num_beats, prefilled))
 
     def beat(self) -> None:
@@ -37,11 +37,11 @@ class UnheardPrompts:
 
     @property
     def held(self) -> list[Held]:
-        """These prompts, as another Conductor is to know of them."""
+        """The prompts of these tokens, in the form in which another Conductor is told of them."""
         return [Held(prefilled.ref, HeldStep.PROMPT) for _, prefilled in self._told]
 
     def take_all(self) -> list[Prefilled]:
-        """Return what another Conductor is to be told after the registration. The count begins anew."""
+        """Return the messages to send to another Conductor after the registration, and count from 0 again."""
         unheard = [prefilled for _, prefilled in self._told]
         self._told.clear()
         self._num_beats = self._num_answered = 0

@@ -90,19 +90,20 @@ class CpuLayers:
     def forward_layers(
         self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """Compute several layers, one behind the other, in one call."""
+        """Compute several consecutive layers in one call."""
         of_pass = [(self._layers[layer], kv.layer(layer), self._attention(layer, batch)) for layer in layers]
         workspace = batch.workspace(of_pass[0][0].workspace_elements)
         return run_layers(of_pass, hidden, batch.slots, workspace)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return what attention adds to `hidden`; write its keys and values."""
+        """Return the output of attention, without the residual `hidden`. Writes keys and values to their
+        pages."""
         computed, attention = self._layers[layer], self._attention(layer, batch)
         workspace = batch.workspace(computed.workspace_elements)
         return computed.attention_half(hidden, kv.layer(layer), attention, batch.slots, workspace)
 
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return what the MLP adds to `hidden`."""
+        """Return the output of the MLP, without the residual `hidden`."""
         computed = self._layers[layer]
         return computed.mlp_half(hidden, batch.workspace(computed.workspace_elements))
 

@@ -1,7 +1,7 @@
 """Decoder layers by the GPU's kernels.
 
-Nothing here waits for the device, and no layer sends it anything: inputs that the layers share are uploaded
-once a batch. With TRITON_INTERPRET=1 (see `kernels.cuda`) it computes on the CPU, for tests.
+Nothing here waits for the device, and no layer uploads anything: inputs that the layers share are uploaded
+once per batch. With TRITON_INTERPRET=1 (see `kernels.cuda`) the kernels run on the CPU, for tests.
 
 Owns: the operations of a layer, their inputs on the device. Does not know: which layers there are,
 scheduling, transfers, graphs.

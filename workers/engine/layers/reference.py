@@ -36,7 +36,8 @@ class TorchLayers:
         return hidden + self.mlp(layer, hidden, batch)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return what attention adds to `hidden`; write its keys and values."""
+        """Return the output of attention, without the residual `hidden`. Writes keys and values to their
+        pages."""
         weights, spec = self._weights.layers[layer], self._spec
         num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv_heads
         normed = _rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
@@ -54,7 +55,7 @@ class TorchLayers:
         return linear(attended.flatten(1), weights.o, weights.o_bias)
 
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return what the MLP adds to `hidden`."""
+        """Return the output of the MLP, without the residual `hidden`."""
         weights = self._weights.layers[layer]
         normed = _rms_norm(hidden, weights.post_norm, self._spec.rms_norm_eps)
         gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)

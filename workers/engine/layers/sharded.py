@@ -2,7 +2,7 @@
 
 Hidden states are the same on every rank, bit for bit, before and after every layer.
 
-Owns: what is exchanged and when. Does not know: the arithmetic of a layer, how ranks meet.
+Owns: the sums and gathers over the ranks. Does not know: the arithmetic of a layer, how ranks meet.
 """
 
 from typing import Protocol
