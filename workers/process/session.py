@@ -8,16 +8,12 @@ Owns: the worker's connections and the loop that reads orders. Does not know: ho
 
 import asyncio
 import contextlib
-import logging
-import time
 from collections.abc import AsyncIterator
 from typing import assert_never
 
 from kvstore.client.worker_client import WorkerClient
-from mooncake.errors import ConfigError
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
@@ -25,24 +21,14 @@ from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
-    FromWorker,
     Heartbeat,
-    HeartbeatAck,
+    Held,
     Leave,
     Prefill,
-    Prefilled,
     Register,
-    Registered,
-    RegisterRefused,
     Reserve,
-    Retire,
-    Retired,
-    ReturnNoted,
-    SwitchRole,
-    ToWorker,
     WorkFailed,
 )
-from mooncake.node.process import Left, Progress, Ready, report
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.prompt_budget import ChunkLimits
@@ -62,19 +48,10 @@ from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import stage_of
 from workers.process.block_orders import BlockOrders
-from workers.process.front_links import FrontLinks
+from workers.process.conductor_link import ConductorLink
 from workers.process.metrics_listener import InstanceStatus
-from workers.process.retirement import Retirement, end, is_sending
+from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
-from workers.process.unheard import UnheardPrompts
-
-HEARTBEATS_PER_TIMEOUT = 5
-HEARTBEATS_MISSED = 2.5
-"""Silent heartbeats after which a retiring worker waits no longer for the Conductor."""
-POLL_S = 0.05
-LEAVE_S = 0.5
-"""Time that the last messages may take to leave."""
-log = logging.getLogger(__name__)
 
 
 class LeaderSession:
@@ -98,17 +75,8 @@ class LeaderSession:
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
         self._status, self._retirement = status, retirement
-        self._identity = peer_identity(process.instance, incarnation)
-        self._heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
-        self._fronts = FrontLinks(self._identity, process.cluster_key)
         self.is_registered = False
-        self._epoch = 0
-        """Epoch of the Conductor with which this session was registered last; 0: with none."""
-        self._num_connections = 0
-        """Connections to Conductors when the latest one answered the registration."""
-        self._unheard = UnheardPrompts()
-        self._must_register = asyncio.Event()
-        self._heard_at_s = time.monotonic()
+        """Whether the Conductor has had this session registered."""
 
     async def run(self) -> None:
         """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
@@ -124,15 +92,14 @@ class LeaderSession:
         try:
             await self._run_with(pool)
         finally:
-            self._status.is_registered = False
             await pool.close()
 
     async def _run_with(self, pool: WorkerClient) -> None:
         self._stats = await LatestStats.of(pool)
         self._next = next_stage_of(self._process, self._fingerprint)
         self._followers = followers_of(self._process, self._fingerprint)
-        self._conductor: Dealer[ToWorker] = Dealer(
-            self._process.config.conductor.endpoint, self._identity, ToWorker, self._process.cluster_key
+        self._link = ConductorLink(
+            self._process, self._incarnation, self._status, self._retirement, lambda: self._engines
         )
         leaving = asyncio.create_task(self._leave_when_a_rank_is_lost())
         try:
@@ -145,8 +112,10 @@ class LeaderSession:
                 if self._followers is not None:
                     self._followers.start(group, self._prefill.hear)
                     await stack.enter_async_context(self._meet(self._followers))
-                group.create_task(self._beat(pool))
-                group.create_task(self._retire())
+                group.create_task(
+                    self._link.beat(lambda: self._registration(pool), self._take_held, self._heartbeat)
+                )
+                group.create_task(self._link.retire(self._stats))
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
                 if self._next is not None:
@@ -155,10 +124,8 @@ class LeaderSession:
                 await self._obey()
         finally:
             leaving.cancel()
-            with contextlib.suppress(PeerGoneError):
-                await self._conductor.send(Leave())
-            self._conductor.close(linger_s=LEAVE_S)
-            self._fronts.close(linger_s=LEAVE_S)
+            self.is_registered = self._link.is_registered
+            await self._link.close()
             for link in (self._next, self._followers):
                 if link is not None:
                     link.close()
@@ -176,8 +143,8 @@ class LeaderSession:
         rank."""
         if self._followers is not None:
             await self._followers.lost.wait()
-            with contextlib.suppress(PeerGoneError):
-                await self._conductor.send(Leave())
+            with contextlib.suppress(SessionLostError):
+                await self._link.tell(Leave())
 
     def _start_runners(self, group: asyncio.TaskGroup, pool: WorkerClient) -> None:
         config = self._process.config
@@ -188,7 +155,7 @@ class LeaderSession:
         self._prefill = PrefillRunner(
             stage_of(self._executor, pool, config.worker, self._next, self._followers),
             self._prefill_queue(prefill_chunk),
-            self._tell,
+            self._link.tell,
             self._prefill_jobs,
         )
         self._decode = DecodeRunner(
@@ -198,8 +165,8 @@ class LeaderSession:
             config.worker.max_batch,
             ChunkLimits(self._executor.kv.page_size, config.worker.mixed_chunk_tokens, prefill_chunk),
             config.messenger.arrival_timeout_s,
-            self._tell,
-            self._fronts.emit,
+            self._link.tell,
+            self._link.emit,
             self._decode_jobs,
             self._followers,
         )
@@ -224,14 +191,13 @@ class LeaderSession:
     async def _obey(self) -> None:
         """Loop: receive an order and carry it out."""
         while True:
-            message = await self._conductor.recv()
-            self._heard_at_s = time.monotonic()
+            message = await self._link.next_order()
             match message:
                 case Prefill():
                     self._prefill.start(message)
                 case Reserve(ref=ref) | Prepare(ref=ref) if not self._can_decode:
                     reason = "an instance that has not all layers on its device does not decode"
-                    await self._tell(WorkFailed(ref, reason, retryable=True))
+                    await self._link.tell(WorkFailed(ref, reason, retryable=True))
                 case Reserve():
                     self._decode.reserve(message)
                 case Decode():
@@ -243,104 +209,13 @@ class LeaderSession:
                     self._decode_jobs.cancel(ref)
                 case Pin() | Unpin() | Replicate() | DropCopies():
                     self._block_orders.obey(message)
-                case HeartbeatAck(known=known, epoch=epoch):
-                    if self.is_registered and epoch != self._epoch:
-                        log.warning("there is another conductor: what runs goes on under it")
-                        self._register_again()
-                    elif self.is_registered and known:
-                        self._unheard.answered()
-                    elif self.is_registered:
-                        raise SessionLostError("the conductor had given this worker up")
-                case Registered(epoch=epoch):
-                    if not self.is_registered:
-                        self.is_registered = self._status.is_registered = True
-                        self._epoch, self._num_connections = epoch, self._conductor.num_connections
-                        self._report_ready()
-                        for prefilled in self._unheard.take_all():
-                            await self._tell(prefilled)
-                        if self._retirement.wanted.is_set():
-                            await self._tell(Retire())
-                case SwitchRole(role=role):
-                    log.info("the role is %s from now on, and was %s", role.value, self._status.role.value)
-                    self._status.role = role
-                    self._report_ready()
-                case Retired():
-                    self._retirement.grant()
-                case RegisterRefused(message=reason, retryable=retryable):
-                    error = SessionLostError if retryable else ConfigError
-                    raise error(f"the conductor refused {self._process.instance}: {reason}")
-                case ReturnNoted():
-                    pass  # the answer to `Returning`, which has a connection of its own
                 case _:
                     assert_never(message)
-
-    def _report_ready(self) -> None:
-        report(Ready(f"{self._status.role.value} on {self._engines}"))
 
     @property
     def _can_decode(self) -> bool:
         """Whether all layers are on this instance's device."""
         return self._next is None and self._executor.kv.window is None
-
-    async def _tell(self, message: FromWorker) -> None:
-        """Send to the Conductor; one that does not read is lost."""
-        if isinstance(message, Prefilled):
-            self._unheard.told(message)
-        try:
-            await self._conductor.send(message)
-        except PeerGoneError as error:
-            raise SessionLostError(str(error)) from None
-
-    def _register_again(self) -> None:
-        """Let the Conductor know what this session goes on with: it is another one, or refuses that."""
-        self.is_registered = self._status.is_registered = False
-        self._must_register.set()
-
-    async def _beat(self, pool: WorkerClient) -> None:
-        """Register, then send heartbeats; both also test whether the Conductor answers."""
-        # Later than the Conductor gives this worker up, should only the connection be broken.
-        conductor = self._process.config.conductor
-        deadline_s = max(conductor.absence_timeout_s, 2 * conductor.peer_timeout_s)
-        while True:
-            if self.is_registered and self._conductor.num_connections != self._num_connections:
-                self._register_again()
-            if self.is_registered:
-                heartbeat = await self._heartbeat()
-                self._unheard.beat()
-                await self._tell(heartbeat)
-            else:
-                self._must_register.clear()
-                await self._tell(self._registration(pool))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._must_register.wait(), self._heartbeat_s)
-            if not self.is_registered:
-                report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
-            if self._epoch and time.monotonic() - self._heard_at_s > deadline_s:
-                raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
-
-    async def _retire(self) -> None:
-        """Retire when that is wanted: drain until no request is left, or the Conductor is silent."""
-        await self._retirement.wanted.wait()
-        if self.is_registered:
-            await self._tell(Retire())
-            report(Progress("draining", 0, 0))
-            while not self._retirement.granted.is_set() and self._hears_the_conductor:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._retirement.granted.wait(), self._heartbeat_s)
-            await self._wait_until_kvcache_is_sent()
-        if self._retirement.is_for_good:
-            report(Left())
-        end()
-
-    async def _wait_until_kvcache_is_sent(self) -> None:
-        while True:
-            if not is_sending(await self._stats.get(self._heartbeat_s)):
-                return
-            await asyncio.sleep(POLL_S)
-
-    @property
-    def _hears_the_conductor(self) -> bool:
-        return time.monotonic() - self._heard_at_s < HEARTBEATS_MISSED * self._heartbeat_s
 
     def _registration(self, pool: WorkerClient) -> Register:
         return Register(
@@ -359,10 +234,11 @@ class LeaderSession:
             self._executor.model.idle_cores,
             self._executor.device_name,
             self._can_decode,
-            self._epoch,
-            [*self._unheard.held, *self._prefill.held, *self._decode.take_held()] if self._epoch else [],
-            max(1, self._conductor.num_connections),
         )
+
+    def _take_held(self) -> list[Held]:
+        """Return what goes on under another Conductor, and stop what does not."""
+        return [*self._prefill.held, *self._decode.take_held()]
 
     @property
     def _behind(self) -> NextStage | Followers | None:
@@ -373,7 +249,7 @@ class LeaderSession:
         return engines_of(self._executor.engine, self._behind)
 
     async def _heartbeat(self) -> Heartbeat:
-        pools = {self._process.part: await self._stats.get(self._heartbeat_s)}
+        pools = {self._process.part: await self._stats.get(self._link.heartbeat_s)}
         heartbeat = Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,

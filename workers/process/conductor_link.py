@@ -1,0 +1,221 @@
+"""A worker's way to the Conductor: registration, heartbeats, orders; and tokens to fronts.
+
+Another Conductor may take the place of the first. It is told of the requests with which the session goes on.
+
+Owns: the connections, whether the instance is registered, how it retires. Does not know: how requests are
+computed, what a heartbeat says.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from mooncake.errors import ConfigError
+from mooncake.messages.block_orders import BlockOrder
+from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
+from mooncake.messages.migration import MigrationOrder
+from mooncake.messages.workers import (
+    Abort,
+    Decode,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    Held,
+    Leave,
+    Prefill,
+    Prefilled,
+    Register,
+    Registered,
+    RegisterRefused,
+    Reserve,
+    Retire,
+    Retired,
+    ReturnNoted,
+    SwitchRole,
+    ToWorker,
+)
+from mooncake.node.process import Left, Progress, Ready, report
+from mooncake.node.process_config import WorkerProcess
+from workers.errors import SessionLostError
+from workers.kvcache.latest_stats import LatestStats
+from workers.process.front_links import FrontLinks
+from workers.process.metrics_listener import InstanceStatus
+from workers.process.retirement import Retirement, end, is_sending
+from workers.process.unheard import UnheardPrompts
+
+HEARTBEATS_PER_TIMEOUT = 5
+HEARTBEATS_MISSED = 2.5
+"""Silent heartbeats after which a retiring worker waits no longer for the Conductor."""
+POLL_S = 0.05
+LEAVE_S = 0.5
+"""Time that the last messages may take to leave."""
+log = logging.getLogger(__name__)
+Order = Reserve | Prefill | Decode | MigrationOrder | Abort | BlockOrder
+
+
+class ConductorLink:
+    """The way of an instance's first worker to the Conductor and to fronts, for one session."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        incarnation: int,
+        status: InstanceStatus,
+        retirement: Retirement,
+        engine: Callable[[], str],
+    ) -> None:
+        """Connect. `engine` describes device and kernels, for people."""
+        self._process, self._engine = process, engine
+        self._status, self._retirement = status, retirement
+        identity = peer_identity(process.instance, incarnation)
+        self.heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._fronts = FrontLinks(identity, process.cluster_key)
+        self.emit = self._fronts.emit
+        self._conductor: Dealer[ToWorker] = Dealer(
+            process.config.conductor.endpoint, identity, ToWorker, process.cluster_key
+        )
+        self._epoch = 0
+        """Epoch of the Conductor with which this session was registered last; 0: with none."""
+        self._num_connections = 0
+        """Connections to Conductors when the latest one answered the registration."""
+        self._unheard = UnheardPrompts()
+        self._must_register = asyncio.Event()
+        self._heard_at_s = time.monotonic()
+
+    @property
+    def is_registered(self) -> bool:
+        return self._status.is_registered
+
+    async def close(self) -> None:
+        """Leave the Conductor."""
+        self._status.is_registered = False
+        with contextlib.suppress(PeerGoneError):
+            await self._conductor.send(Leave())
+        self._conductor.close(linger_s=LEAVE_S)
+        self._fronts.close(linger_s=LEAVE_S)
+
+    async def next_order(self) -> Order:
+        """Return the next order; what is about the instance itself is obeyed.
+
+        Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
+        """
+        while True:
+            message = await self._conductor.recv()
+            self._heard_at_s = time.monotonic()
+            match message:
+                case HeartbeatAck(known=known, epoch=epoch):
+                    if self.is_registered and epoch != self._epoch:
+                        log.warning("there is another conductor: what runs goes on under it")
+                        self._register_again()
+                    elif self.is_registered and known:
+                        self._unheard.answered()
+                    elif self.is_registered:
+                        raise SessionLostError("the conductor had given this worker up")
+                case Registered(epoch=epoch):
+                    if not self.is_registered:
+                        await self._registered(epoch)
+                case SwitchRole(role=role):
+                    log.info("the role is %s from now on, and was %s", role.value, self._status.role.value)
+                    self._status.role = role
+                    self._report_ready()
+                case Retired():
+                    self._retirement.grant()
+                case RegisterRefused(message=reason, retryable=retryable):
+                    error = SessionLostError if retryable else ConfigError
+                    raise error(f"the conductor refused {self._process.instance}: {reason}")
+                case ReturnNoted():
+                    pass  # the answer to `Returning`, which has a connection of its own
+                case _:
+                    return message
+
+    async def _registered(self, epoch: int) -> None:
+        self._status.is_registered = True
+        self._epoch, self._num_connections = epoch, self._conductor.num_connections
+        self._report_ready()
+        for prefilled in self._unheard.take_all():
+            await self.tell(prefilled)
+        if self._retirement.wanted.is_set():
+            await self.tell(Retire())
+
+    def _report_ready(self) -> None:
+        report(Ready(f"{self._status.role.value} on {self._engine()}"))
+
+    async def tell(self, message: FromWorker) -> None:
+        """Send to the Conductor; one that does not read is lost."""
+        if isinstance(message, Prefilled):
+            self._unheard.told(message)
+        try:
+            await self._conductor.send(message)
+        except PeerGoneError as error:
+            raise SessionLostError(str(error)) from None
+
+    def _register_again(self) -> None:
+        """Let the Conductor know what this session goes on with: it is another one, or refuses that."""
+        self._status.is_registered = False
+        self._must_register.set()
+
+    async def beat(
+        self,
+        registration: Callable[[], Register],
+        take_held: Callable[[], list[Held]],
+        heartbeat: Callable[[], Awaitable[Heartbeat]],
+    ) -> None:
+        """Register, then send heartbeats; both also test whether the Conductor answers.
+
+        `take_held` returns the requests that go on under another Conductor, and stops all others.
+        """
+        # Later than the Conductor gives this worker up, should only the connection be broken.
+        conductor = self._process.config.conductor
+        deadline_s = max(conductor.absence_timeout_s, 2 * conductor.peer_timeout_s)
+        while True:
+            if self.is_registered and self._conductor.num_connections != self._num_connections:
+                self._register_again()
+            if self.is_registered:
+                beat = await heartbeat()
+                self._unheard.beat()
+                await self.tell(beat)
+            else:
+                self._must_register.clear()
+                held = [*self._unheard.held, *take_held()] if self._epoch else []
+                await self.tell(self._renewed(registration(), held))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._must_register.wait(), self.heartbeat_s)
+            if not self.is_registered:
+                report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
+            if self._epoch and time.monotonic() - self._heard_at_s > deadline_s:
+                raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
+
+    def _renewed(self, registration: Register, held: list[Held]) -> Register:
+        """Return a registration that says which Conductor knew this session, and what is left of that."""
+        num_connections = max(1, self._conductor.num_connections)
+        return msgspec.structs.replace(
+            registration, epoch=self._epoch, held=held, num_connections=num_connections
+        )
+
+    async def retire(self, stats: LatestStats) -> None:
+        """Retire when that is wanted: drain until no request is left, or the Conductor is silent."""
+        await self._retirement.wanted.wait()
+        if self.is_registered:
+            await self.tell(Retire())
+            report(Progress("draining", 0, 0))
+            while not self._retirement.granted.is_set() and self._hears_the_conductor:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._retirement.granted.wait(), self.heartbeat_s)
+            await self._wait_until_kvcache_is_sent(stats)
+        if self._retirement.is_for_good:
+            report(Left())
+        end()
+
+    async def _wait_until_kvcache_is_sent(self, stats: LatestStats) -> None:
+        while True:
+            if not is_sending(await stats.get(self.heartbeat_s)):
+                return
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def _hears_the_conductor(self) -> bool:
+        return time.monotonic() - self._heard_at_s < HEARTBEATS_MISSED * self.heartbeat_s
