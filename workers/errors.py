@@ -12,3 +12,7 @@ class SessionLostError(MooncakeError):
 
 class NoRoomError(MooncakeError):
     """An instance has no room, at once, for a request that is to move to it."""
+
+
+class EngineLostError(MooncakeError):
+    """The engine of an instance, a process of its own, has ended or answers what it should not."""

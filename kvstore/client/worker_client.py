@@ -122,6 +122,10 @@ class WorkerClient:
             reserving.add_done_callback(self._release_unwanted)
             raise
 
+    async def has_all(self, keys: Sequence[BlockKey]) -> bool:
+        """Return whether all these blocks are here, in any tier. Uses none."""
+        return all((await self._calls.ask(Lookup(self._calls.new_id(), list(keys)), Located)).locations)
+
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
         """Begin to promote blocks from SSD to DRAM, for a reservation to come."""
         await self._calls.send(Prefetch(list(keys)))

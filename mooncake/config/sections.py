@@ -198,6 +198,17 @@ class WorkerConfig(Section):
     )
 
 
+class VllmConfig(Section):
+    """The vLLM server of an instance, with `engine: vllm`."""
+
+    command: str = Field(
+        "vllm", min_length=1, description="the program vllm, in an environment with our connector"
+    )
+    options: Annotated[list[str], BeforeValidator(_split)] = Field(
+        [], description="further options of `vllm serve`, with commas"
+    )
+
+
 class PipelineConfig(Section):
     """Prefill instances whose layers are spread over several processes (chunked pipeline parallelism)."""
 

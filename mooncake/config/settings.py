@@ -24,6 +24,7 @@ from mooncake.config.sections import (
     PipelineConfig,
     Section,
     SecurityConfig,
+    VllmConfig,
     WorkerConfig,
 )
 from mooncake.config.spelling import did_you_mean
@@ -52,6 +53,9 @@ class Config(Section):
         "auto", description="arithmetic; auto: the checkpoint's own"
     )
     served_model_name: str | None = Field(None, min_length=1, description="the name that clients ask for")
+    engine: Literal["own", "vllm"] = Field(
+        "own", description="what computes on instances: workers of ours, or a vLLM server of each"
+    )
     instance: str | None = Field(
         None, pattern=NAME, description="name of this instance (--role prefill, decode, both, pool)"
     )
@@ -74,6 +78,7 @@ class Config(Section):
     kvcache: KVCacheConfig = Field(default_factory=KVCacheConfig)
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     messenger: MessengerConfig = Field(default_factory=MessengerConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
@@ -138,6 +143,10 @@ class Config(Section):
             raise ValueError(
                 f"pipeline.stages {self.pipeline.stages} and worker.tensor_parallel"
                 f" {self.worker.tensor_parallel} do not go together: a stage is one process; leave one at 1"
+            )
+        if self.engine == "vllm" and (self.pipeline.stages > 1 or self.worker.tensor_parallel > 1):
+            raise ValueError(
+                "engine vllm holds whole blocks: leave pipeline.stages and worker.tensor_parallel at 1"
             )
         keeps = next((key for key in ("ssd_dirs", "segment_dir") if getattr(self.kvcache, key)), None)
         if self.has_pool and not self.has_api and keeps is not None and self.instance is None:

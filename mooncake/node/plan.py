@@ -250,7 +250,7 @@ def _worker(
 
     return ChildSpec(
         part.name,
-        "workers.process.service",
+        "workers.vllm.service" if config.engine == "vllm" else "workers.process.service",
         process,
         (record_fd,),
         drains=part.leads,

@@ -20,6 +20,8 @@ from kvstore.connectors.vllm.plans import Load, StepPlan, Store, place_blocks
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey, extended_keys, root_key
 
+ROOT_KEY = "root_key"
+"""Key of `kv_transfer_params`: the parent of a request's first block, in hexadecimal digits."""
 _NUM_SEARCHES = 8
 """Searches at a time."""
 _AT_ONCE_S = 0.02
@@ -274,7 +276,10 @@ class SchedulerSide:
         adapter = self._adapter_of(request.lora_request)
         if adapter is None:
             return None
-        root = root_key(pool.fingerprint, request.cache_salt or "", adapter)
+        given = (request.kv_transfer_params or {}).get(ROOT_KEY)
+        root = (
+            root_key(pool.fingerprint, request.cache_salt or "", adapter) if given is None else _root(given)
+        )
         tracked = self._requests[request.request_id] = _Tracked(request, root)
         return tracked
 
@@ -289,6 +294,11 @@ class SchedulerSide:
         search, tracked.search = tracked.search, None
         if search is not None:
             search.end()
+
+
+def _root(given: object) -> BlockKey:
+    """Return the root key that a request names, which is a secret of its tenant like `cache_salt`."""
+    return bytes.fromhex(str(given))
 
 
 def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> Found:

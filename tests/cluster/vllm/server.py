@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -47,6 +48,20 @@ def until_stored(pool: str, prompts: list[list[int]]) -> None:
 def messenger_of(pool: Server) -> int:
     [pid] = [pid for name, pid in pool.children().items() if name.endswith("/messenger")]
     return pid
+
+
+def vllm_command(folder: Path) -> Path:
+    """A program `vllm` in its environment, for those that start it as a user's shell would."""
+    vllm, program = installed(), folder / "vllm"
+    changed = {
+        name: value
+        for name, value in (vllm.connector_environment | {"OMP_NUM_THREADS": "1"}).items()
+        if os.environ.get(name) != value
+    }
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in changed.items())
+    program.write_text(f'#!/bin/sh\n{exports}exec {vllm.serve_command(0)[0]} "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 def draw_prompts(draw: random.Random, num: int, lengths: range, tokens: range) -> list[list[int]]:

@@ -29,6 +29,7 @@ class Request:
     all_token_ids: list[int]
     cache_salt: str | None = None
     lora_request: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
     num_computed_tokens: int = 0

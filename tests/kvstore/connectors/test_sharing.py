@@ -126,8 +126,11 @@ def test_keys_are_those_of_workers_and_routers(pools: Pools, engine_of: MakeEngi
     pool = pools.start(layout=LAYOUT, num_pages=64)
     prompt = tokens(40)
     engine_of(pool).run(Request(prompt, cache_salt="tenant"))
+    root = root_key(FINGERPRINT, "tenant")
     with pool.client() as client:
-        assert client.prefix_len(block_keys(prompt, 8, root_key(FINGERPRINT, "tenant"))) == 5
+        assert client.prefix_len(block_keys(prompt, 8, root)) == 5
+    named = Request(prompt, cache_salt="anything", kv_transfer_params={"root_key": root.hex()})
+    assert engine_of(pool).run(named) == Outcome(32, 0)
 
 
 def test_a_damaged_block_is_computed(pools: Pools, engine_of: MakeEngine) -> None:

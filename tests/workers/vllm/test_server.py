@@ -1,0 +1,56 @@
+"""What a vLLM server is asked for, and what it is not."""
+
+import msgspec
+import pytest
+
+from mooncake.messages.blocks import block_keys, root_key
+from mooncake.messages.requests import Request, SamplingParams
+from workers.vllm.server import completion_body, unserved
+
+ROOT = root_key("f" * 32, "secret")
+
+
+def request(num_output_tokens: int = 0, **sampling: object) -> Request:
+    tokens = list(range(70))
+    return Request(
+        "r",
+        tokens,
+        block_keys(tokens, 32, ROOT),
+        SamplingParams(**{"max_tokens": 20, **sampling}),  # type: ignore[arg-type]
+        "ipc://front",
+        root_key=ROOT,
+        num_output_tokens=num_output_tokens,
+    )
+
+
+def test_an_answer_goes_on_behind_what_has_been_drawn() -> None:
+    """The tokens before count for `min_tokens`; the keys are the request's own."""
+    one = request(num_output_tokens=5, min_tokens=9, temperature=0.0, stop_token_ids=(2,), seed=7)
+    body = completion_body(one, [*one.token_ids, 3], 14)
+    assert body["prompt"] == [*range(70), 3]
+    assert (body["max_tokens"], body["min_tokens"]) == (14, 3)
+    assert body["stop_token_ids"] == [2]
+    assert body["ignore_eos"] is True
+    assert body["kv_transfer_params"] == {"root_key": ROOT.hex()}
+    assert body["cache_salt"] == ROOT.hex()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("bad_words", ((1, 2),)),
+        ("grammar", "root ::= 'a'"),
+        ("num_logprobs", 0),
+    ],
+)
+def test_what_vllm_cannot_continue_is_named(name: str, value: object) -> None:
+    assert unserved(request(**{name: value}).sampling) == name
+
+
+def test_everything_else_is_served() -> None:
+    sampling = request(temperature=0.7, top_p=0.9, top_k=5, seed=3, min_p=0.1, logit_bias={1: 2.0}).sampling
+    assert unserved(sampling) is None
+    assert msgspec.json.encode(completion_body(request(), [1, 2], 1))

@@ -1,0 +1,176 @@
+"""Answers that vLLM generates: behind a prompt whose blocks come to the pool, or that it computes itself.
+
+Owns: the order of events of one answer. Does not know: who decides, how vLLM computes.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from kvstore.client.worker_client import WorkerClient
+from kvstore.protocol.answers import Reservation
+from mooncake.errors import MooncakeError, PoolFullError, RequestError, TransferError
+from mooncake.messages.fronts import TokenOutput
+from mooncake.messages.pools import Grant
+from mooncake.messages.requests import FinishReason, Ref, Request
+from mooncake.messages.workers import Decode, Finished, Prefilled, Reserve, Reserved, WorkFailed
+from workers.errors import EngineLostError
+from workers.execution.jobs import Jobs
+from workers.vllm.meter import StepMeter
+from workers.vllm.server import VllmServer, unserved
+
+log = logging.getLogger(__name__)
+Send = Callable[[Reserved | Prefilled | Finished | WorkFailed], Awaitable[None]]
+Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
+
+
+class VllmDecode:
+    """Answers `Reserve` with `Reserved`, emits tokens and says `Finished`.
+
+    The prompt's blocks and its first token come with `Decode`, unless the prompt is inlined.
+    """
+
+    def __init__(
+        self,
+        server: VllmServer,
+        pool: WorkerClient,
+        arrival_timeout_s: float,
+        send: Send,
+        emit: Emit,
+        jobs: Jobs,
+    ) -> None:
+        self._server, self._pool, self._arrival_timeout_s = server, pool, arrival_timeout_s
+        self._send, self._emit, self._jobs = send, emit, jobs
+        self._orders: dict[Ref, asyncio.Future[Decode]] = {}
+        self.num_requests = 0
+        self.meter = StepMeter()
+
+    def reserve(self, order: Reserve) -> None:
+        """Begin a request. `Jobs.cancel` stops it and releases everything."""
+        self._jobs.start(order.ref, lambda: self._serve(order))
+
+    def decode(self, order: Decode) -> None:
+        """Continue a reserved request whose prefill is done. An unknown one has just been aborted."""
+        future = self._orders.get(order.ref)
+        if future is not None and not future.done():
+            future.set_result(order)
+
+    async def _serve(self, order: Reserve) -> None:
+        self.num_requests += 1
+        try:
+            name = unserved(order.request.sampling)
+            if name is not None:
+                reason = f"{name} is not served by vLLM's instances"
+                await self._send(WorkFailed(order.ref, reason, retryable=False))
+            elif order.inline:
+                await self._compute_and_generate(order)
+            else:
+                await self._receive_and_generate(order)
+        except EngineLostError:
+            raise
+        except MooncakeError as error:
+            if self._pool.closed.is_set():
+                return  # the session ends, and with it all that the Conductor has placed here
+            log.warning("decode of %s failed: %s", order.ref.request_id, error)
+            await self._send(WorkFailed(order.ref, str(error), not isinstance(error, RequestError)))
+        finally:
+            self.num_requests -= 1
+            self.meter.left(order.ref)
+
+    async def _compute_and_generate(self, order: Reserve) -> None:
+        await self._send(Reserved(order.ref, Grant(0, self._pool.address, [])))
+        answer = _Answer(order.ref, order.request)
+        await self._generate(answer, is_inlined=True)
+        await self._finish(answer)
+
+    async def _receive_and_generate(self, order: Reserve) -> None:
+        ref, answer = order.ref, _Answer(order.ref, order.request)
+        self._orders[ref] = asyncio.get_running_loop().create_future()
+        reservation = await self._reserved(order.request)
+        try:
+            await self._send(Reserved(ref, await self._pool.grant(reservation.reservation_id)))
+            decode = await self._orders[ref]
+            answer.num_cached_tokens = decode.num_cached_tokens
+            await self._take(answer, [decode.first_token])
+            await self._arrived(reservation)
+            if answer.finish_reason is None:
+                await self._generate(answer, is_inlined=False)
+        finally:
+            self._orders.pop(ref, None)
+            await self._pool.release(reservation.reservation_id)
+        await self._finish(answer)
+
+    async def _reserved(self, request: Request) -> Reservation:
+        """Reserve pages of full blocks: the tokens behind them are computed here."""
+        while True:
+            try:
+                return await self._pool.reserve(request.block_keys, 0)
+            except PoolFullError as full:
+                await self._pool.wait_for_space(full)
+
+    async def _arrived(self, reservation: Reservation) -> None:
+        try:
+            async with asyncio.timeout(self._arrival_timeout_s):
+                await self._pool.wait_arrived(reservation.reservation_id)
+        except TimeoutError:
+            raise TransferError(f"KVCache has not arrived within {self._arrival_timeout_s:g} s") from None
+
+    async def _generate(self, answer: "_Answer", *, is_inlined: bool) -> None:
+        """Emit what vLLM draws, to the end. Of an inlined prompt the Conductor hears the first token."""
+        tells_first = is_inlined
+        outputs = self._server.complete(answer.request, answer.tokens, answer.num_left)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.token_ids:
+                    self.meter.drew(answer.ref, len(output.token_ids), asyncio.get_running_loop().time())
+                    await self._take(answer, output.token_ids)
+                if output.token_ids and tells_first:
+                    await self._send(Prefilled(answer.ref, output.token_ids[0], answer.num_cached_tokens))
+                    tells_first = False
+
+    async def _take(self, answer: "_Answer", token_ids: list[int]) -> None:
+        position = answer.num_output_tokens
+        answer.tokens += token_ids
+        reason, num_cached_tokens = answer.finish_reason, answer.num_cached_tokens
+        output = TokenOutput(answer.ref, position, token_ids, num_cached_tokens, reason)
+        await self._emit([(answer.request.reply_to, output)])
+
+    async def _finish(self, answer: "_Answer") -> None:
+        reason = answer.finish_reason
+        if reason is None:
+            raise EngineLostError(f"vLLM ended an answer after {answer.num_output_tokens} tokens")
+        await self._send(Finished(answer.ref, reason, answer.num_output_tokens))
+
+
+class _Answer:
+    """A prompt and its output so far, that of earlier attempts included."""
+
+    def __init__(self, ref: Ref, request: Request) -> None:
+        self.ref, self.request = ref, request
+        self.tokens = list(request.token_ids)
+        self.num_cached_tokens = 0
+        """Tokens of the prompt that prefill did not compute."""
+
+    @property
+    def num_new(self) -> int:
+        """Tokens drawn in this attempt."""
+        return len(self.tokens) - len(self.request.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.request.sampling.max_tokens - self.num_output_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output ends; None while the newest token is not the last."""
+        if not self.num_new:
+            return None
+        if self.tokens[-1] in self.request.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_left <= 0 else None

@@ -1,0 +1,119 @@
+"""Prompts that vLLM computes for a decode instance: it stores their blocks, the messenger sends them.
+
+Owns: the order of events of one prefill. Does not know: who decides, how vLLM computes.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.errors import MooncakeError, PoolError, PoolFullError, RequestError, TransferError
+from mooncake.messages.blocks import BlockKey
+from mooncake.messages.pools import COMPUTED, Tier
+from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
+from workers.errors import EngineLostError
+from workers.execution.jobs import Jobs
+from workers.vllm.server import VllmServer, unserved
+
+_STORE_S = 5.0
+"""Time until the blocks of a prompt must be in the pool after its first token."""
+_POLL_S = 0.005
+log = logging.getLogger(__name__)
+Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
+
+
+class VllmPrefill:
+    """Answers each `Prefill` order with `Prefilled` or `WorkFailed`."""
+
+    def __init__(self, server: VllmServer, pool: WorkerClient, send: Send, jobs: Jobs) -> None:
+        self._server, self._pool, self._send, self._jobs = server, pool, send, jobs
+        self.num_waiting = 0
+        """Prompts that are here, the running ones included."""
+        self.num_tokens: Counter[str] = Counter()
+        """Prompt tokens of finished prefills by source (`PREFILL_SOURCES`)."""
+        self.seconds = 0.0
+        """Seconds with a prompt in the engine."""
+
+    def start(self, order: Prefill) -> None:
+        """Begin. `Jobs.cancel` stops it and releases everything."""
+        self._jobs.start(order.ref, lambda: self._serve(order))
+
+    async def _serve(self, order: Prefill) -> None:
+        self.num_waiting += 1
+        try:
+            await self._prefill(order)
+        except EngineLostError:
+            raise
+        except MooncakeError as error:
+            if self._pool.closed.is_set():
+                return  # the session ends, and with it all that the Conductor has placed here
+            log.warning("prefill of %s failed: %s", order.ref.request_id, error)
+            await self._send(WorkFailed(order.ref, str(error), not isinstance(error, RequestError)))
+        finally:
+            self.num_waiting -= 1
+
+    async def _prefill(self, order: Prefill) -> None:
+        ref, request, grant = order.ref, order.request, order.grant
+        name = unserved(request.sampling)
+        if name is not None:
+            await self._send(WorkFailed(ref, f"{name} is not served by vLLM's instances", retryable=False))
+            return
+        if any(page.block_index >= len(request.block_keys) for page in grant.pages):
+            reason = "vLLM stores full blocks only, and the decode instance expects the last one too"
+            await self._send(WorkFailed(ref, reason, retryable=False))
+            return
+        await self._fetch(order)
+        began_s = asyncio.get_running_loop().time()
+        outputs = [output async for output in self._server.complete(request, request.token_ids, 1)]
+        self.seconds += asyncio.get_running_loop().time() - began_s
+        first_token, num_cached_tokens = outputs[0].token_ids[0], outputs[-1].num_cached_tokens
+        self.num_tokens[Tier.DRAM.value] += num_cached_tokens
+        self.num_tokens[COMPUTED] += len(request.token_ids) - num_cached_tokens
+        reservation_id = await self._stored(order)
+        try:
+            await self._pool.send(reservation_id, grant, ref.request_id)
+            await self._send(Prefilled(ref, first_token, num_cached_tokens))
+            await self._pool.wait_sent(reservation_id)
+        finally:
+            await self._pool.release(reservation_id)
+
+    async def _fetch(self, order: Prefill) -> None:
+        """Bring the prefix that another instance has; what does not come is computed."""
+        source = order.prefix_source
+        if source is None:
+            return
+        try:
+            reservation = await self._pool.reserve(order.request.block_keys[: source.num_blocks], 0)
+        except PoolFullError:
+            return
+        try:
+            lacking = [index for index, block in enumerate(reservation.blocks) if not block.sealed]
+            if lacking:
+                await self._pool.fetch(reservation.reservation_id, source.shards, lacking, lambda *_: None)
+        finally:
+            await self._pool.release(reservation.reservation_id)
+
+    async def _stored(self, order: Prefill) -> int:
+        """Return a reservation of the prompt's blocks as soon as vLLM has stored all of them.
+
+        Raises TransferError if it has not in time, as when the pool has no room.
+        """
+        keys = order.request.block_keys
+        try:
+            async with asyncio.timeout(_STORE_S):
+                await self._until_stored(keys)
+        except TimeoutError:
+            raise TransferError(f"vLLM has not stored {len(keys)} blocks within {_STORE_S:g} s") from None
+        reservation = await self._pool.reserve(keys, 0)
+        if not all(block.sealed for block in reservation.blocks):
+            await self._pool.release(reservation.reservation_id)
+            raise PoolError("blocks of the prompt were evicted before they were sent")
+        return reservation.reservation_id
+
+    async def _until_stored(self, keys: Sequence[BlockKey]) -> None:
+        while True:
+            if await self._pool.has_all(keys):
+                return
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,239 @@
+"""vLLM's server as a child process, and completions of it.
+
+It stores its blocks in the messenger of this instance and finds them there (`kvstore.connectors.vllm`), under
+the keys of the request.
+
+Owns: the command, start and end, fields of completions. Does not know: orders, the Conductor.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake.errors import ConfigError, RequestError
+from mooncake.messages.requests import Request, SamplingParams
+from mooncake.node.process import Progress, report
+from mooncake.node.process_config import WorkerProcess
+from workers.errors import EngineLostError
+
+_MODEL = "model"
+_POLL_S = 0.2
+_CONNECT_S = 5.0
+_EVENT = "data: "
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] = []
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of an answer. Behind the last ones: how many tokens of the prompt were not computed."""
+
+    token_ids: list[int]
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The state of the engine, as its metrics say."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_pages: int = 0
+
+
+def serve_command(process: WorkerProcess, port: int) -> list[str]:
+    """Return the command of the server of this instance."""
+    config = process.config
+    if config.model is None:
+        raise ConfigError("engine vllm reads Hugging Face directories only: name one with --model")
+    transfer = {
+        "kv_connector": "MooncakeServeConnector",
+        "kv_connector_module_path": "kvstore.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "pool": f"unix:{process.messenger_socket}",
+            "block_size": config.kvcache.block_size,
+        },
+    }
+    return [
+        *(config.vllm.command, "serve", config.model, "--served-model-name", _MODEL),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
+        *("--block-size", str(config.kvcache.block_size), "--max-num-seqs", str(config.worker.max_batch)),
+        *("--kv-cache-memory-bytes", str(int(config.kvcache.device_bytes))),
+        *(
+            "--enable-prompt-tokens-details",
+            "--disable-uvicorn-access-log",
+            "--skip-tokenizer-init",
+            "--kv-transfer-config",
+            json.dumps(transfer),
+        ),
+        *config.vllm.options,
+    ]
+
+
+class VllmServer:
+    """A server that answers. Made by `running`."""
+
+    def __init__(self, http: httpx.AsyncClient, child: asyncio.subprocess.Process) -> None:
+        self._http, self._child = http, child
+
+    async def ended(self) -> None:
+        """Wait until the server has ended, which it should not. Raises EngineLostError."""
+        status = await self._child.wait()
+        raise EngineLostError(f"vLLM has ended with status {status}; its log says why")
+
+    async def complete(
+        self, request: Request, token_ids: Sequence[int], num_tokens: int
+    ) -> AsyncGenerator[Output]:
+        """Yield at most `num_tokens` tokens behind `token_ids`, as they come, then what was not computed.
+
+        `request` has the parameters. The server stops when the iterator is closed.
+
+        Raises RequestError if it refuses the request, EngineLostError if it does not answer as it should.
+        """
+        body = completion_body(request, token_ids, num_tokens)
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    text = (await answer.aread()).decode(errors="replace")
+                    error = RequestError if answer.is_client_error else EngineLostError
+                    raise error(f"vLLM answers {answer.status_code}: {text[:300]}")
+                async for line in answer.aiter_lines():
+                    if not line.startswith(_EVENT + "{"):
+                        continue
+                    event = msgspec.json.decode(line.removeprefix(_EVENT), type=_Event)
+                    if event.choices and event.choices[0].token_ids:
+                        yield Output(event.choices[0].token_ids)
+                    elif event.usage is not None and event.usage.prompt_tokens_details is not None:
+                        yield Output([], event.usage.prompt_tokens_details.cached_tokens)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise EngineLostError(f"vLLM does not answer: {type(error).__name__} {error}") from None
+
+    async def load(self) -> Load:
+        """Return the engine's load. Raises EngineLostError."""
+        try:
+            text = (await self._http.get("/metrics")).text
+        except httpx.HTTPError as error:
+            raise EngineLostError(f"vLLM does not answer: {type(error).__name__} {error}") from None
+        values: dict[str, float] = {}
+        num_pages = 0
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values[sample.name] = sample.value
+                if sample.name == "vllm:cache_config_info":
+                    num_pages = int(sample.labels.get("num_gpu_blocks", "0"))
+        return Load(
+            int(values.get("vllm:num_requests_running", 0)),
+            int(values.get("vllm:num_requests_waiting", 0)),
+            values.get("vllm:kv_cache_usage_perc", 0.0),
+            num_pages,
+        )
+
+
+def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int) -> dict[str, object]:
+    """Return the body of a completion."""
+    sampling, num_drawn = request.sampling, len(token_ids) - request.num_prompt_tokens
+    return {
+        "model": _MODEL,
+        "prompt": list(token_ids),
+        "max_tokens": num_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "min_tokens": min(num_tokens, max(0, sampling.min_tokens - num_drawn)),
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
+        "ignore_eos": True,  # the tokens that end an answer are named
+        "detokenize": False,
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": request.root_key.hex(),
+        "kv_transfer_params": {"root_key": request.root_key.hex()},
+    }
+
+
+def unserved(sampling: SamplingParams) -> str | None:
+    """Return the name of a parameter that is not served; None if all are: see docs/vllm.md."""
+    plain = SamplingParams(sampling.max_tokens)
+    for name in (
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "bad_words",
+        "grammar",
+        "num_logprobs",
+    ):
+        if getattr(sampling, name) != getattr(plain, name):
+            return name
+    return None
+
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, and for each look at metrics
+
+
+@contextlib.asynccontextmanager
+async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
+    """Run a server while the block runs, which begins when it answers.
+
+    Raises EngineLostError if it ends before.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "workers.vllm.guard", *serve_command(process, port)]
+    child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    assert child.stdin is not None
+    timeout = httpx.Timeout(None, connect=_CONNECT_S)
+    limits = httpx.Limits(max_connections=None)
+    try:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits
+        ) as http:
+            server = VllmServer(http, child)
+            while not await _is_ready(http):
+                report(Progress("vLLM starts", 0, 0))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(server.ended(), _POLL_S)
+            yield server
+    finally:
+        child.stdin.close()
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/health")).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,56 @@
+"""The worker of an instance whose engine is vLLM: `python -m workers.vllm.service`.
+
+It runs vLLM's server, and ends with it: the supervisor starts both anew. Its model, layout and keys are those
+of a worker of ours, so both may serve in one cluster.
+
+Owns: the process. Does not know: orders.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+
+from mooncake.errors import PoolError
+from mooncake.model.checkpoint import kv_layout, open_checkpoint
+from mooncake.node.process import child_main
+from mooncake.node.process_config import WorkerProcess
+from workers.errors import SessionLostError
+from workers.process.metrics_listener import InstanceStatus, listening
+from workers.process.retirement import Retirement, end
+from workers.process.returning import say_returning
+from workers.vllm.server import running
+from workers.vllm.session import VllmSession
+
+_RETRY_S = 0.5
+log = logging.getLogger(__name__)
+
+
+async def serve(process: WorkerProcess) -> None:
+    """Start vLLM, then serve sessions until cancelled. Each session is an incarnation of its own."""
+    config = process.config
+    checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
+    dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
+    layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
+    fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
+    status, retirement = InstanceStatus(process.role), Retirement()
+    retirement.begin_on_sigterm(config.worker.drain_timeout_s)
+    async with contextlib.AsyncExitStack() as stack:
+        await say_returning(process, [])
+        server = await stack.enter_async_context(running(process))
+        if config.worker.metrics_listen is not None:
+            name = config.served_model_name or checkpoint.name
+            stack.enter_context(listening(config.worker.metrics_listen, name, status))
+        for incarnation in itertools.count(process.incarnation):
+            session = VllmSession(process, incarnation, server, layout, fingerprint, status, retirement)
+            try:
+                await session.run()
+            except (SessionLostError, PoolError) as error:
+                if retirement.wanted.is_set():
+                    end()
+                log.warning("%s; all its work has ended, registering again", error)
+                await asyncio.sleep(_RETRY_S)
+
+
+if __name__ == "__main__":
+    child_main(WorkerProcess, serve)

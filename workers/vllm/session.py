@@ -1,0 +1,158 @@
+"""The session of an instance whose engine is vLLM, with its messenger and the Conductor.
+
+Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started and asked.
+"""
+
+import asyncio
+import contextlib
+
+from kvstore.client.worker_client import WorkerClient
+from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.instance_metrics import InstanceReport
+from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
+from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    Abort,
+    Decode,
+    DecodeLoad,
+    Heartbeat,
+    Held,
+    Prefill,
+    Register,
+    Reserve,
+    WorkFailed,
+)
+from mooncake.node.process_config import WorkerProcess
+from workers.execution.jobs import Jobs
+from workers.kvcache.latest_stats import LatestStats
+from workers.process.block_orders import BlockOrders
+from workers.process.conductor_link import ConductorLink
+from workers.process.metrics_listener import InstanceStatus
+from workers.process.retirement import Retirement
+from workers.process.session_tasks import session_tasks
+from workers.vllm.decode import VllmDecode
+from workers.vllm.prefill import VllmPrefill
+from workers.vllm.server import Load, VllmServer
+
+_ENGINE = "vLLM"
+
+
+class VllmSession:
+    """A session that runs until messenger, Conductor or vLLM is lost."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        incarnation: int,
+        server: VllmServer,
+        layout: KVLayout,
+        fingerprint: str,
+        status: InstanceStatus,
+        retirement: Retirement,
+    ) -> None:
+        self._process, self._incarnation, self._server = process, incarnation, server
+        self._layout, self._fingerprint = layout, fingerprint
+        self._status, self._retirement = status, retirement
+        self.is_registered = False
+        """Whether the Conductor has had this session registered."""
+
+    async def run(self) -> None:
+        """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        self._pool = await WorkerClient.connect(
+            self._process.messenger_socket,
+            instance=self._process.instance,
+            incarnation=self._incarnation,
+            fingerprint=self._fingerprint,
+            layout=self._layout,
+        )
+        try:
+            await self._run_with(self._pool)
+        finally:
+            await self._pool.close()
+
+    async def _run_with(self, pool: WorkerClient) -> None:
+        self._stats, self._load = await LatestStats.of(pool), await self._server.load()
+        link = ConductorLink(
+            self._process, self._incarnation, self._status, self._retirement, lambda: _ENGINE
+        )
+        self._heartbeat_s = link.heartbeat_s
+        try:
+            async with session_tasks(pool) as group:
+                self._jobs = Jobs(group)
+                self._block_orders = BlockOrders(pool, None, group)
+                self._prefill = VllmPrefill(self._server, pool, link.tell, self._jobs)
+                arrival_timeout_s = self._process.config.messenger.arrival_timeout_s
+                self._decode = VllmDecode(
+                    self._server, pool, arrival_timeout_s, link.tell, link.emit, self._jobs
+                )
+                group.create_task(self._server.ended())
+                group.create_task(link.beat(self._registration, self._take_held, self._heartbeat))
+                group.create_task(link.retire(self._stats))
+                await self._obey(link)
+        finally:
+            self.is_registered = link.is_registered
+            await link.close()
+
+    async def _obey(self, link: ConductorLink) -> None:
+        """Loop: receive an order, act."""
+        while True:
+            message = await link.next_order()
+            match message:
+                case Prefill():
+                    self._prefill.start(message)
+                case Reserve():
+                    self._decode.reserve(message)
+                case Decode():
+                    self._decode.decode(message)
+                case Abort(ref=ref):
+                    self._jobs.cancel(ref)
+                case Pin() | Unpin() | Replicate() | DropCopies():
+                    self._block_orders.obey(message)
+                case PreCopy(ref=ref) | Prepare(ref=ref) | HandOver(ref=ref) | TakeOver(ref=ref):
+                    await link.tell(
+                        WorkFailed(ref, "requests of vLLM's instances do not move", retryable=True)
+                    )
+
+    def _registration(self) -> Register:
+        return Register(
+            PROTOCOL_VERSION,
+            self._process.instance,
+            self._incarnation,
+            self._status.role,
+            self._fingerprint,
+            self._layout,
+            (PoolShard(self._pool.address, self._pool.segment.layout),),
+            Capacity(self._pool.num_pages, self._load.num_pages, self._process.config.worker.max_batch),
+            _ENGINE,
+            device=_ENGINE,
+        )
+
+    def _take_held(self) -> list[Held]:
+        """Stop everything: what runs here begins again under another Conductor."""
+        for ref in self._jobs.going_on:
+            self._jobs.cancel(ref)
+        return []
+
+    async def _heartbeat(self) -> Heartbeat:
+        load = await self._latest_load()
+        heartbeat = Heartbeat(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_free_device_pages=round(load.num_pages * (1 - load.kv_usage)),
+            pools={self._process.part: await self._stats.get(self._heartbeat_s)},
+            num_prefill_tokens=dict(self._prefill.num_tokens),
+            prefill_s=self._prefill.seconds,
+            decode=self._decode.meter.stats,
+            decode_load=DecodeLoad(num_requests=self._decode.num_requests),
+        )
+        self._status.report = InstanceReport(self._process.instance, load.num_pages, heartbeat)
+        return heartbeat
+
+    async def _latest_load(self) -> Load:
+        """Return the engine's load, or the last one if a busy server is late: it is alive all the same."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._heartbeat_s):
+                self._load = await self._server.load()
+        return self._load
