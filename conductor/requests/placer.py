@@ -311,7 +311,7 @@ class Placer:
         self._stats.rejected(reason)
         if reason.status in (429, 503) and retry_after_s is None:
             retry_after_s = self._limits.retry_after_s
-        return Effect(front, Rejected(request_id, reason.status, message, retry_after_s))
+        return Effect(front, Rejected(request_id, reason, reason.status, message, retry_after_s))
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
         """Algorithm 1, line 26: HTTP 429."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
 from conductor.telemetry.changes import InstanceChanges
+from conductor.view.placement import Reason
 from mooncake.messages.fronts import Cancel, Ended, Failed, InFlight, Rejected, Resume, Submit
 from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import Ref
@@ -35,8 +36,6 @@ from mooncake.messages.workers import (
 
 NUM_ENDED = 500
 NUM_REJECTIONS = 100
-REASONS = {400: "too_large", 409: "duplicate", 429: "overloaded", 503: "unavailable"}
-"""The reason of a rejection by its HTTP status."""
 QUEUED, RESERVING, PREFILLING, INLINED = "queued", "reserving", "prefilling", "inlined"
 TRANSFERRING, LOADING, DECODING = "transferring", "loading", "decoding"
 STEPS = (QUEUED, RESERVING, PREFILLING, INLINED, TRANSFERRING, LOADING, DECODING)
@@ -100,15 +99,12 @@ class Rejection:
 
     at_s: float
     request_id: str
+    reason: str
+    """The limit, SLO or state because of which it was refused."""
     status: int
     message: str
     prompt_len: int | None = None
     """The length of the prompt in tokens; None if the request is not known."""
-
-    @property
-    def reason(self) -> str:
-        """The reason, one of few, for counting."""
-        return REASONS.get(self.status, str(self.status))
 
 
 @dataclass(slots=True)
@@ -119,7 +115,7 @@ class History:
     ended: OrderedDict[str, Timeline] = field(default_factory=OrderedDict)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=NUM_REJECTIONS))
     changes: InstanceChanges = field(default_factory=InstanceChanges)
-    num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS.values(), 0)))
+    num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(map(str, Reason), 0)))
     """Rejections by reason."""
     num_ended: Counter[str] = field(
         default_factory=lambda: Counter(dict.fromkeys((FINISHED, ABORTED, FAILED, REJECTED), 0))
@@ -237,16 +233,16 @@ class History:
                 self._end(timeline, Moment(now_s, FINISHED))
             case Failed(request_id, reason) if timeline := self.live.get(request_id):
                 self._end(timeline, Moment(now_s, FAILED, note=reason))
-            case Rejected(request_id, status, text) if timeline := self.live.get(request_id):
-                self._reject(Rejection(now_s, request_id, status, text, timeline.num_prompt_tokens))
+            case Rejected(request_id, reason, status, text) if timeline := self.live.get(request_id):
+                self._reject(Rejection(now_s, request_id, reason, status, text, timeline.num_prompt_tokens))
                 self._end(timeline, Moment(now_s, REJECTED, note=text))
 
     def _reject_duplicates(self, effects: Iterable[Effect], now_s: float) -> None:
         """Record rejections of duplicates. The request that has the id goes on."""
         for effect in effects:
             if isinstance(effect.message, Rejected):
-                rejected = effect.message
-                self._reject(Rejection(now_s, rejected.request_id, rejected.status, rejected.message))
+                told = effect.message
+                self._reject(Rejection(now_s, told.request_id, told.reason, told.status, told.message))
 
     def _reject(self, rejection: Rejection) -> None:
         self.rejections.append(rejection)

@@ -121,10 +121,12 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
 class Rejected(msgspec.Struct, tag=True, frozen=True):
     """A request is refused before any token.
 
-    `status` is the HTTP status; `retry_after_s` is set for 429 and 503.
+    `reason` names the limit, SLO or state, as metrics do; `status` is the HTTP status; `retry_after_s` is set
+    for 429 and 503.
     """
 
     request_id: str
+    reason: str
     status: int
     message: str
     retry_after_s: float | None = None

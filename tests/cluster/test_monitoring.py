@@ -218,7 +218,7 @@ def test_a_person_finds_a_request_and_its_steps_on_the_page(monitored: Monitored
         browser.wait(lambda: browser.evaluate(bars) == 2, "their roles over time")
         browser.wait(lambda: "prefill-0" in browser.text("#paths tbody"), "traffic")
         browser.wait(lambda: "429" in browser.text("#rejections tbody"), "rejections")
-        assert "overloaded" in browser.text("#rejections tbody")
+        assert "max_running_requests" in browser.text("#rejections tbody")
         book = {"name": "book", "prompt": [5 + token for token in range(40)]}
         url = f"{monitored.server.url}/v1/context_caches"
         eventually(

@@ -495,7 +495,7 @@ class Transcript:
                 return f"decode {ref.request_id}#{ref.attempt}"
             case Abort(ref):
                 return f"abort {ref.request_id}#{ref.attempt}"
-            case Rejected(request_id, status, message, retry_after_s):
+            case Rejected(request_id, _, status, message, retry_after_s):
                 retry = "" if retry_after_s is None else f", retry after {retry_after_s:.3g} s"
                 return f"rejected {request_id} {status}{retry}: {message}"
             case Replicate(keys, shards):

@@ -247,7 +247,7 @@ class Link:
                     await self._adopt(cluster)
                 case RegisterRefused(message):
                     raise ConfigError(f"the conductor refused this front: {message}")
-                case Rejected(request_id, status, message, retry_after_s):
+                case Rejected(request_id, _, status, message, retry_after_s):
                     self._end(request_id, _rejection(status, message, retry_after_s))
                 case Ordered() | InstanceList() | Migrates() as answer:
                     waiting = self._orders.get(answer.order)

@@ -236,7 +236,7 @@ class FakeCluster:
         await self._control.send_multipart([self._front, msgspec.msgpack.encode(message)])
 
     async def reject(self, request: Request, status: int, message: str, retry_after_s: float | None) -> None:
-        await self.to_front(Rejected(request.request_id, status, message, retry_after_s))
+        await self.to_front(Rejected(request.request_id, "max_waiting", status, message, retry_after_s))
 
     async def fail(self, request: Request, message: str) -> None:
         await self.to_front(Failed(request.request_id, message))

@@ -160,7 +160,7 @@ def test_a_request_that_all_decode_instances_refuse_is_rejected_with_a_time_to_r
     conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
     *aborts, rejected = conductor.handle(D1, Refused(ref(2), "slower", 2, 0.3), 1.0)
     assert aborts == [Effect(D1, Abort(ref(2))), Effect(P0, Abort(ref(2)))]
-    assert rejected == Effect(FRONT, Rejected("r", 429, "slower", 1.0))
+    assert rejected == Effect(FRONT, Rejected("r", "double_check", 429, "slower", 1.0))
     assert conductor.num_open == 0
     assert all(not instance.requests for instance in conductor.instances)
 
@@ -195,7 +195,7 @@ def test_a_request_that_waited_for_its_turn_until_its_first_token_is_due_is_not_
     [effect] = conductor.handle(P0, Prefilled(ref(), 42, 0), 1.5)
     assert effect == Effect(D0, Decode(ref(), 42, 0, time_left_s=3.5))
     effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 5.0)
-    assert effects[-1] == Effect(FRONT, Rejected("r", 429, "slow", 1.0))
+    assert effects[-1] == Effect(FRONT, Rejected("r", "double_check", 429, "slow", 1.0))
 
 
 def test_no_instance_refuses_a_request_whose_tokens_may_have_left() -> None:

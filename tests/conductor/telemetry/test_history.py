@@ -160,7 +160,7 @@ def test_rejections_are_kept_with_their_reason() -> None:
     cluster.hear(FRONT, Submit(request("a")), 1.0)
     cluster.hear(FRONT, Submit(request("b")), 2.0)
     (rejection,) = cluster.history.rejections
-    assert (rejection.request_id, rejection.status, rejection.reason) == ("b", 429, "overloaded")
+    assert (rejection.request_id, rejection.status, rejection.reason) == ("b", 429, "max_running_requests")
     assert (rejection.at_s, rejection.prompt_len) == (2.0, 9)
     assert "the limit is 1" in rejection.message
     assert cluster.steps("b")[-1][1] == "rejected"
@@ -170,7 +170,7 @@ def test_a_refusal_of_every_decode_instance_is_a_rejection(cluster: Watched) -> 
     cluster.hear(FRONT, Submit(request()), 1.0)
     cluster.hear(D0, Refused(ref(), "TBT would be 0.5 s", 2, 0.5), 2.0)
     assert [step for _, step, _ in cluster.steps()] == ["queued", "reserving", "queued", "rejected"]
-    assert cluster.history.num_rejected["overloaded"] == 1
+    assert cluster.history.num_rejected["double_check"] == 1
 
 
 def test_an_id_in_use_is_rejected_and_its_owner_is_left_alone(cluster: Watched) -> None:
@@ -191,7 +191,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert cluster.history.find("r0") is None
     assert cluster.history.find(f"r{num - 1}") is not None
     assert cluster.history.find("first") is not None
-    assert cluster.history.num_rejected["overloaded"] == num
+    assert cluster.history.num_rejected["max_running_requests"] == num
 
 
 def test_messages_of_instances_that_have_nothing_to_do_with_requests_are_ignored(cluster: Watched) -> None:
