@@ -11,7 +11,7 @@ class SessionLostError(MooncakeError):
 
 
 class NoRoomError(MooncakeError):
-    """An instance has no room, at once, for a request that is to move to it."""
+    """An instance has no room now for a request that should move to it."""
 
 
 class EngineLostError(MooncakeError):

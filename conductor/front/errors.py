@@ -1,6 +1,6 @@
-"""Errors as clients see them: OpenAI's body, a status, and when to come back.
+"""Errors as clients see them: OpenAI's body, a status, and when to retry.
 
-Owns: the error body and its types. Does not know: what went wrong.
+Owns: the error body and its types. Does not know: causes of errors.
 """
 
 import math
@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1.0
 
 
 class UnavailableError(RequestError):
-    """The cluster cannot serve anybody now; `retry_after_s` says when to come back."""
+    """The cluster cannot serve any request now. `retry_after_s` says when to retry."""
 
     def __init__(self, message: str, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(message, status=503, code="unavailable")
@@ -23,7 +23,7 @@ class UnavailableError(RequestError):
 
 
 class RateLimitedError(OverloadedError):
-    """A client has used up what it may have; others may still be served."""
+    """A client has used up its limits. Others may still be served."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)

@@ -6,7 +6,7 @@ worker. The `vllm:` names carry the same values for dashboards that query them.
 Something is counted with every token, so counting is adding to plain numbers; names, labels and the format
 come with the scrape. All of it happens in the thread of the front's event loop.
 
-Owns: metric names and buckets, what is within an SLO. Does not know: when something happens.
+Owns: metric names and buckets, the comparison with SLOs. Does not know: when something happens.
 """
 
 import math
@@ -53,7 +53,7 @@ class RequestOutcome(StrEnum):
 
 
 class Denial(StrEnum):
-    """Reason for which a request was refused before the cluster heard of it."""
+    """Reason for which a front refused a request itself."""
 
     NO_KEY = "no_key"
     LIMIT = "limit"
@@ -68,7 +68,7 @@ def tbt_s(gaps_s: Sequence[float]) -> float | None:
 
 
 class Distribution:
-    """Observations counted in buckets, of which each holds what is not above its bound."""
+    """Observations counted in buckets, each for values up to its bound."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -93,7 +93,7 @@ class Distribution:
 
 
 class Metrics(Collector):
-    """All metrics of one front; registers itself. An SLO that is None: any time will do."""
+    """All metrics of one front; registers itself. An SLO that is None is no limit."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Metrics(Collector):
     # -- what happens -----------------------------------------------------------------------------
 
     def request_ended(self, outcome: RequestOutcome) -> None:
-        """Count an HTTP request that has its answer, or needs none any more."""
+        """Count an HTTP request that has its answer, or does not need one any more."""
         self._outcomes[outcome] += 1
 
     def request_denied(self, reason: Denial) -> None:
@@ -146,13 +146,13 @@ class Metrics(Collector):
             self._num_waiting -= 1
 
     def choice_rejected(self, seconds: float) -> None:
-        """Count a choice that was refused for want of capacity, so long after its HTTP request came."""
+        """Count a choice that was refused for lack of capacity, `seconds` after its HTTP request arrived."""
         self._rejected_after.observe(seconds)
 
     def choice_finished(
         self, reason: FinishReason, latency_s: float, ttft_s: float, gaps_s: Sequence[float]
     ) -> None:
-        """Count a choice that has all of its tokens, which came `gaps_s` after each other."""
+        """Count a choice that has all of its tokens, with `gaps_s` between them."""
         self._finished[reason] += 1
         self._e2e.observe(latency_s)
         of_choice_s = tbt_s(gaps_s)
@@ -182,7 +182,7 @@ class Metrics(Collector):
     # -- what is scraped --------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Yield everything under its own name, and what vLLM names under vLLM's."""
+        """Yield all metrics under their own names, and those that vLLM has also under vLLM's names."""
         yield from self._own()
         yield from self._as_vllm()
 

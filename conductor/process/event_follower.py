@@ -1,7 +1,7 @@
 """The follower of KV events: keeps the prefix index up to date with all registered instances' messengers.
 
-Two sockets for all of them: a SUB for live batches, and a ROUTER that connects to each messenger's, for
-snapshots and replays. A messenger that cannot be reached costs its hits, nothing else.
+It has two sockets for all messengers: a SUB for live batches, and a ROUTER, which connects to each
+messenger's, for snapshots and replays. A messenger that cannot be reached costs only its hits.
 
 Owns: these sockets, which messengers are followed. Does not know: placement, the order of events
 (`conductor.index.event_stream`).
@@ -50,7 +50,7 @@ class _Followed:
     """One messenger that is followed."""
 
     life: bytes
-    """The identity of its instance: the index forgets the blocks of an earlier life."""
+    """The identity of its instance. When it changes, the index forgets the blocks of the earlier life."""
     address: MessengerAddress
     peer: bytes
     """The messenger's routing id at the ROUTER socket."""
@@ -99,7 +99,7 @@ class EventFollower:
             await self._tick()
 
     def close(self) -> None:
-        """Close both sockets, without sending what waits."""
+        """Close both sockets, without sending waiting messages."""
         self._live.close(linger=0)
         self._answers.close(linger=0)
 

@@ -2,7 +2,7 @@
 
 It carries the messages of the pure policy (`conductor.policy`) and embeds one front.
 
-Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why a message is
+Owns: the control socket, the clock, the epoch, when KV events are followed. Does not know: why messages are
 sent, the meaning of events.
 """
 
@@ -92,7 +92,7 @@ class ConductorService:
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
-        """Send the effects. A peer that is gone has effects of its own."""
+        """Send the effects, and those of peers that turn out to be gone."""
         self._follow()
         pending = list(effects)
         while pending:
@@ -111,7 +111,8 @@ class ConductorService:
                 pending += consequences
 
     def _follow(self) -> None:
-        """Follow the registered instances. Called before anything is awaited, so that no life is missed."""
+        """Follow the KV events of the registered instances. It must be called before anything is awaited, so
+        that no life is missed."""
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes
             self._follower.follow(self._conductor.instances)
@@ -200,7 +201,7 @@ def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
-    """The URL of the API and, if instances come up beside it, a command that shows that it works."""
+    """The URL of the API and, if this node has the whole cluster, a command to try it."""
     if not is_whole_cluster:
         return Ready(url)
     text = "What is the capital of France?"

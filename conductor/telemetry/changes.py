@@ -1,4 +1,4 @@
-"""The changes of instances, for people: which came, had which role and state when, and left.
+"""The changes of instances over time, for people: arrivals, roles, states, ends.
 
 Owns: the latest changes. Does not know: why something changes, the clock.
 """
@@ -32,7 +32,7 @@ class InstanceChanges:
         self._now: dict[str, tuple[Role, InstanceState, Role | None]] = {}
 
     def observe(self, instances: Iterable[Instance], now_s: float) -> None:
-        """Compare all instances with what they were before."""
+        """Compare all instances with their previous state, and record changes."""
         now = {
             one.name: (one.role, one.state, None if one.emptying is None else one.emptying.next_role)
             for one in instances

@@ -1,6 +1,6 @@
 """The state of the cluster that `/metrics` and `/dashboard` show. Pure: no clock.
 
-Owns: the shape of that state. Does not know: HTTP, how it is drawn.
+Owns: the form of that state. Does not know: HTTP, how it is drawn.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ NumReceived = Callable[[str], int | None]
 
 
 class Display:
-    """Shows times as seconds since 1970: `wall_offset_s` more than the Conductor's."""
+    """Makes the state for display. Times are seconds since 1970: the Conductor's plus `wall_offset_s`."""
 
     def __init__(self, conductor: Conductor, history: History, model_name: str, wall_offset_s: float) -> None:
         self._conductor, self._history = conductor, history
@@ -38,7 +38,7 @@ class Display:
     def state(self, num_received: NumReceived) -> dict[str, Any]:
         """The instances, the traffic between pools, the latest requests and rejections.
 
-        `num_received` tells the number of tokens of a request that have come. Nothing here changes by time
+        `num_received` returns the number of tokens of a request that have arrived. No value changes with time
         alone.
         """
         history = self._history

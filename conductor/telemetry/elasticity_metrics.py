@@ -1,4 +1,4 @@
-"""The metrics of elasticity: what the load needs, what instances use, what the rebalancer has decided.
+"""The metrics of elasticity: needed instances, utilisation, decisions of the rebalancer.
 
 Owns: names of metrics. Does not know: how anything is decided.
 """

@@ -1,6 +1,6 @@
-"""Metrics with one label, whose samples are at hand as a table.
+"""Metrics with one label, made of a table of samples.
 
-Owns: how such a table becomes a metric. Does not know: what is counted.
+Owns: the conversion of tables to metrics. Does not know: the samples.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Metrics of instances: their roles, states, and what is left of those that drain or switch.
+"""Metrics of instances: their roles, states, and the requests and blocks left on those that drain or switch.
 
 Owns: names of metrics. Does not know: how a role changes, what heartbeats say.
 """

@@ -40,8 +40,8 @@ class ConductorMetrics(Collector):
 
     Args:
         conductor: The policy whose state is read.
-        registry: Where the metrics are registered.
-        now_s: Tells the time.
+        registry: The registry of the metrics.
+        now_s: Returns the time.
         num_refused: Counts connections to the Conductor that showed another key, or none.
         num_unfinished: Counts connections that ended in the middle of their handshake.
         streams: The KV events that are followed, by messenger.
@@ -114,7 +114,7 @@ class ConductorMetrics(Collector):
 
 
 class HistoryMetrics(Collector):
-    """The ends of requests, and the steps that they have been through; registers itself."""
+    """The ends of requests, and the times of their steps; registers itself."""
 
     def __init__(self, history: History, registry: CollectorRegistry) -> None:
         self._history = history
@@ -227,7 +227,7 @@ def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Itera
 
 
 def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
-    """The blocks that the prefix index knows of each pool, and the KV events that have told of them."""
+    """The blocks of each pool that the prefix index has, and the KV events that it has got."""
     yield GaugeMetricFamily(
         "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
     )

@@ -1,7 +1,7 @@
 """Clients' API keys: which requests are let in, by each key's rate and concurrency.
 
 Owns: the check of each request's key, each key's counts and their metrics. Does not know: the file's format
-(`mooncake.security.api_keys`), what is asked, the routes of admins (`admin_access`).
+(`mooncake.security.api_keys`), what requests ask for, the routes of admins (`admin_access`).
 """
 
 import time
@@ -21,7 +21,7 @@ from mooncake.errors import RequestError
 from mooncake.security.api_keys import ApiKey
 
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/metrics", "/version"})
-"""Paths that need no key: they say nothing of what clients ask."""
+"""Paths that need no key, as they reveal nothing about clients' requests."""
 _LIMITS = ("requests_per_minute", "max_concurrent", "max_context_cache_tokens")
 """Attributes of a key that limit its use."""
 
@@ -42,16 +42,16 @@ class _Use:
 class KeyLimits:
     """Counts the requests and choices of each key.
 
-    A rate's whole minute may be used at once, then it fills up evenly.
+    The requests of a whole minute may be sent at once; then the allowance fills up evenly.
     """
 
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
 
     def enter(self, key: ApiKey, now_s: float) -> None:
-        """Count a request that begins, of one choice as far as known; `leave` must follow.
+        """Count a request that begins, with one choice at first. The caller must call `leave` later.
 
-        Raises RateLimitedError, and then it has not begun.
+        If it raises RateLimitedError, the request is not counted.
         """
         use = self._uses.setdefault(key.sha256, _Use(_most(key.requests_per_minute), now_s))
         try:
@@ -65,7 +65,8 @@ class KeyLimits:
     def add_choices(self, key: ApiKey, num_more: int) -> None:
         """Count further choices of a request that has begun.
 
-        Raises RateLimitedError, or RequestError if they are more than ever may run; then they do not count.
+        If it raises RateLimitedError, or RequestError for more choices than may ever run, they are not
+        counted.
         """
         use, most = self._uses[key.sha256], key.max_concurrent
         if most is not None and use.num_running + num_more > most:
@@ -112,29 +113,30 @@ class KeyUse:
     """Share of a key's limits that an HTTP request holds, from its admission until `end`."""
 
     def __init__(self, key: ApiKey, limits: KeyLimits, now_s: float) -> None:
-        """Let a request in. Raises RateLimitedError."""
+        """Admit a request. Raises RateLimitedError."""
         self.key = key
         self._limits = limits
         self._num_choices = 1
         limits.enter(key, now_s)
 
     def take(self, num_choices: int) -> None:
-        """Say once how many choices the request has. Raises RequestError."""
+        """Set the number of choices of the request, once. Raises RequestError."""
         self._limits.add_choices(self.key, num_choices - 1)
         self._num_choices = num_choices
 
     def end(self) -> None:
-        """Give back the share: nothing of the request runs any more."""
+        """Release the share, as no part of the request runs any more."""
         self._limits.leave(self.key, self._num_choices)
 
 
 def _most(requests_per_minute: float | None) -> float:
-    """Number of requests that may be sent at once: one, of even the lowest rate."""
+    """Number of requests that may be sent at once: at least one, however low the rate is."""
     return max(requests_per_minute or 0.0, 1.0)
 
 
 class AccessControl:
-    """ASGI: lets requests with a valid key through; `request.state.key_use` is what they take of it."""
+    """ASGI middleware that admits requests with a valid key. `request.state.key_use` is their share of its
+    limits."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class AccessControl:
 
 
 def _is_open(path: str) -> bool:
-    """Whether the path needs no client's key. Routes of admins ask for keys of their own."""
+    """Whether the path needs no client's key. (Admin routes check keys themselves.)"""
     return path in OPEN_PATHS or path.startswith(ADMIN_PREFIXES)
 
 

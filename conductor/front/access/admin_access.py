@@ -1,7 +1,7 @@
-"""Access to `/dashboard` and `/admin`, which tell of all tenants and take instances from all.
+"""Access to `/dashboard` and `/admin`, which show all tenants' requests and affect all tenants.
 
-Where there are keys, clients' or admins', only an admin's opens these routes: what a proxy on this machine
-passes on looks local. Where there are none, the page is open and `/admin` is for the machine.
+If there are keys, of clients or admins, only an admin's key opens these routes, as requests through a proxy
+on this machine look local. Without keys the dashboard is open, and `/admin` may be used from this machine.
 
 Owns: this decision. Does not know: what the routes do (`admin`, `monitoring`).
 """
@@ -24,11 +24,11 @@ DASHBOARD, ADMIN = "/dashboard", "/admin"
 ADMIN_PREFIXES = (DASHBOARD, ADMIN)
 _PASSWORD = 'Basic realm="mooncake-serve, a key of http.admin_keys_file", charset="UTF-8"'
 _ON_BEHALF = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
-"""Headers of a request that was made for another client: by a proxy, a web page."""
+"""Headers of a request on behalf of another client: from a proxy or a web page."""
 
 
 class _Rule(Enum):
-    """Condition that opens the routes of admins."""
+    """Condition under which admin routes may be used."""
 
     A_KEY = "a key of http.admin_keys_file"
     NOTHING = "nothing: clients have keys, and admins have none"
@@ -36,7 +36,7 @@ class _Rule(Enum):
 
 
 class AdminAccess:
-    """The check of each request to a route of admins; dependencies of these routes."""
+    """The check of each request to an admin route, as dependencies of these routes."""
 
     def __init__(
         self, config: FrontConfig, metrics: Metrics, now: Callable[[], float] = time.monotonic
@@ -50,7 +50,8 @@ class AdminAccess:
             self._rule = _Rule.NO_KEY if config.api_keys_file is None else _Rule.NOTHING
 
     async def check_looking(self, request: Request) -> None:
-        """Check that the client may see the dashboard; browsers send a password. Raises RequestError."""
+        """Check that the client may see the dashboard. (Browsers send the key as a password.) Raises
+        RequestError."""
         if self._rule is not _Rule.NO_KEY:
             self._check_key(request, challenge=_PASSWORD)
 

@@ -1,6 +1,6 @@
-"""The API keys that are valid now: those of a file that may change at any time.
+"""The API keys that are valid now, from a file that may change at any time.
 
-Owns: looking at the file again, finding the key of a header. Does not know: what a key may do.
+Owns: reading the file again, finding the key of a header. Does not know: the permissions of keys.
 """
 
 import logging
@@ -28,7 +28,8 @@ class KeyRing:
         self._read_at_s = 0.0
 
     def find(self, authorization: str | None, now_s: float) -> ApiKey:
-        """Return the key in this header. Raises UnauthorizedError, which does not repeat it."""
+        """Return the key in this header. Raises UnauthorizedError, whose message does not repeat the
+        header."""
         if now_s - self._read_at_s >= _RELOAD_S:
             self._read_at_s = now_s
             self._reload()
@@ -44,7 +45,7 @@ class KeyRing:
 
     @property
     def keys(self) -> Collection[ApiKey]:
-        """Valid keys, as the file was when last looked at."""
+        """Valid keys, as of the latest look at the file."""
         return self._keys.values()
 
     def _reload(self) -> None:

@@ -1,9 +1,9 @@
 """Context caches (Mooncake, section 3): beginnings of prompts that clients have stored, by name, for a while.
 
-A cache belongs to the API key that has made it; nobody else can use, see or delete it. What it has saved is
-counted where prompts are: of those that begin with its tokens, as much as the pool turned out to hold.
+A cache belongs to the API key that has made it; nobody else can use, see or delete it. Its savings are
+counted with prompts that begin with its tokens, as far as the pool turned out to hold these.
 
-Owns: the caches, their names, ends and quotas, what they have saved. Does not know: where blocks are, HTTP.
+Owns: the caches, their names, ends and quotas, their savings. Does not know: where blocks are, HTTP.
 """
 
 import pickle
@@ -25,21 +25,21 @@ from mooncake.messages.fronts import KeepContext
 from mooncake.security.api_keys import ApiKey
 
 MAX_CACHES = 256
-"""Most context caches of one API key: each request looks through them."""
+"""Most context caches of one API key, as each request searches them."""
 NO_KEY = "(none)"
 """Name shown where clients have no keys; no key can have it."""
 
 
 @dataclass(slots=True)
 class Savings:
-    """Totals of what context caches saved. `prefill_s`: predicted time of the tokens' prefill."""
+    """Totals of savings by context caches. `prefill_s`: predicted prefill time of the saved tokens."""
 
     num_prompts: int = 0
     num_tokens: int = 0
     prefill_s: float = 0.0
 
     def add(self, num_tokens: int, costs: Costs | None) -> None:
-        """Count a prompt that found so many tokens. `costs`: of prefill, None if nothing is known of them."""
+        """Count a prompt that found `num_tokens` in a cache. `costs`: those of prefill; None if unknown."""
         self.num_prompts += 1
         self.num_tokens += num_tokens
         if costs is not None:
@@ -48,12 +48,12 @@ class Savings:
 
 
 class Beginning(NamedTuple):
-    """Beginning that a context cache gives to prompts. It goes to processes that read requests: its messages
-    are pickled once, by the one that has read them."""
+    """The beginning of prompts that a context cache holds. It is sent to the processes that read requests, so
+    its messages are pickled once, by the process that has read them."""
 
     token_ids: list[int]
     chat_prefix_data: bytes | None
-    """The `ChatPrefix` that was given, pickled; None: it was tokens or a text."""
+    """The pickled `ChatPrefix`; None if the cache was made of tokens or a text."""
     cache_salt: str | None
 
     def check_salt(self, cache_salt: str | None) -> None:
@@ -66,7 +66,7 @@ class Beginning(NamedTuple):
             )
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
-        """Return what a conversation that also brings `tools` goes on behind. Raises RequestError."""
+        """Return the prefix of a conversation that also brings `tools`. Raises RequestError."""
         if self.chat_prefix_data is None:
             raise RequestError(
                 "this context cache was made from a prompt, and no conversation begins with that; use it in"
@@ -84,7 +84,7 @@ class Beginning(NamedTuple):
         return prefix
 
     def num_shared(self, prompt: Sequence[int]) -> int:
-        """Return how many of the prompt's tokens are the first ones of the cache."""
+        """Return the number of leading tokens that the prompt has in common with the cache."""
         return _num_common(self.token_ids, prompt)
 
 
@@ -111,13 +111,13 @@ class ContextCache:
 
 
 class CacheUse:
-    """Prompts that begin with a cache's tokens, each as far as `num_shared` says."""
+    """The use of a cache by prompts, each of which begins with `num_shared` of its tokens."""
 
     def __init__(self, cache: ContextCache, num_shared: Sequence[int]) -> None:
         self._cache, self._num_shared = cache, num_shared
 
     def count(self, prompt_index: int, num_cached_tokens: int, costs: Costs | None) -> None:
-        """Count a prompt of which the pool held so many tokens."""
+        """Count a prompt of which the pool held `num_cached_tokens`."""
         num_saved = min(num_cached_tokens, self._num_shared[prompt_index])
         self._cache.saved.add(num_saved, costs)
         self._cache.saved_by_key.add(num_saved, costs)
@@ -132,10 +132,10 @@ def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 class ContextCaches:
-    """All caches of a front. Times are of one clock that the caller has."""
+    """All caches of a front. All times are of one clock of the caller."""
 
     def __init__(self, default_quota: int) -> None:
-        """`default_quota`: tokens that a key may have in caches if its entry says nothing."""
+        """`default_quota`: tokens that a key may have in caches, unless its entry has a quota."""
         self._default_quota = default_quota
         self._caches: dict[str, dict[str, ContextCache]] = {}
         """Caches by owner and id."""
@@ -149,9 +149,9 @@ class ContextCaches:
         keys: list[BlockKey],
         now_s: float,
     ) -> ContextCache:
-        """Add a new cache, which is being made.
+        """Add a new cache, whose blocks are still to be computed.
 
-        Raises RequestError for a name that is taken, or above the quota.
+        Raises RequestError for a name that is taken, and above the quota.
         """
         own = self.of(key, now_s)
         if len(own) >= MAX_CACHES:
@@ -204,7 +204,7 @@ class ContextCaches:
         return self._living(_owner(key), now_s)
 
     def kept(self, now_s: float) -> list[KeepContext]:
-        """Return all caches that have been made, as the Conductor is told of them."""
+        """Return all complete caches, as messages to the Conductor."""
         return [
             KeepContext(cache.id, cache.keys, cache.expires_s - now_s)
             for owner in list(self._caches)
@@ -222,7 +222,7 @@ class ContextCaches:
         return self._default_quota if given is None else given
 
     def by_key(self, now_s: float) -> Iterator[tuple[str, list[ContextCache], Savings]]:
-        """Yield of every key that has made a cache its name, its caches, and what all have saved."""
+        """Yield, for each key that has made a cache, its name, its caches, and their total savings."""
         living: dict[int, list[ContextCache]] = {}
         for owner in list(self._caches):
             for cache in self._living(owner, now_s):

@@ -1,7 +1,7 @@
 """One HTTP request's way through the cluster: its choices, from submission to the last token.
 
-Owns: the choices' texts, counts and ends, and that nothing goes on when nobody wants it any more.
-Does not know: HTTP, the answer's format, where the tokens come from.
+Owns: the choices' texts, counts and ends, and the cancellation of choices that are not wanted any more. Does
+not know: HTTP, the answer's format, where the tokens come from.
 """
 
 import asyncio
@@ -24,9 +24,10 @@ from mooncake.messages.requests import FinishReason, Request, SamplingParams, To
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Gain of one choice. `text` may be empty; `token_ids` are those that `usage` counts.
+    """New output of one choice. `text` may be empty. `token_ids` are those that `usage` counts.
 
-    If logprobs are wanted: those of each token, and where in the choice's text it begins, in characters.
+    If logprobs are wanted: the logprobs of each token, and the character of the choice's text at which it
+    begins.
     """
 
     choice_index: int
@@ -51,7 +52,8 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """State of one choice. `last_s`: of its latest tokens; None: none yet. `gaps_s`: between its steps."""
+    """State of one choice. `last_s`: time of its latest tokens; None before the first. `gaps_s`: seconds
+    between its steps."""
 
     index: int
     request: Request
@@ -64,7 +66,7 @@ class _Choice:
 
 
 class Generation:
-    """The choices of one job. `arrived_s` is the loop's time at which its HTTP request came."""
+    """The choices of one job. `arrived_s` is the loop's time at which its HTTP request arrived."""
 
     def __init__(
         self,
@@ -88,14 +90,15 @@ class Generation:
         self._num_unsubmitted = len(self._choices)
         self._num_prompt_tokens = job.num_prompt_tokens
         self._num_cached: dict[int, int] = {}
-        """Cached tokens by prompt: the least of its choices; later ones may find what the first computed."""
+        """Cached tokens by prompt: the least number among its choices, as later choices may find blocks of
+        the first one."""
         self._num_completion_tokens = 0
         self._is_closed = False
 
     async def begin(self, receive: Receive) -> None:
-        """Submit all choices; what comes for them goes to `receive`. Raises RequestError.
+        """Submit all choices. Events for them go to `receive`. Raises RequestError.
 
-        Must be closed (`aclosing`), also when it has raised: that cancels the choices that still run.
+        The generation must be closed (`aclosing`), even after an error: this cancels choices that still run.
         """
         num_tokens = 0
         for request_id, choice in self._choices.items():
@@ -116,10 +119,10 @@ class Generation:
         return not self._running and not self._num_unsubmitted
 
     def gain(self, event: Event) -> Delta | None:
-        """Return what a choice has gained with `event`, the next received. Raises RequestError.
+        """Return the new output of a choice with `event`, its next event. Raises RequestError.
 
-        None: the choice had ended by a stop string, and this was on its way. With a finish reason it has
-        ended, and `end` is to follow.
+        None if the choice had ended by a stop string, and the event was in flight. With a finish reason the
+        choice has ended, and the caller calls `end`.
         """
         choice = self._running.get(event.request_id)
         if choice is None:
@@ -136,7 +139,7 @@ class Generation:
         return Delta(choice.index, plain.push(event.token_ids), event.token_ids, None)
 
     async def end(self, request_id: str, reason: FinishReason) -> None:
-        """Note that a choice has all of its tokens."""
+        """Record that a choice has all of its tokens."""
         choice = self._running.pop(request_id)
         await self._link.cancel(request_id)
         self._metrics.choice_ended(started=True)
@@ -145,7 +148,7 @@ class Generation:
         self._log(choice, reason.value)
 
     async def aclose(self) -> None:
-        """Cancel what still runs: nobody wants more of it. Idempotent."""
+        """Cancel the choices that still run. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

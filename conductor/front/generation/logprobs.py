@@ -16,7 +16,7 @@ TokenBytes = Callable[[int], bytes]
 
 
 def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return an entry for each token that `usage` counts, the one that ended the answer included."""
+    """Return an entry for each token that `usage` counts, including the token that ended the answer."""
     content = [
         {
             **_entry(token_id, of_token.logprob, token_bytes),

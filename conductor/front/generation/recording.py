@@ -1,15 +1,16 @@
-"""The recording of a front's requests: a trace in Mooncake's format, without a word of them.
+"""The recording of a front's requests: a trace in Mooncake's format, without any text of prompts or answers.
 
-A line holds when a request came, the lengths of its prompt and of its output, and a hash of each block of 512
-prompt tokens and all before it:
+A line has the arrival time of a request, the lengths of its prompt and output, and, for each block of 512
+prompt tokens, a hash of the prompt up to the block's end:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-Hashes are keyed with random bytes that no file has, other ones for each file: equal beginnings of prompts
-show within one file, and no prompt can be found by hashing guesses. A thread hashes and writes, so the event
-loop only queues. Lines are in order of arrival: a request that still runs holds back those behind it.
+Hashes are keyed with random bytes, which differ for each file and are stored nowhere. So equal beginnings of
+prompts can be seen within one file, and no prompt can be found by hashing guesses. A thread hashes and
+writes, and the event loop only queues. Lines are in order of arrival: a running request holds back the lines
+behind it.
 
-Owns: the file, the thread, the order of lines. Does not know: what a request asks for.
+Owns: the file, the thread, the order of lines. Does not know: the contents of requests.
 """
 
 import contextlib
@@ -35,9 +36,9 @@ log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512
 """Tokens of the blocks that traces name."""
 MOST_QUEUED = 10_000
-"""Requests that wait to be hashed; more of them are not recorded."""
+"""Most requests that wait to be hashed. Further ones are not recorded."""
 _ID_BITS = 53
-"""Bits of a hash id: every program that reads JSON has such integers exactly."""
+"""Bits of a hash id: JSON readers represent such integers exactly."""
 
 
 class TraceLine(msgspec.Struct):
@@ -61,10 +62,10 @@ class _Ended(NamedTuple):
 
 
 class Recorder:
-    """The trace of one front. `began` and `ended` return at once; `close` waits until all is written.
+    """The trace of one front. `began` and `ended` return at once. `close` waits until all lines are written.
 
     Args:
-        path: The file; a number is added to its name if there is one.
+        path: The file. A number is added to the name of an existing file.
         max_bytes: The size at which recording ends.
 
     Raises ConfigError if the file cannot be written.
@@ -81,7 +82,7 @@ class Recorder:
         log.info("requests are recorded in %s", self.path)
 
     def began(self, request: Request) -> None:
-        """Note that a request was submitted."""
+        """Record that a request was submitted."""
         if self._is_over.is_set():
             return
         if self._queue.qsize() > MOST_QUEUED:
@@ -90,12 +91,12 @@ class Recorder:
         self._queue.put(_Began(request, time.monotonic()))
 
     def ended(self, request_id: str, num_output_tokens: int) -> None:
-        """Note that a request is over, with so many tokens."""
+        """Record that a request is over, with `num_output_tokens`."""
         if not self._is_over.is_set():
             self._queue.put(_Ended(request_id, num_output_tokens))
 
     def close(self) -> None:
-        """Write what is left, and end. Requests that still run are written with an `output_length` of 0."""
+        """Write the remaining lines, and end. Running requests are written with an `output_length` of 0."""
         self._queue.put(None)
         self._thread.join()
         if self._num_left_out:
@@ -126,7 +127,7 @@ class _Trace:
         self._salt = os.urandom(16)
         self._began_s = time.monotonic()
         self._waiting: OrderedDict[str, TraceLine] = OrderedDict()
-        """Lines in order of arrival; the first one's request runs."""
+        """Lines in order of arrival. The first one is of a running request."""
         self._ended: set[str] = set()
 
     def begin(self, request: Request, at_s: float) -> None:
@@ -175,8 +176,7 @@ class _Trace:
 def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
     """Return an id for each block of a prompt, the partial one included.
 
-    An id stands for its block and all before it, and for `root_key`, under which tenants have blocks of their
-    own.
+    An id stands for its block, all tokens before it, and `root_key`, which separates tenants.
     """
     ids, parent = [], root_key
     for begin in range(0, len(token_ids), TRACE_BLOCK_TOKENS):
@@ -187,7 +187,7 @@ def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
 
 
 def _new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Make the file, readable by its owner alone; if there is one, with the next free number in its name."""
+    """Make the file, readable only by its owner. If it exists, the next free number is added to its name."""
     numbered = (path.with_stem(f"{path.stem}.{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):
         try:

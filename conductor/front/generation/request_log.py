@@ -1,6 +1,6 @@
 """One line in the log for each request that has ended, at INFO.
 
-Owns: what the line says, which is never a word of a prompt or an answer. Does not know: why a request ended.
+Owns: the line, which never has text of a prompt or an answer. Does not know: why a request ended.
 """
 
 import logging
@@ -15,7 +15,7 @@ PairOf = Callable[[str], tuple[str | None, str | None]]
 
 
 class RequestLog:
-    """Log of a front's requests. Without a Conductor in this process their instances are not known."""
+    """Log of a front's requests. Their instances are known only with a Conductor in this process."""
 
     def __init__(self, pair_of: PairOf | None) -> None:
         self._pair_of = pair_of
@@ -31,8 +31,8 @@ class RequestLog:
         ttft_s: float | None,
         gaps_s: Sequence[float],
     ) -> None:
-        """A request is over. `how`: its finish reason, or what became of it instead. `ttft_s`: None without
-        a token; `gaps_s` lie between its steps."""
+        """Log a request that is over. `how`: its finish reason, or its other end. `ttft_s`: None without a
+        token. `gaps_s`: seconds between its steps."""
         if not log.isEnabledFor(logging.INFO):
             return
         prefill, decode = (None, None) if self._pair_of is None else self._pair_of(request_id)

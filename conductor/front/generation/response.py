@@ -1,7 +1,7 @@
 """Sending one generation's answer, for as long as its client listens.
 
 Owns: the HTTP status (known with the first token, not before), the event stream, and the watch over the
-client's connection. Does not know: what is in an answer.
+client's connection. Does not know: the contents of answers.
 """
 
 import asyncio
@@ -34,25 +34,25 @@ _STREAM_HEADERS = [
 
 
 def outcome_of(error: RequestError) -> RequestOutcome:
-    """Return how a request that ends with `error` is counted."""
+    """Return the outcome as which a request that ends with `error` is counted."""
     if error.status in (429, 503):
         return RequestOutcome.REJECTED
     return RequestOutcome.INVALID if error.status < 500 else RequestOutcome.FAILED
 
 
 class _Ending(NamedTuple):
-    """A choice's last gain, which is to be sent."""
+    """The last output of a choice, which is still to be sent."""
 
     request_id: str
     delta: Delta
 
 
 class GenerationResponse(Response):
-    """Runs `generation` and sends what comes. A client that hangs up ends it at once.
+    """Runs `generation` and sends its output. A client that hangs up ends it at once.
 
-    An event between the first and the last one is sent as it is received, in the turn of the event loop of
-    whoever received it. The others are sent by the task of the request, and so is everything while the client
-    does not read; what comes meanwhile waits as token ids.
+    Events between the first and the last one are sent when they are received, in the same turn of the event
+    loop. The first and the last one are sent by the request's task, and so are all while the client does not
+    read; later output waits as token ids meanwhile.
     """
 
     def __init__(self, generation: Generation, answers: AnswerFormat, stream: bool, metrics: Metrics) -> None:
@@ -144,19 +144,19 @@ class GenerationResponse(Response):
             await self._send_part(chunks)
 
     def _gain(self, event: Event) -> Delta | None:
-        """Return what a choice gains, after its tool calls were looked for. Raises RequestError."""
+        """Return the new output of a choice, after looking for tool calls. Raises RequestError."""
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)
 
     def _chunks(self, delta: Delta) -> bytes:
-        """Return what of `delta` leaves now; nothing if the answer is sent whole."""
+        """Return the chunks of `delta` to send now; none if the answer is not streamed."""
         if self._is_streamed:
             return self._answers.chunks(delta, self._generation.usage)
         self._answers.gather(delta)
         return b""
 
     async def _end(self, chunks: bytes) -> None:
-        """Send the end of the answer. `chunks`: the last ones of a stream."""
+        """Send the end of the answer. `chunks`: the last chunks of a stream."""
         await self._generation.aclose()  # a client that has the answer finds it counted
         usage = self._generation.usage()
         if self._is_streamed:

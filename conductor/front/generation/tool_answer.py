@@ -32,10 +32,11 @@ class ToolAnswer:
         self._events: Sequence[CallEvent] = ()
         self._content: list[str] = []
         self._calls: list[tuple[dict[str, Any], list[str]]] = []
-        """Calls, each with the pieces of its arguments."""
+        """Calls, each with the pieces of its arguments so far."""
 
     def see(self, text: str, finish_reason: FinishReason | None) -> None:
-        """Look at more of the answer; with a reason, the last of it. `deltas` or `gather` is to follow."""
+        """Look at new text of the answer; with a finish reason it is the last. The caller then calls `deltas`
+        or `gather`."""
         events = self._parser.push(text)
         if finish_reason is not None:
             events += self._parser.finish(is_cut=finish_reason is FinishReason.LENGTH)
@@ -44,15 +45,15 @@ class ToolAnswer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all calls that are wanted are there, and whole."""
+        """Whether all calls that may come are complete."""
         return self._parser.is_over
 
     def deltas(self) -> list[dict[str, Any]]:
-        """Return what has been seen as additions to the message."""
+        """Return the text that `see` has got as additions to the message."""
         return [self._delta(event) for event in self._events]
 
     def gather(self) -> None:
-        """Keep what has been seen."""
+        """Keep the text that `see` has got."""
         for event in self._events:
             match event:
                 case Text(more):
@@ -63,7 +64,7 @@ class ToolAnswer:
                     self._calls[-1][1].append(piece)
 
     def message(self) -> dict[str, Any]:
-        """The message of all that was gathered. Content is null if there is none beside calls."""
+        """The message of all gathered text. Content is null if there are only calls."""
         content = "".join(self._content)
         calls = []
         for call, pieces in self._calls:

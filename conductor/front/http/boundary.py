@@ -1,6 +1,7 @@
-"""Boundary of the application: ids of requests, the size of bodies, and what becomes of bugs.
+"""Boundary of the application: ids of requests, the size of bodies, and responses to unexpected errors.
 
-`RequestIds` is around the whole application; `Boundary` is within what adds headers to all responses (CORS).
+`RequestIds` is around the whole application. `Boundary` is inside the middleware that adds headers to all
+responses (CORS).
 
 Owns: that every response has an id and that no exception leaves without OpenAI's error body.
 Does not know: routes.
@@ -56,8 +57,8 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class RequestIds:
-    """Gives each request an id that its response carries: the client's, or that of the trace which it is part
-    of (W3C Trace Context). HEAD is answered as GET; the server leaves the body out."""
+    """Gives each request an id, which its response carries: the client's id, or that of its trace (W3C Trace
+    Context). HEAD is answered as GET; the server leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,7 +91,7 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class Boundary:
-    """Turns bugs, and the server's end, into an error body."""
+    """Turns unexpected errors, and the server's end, into an error body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -122,12 +123,13 @@ class Boundary:
 
 
 def response_to(error: RequestError | ClientDisconnect) -> Response:
-    """Return the response to a request that cannot be answered; nobody reads it if the client has gone."""
+    """Return the response to a request that cannot be answered. (Nobody reads it if the client has gone.)"""
     return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
-    """Answer errors as OpenAI does. Call it behind the last route. `unserved`: paths that others have."""
+    """Answer errors as OpenAI does. Call it after the last route. `unserved`: paths that other servers
+    have."""
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:

@@ -1,4 +1,4 @@
-"""The certificate of HTTPS: checked at the start, and taken anew from its files when they change.
+"""The certificate of HTTPS: checked at the start, and loaded again when its files change.
 
 Owns: the TLS context of the listeners. Does not know: who listens.
 """
@@ -18,23 +18,23 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """Certificate and key in their files. `context` is to be used for every handshake."""
+    """Certificate and key, from their files. Every handshake uses `context`."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        """Read both files. Raises ConfigError for a certificate and key that HTTPS cannot be spoken with."""
+        """Read both files. Raises ConfigError for a certificate or key that cannot be used."""
         self._cert, self._key = cert, key
         self._files = WatchedFiles([cert, key])
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._load_into(self.context)
 
     async def follow(self) -> None:
-        """Look at the files until cancelled. Open connections go on; new ones get what the files hold."""
+        """Watch the files until cancelled. Open connections go on; new ones get the new certificate."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Look at the files once. What cannot be used is logged, and changes nothing."""
+        """Look at the files once. A certificate that cannot be used is logged, and changes nothing."""
         if not self._files.have_changed():
             return
         try:

@@ -1,11 +1,11 @@
 """One HTTP request and its response, as an ASGI application sees them.
 
-ASGI's `send` is a coroutine that passes through every middleware. A stream has one short event for each
-token, so the application may write parts of a body that has started without it (`ResponseStream`): that is
-what keeps the processor time of a request within 1.25 times that of a bare FastAPI application.
+ASGI's `send` is a coroutine that passes through every middleware. A stream has a short event for each token,
+so the application may write parts of a body that has started without `send` (`ResponseStream`). This keeps
+the processor time of a request within 1.25 times that of a bare FastAPI application.
 
-Owns: what has arrived of the body, the framing of the response, whether the connection goes on after it.
-Does not know: sockets, deadlines, how a request is parsed (`connection`).
+Owns: the part of the body that has arrived, the framing of the response, whether the connection stays open
+after it. Does not know: sockets, deadlines, how a request is parsed (`connection`).
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Channel(Protocol):
 
 
 class ResponseStream(Protocol):
-    """The body of a response, for parts that need not wait. The last part goes through `send`."""
+    """The body of a response, for parts that need not wait. The last part is sent by `send`."""
 
     @property
     def takes_more(self) -> bool:
@@ -69,7 +69,7 @@ class ResponseStream(Protocol):
 
 
 class ResponseState(Enum):
-    """How far a response has come."""
+    """The progress of a response."""
 
     PENDING = auto()
     STARTED = auto()
@@ -105,22 +105,22 @@ class Exchange:
         keep_alive: bool = True,
         expects_continue: bool = False,
     ) -> None:
-        """`takes_chunks`: the client knows chunked bodies. `expects_continue`: it waits with the body until
-        it is told to go on.
+        """`takes_chunks`: the client understands chunked bodies. `expects_continue`: the client sends its
+        body only after a 100 response.
         """
         self._channel = channel
         self._has_body, self._takes_chunks = not is_head, takes_chunks
         self._expects_continue = expects_continue
         self.keep_alive = keep_alive
         self.has_arrived = False
-        """The request has arrived whole."""
+        """Whether the request has arrived completely."""
         self.state = ResponseState.PENDING
         self._body = bytearray()
         self._changed = asyncio.Event()
         self._disconnected: Callable[[], object] | None = None
         self._has_chunks = False
         self._num_bytes_left: int | None = None
-        """Bytes of the body that are to be sent, where its length is known."""
+        """Bytes of the response's body that are still to be sent; None if its length is unknown."""
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Let the application answer. A response that it leaves unfinished ends with the connection."""
@@ -147,12 +147,12 @@ class Exchange:
             self._changed.set()
 
     def arrived(self) -> None:
-        """Note that the request is whole."""
+        """Record that the request has arrived completely."""
         self.has_arrived, self._expects_continue = True, False
         self._changed.set()
 
     def disconnect(self) -> None:
-        """Note that the client has gone."""
+        """Record that the client has gone."""
         if self.state is not ResponseState.ENDED:
             self.state = ResponseState.DISCONNECTED
         self._changed.set()
@@ -161,7 +161,8 @@ class Exchange:
             disconnected()
 
     async def receive(self) -> Message:
-        """Return what has arrived since the last call, or that the client has gone or has its response."""
+        """Return the part of the body that has arrived since the last call, or an event that the client has
+        gone or has its response."""
         if self._expects_continue and self.state is ResponseState.PENDING:
             self._expects_continue = False
             self._channel.write(b"HTTP/1.1 100 Continue\r\n\r\n")

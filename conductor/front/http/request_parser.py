@@ -1,10 +1,10 @@
 """Requests of one connection: from bytes to heads and bodies, without IO.
 
-The parser, httptools, cannot be stopped, so it gets pieces behind whose end there is one more request at
-most, or a few behind a chunked body.
+The parser, httptools, cannot be stopped. So it gets pieces that have at most one further request behind the
+current one, or a few behind a chunked body.
 
-Owns: what has come and is not parsed yet, how far the latest request has come, the longest head. Does not
-know: responses, deadlines.
+Owns: bytes that are not parsed yet, the progress of the latest request, the longest head. Does not know:
+responses, deadlines.
 """
 
 import re
@@ -18,11 +18,12 @@ MAX_HEAD_BYTES = 1 << 16
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
-"""Bytes parsed at once of a body of unknown length: behind its end there may be requests of 18 bytes."""
+"""Bytes of a body of unknown length that are parsed at once. Behind its end there may be requests of 18
+bytes."""
 
 
 class InvalidRequestError(Exception):
-    """The bytes that came are no request."""
+    """The received bytes are no valid request."""
 
 
 class TunnelRequestedError(Exception):
@@ -46,13 +47,13 @@ class RequestHead(NamedTuple):
     query: bytes
     headers: list[tuple[bytes, bytes]]
     keep_alive: bool
-    """The client may send another request behind this one."""
+    """Whether the client may send another request behind this one."""
     expects_continue: bool
-    """The client sends the body when it is told to."""
+    """Whether the client sends the body only after a 100 response."""
 
 
 class RequestListener(Protocol):
-    """Receiver of requests, in the order in which they come."""
+    """Receiver of requests, in order of arrival."""
 
     def request_began(self) -> None: ...
 
@@ -64,24 +65,24 @@ class RequestListener(Protocol):
 
 
 class RequestParser:
-    """Incremental parser that tells `listener` of requests."""
+    """Incremental parser that reports requests to `listener`."""
 
     def __init__(self, listener: RequestListener) -> None:
         self._listener = listener
         self._parser = httptools.HttpRequestParser(self)
         self.arrival = Arrival.NOTHING
         self._unread, self._unread_from = b"", 0
-        """Bytes that have come, and where in them the parser goes on."""
+        """Received bytes, and the position in them at which the parser goes on."""
         self._num_unparsed_bytes = 0
-        """Bytes since the last whole head or piece of a body; the parser keeps them."""
+        """Number of bytes since the last complete head or piece of a body, which the parser keeps."""
         self._num_body_bytes_left = 0
-        """Bytes to come of a body whose length is known."""
+        """Bytes of a body of known length that are still to come."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
         self._is_cut_off = False
-        """The head asks for another protocol, which is not offered, and so httptools skips the body. To have
-        it parsed, httptools gets another head, which nobody is told of."""
+        """Whether the head asks for another protocol. None is offered, but httptools skips the body then. To
+        have the body parsed, httptools gets another head, which is not reported."""
 
     @property
     def num_unread_bytes(self) -> int:
@@ -89,20 +90,20 @@ class RequestParser:
         return len(self._unread) - self._unread_from
 
     def add(self, data: bytes) -> None:
-        """Add bytes that have come."""
+        """Add received bytes."""
         self._unread, self._unread_from = self._unread[self._unread_from :] + data, 0
 
     def clear(self) -> None:
-        """Forget what has come and is not parsed."""
+        """Forget received bytes that are not parsed."""
         self._unread, self._unread_from = b"", 0
 
     def close(self) -> None:
-        """Break the circle of references, so that everything is freed without a search for garbage."""
+        """Break the reference cycle, so that the garbage collector is not needed."""
         self.clear()
         del self._parser, self._listener
 
     def parse_piece(self) -> None:
-        """Parse what has come, at most to the end of one request.
+        """Parse received bytes, at most to the end of one request.
 
         Raises InvalidRequestError, and TunnelRequestedError behind a CONNECT.
         """

@@ -17,21 +17,21 @@ from conductor.front.http.sharing import ConnectionTable, UploadBudget
 from mooncake.errors import ConfigError
 
 HANDSHAKE_S = 60.0
-"""Seconds for TLS; with too many handshakes at once the oldest ends sooner."""
+"""Seconds for a TLS handshake. With too many handshakes at once the oldest ends sooner."""
 _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before others have their turn."""
+"""Connections that are accepted before other tasks have their turn."""
 _RETRY_S = 0.1
-"""Seconds until the next try when a connection cannot be accepted, mostly for want of descriptors."""
+"""Seconds until the next try when a connection cannot be accepted, mostly for lack of descriptors."""
 _LAST_ANSWERS_S = 1.0
-"""Seconds in which requests that are cancelled are answered with an error."""
+"""Seconds for answering cancelled requests with an error."""
 log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int, option: str | None = None) -> socket.socket:
     """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError.
 
-    `option`: by which another address can be chosen, if not --host and --port.
+    `option`: the option that chooses another address, if not --host and --port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -68,7 +68,7 @@ class HttpServer:
         max_pending_bytes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`max_pending_bytes`: of all requests that have not arrived whole."""
+        """`max_pending_bytes`: most bytes of all requests that have not arrived completely."""
         self._listener, self._tls = listener, tls
         self._loop = asyncio.get_running_loop()
         self.connections = ConnectionTable(is_tls=tls is not None)
@@ -83,7 +83,7 @@ class HttpServer:
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more; each connection ends with the response that has begun on it."""
+        """Accept no more connections. Each open one ends with the response that has begun on it."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)
@@ -98,7 +98,7 @@ class HttpServer:
         await asyncio.gather(*self._serving.tasks, *self._handshakes, return_exceptions=True)
 
     async def abort(self) -> None:
-        """Cancel all requests, answer the ones without a response, and end all connections."""
+        """Cancel all requests, answer those without a response with an error, and end all connections."""
         tasks = [*self._serving.tasks, *self._handshakes]
         for task in tasks:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Resources that the connections of one server share: places, memory for requests
-that arrive, turns of the event loop.
+"""Resources that the connections of one server share: places, memory for arriving requests, turns of the
+event loop.
 
-Owns: how much there is of each, and which connection makes room for another. Does not know: HTTP, sockets.
+Owns: the limit of each, and which connection makes room for another. Does not know: HTTP, sockets.
 """
 
 import asyncio
@@ -15,21 +15,22 @@ from mooncake.security.waiting_peers import WaitingPeers
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
 """Connections that wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
 CROWD_LEN = 64
-"""Connections whose memory is worth a search for what can go back to the system."""
+"""Number of waiting connections after whose end memory is returned to the system."""
 MAX_PIPELINED_AT_ONCE = 16
 """Connections that go on with a pipelined request in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
-"""Divisor of the process's descriptors: others are for responses, for workers, for another listener."""
+"""Connections may take the process's descriptors divided by this. The others are for responses, workers,
+another listener."""
 
 
 class Evictable(Hashable, Protocol):
     """A connection that can be asked to make room."""
 
     def make_room(self) -> None:
-        """Close, since others need the place."""
+        """Close, as another connection needs the place."""
 
     def shutdown(self) -> None:
-        """Close when the response that has begun is whole."""
+        """Close when the response that has begun is complete."""
 
     def abort(self) -> None:
         """Close at once; what the client has not taken is lost."""
@@ -38,8 +39,9 @@ class Evictable(Hashable, Protocol):
 class ConnectionTable:
     """The open connections of a server.
 
-    Those that wait have no request to be answered: they are new, idle, or their request still arrives. Those
-    that close have a response that the client has not taken. Of both kinds one too many closes the oldest.
+    *Waiting* connections have no request to be answered: they are new, idle, or their request is still
+    arriving. *Closing* connections have a response that the client has not taken. If there are too many of a
+    kind, the oldest is closed.
     """
 
     def __init__(self, *, is_tls: bool) -> None:
@@ -51,7 +53,7 @@ class ConnectionTable:
         self._waiting = WaitingPeers[Evictable](most, lambda connection: connection.make_room())
         self._closing = WaitingPeers[Evictable](most, lambda connection: connection.abort())
         self._peak_waiting = 0
-        """Most connections that waited since a crowd has gone."""
+        """Most waiting connections since `crowd_has_gone` was last true."""
 
     def accepted(self, connection: Evictable) -> None:
         """Add a connection, which waits."""
@@ -60,16 +62,16 @@ class ConnectionTable:
         self.waits(connection)
 
     def waits(self, connection: Evictable) -> None:
-        """Note that a connection waits for its next request."""
+        """Record that a connection waits for its next request."""
         self._waiting.enter(connection)
         self._peak_waiting = max(self._peak_waiting, len(self._waiting))
 
     def is_served(self, connection: Evictable) -> None:
-        """Note that the request of a connection has arrived whole."""
+        """Record that the request of a connection has arrived completely."""
         self._waiting.leave(connection)
 
     def closes(self, connection: Evictable) -> None:
-        """Note that a connection closes when the client has taken the rest of a response."""
+        """Record that a connection closes when the client has taken the rest of a response."""
         self._waiting.leave(connection)
         self._closing.enter(connection)
 
@@ -86,7 +88,7 @@ class ConnectionTable:
         return self._closing.make_room() or self._waiting.make_room()
 
     def crowd_has_gone(self) -> bool:
-        """Return whether many connections that waited have gone since this was last so."""
+        """Return whether many waiting connections have ended since this was last true."""
         has_gone = self._peak_waiting - len(self._waiting) >= CROWD_LEN
         if has_gone:
             self._peak_waiting = len(self._waiting)
@@ -103,10 +105,10 @@ Sender = TypeVar("Sender", bound=Hashable)
 
 
 class UploadBudget(Generic[Sender]):
-    """Memory for requests that have not arrived whole. The sender that takes longest makes room."""
+    """Memory for requests that have not arrived completely. The slowest sender makes room."""
 
     def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:
-        """`evict` is called with a sender that has made room, and holds nothing any more."""
+        """`evict` is called with a sender that must make room, and is not counted any more."""
         self._max_bytes, self._evict = max_bytes, evict
         self._num_bytes: dict[Sender, int] = {}
         """Bytes by sender, the oldest first."""
@@ -122,7 +124,7 @@ class UploadBudget(Generic[Sender]):
             self._evict(oldest)
 
     def release(self, sender: Sender) -> None:
-        """Forget a sender whose request is whole, or will not be. Idempotent."""
+        """Forget a sender whose request is complete, or never will be. Idempotent."""
         self._total_bytes -= self._num_bytes.pop(sender, 0)
 
 

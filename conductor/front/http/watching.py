@@ -1,11 +1,11 @@
-"""Files that may change while the server runs. Owns: noticing it. Does not know: what is in them."""
+"""Files that may change while the server runs. Owns: noticing changes. Does not know: contents of files."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 
 class WatchedFiles:
-    """Files as they were when last looked at."""
+    """Files, as of the latest look at them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths

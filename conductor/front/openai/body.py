@@ -38,8 +38,8 @@ _EXPECTED = {
 
 
 class ReceivedBody:
-    """A body as it came, in pieces: the event loop would stand still while a large one is copied, above all
-    into memory that this machine uses for the first time."""
+    """A received body, in pieces: copying a large body into one piece would block the event loop, above all
+    into memory that was not used before."""
 
     def __init__(self) -> None:
         self.pieces = [bytearray()]
@@ -64,7 +64,8 @@ class ReceivedBody:
 
 @contextlib.contextmanager
 def refusing_depth() -> Generator[None, None, None]:
-    """Refuse a body whose values are nested so deeply that looking at them exhausts the stack."""
+    """Make a context that refuses a body whose values are nested so deeply that parsing them exhausts the
+    stack."""
     try:
         yield
     except RecursionError:
@@ -106,11 +107,11 @@ def parse(
 
 
 class _OutOfRangeError(Exception):
-    """A number of a body cannot be held. Its argument is the field's name."""
+    """A number of a body is too large. The argument is the field's name."""
 
 
 def _field_out_of_range(body: bytes) -> str | None:
-    """Name the field with the first number that cannot be held: the parser does not say which it is."""
+    """Name the field with the first number that is too large, which the parser does not say."""
 
     def check(fields: list[tuple[str, Any]]) -> None:
         for name, value in fields:
@@ -128,7 +129,8 @@ def _field_out_of_range(body: bytes) -> str | None:
 
 
 def _invalid_utf8(body: bytes) -> str | None:
-    """Name the first byte of the body that is no UTF-8: the parser counts within one string only."""
+    """Name the position of the first byte of the body that is no UTF-8. (The parser counts within one string
+    only.)"""
     try:
         body.decode()
     except UnicodeDecodeError as error:

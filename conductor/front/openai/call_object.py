@@ -1,6 +1,7 @@
 """One tool call's JSON object, read while it is being written.
 
-Owns: its keys, and that its arguments leave as they come. Does not know: what stands around it.
+Owns: the keys of a call's object, and that its arguments leave as they come. Does not know: the text around
+it.
 """
 
 import json
@@ -18,7 +19,7 @@ class NotACallError(Exception):
 
 
 class _At(Enum):
-    """Place at which the next character of a call's object stands."""
+    """The part of a call's object to which the next character belongs."""
 
     BEGIN = auto()
     KEY_OR_END = auto()
@@ -32,9 +33,9 @@ class _At(Enum):
 class CallObject:
     """A call's JSON object, character by character.
 
-    `name` is set once it is known. It is a call once its name, one of `names`, and the beginning of its
-    arguments are there; before that it may turn out to be none (`NotACallError`). Then `take` gives the
-    arguments as they come.
+    `name` is set once it is known. The object is known to be a call when its name, one of `names`, and the
+    beginning of its arguments have come; before, it may turn out to be none (`NotACallError`). From then on
+    `take` returns the arguments as they come.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -58,7 +59,7 @@ class CallObject:
         return self.name is not None and (self._has_arguments or self._at is _At.END)
 
     def take(self) -> str:
-        """Return the text of the arguments that has come since the last `take`."""
+        """Return the new text of the arguments since the last `take`."""
         taken, self._arguments = self._arguments, ""
         return taken
 
@@ -171,7 +172,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> str:
-    """Return the string that `text` is in JSON; empty if it is none."""
+    """Return the string of which `text` is the JSON form; empty if it is none."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as templates want them.
+"""The messages of a conversation, in the form for chat templates.
 
 Owns: roles, content parts, calls and their answers. Does not know: templates, tokens.
 """
@@ -11,7 +11,8 @@ from mooncake.errors import RequestError
 
 
 def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
-    """Return messages whose content is text. Raises RequestError that names the place behind `num_before`."""
+    """Return messages with their content as text. Raises RequestError, whose place is counted behind the
+    first `num_before` messages."""
     rendered = []
     names_of_calls: dict[str, str] = {}
     for index, message in enumerate(messages, start=-num_before):

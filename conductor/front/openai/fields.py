@@ -1,8 +1,8 @@
-"""Common base of the fields of all bodies: a hostile body must not become a million errors.
+"""Common base of the fields of all bodies. It limits the number of validation errors of a hostile body.
 
 A validation error takes kilobytes, and pydantic collects one for each wrong item unless it is told to stop.
 
-Owns: where it stops. Does not know: any field.
+Owns: the limit of errors. Does not know: any field.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -21,11 +21,11 @@ def _whole(value: Any) -> Any:
 
 
 WHOLE = BeforeValidator(_whole)
-"""Validator of an integer: 1.0 is one too, JSON has one kind of number."""
+"""Validator of an integer. 1.0 is valid too, as JSON has one kind of number."""
 
 
 class KnownFields(BaseModel):
-    """Base of models that take no other fields than their own."""
+    """Base of models that refuse unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -38,7 +38,7 @@ class KnownFields(BaseModel):
 
 
 def at_most(num_entries: int) -> BeforeValidator:
-    """Return a validator that bounds an object's entries before it looks at them."""
+    """Return a validator that limits the number of an object's entries before they are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > num_entries:

@@ -1,6 +1,6 @@
 """The model as the front sees it: a tokenizer and a few numbers.
 
-Owns: what the front needs of a model. Does not know: weights.
+Owns: the facts of a model that the front needs. Does not know: weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from mooncake.model.tokenizer import load_tokenizer
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer that the front needs; `mooncake.model.tokenizer.Tokenizer` has it. Called from
-    threads.
+    """Interface of the tokenizer that the front needs, as `mooncake.model.tokenizer.Tokenizer` has it.
+    Threads call it.
     """
 
     vocab_size: int
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         """Whether `render_chat` can work."""
 
     def token_bytes(self, token_id: int, /) -> bytes:
-        """Return the bytes that a token stands for; a part of a character is no UTF-8."""
+        """Return the bytes of a token, which may be a part of a character."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. Raises RequestError."""
@@ -38,28 +38,28 @@ class Tokenizer(Protocol):
         """Return the text of `ids`."""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn. `template_kwargs` are the template's
-        variables. Raises RequestError."""
+        """Return the token ids of a conversation, ready for the assistant's turn. `template_kwargs` are the
+        template's variables. Raises RequestError."""
 
 
 class Detokenizer(Protocol):
-    """Text of one growing token sequence; never gives out a part of a character."""
+    """Makes text of one growing token sequence. Never returns a part of a character."""
 
     def push(self, ids: Sequence[int], /) -> str:
         """Return the text that these tokens complete."""
 
     def flush(self) -> str:
-        """Return the text still held back, at the end; U+FFFD for a character that was never completed."""
+        """Return the held back text, at the end; U+FFFD for an incomplete character."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as the front knows it: its tokenizer, and what the tokenizer's output may be.
+    """The model as the front knows it: its tokenizer, and limits of token ids and lengths.
 
-    `context_len` and `block_size` in tokens; `new_detokenizer` makes the one of a choice, with which
-    special tokens are hidden or not.
+    `context_len` and `block_size` are in tokens. `new_detokenizer` makes the detokenizer of a choice, which
+    hides special tokens or not.
 
-    The model has weights for token ids below `vocab_size`; its tokenizer may know more of them, or fewer.
+    The model has weights for token ids below `vocab_size`. Its tokenizer may have more or fewer ids.
     """
 
     tokenizer: Tokenizer
@@ -70,7 +70,7 @@ class ServedModel:
     block_size: int
     grammars: Grammars
     tool_format: ToolFormat | None = None
-    """Format in which the model writes tool calls, if that is known."""
+    """Format in which the model writes tool calls; None if it is unknown."""
     template_takes_tools: bool = True
 
     def special_token(self, text: str) -> int | None:
@@ -82,7 +82,8 @@ class ServedModel:
 def load_served_model(
     checkpoint: Checkpoint, dtype: KVDtype, block_size: int, tool_format: ToolFormat | None = None
 ) -> ServedModel:
-    """Load the checkpoint's tokenizer. `tool_format`: how it writes calls, whatever its template shows.
+    """Load the checkpoint's tokenizer. `tool_format`: the format of tool calls, in place of the one that the
+    template shows.
 
     Raises ModelError.
     """

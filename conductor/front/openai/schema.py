@@ -1,7 +1,7 @@
 """The fields of OpenAI's requests: those that are served, and those that are refused by name.
 
-A field that would change the answer is never dropped in silence: it is served, or it has its neutral value,
-or the request is refused. Null means "not given" everywhere, as at OpenAI.
+A field that would change the answer is never ignored: either it is served, or it has its neutral value, or
+the request is refused. Null means "not given" everywhere, as in OpenAI's API.
 
 Owns: field names, types, bounds and neutral values. Does not know: prompts and tokens (`validation`).
 """
@@ -43,7 +43,7 @@ TemplateVariables = Annotated[
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Fields that are not served, with the values under which they ask for nothing."""
+"""Fields that are not served, with the values that have no effect."""
 
 
 _UNSERVED: Neutral = {
@@ -92,7 +92,7 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
-    """Describe the fields that `check_extra_fields` lets through, and that there are no others."""
+    """Describe the fields that `check_extra_fields` accepts, and that other fields are refused."""
 
     def describe(schema: dict[str, Any]) -> None:
         for name, neutral in unserved.items():
@@ -112,7 +112,7 @@ class JsonSchemaFields(KnownFields):
 
 
 class ResponseFormat(KnownFields):
-    """Form of the answer: `json_object` or `json_schema`; `text` asks for nothing."""
+    """Form of the answer: `json_object` or `json_schema`; `text` is the default."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None
@@ -130,7 +130,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationFields(BaseModel):
-    """Fields that chat and plain completions share. Extra fields are looked at by `check_extra_fields`."""
+    """Fields that chat and plain completions share. `check_extra_fields` checks extra fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -213,7 +213,7 @@ class CompletionRequest(GenerationFields):
 
 
 def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> None:
-    """Refuse fields that are unknown or ask for what is not served. Raises RequestError, naming the field."""
+    """Refuse unknown fields, and values that are not served. Raises RequestError, naming the field."""
     if isinstance(request, ChatCompletionRequest):
         _check(request, _UNSERVED_IN_CHAT, "")
         check_message_fields(request.messages)
@@ -260,5 +260,5 @@ def check_model(name: str | None, served_model_name: str) -> None:
 
 
 def shortened(text: str, num_chars: int = 80) -> str:
-    """Shorten `text` for an error message: a client's mistake must not come back in megabytes."""
+    """Shorten `text` for an error message, which must not repeat megabytes."""
     return text if len(text) <= num_chars else text[:num_chars] + "..."

@@ -1,10 +1,10 @@
-"""Tool calls in a model's text, told from text for people.
+"""Tool calls in a model's text, separated from text for people.
 
 Pure and incremental: text in, events out, as early as they are certain. The events of a text, joined, do not
 depend on how it was divided into pieces.
 
-Owns: families' formats, the marks around calls, and when it is certain what is one. Does not know: requests,
-OpenAI's JSON.
+Owns: the formats of model families, the marks around calls, and when it is certain that a text is a call.
+Does not know: requests, OpenAI's JSON.
 """
 
 import re
@@ -37,7 +37,7 @@ class ToolFormat(StrEnum):
 
     @property
     def arguments_key(self) -> str:
-        """Key of the arguments in a call's object, as the model is to write it."""
+        """Key of the arguments in a call's object."""
         return "parameters" if self is ToolFormat.LLAMA3_JSON else "arguments"
 
 
@@ -47,7 +47,7 @@ def takes_tools(template: str) -> bool:
 
 
 def format_of_template(template: str) -> ToolFormat | None:
-    """Return how the model of this chat template writes calls; None: in no way that is known."""
+    """Return the format in which the model of this chat template writes calls; None if it is unknown."""
     if not takes_tools(template) or "<function=" in template:
         return None
     if "[TOOL_CALLS]" in template:
@@ -95,7 +95,7 @@ class _In(Enum):
 class ToolCallParser:
     """Incremental parser of one answer. Calls of functions that are not in `names` are text.
 
-    White space around calls belongs to nobody. Calls beyond `max_calls` are left out.
+    White space around calls is dropped. Calls beyond `max_calls` are left out.
     """
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], max_calls: int | None = None) -> None:
@@ -104,11 +104,11 @@ class ToolCallParser:
         self._rest = ""
         """Text that has not been looked at."""
         self._raw = ""
-        """Text if no call comes of it."""
+        """Text of a possible call, which is returned as text if it turns out not to be one."""
         self._space = ""
         self._object = CallObject(names)
         self._is_given = False
-        """Whether an event has told of the call."""
+        """Whether the event of the call's start was returned."""
         self.num_calls = 0
         self.is_over = False
         """Whether all calls that may come are complete."""
@@ -122,8 +122,8 @@ class ToolCallParser:
         return self._take()
 
     def finish(self, is_cut: bool = False) -> list[CallEvent]:
-        """Return what was held back, at the end. If the text `is_cut`, what a call may begin with is
-        one's beginning, and not text."""
+        """Return the events of held back text, at the end. If the text `is_cut`, the possible beginning of a
+        call is dropped rather than returned as text."""
         may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
         # Else it is a part of the mark behind calls.
         if (self._raw or self._in is _In.TEXT) and not (is_cut and may_be_call):
@@ -136,7 +136,7 @@ class ToolCallParser:
 
     @property
     def is_within_call(self) -> bool:
-        """Whether the arguments of the latest call are not whole."""
+        """Whether the arguments of the latest call are incomplete."""
         return self._in is _In.CALL and self._is_given
 
     def _take(self) -> list[CallEvent]:
@@ -236,7 +236,7 @@ class ToolCallParser:
         self._raw, self._in = "", _In.TEXT
 
     def _say(self, text: str) -> None:
-        """Give text; white space waits until it is known whether text or a call follows."""
+        """Add a text event. White space waits until it is known whether text or a call follows."""
         text = self._space + text
         said = text.rstrip()
         self._space = text[len(said) :]
@@ -245,5 +245,5 @@ class ToolCallParser:
 
 
 def _num_common(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that `mark` begins with."""
+    """Return the length of the longest suffix of `text` with which `mark` begins."""
     return next(num for num in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:num]))

@@ -1,7 +1,8 @@
 """Tools that a chat request offers to the model, and how it may use them.
 
-Owns: the fields `tools`, `tool_choice`, `parallel_tool_calls`, calls in messages, how tools are described to
-models whose chat template has no place for them. Does not know: how calls are found in text (`tool_calls`).
+Owns: the fields `tools`, `tool_choice`, `parallel_tool_calls`, calls in messages, the description of tools
+for models whose chat template has no place for them. Does not know: how calls are found in text
+(`tool_calls`).
 """
 
 import json
@@ -30,7 +31,7 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""Words by which Hermes models learn of tools."""
+"""Text that describes tools to Hermes models."""
 
 
 class FunctionFields(KnownFields):
@@ -84,7 +85,7 @@ class ToolCallFields(BaseModel):
     function: CalledFunction
 
     def rendered(self, path: str) -> dict[str, Any]:
-        """Return the call as templates want it, with an object for arguments. Raises RequestError."""
+        """Return the call in the form for templates, with its arguments as an object. Raises RequestError."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -100,7 +101,7 @@ class ToolCallFields(BaseModel):
 class ToolUse:
     """Tools of a request. `functions` are those that may be called.
 
-    `must_call`: the answer is calls and nothing else; `is_named`: of the one function that is named.
+    `must_call`: the answer consists of calls only. `is_named`: it is one call, of the named function.
     """
 
     tool_format: ToolFormat
@@ -115,7 +116,8 @@ class ToolUse:
         return [function.name for function in self.functions]
 
     def bare(self) -> "ToolUse":
-        """Return what answers need: the functions' names, nothing that a client has written at length."""
+        """Return a copy with the facts that answers need: the functions' names, without long texts of the
+        client."""
         return replace(self, functions=tuple(FunctionFields(name=name) for name in self.names))
 
 
@@ -125,7 +127,8 @@ def tool_use(
     parallel_tool_calls: bool | None,
     tool_format: ToolFormat | None,
 ) -> ToolUse | None:
-    """Return how a request uses tools; None: there are no calls to look for. Raises RequestError."""
+    """Return the tools of a request and their use; None if its answer can have no calls. Raises
+    RequestError."""
     functions = {tool.function.name: tool.function for tool in tools}
     if len(functions) < len(tools):
         raise RequestError("tools: two functions have the same name", param="tools", code="invalid_value")
@@ -174,7 +177,7 @@ def _named_by(tool_choice: object) -> str | None:
 
 
 def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
-    """Return tools as templates want them."""
+    """Return tools in the form for templates."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
@@ -183,7 +186,7 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Describe tools in the system message, for a chat template that has no place for them.
 
-    Returns messages of systems, users and assistants alone, which say what those with tools said.
+    Returns messages of system, user and assistant only, with the calls and tool answers as text.
     """
     described = [_plain(message) for message in messages]
     if tools:

@@ -1,4 +1,4 @@
-"""Starting and stopping the front inside an event loop that others share.
+"""Start and stop of the front inside an event loop that other parts share.
 
 Owns: the listening socket, the HTTP server's and the link's lives. Does not know: routes, signals.
 """
@@ -29,14 +29,15 @@ from mooncake import freed_memory
 from mooncake.config.settings import host_and_port
 
 _FIRST_ANSWER_S = 1.0
-"""Seconds to wait for the Conductor's first answer; without one there is no use in waiting longer."""
+"""Seconds to wait for the Conductor's first answer."""
 _LAST_WORDS_S = 1.0
-"""Seconds in which clients read why their answers end."""
+"""Seconds for clients to read the error with which their answers end."""
 _MIN_PENDING_BYTES = 32 << 20
 """Bytes that all requests that have not arrived whole may hold, if that is room for two of the largest."""
 _TIDY_S = 5.0
 _IDLE_S = 75.0
-"""Seconds for which an idle connection stays open: longer than usual clients keep one, which close first."""
+"""Seconds for which an idle connection stays open: longer than usual clients keep it, so that these close
+first."""
 
 
 async def serve(
@@ -48,7 +49,8 @@ async def serve(
     on_listening: Callable[[str], None] = lambda _: None,
     display: Display | None = None,
 ) -> None:
-    """Serve until cancelled; running answers then have `config.shutdown_grace_s` to end, others an error.
+    """Serve until cancelled. Answers that have begun then get `config.shutdown_grace_s` to end, other
+    requests get an error.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
@@ -102,7 +104,7 @@ async def _wait_closed(servers: Sequence[HttpServer], timeout_s: float) -> None:
 
 
 async def _tidy_up_behind(servers: Sequence[HttpServer]) -> None:
-    """Give the memory of connections that have gone back to the system, beside the loop."""
+    """Return the memory of ended connections to the system, outside the event loop."""
     while True:
         await asyncio.sleep(_TIDY_S)
         have_gone = [server.connections.crowd_has_gone() for server in servers]

@@ -1,8 +1,8 @@
 """The process of a front beside the Conductor's own: `python -m conductor.front.process.service`, `--role
 front`.
 
-Owns: its connection to the Conductor. Does not know: instances, context caches, which the Conductor's own
-front keeps.
+Owns: the front's connection to the Conductor. Does not know: instances; context caches, which the Conductor's
+own front keeps.
 """
 
 import contextlib

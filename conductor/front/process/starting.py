@@ -1,6 +1,6 @@
-"""How a process that has a front comes to serve: its model, its front's settings, the moment it is ready.
+"""The start of a process that has a front: its model, the front's settings, the moment when it is ready.
 
-Owns: what of the configuration goes to a front. Does not know: where the Conductor is.
+Owns: the part of the configuration for a front. Does not know: where the Conductor is.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from mooncake.node.process import Ready, report
 from mooncake.security.keys import ClusterKey
 
 _NUM_NEW_OBJECTS = 20_000
-"""Number of new objects before garbage is looked for among them."""
+"""Number of new objects after which the garbage collector runs."""
 
 
 class OpenedModel(NamedTuple):
-    """The configured model. `name` is the checkpoint's own."""
+    """The configured model. `name` is that of the checkpoint."""
 
     name: str
     shape: ModelShape
@@ -44,7 +44,8 @@ async def open_model(config: Config) -> OpenedModel:
 def front_config(
     config: Config, model_name: str, key: ClusterKey, *, makes_context_caches: bool
 ) -> FrontConfig:
-    """Return the settings of a process's front. `model_name`: unless the configuration has another."""
+    """Return the settings of a process's front. `model_name` is used unless the configuration has another
+    name."""
     return FrontConfig(
         host=config.http.host,
         port=config.http.port,
@@ -69,7 +70,7 @@ def front_config(
 
 
 def announce(ready: Ready) -> None:
-    """Say that the process serves from now on."""
+    """Announce that the process serves from now on."""
     # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Bodies of `POST /v1/context_caches`: from bytes to the job that computes what is to be kept.
+"""Bodies of `POST /v1/context_caches`: from bytes to the job that computes the blocks to keep.
 
-Owns: their fields, checks and defaults. Does not know: HTTP, which caches there are. Plain functions,
-which may run in another process.
+Owns: the fields of these bodies, checks and defaults. Does not know: HTTP, which caches there are. Its
+functions are plain ones, which may run in another process.
 """
 
 import pickle

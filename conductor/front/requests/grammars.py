@@ -1,7 +1,6 @@
 """Grammars of answers: of `response_format`, and of tool calls that must come.
 
-Owns: their texts. Does not know: how they are compiled
-(`mooncake.model.grammar`).
+Owns: the texts of grammars. Does not know: how they are compiled (`mooncake.model.grammar`).
 """
 
 import json
@@ -19,7 +18,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}", "coerce_one_
 
 
 class _Shape(NamedTuple):
-    """Text around calls; each part may be one special token."""
+    """Text around calls. Each part may be one special token."""
 
     before_all: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -37,7 +36,7 @@ _SHAPES = {
 
 
 class WantedGrammar(NamedTuple):
-    """Grammar that an answer must follow. `field`: of the request, which asked for it."""
+    """Grammar that an answer must follow. `field`: the field of the request that asks for it."""
 
     text: str
     field: str
@@ -81,7 +80,8 @@ def _schema_of(wanted: ResponseFormat) -> dict[str, Any] | None:
 
 
 def _call_rules(tools: ToolUse, model: ServedModel) -> list[str]:
-    """Return the rules of `calls`: at least one and as many as wanted, as the model writes them."""
+    """Return the grammar rules of `calls`: at least one call, and at most as many as wanted, in the model's
+    format."""
     shape = _SHAPES[tools.tool_format]
     one = f"{_terms(shape.before, model)} call {_terms(shape.after, model)}"
     more = "" if tools.max_calls == 1 else f"({_terms(shape.between, model)} {one})*"

@@ -1,11 +1,11 @@
-"""Work that may take long, in processes of its own: what parses, renders, tokenizes or compiles holds the
-interpreter, and threads would stop every stream beside them.
+"""Processes for work that may take long: parsing, rendering, tokenizing and compiling hold the GIL, so
+threads would stop every stream.
 
-They are forked, so that they have the model without reading it again: one from this process when it begins to
-serve, and from that one, which has a single thread, one for each lane when its first task comes. A lane that
-takes more than it may ends, its task is refused, and the next task gets a new one.
+The processes are forked, so that they have the model without reading it again: one from this process when it
+begins to serve; and from that one, which has a single thread, one for each lane when its first task comes. A
+lane's process that exceeds its limits ends, its task is refused, and the next task gets a new process.
 
-Owns: these processes, their limits, whose task is next. Does not know: what the work is.
+Owns: these processes, their limits, the order of tasks. Does not know: the work.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ MAX_WAITING_OF_TENANT = 64
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
 _NICE = 10
-"""Niceness: a tenth of the processor, beside a process that always computes on the same core."""
+"""Niceness of the processes: they get a tenth of a core on which another process computes all the time."""
 _MAX_S = 120.0
-"""Seconds for a task that takes no processor time and does not end; a busy machine needs far less."""
+"""Seconds for a task that does not end though it takes no processor time. A busy machine needs far less."""
 _SIZE = struct.Struct("<Q")
 
 
@@ -50,30 +50,30 @@ class Lane(Enum):
 
 
 class Answer(NamedTuple):
-    """Result of a task. `value` is small: the event loop unpickles it. `parts` are as they were."""
+    """Result of a task. `value` is small, as the event loop unpickles it. `parts` are bytes, unchanged."""
 
     value: Any
     parts: Sequence[bytes] = ()
 
 
 Pieces = Sequence[bytes | bytearray]
-"""Pieces of a body, each brief enough to be copied in one turn of the event loop."""
+"""Pieces of a body, each short enough to be copied in one turn of the event loop."""
 Work = Callable[[Any, bytes], Answer]
 """Function of a lane, called with a task and its body. Raises a MooncakeError that the caller expects."""
 
 
 class Offload:
-    """Pool of processes for tasks, which are done while `run` runs. Needs a running event loop."""
+    """Pool of processes for tasks, which are performed while `run` runs. Needs a running event loop."""
 
     def __init__(self, work: Mapping[Lane, Work]) -> None:
-        """Forks: nothing else may run in this process that a copy of it could wait for."""
+        """Fork the first process. No other thread may run now, as the copy could wait for its locks."""
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._pid = _fork(lambda: _fork_lanes(other, list(work.values())), keep=[other])
         self._lanes = {lane: _LaneQueue(number, self._new_process) for number, lane in enumerate(work)}
 
     async def run(self) -> None:
-        """Do tasks until cancelled; the processes end then."""
+        """Perform tasks until cancelled. Then the processes end."""
         try:
             async with asyncio.TaskGroup() as group:
                 for lane in self._lanes.values():
@@ -88,10 +88,10 @@ class Offload:
             os.waitpid(self._pid, 0)
 
     async def do(self, lane: Lane, task: Any, tenant: str = "", body: Pieces = ()) -> Answer:
-        """Return what the lane's work makes of `task`, which is small, and `body`, which may be large.
+        """Return the result of the lane's work for `task`, which is small, and `body`, which may be large.
 
-        Raises what the work raises; RequestError if it took too much; OverloadedError if too many wait.
-        Cancelled, a task that has not begun is not begun.
+        Raises the error of the work; RequestError if it exceeded its limits; OverloadedError if too many
+        tasks wait. If the caller is cancelled, a task that has not begun is dropped.
         """
         return await self._lanes[lane].do(task, tenant, body)
 
@@ -114,7 +114,7 @@ class _Task(NamedTuple):
 
 
 class _LaneQueue:
-    """One lane: its process, and tasks that wait for it, tenant by tenant in turn."""
+    """One lane: its process, and waiting tasks, of which each tenant has one in turn."""
 
     def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
         self._number, self._new_process = number, new_process
@@ -170,7 +170,7 @@ class _Process:
         return cls(reader, writer, _SIZE.unpack(await reader.readexactly(_SIZE.size))[0])
 
     async def do(self, task: _Task) -> bool:
-        """Do a task. Returns whether the process can do more."""
+        """Perform a task. Returns whether the process can perform more."""
         answer: Answer | Exception
         try:
             async with asyncio.timeout(_MAX_S):
@@ -212,7 +212,8 @@ class _Process:
 
 
 def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
-    """Do `work` in a copy of this process that has no descriptors but `keep` and stderr. Returns its id."""
+    """Run `work` in a copy of this process that has no descriptors but `keep` and stderr. Returns its process
+    id."""
     if pid := os.fork():
         return pid
     status = 1
@@ -232,7 +233,7 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
 
 
 def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for the lane of each number that comes with its connection, until the front is gone."""
+    """Fork a process for each lane whose number and connection arrive, until the front is gone."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -243,7 +244,7 @@ def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
 
 
 def _serve(connection: socket.socket, work: Work) -> None:
-    """Do tasks until the front is gone."""
+    """Perform tasks until the front is gone."""
     _lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = _data_bytes() + _MAX_NEW_BYTES
@@ -265,9 +266,10 @@ def _serve(connection: socket.socket, work: Work) -> None:
 
 
 def _lower_priority() -> None:
-    """Leave the processor to processes that compute tokens, where cores are short.
+    """Lower the priority, so that processes that compute tokens go first where cores are short.
 
-    Linux may share the processor between sessions first (autogroup): then the session's own nice counts.
+    Linux may divide the processor between sessions first (autogroup); then the nice value of the session
+    counts.
     """
     os.setsid()
     niceness = os.nice(_NICE)
@@ -292,7 +294,7 @@ def _limit(what: int, most: int) -> None:
 
 
 def _data_bytes() -> int:
-    """Return how much this process has of the memory that `RLIMIT_DATA` limits."""
+    """Return the bytes that this process has of the memory that `RLIMIT_DATA` limits."""
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmData:")]
     return int(line.split()[1]) << 10

@@ -1,7 +1,8 @@
-"""Bodies of requests, read without delaying others: brief ones at once, long ones beside the event loop.
+"""Bodies of requests, read without delaying other requests: short ones at once, long ones outside the event
+loop.
 
-Owns: which are brief, what goes to the processes of `offload` and comes back. Does not know: HTTP, what is
-read (`validation`, `tokenization`, `context_beginnings`), context caches' owners.
+Owns: which bodies are short, the messages to and from the processes of `offload`. Does not know: HTTP, how
+bodies are read (`validation`, `tokenization`, `context_beginnings`), owners of context caches.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ from mooncake.messages.blocks import KEY_BYTES
 from mooncake.security.api_keys import ApiKey
 
 MAX_BRIEF_BYTES = 8192
-"""Reading more takes long enough (milliseconds) to be felt in the streams."""
+"""Most bytes of a short body. Reading more takes milliseconds, which would delay streams."""
 _MAX_SHORT_BYTES = 1 << 18
 _MAX_WAITING_GRAMMARS = 16
 _MAX_GRAMMARS_KEPT = 32
@@ -62,7 +63,8 @@ class Reading:
     """Reader of one front's bodies. Needs a running event loop; `run` must run."""
 
     def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
-        """Forks: nothing else may run in this process that a copy of it could wait for."""
+        """Fork the first process of `offload`. No other thread may run now, as the copy could wait for its
+        locks."""
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
         self._offload = Offload({Lane.SHORT: self._read, Lane.LONG: self._read, Lane.GRAMMAR: self._compile})
         self._good_grammars = OrderedDict[str, None]()
@@ -175,7 +177,7 @@ def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
 
 
 async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
-    """Return the whole job. Others have turns between its prompts, which may have millions of tokens."""
+    """Return the whole job. Other tasks have turns between its prompts, which may have millions of tokens."""
     prompts = []
     for ids, keys in zip(parts[::2], parts[1::2], strict=True):
         token_ids = array("I")

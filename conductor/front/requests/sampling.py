@@ -20,7 +20,7 @@ _SEED_BITS = 63
 
 
 class Sampling:
-    """Sampling of one HTTP request, checked and in token ids. Raises RequestError."""
+    """Sampling of one HTTP request, checked and in token ids. Making it raises RequestError."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Sampling:
 
 
 def _check_beside_grammar(request: ChatCompletionRequest | CompletionRequest, grammar: WantedGrammar) -> None:
-    """Refuse fields that forbid tokens: they could leave none that the grammar allows."""
+    """Refuse fields that forbid tokens beside a grammar, as they could leave no token that it allows."""
     for field in ("min_tokens", "bad_words", "ignore_eos"):
         if getattr(request, field):
             raise RequestError(
@@ -86,7 +86,7 @@ def _stop_token_ids(
 
 
 def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]:
-    """Return biases by token id. JSON has no numbers for keys: ids come as strings."""
+    """Return biases by token id. (JSON keys are strings, so ids come as strings.)"""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     for key in given:
         # A number that is too long for a token id may be too long to be read as a number.
@@ -100,7 +100,8 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]
 
 
 def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Return each word's tokens at a text's beginning, and behind a space if they are as many."""
+    """Return the tokens of each word at the beginning of a text, and also behind a space if they are as
+    many."""
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         path = f"bad_words[{index}]"
@@ -135,7 +136,7 @@ def _num_logprobs(request: ChatCompletionRequest | CompletionRequest) -> int | N
 
 
 def _choice_seed(seed: int | None, index: int) -> int:
-    """Return the seed of a prompt's `index`-th choice. The first has the given one, whatever n is."""
+    """Return the seed of a prompt's `index`-th choice. The first choice has the given seed, whatever n is."""
     if seed is None:
         return secrets.randbits(_SEED_BITS)
     if index == 0:

@@ -1,6 +1,6 @@
-"""The SLO class that a client names for a request, and on whose behalf it asks.
+"""The SLO class that a client names for a request, and the tenant of the request.
 
-Owns: the header, who may have which class. Does not know: what a class promises (`conductor.rules`).
+Owns: the header, which keys may have which class. Does not know: the limits of classes (`conductor.rules`).
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ SLO_CLASS_HEADER = "x-mooncake-slo-class"
 
 
 def in_class(job: Job, name: str | None, priorities: Mapping[str, int], key: ApiKey | None) -> Job:
-    """Return the job in the SLO class of this name, or in none, for the tenant with this key.
+    """Return the job with the SLO class of this name (None: no class), for the tenant with this key.
 
-    `priorities`: of all classes; that of its class replaces the job's own. Raises RequestError for a class
-    that does not exist, or whose priority the key must not have.
+    `priorities`: those of all classes. The class's priority replaces the job's own. Raises RequestError for a
+    class that does not exist, or whose priority the key must not have.
     """
     if name is None and key is None:
         return job

@@ -1,6 +1,7 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes: what a prompt is to the model.
+"""`/tokenize` and `/detokenize`, in vLLM's formats: the token ids of a prompt, and back.
 
-Owns: their bodies and answers. Does not know: HTTP. Plain functions, which may run in another process.
+Owns: their bodies and answers. Does not know: HTTP. Its functions are plain ones, which may run in another
+process.
 """
 
 from enum import Enum
@@ -55,7 +56,7 @@ class DetokenizeRequest(KnownFields):
 def answer_about_tokens(
     kind: AboutTokens, body: bytes, model: ServedModel, served_model_name: str, *, only_brief: bool = False
 ) -> bytes | None:
-    """Return the answer in JSON, or None with `only_brief` if it is long. Raises RequestError."""
+    """Return the answer in JSON; with `only_brief`, None for a long one. Raises RequestError."""
     if kind is AboutTokens.DETOKENIZE:
         return msgspec.json.encode(detokenize(body, model, served_model_name))
     request = _tokenize_request(body, model)
@@ -65,7 +66,7 @@ def answer_about_tokens(
 
 
 def check_num_ids(body: ReceivedBody, model: ServedModel) -> None:
-    """Refuse more ids than a prompt may have, before anything is made of the body. Raises RequestError."""
+    """Refuse more ids than a prompt may have, before the body is parsed further. Raises RequestError."""
     num_ids = body.count(b",") + 1
     if num_ids > model.context_len + MAX_FIELDS:
         raise _too_many(f"about {num_ids}", model)

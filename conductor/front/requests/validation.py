@@ -65,7 +65,7 @@ class Endpoint(Enum):
 
     @property
     def id_prefix(self) -> str:
-        """Prefix of its answers' ids."""
+        """Prefix of the ids of answers."""
         return "chatcmpl" if self is Endpoint.CHAT else "cmpl"
 
 
@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True):
     num_choices_per_prompt: int
     sampling: list[SamplingParams]
     max_tokens_field: str | None
-    """Field by which the client chose `max_tokens`; None: it is the default."""
+    """Field by which the client chose `max_tokens`; None if it is the default."""
     stops: tuple[str, ...]
     stream: bool
     usage_shown: UsageShown
@@ -111,7 +111,7 @@ class Job(msgspec.Struct, frozen=True):
     num_shared: Sequence[int] = ()
     """Tokens of each prompt that are its context cache's, if it has one."""
     cache_use: CacheUse | None = None
-    """Count of what the context cache saves."""
+    """Counter of the context cache's savings."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -154,7 +154,7 @@ def read_job(
 def read_request(
     endpoint: Endpoint, body: bytes, model: ServedModel, served_model_name: str
 ) -> GenerationRequest:
-    """Parse a request's body, and check each field by itself. Raises RequestError that names the field."""
+    """Parse a request's body, and check each field by itself. Raises RequestError, which names the field."""
     request: GenerationRequest
     with refusing_depth():
         if endpoint is Endpoint.CHAT:
@@ -171,7 +171,7 @@ def read_request(
 
 
 def is_brief(request: GenerationRequest) -> bool:
-    """Whether the prompts of a short request are short: nothing long is put before them or between them."""
+    """Whether the prompts of a short request are short, as nothing long is put before or between them."""
     if request.context_cache is not None:
         return False
     return not isinstance(request, ChatCompletionRequest) or is_brief_conversation(
@@ -249,7 +249,7 @@ def _job_of(
 
 
 def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: int) -> None:
-    """Bound the choices before anything is tokenized: a million prompts would take minutes."""
+    """Check the number of choices before tokenizing, as a million prompts would take minutes."""
     if num_prompts * num_choices_per_prompt > max_choices:
         raise RequestError(
             f"{num_prompts} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
@@ -260,10 +260,10 @@ def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: i
 
 
 def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
-    """Return the job, its default output length cut to what the instances' KVCache can hold.
+    """Return the job, with its default output length cut to the KVCache of the instances.
 
-    Raises RequestError when no pair of instances could ever hold one of the prompts, or the output that was
-    asked for. Before there was a pair nothing is known of sizes, and the job stays as it is.
+    Raises RequestError if no pair of instances could ever hold one of the prompts, or the requested output.
+    Before there was a pair, sizes are unknown, and the job is not changed.
     """
     if cluster.max_sequence_blocks == 0:
         return job

@@ -1,7 +1,7 @@
 """Routes and listener for operators: to drain instances, to change their roles, to move requests.
 
-Owns: these paths, what the listener of `http.admin_listen` serves. Does not know: who may use them
-(`admin_access`), how an instance drains (`conductor.membership`), what the other routes show (`monitoring`).
+Owns: these paths, the routes of the listener `http.admin_listen`. Does not know: who may use them
+(`admin_access`), how an instance drains (`conductor.membership`), the other routes (`monitoring`).
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     """Return the routes of operators, below `/admin`.
 
     `GET /instances` lists the instances. `POST /instances/NAME/drain`, `.../serve` and `.../role?role=ROLE`
-    order something; `?force=true` even what leaves nobody for a stage, `.../drain?stay=true` that an instance
-    does not end when drained. `POST /requests/ID/migrate?to=NAME` moves a running request.
+    give an order; with `?force=true` even if no instance is left for a stage. `.../drain?stay=true`: the
+    instance does not end when drained. `POST /requests/ID/migrate?to=NAME` moves a running request.
     """
     router = APIRouter(
         prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]
@@ -89,7 +89,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 async def _check_names_of_parameters(request: Request) -> None:
     """Check that the route has each parameter of the query, once. Raises RequestError.
 
-    Without its `stay`, misspelt, an order to drain would end the instance.
+    An order to drain with a misspelt `stay` would end the instance.
     """
     known = [field.alias for field in request.scope["route"].dependant.query_params]
     names = [name for name, _ in request.query_params.multi_items()]
@@ -108,7 +108,7 @@ def _json(content: object) -> Response:
 
 
 def create_admin_app(front: Front, access: AdminAccess) -> FastAPI:
-    """Return the application of `http.admin_listen`. `access`: who may use what is reached there."""
+    """Return the application of `http.admin_listen`. `access`: who may use its routes."""
     app = FastAPI(title="mooncake-serve, admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)
 

@@ -32,7 +32,7 @@ _MAX_EXTEND_BYTES = 4096
 
 
 class ExtendRequest(KnownFields):
-    """Body of `POST /v1/context_caches/ID`: so long from now on."""
+    """Body of `POST /v1/context_caches/ID`: the new time to live, from now on."""
 
     ttl: Ttl
 
@@ -92,7 +92,7 @@ def context_caches(front: Front) -> APIRouter:
 
 
 async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
-    """Compute, as long as the client waits for it. Raises RequestError, ClientDisconnect."""
+    """Run a job while the client waits for it. Raises RequestError, ClientDisconnect."""
     computing = asyncio.create_task(_compute(front, job))
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     stream.on_disconnect(computing.cancel)
@@ -106,7 +106,7 @@ async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
 
 
 async def _compute(front: Front, job: Job) -> None:
-    """Run a job without an answer; its blocks are in a pool then. Raises RequestError."""
+    """Run a job without an answer, after which its blocks are in a pool. Raises RequestError."""
     generation = front.generation(job, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):

@@ -1,6 +1,6 @@
 """The routes for monitoring: `/metrics` for Prometheus, `/dashboard` for people.
 
-Owns: these paths. Does not know: what is measured, what the page draws.
+Owns: these paths. Does not know: the metrics, the page.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from conductor.telemetry.display import Display
 from mooncake.errors import RequestError
 
 _KEPT_S = 0.5
-"""Seconds for which an answer is kept for others: several open pages cost as much as one."""
+"""Seconds for which an answer is kept, so that several open pages take as much time as one."""
 _METRICS_KEPT_S = 0.1
 """The same for scrapes, which need no key: whoever asks all the time takes little of the event loop's"""
 _PAGE = {
@@ -39,7 +39,8 @@ _HEADERS = {
 def monitoring(
     registry: CollectorRegistry, display: Display | None, link: Link, access: AdminAccess
 ) -> APIRouter:
-    """Return the routes; without a Conductor in this process (`display`) the front's metrics alone."""
+    """Return the routes; without a Conductor in this process (`display`), only those of the front's
+    metrics."""
     router = APIRouter()
 
     def metrics_text() -> bytes:
@@ -58,7 +59,7 @@ def monitoring(
 
 
 class _Kept:
-    """Text that is made by `make` and kept for `kept_s` seconds."""
+    """A text that `make` makes, kept for `kept_s` seconds."""
 
     def __init__(self, make: Callable[[], bytes], kept_s: float) -> None:
         self._make, self._kept_s = make, kept_s

@@ -1,6 +1,6 @@
-"""`GET /openapi.json`: what the routes take, and how they answer.
+"""`GET /openapi.json`: the description of the routes' bodies and answers.
 
-Owns: the document. Does not know: what a route does. Bodies are described from what parses them.
+Owns: the document. Does not know: what routes do. Bodies are described from the models that parse them.
 """
 
 from typing import Any
@@ -35,13 +35,13 @@ _ERROR = {
 
 
 def described(body: type[BaseModel]) -> dict[str, Any]:
-    """Describe a route's body, for its `openapi_extra`: FastAPI describes only those that it parses."""
+    """Describe a route's body, for its `openapi_extra`. (FastAPI describes only bodies that it parses.)"""
     schema = body.model_json_schema(ref_template=_REFERENCE)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Describe all routes. Call it behind the last one."""
+    """Describe all routes. Call it after the last route was added."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Any] = {"Error": _ERROR}
     schemas |= {

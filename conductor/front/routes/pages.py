@@ -33,11 +33,11 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _WITHOUT_INTERNET = {"validatorUrl": None}
-"""Parameters of Swagger UI, which else has a server of its makers judge the description."""
+"""Parameters of Swagger UI without which it sends the description to a validation server of its makers."""
 
 
 def add_pages(app: FastAPI, model_name: str) -> None:
-    """Add the pages behind the other routes: only paths that are served are linked."""
+    """Add the pages after the other routes, as they link only paths that are served."""
     with as_file(files("fastapi_offline") / "static") as folder:
         app.mount(_ASSETS, StaticFiles(directory=folder))
 

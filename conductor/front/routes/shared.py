@@ -1,6 +1,6 @@
-"""State that the routes share: the link to the cluster, the model, how bodies are read, metrics, caches.
+"""State that the routes share: the link to the cluster, the model, the reader of bodies, metrics, caches.
 
-Owns: whose context caches a request finds, what the cluster must be to serve. Does not know: paths, answers.
+Owns: which context caches a request finds, when the cluster can serve. Does not know: paths, answers.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Front:
         self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)
 
     def close(self) -> None:
-        """End what works beside the event loop."""
+        """End the processes and threads beside the event loop."""
         self.reading.close()
         if self.recorder is not None:
             self.recorder.close()
@@ -89,14 +89,15 @@ class Front:
         return self._caches
 
     def cluster(self) -> ClusterState:
-        """Return the cluster's state. Raises UnavailableError if it is not known."""
+        """Return the cluster's state. Raises UnavailableError if the state is unknown."""
         cluster = self.link.cluster
         if cluster is None:
             raise UnavailableError("not ready: the conductor does not answer")
         return cluster
 
     def ready_cluster(self) -> ClusterState:
-        """Return the cluster's state. Raises UnavailableError with what is missing, if it cannot serve."""
+        """Return the cluster's state. Raises UnavailableError, naming what is missing, if the cluster cannot
+        serve."""
         cluster = self.cluster()
         missing = [
             f"all {role.value} instances are draining"
@@ -116,7 +117,7 @@ class Front:
     async def read_job(self, endpoint: Endpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
         """Return the valid job in `body`, for a cluster that could hold it. Raises RequestError.
 
-        Whether there are instances to serve it is the Conductor's to say: a lost one may come back.
+        The Conductor decides whether there are instances to serve it, as a lost one may come back.
         """
         now_s = asyncio.get_running_loop().time()
         found: list[ContextCache] = []
@@ -131,7 +132,7 @@ class Front:
         return fit_into_pool(job, self.cluster(), self.model.block_size)
 
     def generation(self, job: Job, arrived_s: float) -> Generation:
-        """Return the way of a job through the cluster. `arrived_s`: the loop's time of its HTTP request."""
+        """Return the generation of a job. `arrived_s`: the loop's time of its HTTP request."""
         return Generation(
             job, self.model, self.link, self.metrics, self.request_log, self.recorder, arrived_s
         )
