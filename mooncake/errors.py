@@ -75,7 +75,7 @@ class RequestError(MooncakeError):
 
 
 class OverloadedError(RequestError):
-    """The cluster cannot take this request now; `retry_after_s` says when to come back."""
+    """The cluster cannot take this request now. `retry_after_s` says when to retry."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, status=429, code="overloaded")
@@ -93,7 +93,7 @@ class PoolError(MooncakeError):
 class PoolFullError(PoolError):
     """Error of a pool in which no page is free, and every page in use is leased.
 
-    `space_epoch` is the pool's at the moment of the refusal: a wait for a later one misses no page.
+    `space_epoch` is that of the pool at the refusal. A wait for a later epoch misses no freed page.
     """
 
     def __init__(self, message: str, space_epoch: int = 0) -> None:

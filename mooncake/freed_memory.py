@@ -1,6 +1,6 @@
 """Memory that a process has freed, and that the C library keeps for it.
 
-Owns: the release to the system. Does not know: what has freed it, when that is worth the search.
+Owns: the release to the system. Does not know: who has freed the memory, when the release pays.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ A library is kept in the user's cache under a name made of its source, the heade
 compiler and the processor, so it is compiled once a machine, and again after a change. The compiler is
 `$CXX`, else `c++`.
 
-Owns: compiling, the cache. Does not know: what is in the files.
+Owns: compiling, the cache. Does not know: the contents of the files.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Health of a path: one that connects and then carries nothing is left alone for a while.
+"""Health of a path: a path that connects and then carries nothing is not used for a while.
 
-It is judged by how its lanes end. It is tried again after a pause that grows each time, and others carry its
-load meanwhile.
+A path is judged by how its lanes end. It is tried again after a pause that grows each time. Other paths carry
+its load meanwhile.
 
 Owns: these rules. Does not know: connections, clocks.
 """
@@ -13,11 +13,11 @@ from typing import Final
 from messenger.rdma.errors import Remedy
 
 MOST_USELESS_LANES: Final = 3
-"""Lanes in a row without an answer after which a path backs off: one or two may be chance."""
+"""Lanes in a row without an answer after which a path backs off. One or two may be chance."""
 FIRST_PAUSE_S: Final = 2.0
-"""Seconds of the first backoff: a switch or driver that restarts takes longer than the loss of a lane."""
+"""Seconds of the first backoff. The restart of a switch or driver takes longer than the loss of a lane."""
 LONGEST_PAUSE_S: Final = 60.0
-"""Seconds of the longest backoff: how late a repaired path is noticed."""
+"""Seconds of the longest backoff. A repaired path is noticed that late."""
 _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
 """Doublings of the first pause until the longest is reached."""
 
@@ -27,7 +27,7 @@ class PathHealth:
     """Health of one path, which its lanes share. All times are of one clock."""
 
     num_useless: int = 0
-    """Lanes in a row that were lost with requests in flight of which they had answered none."""
+    """Lanes in a row that were lost with requests in flight and had answered none."""
     num_backoffs: int = 0
     """Backoffs in a row."""
     until_s: float = 0.0
@@ -38,7 +38,7 @@ class PathHealth:
         return max(0.0, self.until_s - now_s)
 
     def failed(self, now_s: float) -> None:
-        """Record that there was no connection, or that nothing could be written on it."""
+        """Record that no connection could be made, or that nothing could be written to it."""
         if not self.pause_s(now_s):
             self._back_off(now_s)
 

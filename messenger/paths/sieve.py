@@ -1,9 +1,9 @@
-"""Choice of the connection to give up among many: SIEVE (Zhang et al., NSDI'24).
+"""The choice of the connection to give up among many: SIEVE (Zhang et al., NSDI'24).
 
-A hand goes over them from the oldest to the newest, spares those that were used since it last passed, and
-takes the first that was not.
+A hand goes over the connections from the oldest to the newest. It spares those that were used since it last
+passed, and takes the first one that was not.
 
-Owns: that order. Does not know: the connections, whether one may be given up (its caller says so).
+Owns: that order. Does not know: the connections, whether one may be given up (the caller does).
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -26,7 +26,7 @@ class Sieve(Generic[Key, Value]):
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry[Value]] = {}
         self._hand: Key | None = None
-        """Key that is looked at next; None, or a key that is gone, means the oldest."""
+        """Key that is examined next; None, or a key that is gone, means the oldest."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -43,7 +43,7 @@ class Sieve(Generic[Key, Value]):
         return entry.value
 
     def put(self, key: Key, value: Value) -> None:
-        """Add the newest entry, replacing that of the same key."""
+        """Add the newest entry, in place of one with the same key."""
         self._entries.pop(key, None)
         self._entries[key] = _Entry(value)
 

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from messenger.transport.transports import PeerTraffic, Traffic, Transport
 
 _SAMPLE_S = 0.05
-"""Seconds of traffic in one sample, so that one late wake-up is no slow path."""
+"""Seconds of traffic in one sample, so that a single late wake-up does not look like a slow path."""
 _LEAST_SAMPLE_BYTES = 1 << 20
-"""Least bytes of a sample: small messages measure latency."""
+"""Least bytes of a sample, as small messages measure latency."""
 _WEIGHT = 0.3
 """Weight of the latest sample."""
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Throughput of one session. Only time with bytes in flight counts: an idle path is not a slow one."""
+    """Throughput of one session. Only time with bytes in flight counts, so an idle path does not look
+    slow."""
 
     in_flight_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
@@ -59,7 +60,7 @@ class Throughput:
 
 
 class TransferCounters:
-    """Counters of one session, added to all that is in `traffic` and in `own`."""
+    """Counters of one session. They add to the totals in `traffic` and in `own`."""
 
     def __init__(self, traffic: Traffic, own: PeerTraffic) -> None:
         self.throughput = Throughput()
@@ -67,10 +68,10 @@ class TransferCounters:
         self._own = own
         self._counted_busy_s = 0.0
         self._last_transport = Transport.TCP
-        """Transport that moved something last."""
+        """Transport that moved bytes last."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, at the other side or here."""
+        """Count bytes that have been placed and verified, on the other side or here."""
         self._last_transport = transport
         for traffic in (self._traffic, self._own):
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes

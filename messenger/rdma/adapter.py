@@ -47,7 +47,8 @@ class Adapter:
         self._dmabufs: list[RdmaMemory] = []
 
     def register(self, buffer: memoryview) -> RdmaMemory:
-        """Register writable memory. Its remote key opens nothing: peers reach it by grants only (`windows`).
+        """Register writable memory. Its remote key opens nothing, as peers reach the memory only by grants
+        (`windows`).
 
         The same range is registered once. The buffer cannot be unmapped before `close`. Raises
         RdmaUnavailableError.
@@ -64,7 +65,7 @@ class Adapter:
     def register_dmabuf(self, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
         """Register device memory that `fd` (a dma-buf) exports; its addresses begin at `offset`.
 
-        Raises RdmaUnavailableError where card or driver cannot: a pinned staging buffer has to do then.
+        Raises RdmaUnavailableError if card or driver cannot. Then a pinned staging buffer is needed.
         """
         memory = register_dmabuf(self.domain, str(self.device), fd, offset, size_bytes)
         self._dmabufs.append(memory)

@@ -1,7 +1,7 @@
 """RDMA devices that a messenger uses, with its segment registered on each of them.
 
-Devices are opened when the process starts, so that one that is demanded and missing is known then. The
-segment is registered later, when it lies where it is to stay.
+Devices are opened when the process starts, so that a demanded device that is missing is noticed then. The
+segment is registered later, when its memory does not move any more.
 
 Owns: opening and choosing devices. Does not know: peers, transfers.
 """
@@ -27,7 +27,7 @@ from mooncake.errors import ConfigError, TransferError
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"
 _TRIED_BYTES: Final = 64 << 10
-"""Bytes that try a path, in packets of any size: small ones may pass where large ones are lost."""
+"""Bytes with which a path is tried, in packets of any size: small ones may pass where large ones are lost."""
 _REGISTERED_WITHIN_S = 2.0
 """Seconds that a connection waits for the registration of the segment."""
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device with the segment, which is opened to a peer by grants only, and with scratch memory."""
+    """A device with the registered segment, which only grants open to a peer, and with scratch memory."""
 
     adapter: Adapter
     memory: RdmaMemory
@@ -59,15 +59,14 @@ class Card:
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
 
     async def write_scratch(self, endpoint: Endpoint, theirs: Scratch, num_bytes: int = _TRIED_BYTES) -> None:
-        """Write to the peer's scratch memory: whether a path carries anything is not known before. Raises
-        RdmaError."""
+        """Write to the peer's scratch memory, to see whether the path carries anything. Raises RdmaError."""
         piece_bytes = max(1, min(num_bytes, theirs.num_bytes, self.scratch.size_bytes))
         slices = [(0, theirs.address, piece_bytes)] * (num_bytes // piece_bytes)
         await endpoint.write(slices, theirs.remote_key, memory=self.scratch)
 
 
 class Cards:
-    """All devices, the preferred ones first; none where there is no RDMA."""
+    """All devices, the preferred ones first; none without RDMA."""
 
     def __init__(self, adapters: Sequence[Adapter], *, is_demanded: bool = False) -> None:
         self._adapters = {str(adapter.device): adapter for adapter in adapters}
@@ -79,13 +78,14 @@ class Cards:
 
     @property
     def names(self) -> list[str]:
-        """Device and port of each."""
+        """Name (device and port) of each card."""
         return list(self._adapters)
 
     async def register(self, segment: memoryview) -> None:
         """Register the segment with all devices, for good.
 
-        A device that cannot is not used. Raises ConfigError if RDMA is demanded and none of them can.
+        A device that fails to register it is not used. Raises ConfigError if RDMA is demanded and all devices
+        fail.
         """
         loop, reasons = asyncio.get_running_loop(), []
         for name, adapter in list(self._adapters.items()):
@@ -130,8 +130,8 @@ class Cards:
 def open_cards(settings: MessengerConfig) -> Cards:
     """Open the devices near the segment, or all working devices if none is near.
 
-    Says once in the log why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is
-    demanded and missing.
+    Logs once why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is demanded
+    and missing.
     """
     if settings.transport in ("shm", "tcp"):
         return Cards([])

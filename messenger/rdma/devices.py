@@ -1,4 +1,4 @@
-"""RDMA devices of this machine: which ports are up, and under which address each is reached.
+"""RDMA devices of this machine: the ports that are up, and the address of each.
 
 Owns: discovery, choice of the GID. Does not know: memory, connections.
 """
@@ -36,7 +36,8 @@ class GidEntry(NamedTuple):
 
 
 class RdmaDevice(msgspec.Struct, frozen=True):
-    """An active port of a device. `gid` is what peers are told, `gid_index` where the device keeps it."""
+    """An active port of a device. `gid` is the address for peers, `gid_index` its index in the device's
+    table."""
 
     name: str
     port: int
@@ -47,7 +48,7 @@ class RdmaDevice(msgspec.Struct, frozen=True):
     gid_index: int
     max_message_bytes: int
     network: str | None
-    """Network of `gid`, if the kernel tells."""
+    """Network of `gid`; None if the kernel does not tell."""
 
     def is_on_network_of(self, gid: str) -> bool:
         """Return whether another port's address is on the same network."""
@@ -63,7 +64,7 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """Devices, and `reasons` for each one that is left out, or why there is none: log them once."""
+    """Devices, and `reasons` why others are left out or there are none. Log these once."""
 
     devices: list[RdmaDevice]
     reasons: list[str]
@@ -102,8 +103,8 @@ def find_devices(names: Collection[str] | None = None, gid_index: int | None = N
 
 
 def choose_gid(link_layer: LinkLayer, entries: Sequence[GidEntry]) -> GidEntry | None:
-    """Choose the address to use: over Ethernet RoCEv2 only, by IPv4 if there is one; a link-local one
-    last."""
+    """Choose the address to use. Over Ethernet only RoCEv2 addresses count; IPv4 is preferred, link-local
+    ones come last."""
     if link_layer is LinkLayer.INFINIBAND:
         return min(entries, key=lambda entry: entry.gid_index, default=None)
 
@@ -137,7 +138,7 @@ def _ports(name: str, gid_index: int | None) -> FoundDevices:
 def _port(
     name: str, port: int, attributes: Any, entries: Sequence[GidEntry], gid_index: int | None
 ) -> RdmaDevice | str:
-    """Return the port, or why it cannot be used."""
+    """Return the port, or the reason why it cannot be used."""
     if attributes.state != _PORT_ACTIVE:
         return f"RDMA port {name}/{port} is not active; bring its network interface up"
     link_layer = _LINK_LAYERS.get(attributes.link_layer, LinkLayer.INFINIBAND)

@@ -1,14 +1,14 @@
 """A queue pair to one peer: writes into its memory and reads from it, driven by the event loop.
 
-Calls share the send queue: each gets a chain of requests in turn, and no more than MAX_BYTES_IN_FLIGHT are
-with the device, so that a small transfer does not wait behind a large one. The device says that a chain is
-done through a completion channel, whose descriptor the loop watches.
+Calls share the send queue: each posts a chain of requests in turn, and the device has at most
+MAX_BYTES_IN_FLIGHT, so that a small transfer does not wait behind a large one. The device reports completed
+chains through a completion channel, whose descriptor the event loop watches.
 
-When a call returns, in whichever way, the device has stopped touching its memory: a cancelled call waits for
-what it has posted, and a failed queue pair is destroyed before anybody is told.
+When a call returns or raises, the device does not touch its memory any more: a cancelled call waits for the
+requests that it has posted, and a failed queue pair is destroyed before callers get the error.
 
-Owns: one queue pair with its completion queue and channel, the calls on it. Does not know: how the two
-sides' `EndpointInfo` get to each other, what the bytes mean.
+Owns: one queue pair with its completion queue and channel, the calls on it. Does not know: how the two sides
+exchange their `EndpointInfo`, the meaning of bytes.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 log = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
-"""Bytes that the device has at once: a small transfer does not wait behind more."""
+"""Most bytes that the device has at once, as a small transfer waits behind them."""
 _QUEUE_DEPTH: Final = 128
 """Work requests that the device holds at once."""
 _MAX_READS: Final = 16
 """Reads that the card serves at once in one direction of a queue pair."""
 _NUM_RETRIES: Final = 6
-"""Retries without an answer; Soft-RoCE takes 7 for endless ones."""
+"""Retries without an answer. (Soft-RoCE takes 7 for infinity.)"""
 _DEAD_PEER_S: Final = 1.0
-"""Seconds without an answer after which a peer is taken for dead, as far as the device counts so."""
+"""Seconds without an answer after which a peer counts as dead, as exactly as the device can count."""
 _RNR_DELAY_CODE: Final = 12
 """Code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
 _HOP_LIMIT: Final = 64
@@ -95,13 +95,13 @@ class _Transfer:
 
 
 class Endpoint:
-    """A queue pair. `connect` it before use. One that has a `failure` stays broken: make a new one on both
-    sides."""
+    """A queue pair. Call `connect` before use. A queue pair with a `failure` stays broken; both sides must
+    make a new one."""
 
     def __init__(
         self, adapter: Adapter, memory: RdmaMemory, peer: str, *, dead_peer_s: float = _DEAD_PEER_S
     ) -> None:
-        """Make a queue pair. `memory` is what slices refer to unless a call names another; `peer` is for
+        """Make a queue pair. Slices refer to `memory` unless a call names another one. `peer` is a name for
         messages.
 
         A peer that does not answer for at most `dead_peer_s` fails all calls. Devices may be slower: the
@@ -110,9 +110,9 @@ class Endpoint:
         self.peer = peer
         self.failure: RdmaError | None = None
         self.openings: set[Any] = set()
-        """Windows and regions that are open to the peer, as pyverbs' objects.
+        """The pyverbs objects of windows and regions that are open to the peer.
 
-        They close before the queue pair.
+        They must close before the queue pair.
         """
         self.adapter = adapter
         self._memory = memory
@@ -187,8 +187,8 @@ class Endpoint:
     async def write(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
         """Write local slices to their remote addresses; returns when all of them are in the peer's memory.
 
-        `remote_key` is that of all slices, or a sequence of one for each. Raises RdmaError; how much has
-        arrived is not known then.
+        `remote_key` is one key for all slices, or a sequence with a key for each. Raises RdmaError; it is
+        unknown then how much has arrived.
         """
         await self._transfer(RDMA_WRITE, slices, remote_key, memory or self._memory)
 
@@ -203,10 +203,10 @@ class Endpoint:
         assert self._is_connected, "connect first"
 
     def revoke(self, reason: str = "revoked") -> None:
-        """Close the endpoint to the peer at once.
+        """Close the endpoint to the peer immediately.
 
-        Afterwards no write of the peer's lands through this queue pair, and all calls on it have failed. The
-        peer sees that nobody answers.
+        Afterwards no write of the peer arrives through this queue pair, and all calls on it have failed. The
+        peer gets no answer any more.
         """
         self._fail(RdmaError(f"RDMA with {self.peer}: the queue pair was {reason}", Remedy.RETRY))
 
@@ -215,7 +215,7 @@ class Endpoint:
         self.revoke("closed")
 
     async def perform(self, operation: Operation) -> None:
-        """Post an operation in turn with the others; returns when it is complete. Raises RdmaError."""
+        """Post an operation, in turn with the others, and wait until it is complete. Raises RdmaError."""
         self.check_usable()
         call = _Call(operation, self._loop.create_future())
         self._waiting.append(call)
@@ -309,7 +309,7 @@ class Endpoint:
             call.done.set_result(None)
 
     def _cancel(self, call: _Call) -> None:
-        """Post no more of a transfer; it is done when its posted chains are."""
+        """Post no more chains of a transfer. It is done when its posted chains are."""
         if call.done.done():
             return
         call.is_cancelled = True
@@ -319,7 +319,8 @@ class Endpoint:
             call.done.set_result(None)
 
     def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
-        """End all calls. What was refused of one of them, the `cause`, may be good for the others."""
+        """End all calls with errors. A refusal of one call, the `cause`, does not mean that the others would
+        be refused."""
         if self.failure is not None:
             return
         self.failure = error
@@ -340,7 +341,7 @@ class Endpoint:
 
 
 def _of_others(failure: RdmaError) -> RdmaError:
-    """Return what a failure means for calls that have not caused it."""
+    """Return the error of calls that have not caused the failure."""
     is_refusal = failure.remedy is Remedy.GIVE_UP
     return RdmaError(str(failure), Remedy.RETRY if is_refusal else failure.remedy)
 

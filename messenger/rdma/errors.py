@@ -15,7 +15,7 @@ class Remedy(Enum):
     RETRY = "retry"
     """Try the same path with a new queue pair."""
     OTHER_PATH = "other path"
-    """Try another device or transport: the peer did not answer on this one, or the device is in trouble."""
+    """Try another device or transport: the peer did not answer on this one, or the device has failed."""
     GIVE_UP = "give up"
     """Try nothing by RDMA: the request itself was refused and would be again."""
 
@@ -29,7 +29,7 @@ class RdmaError(TransferError):
 
 
 class RdmaUnavailableError(RdmaError):
-    """Error of a machine, device or driver that cannot do this; the message says why and what to do."""
+    """The machine, device or driver does not support the operation. The message says why, and what to do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Remedy.OTHER_PATH)
@@ -56,7 +56,8 @@ _STATUSES: Final[dict[int, tuple[str, Remedy]]] = {  # the numbers of enum ibv_w
 
 
 def completion_error(status: int, peer: str) -> RdmaError:
-    """Return the error for a work completion that is not SUCCESS; an unknown one is held against the path."""
+    """Return the error for a work completion that is not SUCCESS. An unknown status counts as a failure of
+    the path."""
     assert status != SUCCESS
     what, remedy = _STATUSES.get(status, ("transport error", Remedy.OTHER_PATH))
     return RdmaError(f"RDMA with {peer}: {what} (completion status {status})", remedy)

@@ -1,8 +1,9 @@
-"""Parts of this side's segment that one lane opens to the queue pair of its peer: granted pages to be
-written, found blocks to be read.
+"""The parts of this side's segment that one lane opens to its peer's queue pair: granted pages for writes,
+found blocks for reads.
 
-A page that is open to be written must not be given to another owner: its owner is told when it is closed.
-Closing it during a write breaks the queue pair for all transfers: a peer that is told to stop is given time.
+A page that is open for writes must not be given to another owner, so its owner is told when it is closed.
+Closing a page during a write breaks the queue pair for all transfers, so a peer that is told to stop is given
+time.
 
 Owns: the openings of one lane. Does not know: the connection beside the queue pair.
 """
@@ -55,7 +56,7 @@ class Exposures:
         ]
 
     def conceal(self, transfer_id: int) -> None:
-        """Close the pages of a transfer at once. Idempotent."""
+        """Close the pages of a transfer now. Idempotent."""
         opened = self._by_transfer.pop(transfer_id, None)
         if opened is not None:
             if opened.deadline is not None:
@@ -64,21 +65,22 @@ class Exposures:
             opened.on_closed()
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer if the peer, told to stop, does not confirm within that time."""
+        """Close the pages of a transfer unless the peer, which was told to stop, confirms within
+        `timeout_s`."""
         opened = self._by_transfer.get(transfer_id)
         if opened is not None and opened.deadline is None:
             loop = asyncio.get_running_loop()
             opened.deadline = loop.call_later(timeout_s, self.conceal, transfer_id)
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
-        """Open ranges to be read. Returns their addresses and keys, and a callback that closes them. Raises
+        """Open ranges for reads. Returns their addresses and keys, and a callback that closes them. Raises
         RdmaError."""
         opened = await grant(self._endpoint, self._memory, places, Access.READ)
         addresses = [self._memory.address + place.offset for place in places]
         return addresses, opened.remote_keys, lambda: revoke(self._endpoint, opened)
 
     def close(self) -> None:
-        """End the queue pair and all that was open through it."""
+        """Close the queue pair and all its openings."""
         self._endpoint.close()
         for transfer_id in list(self._by_transfer):
             self.conceal(transfer_id)

@@ -24,8 +24,8 @@ OPEN: Final = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
 
 @dataclass(slots=True)
 class RdmaMemory:
-    """A registered range. `address` is what remote ranges are counted from. The `remote_key` of open memory
-    opens all of it to whoever has it and a connected queue pair: give it only to peers that are trusted."""
+    """A registered range. Remote ranges are counted from `address`. The `remote_key` of open memory gives any
+    peer with a connected queue pair access to all of it: send it only to trusted peers."""
 
     address: int
     size_bytes: int

@@ -1,6 +1,6 @@
-"""Network that an RDMA port's address belongs to: ports of one network reach each other directly.
+"""The network of an RDMA port's address. Ports of one network reach each other directly.
 
-Owns: that question to the kernel. Does not know: devices, which card to take.
+Owns: the query to the kernel. Does not know: devices, the choice of a card.
 """
 
 import fcntl

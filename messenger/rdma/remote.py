@@ -1,8 +1,8 @@
 """Writing to pages that a peer has opened, and reading blocks that it has found.
 
-A range is opened for one transfer and one queue pair, so every lane asks for itself.
+A range is opened for one transfer and one queue pair, so each lane asks for its own.
 
-Owns: the ranges that are open to us on one lane. Does not know: the connection beside the queue pair.
+Owns: the ranges that are open to this side on one lane. Does not know: the connection beside the queue pair.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from mooncake.messages.blocks import KVLayout
 
 
 class RemotePages:
-    """One lane's way to place bytes. `ask` sends a message to the peer, whose blocks have `layout`."""
+    """Places the bytes of one lane in the peer's pages. `ask` sends a message to the peer, whose blocks have
+    `layout`."""
 
     def __init__(self, endpoint: Endpoint, layout: KVLayout, ask: Callable[[Message], None]) -> None:
         self._endpoint = endpoint
@@ -34,7 +35,7 @@ class RemotePages:
         return self._endpoint.failure
 
     def close(self) -> None:
-        """Fail all writes; none of their bytes moves after that."""
+        """Fail all writes. None of their bytes moves after that."""
         self._endpoint.close()
         for transfer_id in list(self._opened):
             self.forget(transfer_id)
@@ -81,7 +82,7 @@ class RemotePages:
 
 
 class RemoteReads:
-    """An inlet that fetches what has been found into this side's segment."""
+    """An inlet that reads found blocks into this side's segment."""
 
     transport = Transport.RDMA
 
@@ -104,14 +105,14 @@ class RemoteReads:
         return [layer_checksums(view, layer_bytes) for view in views]
 
     def place_now(self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int) -> None:
-        """Return None: the device takes its time."""
+        """Return None, as reads by the device always take a while."""
 
     async def discard(self, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)
 
 
 class InPlace:
-    """An inlet for bytes that the peer has written before it says so."""
+    """An inlet for bytes that the peer has already written when its frame arrives."""
 
     transport = Transport.RDMA
 

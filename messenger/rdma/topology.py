@@ -3,8 +3,8 @@
     {"cpu:0": [["mlx5_0"], ["mlx5_1"]], "cuda:0": [["mlx5_1"], ["mlx5_0"]]}
 
 `cpu:N` is the memory of NUMA node N, `cuda:N` that of a GPU. The first list has the nearest NICs: for a GPU
-those behind the same PCIe switch or root port, else those of its NUMA node; for a node its own. Where nothing
-is near, or the firmware tells nobody's node, all NICs are equally far and all are preferred.
+those behind the same PCIe switch or root port, else those of its NUMA node; for a node its own. If no NIC is
+near, or the firmware does not tell nodes, all NICs count as equally near and are preferred.
 
 Owns: distances, the matrix, its form as JSON. Does not know: connections, which NIC has failed.
 """
@@ -49,7 +49,7 @@ class Nic:
     name: str
     numa_node: int | None
     pci_path: tuple[str, ...]
-    """PCI addresses from the root port down to the device; empty for a virtual one."""
+    """PCI addresses from the root port down to the device; empty for a virtual device."""
     speed_mbps: int | None
     """Speed of an Ethernet interface in Mbit/s, where the driver tells it."""
 
@@ -75,7 +75,7 @@ class Topology:
         environ: Mapping[str, str] | None = None,
         kind: NicKind = NicKind.RDMA,
     ) -> "Topology":
-        """Find the matrix of this machine. Without NICs every location has none.
+        """Find the matrix of this machine. Without NICs all of its lists are empty.
 
         `environ` is asked for CUDA_VISIBLE_DEVICES, which counts if it is numeric. Ethernet interfaces that
         are much slower than the fastest one are secondary, wherever they are.
@@ -93,7 +93,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, sys_root: Path = SYS_ROOT, kind: NicKind = NicKind.RDMA) -> "Topology":
-        """Read a matrix that a person has written. Raises ConfigError that says what is wrong with it.
+        """Read a configured matrix. Raises ConfigError, which says what is wrong with it.
 
         Locations that this machine lacks are allowed, so that equal nodes can share a text; NICs are not.
         """
@@ -107,7 +107,8 @@ class Topology:
         return cls({name: _parse_choice(name, value, existing) for name, value in content.items()})
 
     def nics(self, location: str) -> Choice:
-        """Return the preferred and the secondary NICs of `location`; of an unnamed one all are secondary."""
+        """Return the preferred and the secondary NICs of `location`. For an unnamed location all NICs are
+        secondary."""
         if location in self.matrix:
             return self.matrix[location]
         return Choice(
@@ -122,8 +123,8 @@ class Topology:
 def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
     """Find the NICs that could carry something now, by name.
 
-    These are RDMA devices of which a port is active; and Ethernet interfaces that are up, without loopback
-    and without the members of a bond or bridge, for which the bond or bridge stands.
+    RDMA devices need an active port. Ethernet interfaces must be up; loopback is left out, and so are members
+    of a bond or bridge, which stands for them.
     """
     folder = sys_root / "class" / kind.value
     is_usable = _has_active_port if kind is NicKind.RDMA else _is_up
@@ -179,8 +180,8 @@ def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA shows, up to the first invalid index. UUIDs cannot be resolved here: all GPUs
-    then."""
+    """Return the GPUs that CUDA shows, up to the first invalid index. UUIDs cannot be resolved here, so with
+    them all GPUs are returned."""
     if listed is None or not re.fullmatch(r"\s*(-?\d+\s*(,\s*-?\d+\s*)*)?", listed):
         return list(gpus)
     visible: list[Gpu] = []

@@ -1,9 +1,9 @@
 """Keys that open single ranges of the registered memory to a peer, for one transfer.
 
-There are two ways: a memory window of type 2, which belongs to one queue pair, so that its key is good for
-that peer alone; or, where the device has no windows that it enforces, a registration of the range by itself:
-slower, and its key would work for every connected peer that came to know it. Either is bound to its range,
-and ends at once when it is revoked.
+There are two kinds of keys. A memory window of type 2 belongs to one queue pair, so its key is valid only for
+that peer. Where the device does not enforce windows, the range is registered separately: this is slower, and
+its key is valid for any connected peer that knows it. Both are limited to their range, and end immediately
+when they are revoked.
 
 Owns: granting and revoking. Does not know: transfers, pages.
 """
@@ -50,7 +50,7 @@ class Grant:
 async def grant(
     endpoint: Endpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
 ) -> Grant:
-    """Open `ranges` to the peer of a connected endpoint, and nothing beside them. Raises RdmaError."""
+    """Open `ranges`, and nothing else, to the peer of a connected endpoint. Raises RdmaError."""
     for each in ranges:
         if each.offset < 0 or not 0 < each.size_bytes <= memory.size_bytes - each.offset:
             raise RdmaError(
@@ -75,7 +75,7 @@ async def grant(
 
 
 def revoke(endpoint: Endpoint, granted: Grant) -> None:
-    """Revoke a grant at once: afterwards the keys open nothing.
+    """Revoke a grant. Afterwards its keys open nothing.
 
     A peer that still uses them gets an error, which breaks the endpoint. Does nothing the second time, or
     when the endpoint is closed.

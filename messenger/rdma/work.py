@@ -1,9 +1,9 @@
 """Work requests made of slices.
 
-A work request is a pyverbs object of some microseconds, and its memory is not given back by itself. So the
-requests of a chain are made once, linked, and filled in again for every chain: posting copies them to the
-device's queue. A chain of n is the last n of the list, because pyverbs can set the link to the next one but
-not remove it.
+Making a work request, a pyverbs object, takes some microseconds, and its memory is not freed automatically.
+So the requests of a chain are made and linked once, and filled in again for every chain: posting copies them
+to the device's queue. A chain of n is the last n of the list, because pyverbs can set the link to the next
+one but not remove it.
 
 Owns: cutting and merging slices, those objects. Does not know: queues, completions.
 """
@@ -31,14 +31,15 @@ _SIGNALED: Final = 2  # enum ibv_send_flags
 
 
 class Span(Protocol):
-    """Local memory, as far as slices are concerned."""
+    """Address, size and key of local memory, to which slices refer."""
 
     address: int
     size_bytes: int
 
 
 class Pieces(NamedTuple):
-    """Pieces that become work requests: where each begins here and there, its length, its remote key."""
+    """Pieces that become work requests: the local and the remote address of each, its length, its remote
+    key."""
 
     local_addresses: list[int]
     remote_addresses: list[int]
@@ -56,7 +57,7 @@ class Pieces(NamedTuple):
 
 
 def cut(slices: Slices, keys: Keys, memory: Span, max_piece_bytes: int) -> Pieces:
-    """Join neighbours on both sides, cut long slices, and leave empty ones out.
+    """Join slices that are adjacent on both sides, cut long ones, and leave empty ones out.
 
     Raises RdmaError for a slice outside the local memory, or an invalid key.
     """

@@ -1,8 +1,8 @@
-"""Catalogue of a shared segment: in which page a sealed block is, for readers on the same host.
+"""The catalogue of a shared segment: the page of each sealed block, for readers on the same host.
 
 A reader that has the segment mapped finds a block by its key, copies it and compares it with its checksums,
-in one native call and without a message to the owner: see catalogue.cpp. It sees afterwards whether the block
-stayed where it was. A reader that does not find a block, or not intact, asks its owner.
+in one native call and without a message to the owner: see catalogue.cpp. Afterwards it checks that the block
+has stayed in its page. A reader that does not find a block intact asks its owner.
 
 Owns: finding blocks, and reading them. Does not know: who evicts them, connections.
 """
@@ -35,7 +35,7 @@ class _Arrays(Structure):
 
 @functools.cache
 def native() -> CDLL | None:
-    """Load the compiled code; None where there is no compiler: then readers ask the owner."""
+    """Load the compiled code. Returns None without a compiler; then readers ask the owner."""
     library = load_or_do_without(SOURCES / "catalogue.cpp", "blocks on this host are asked for")
     if library is None:
         return None
@@ -65,8 +65,8 @@ class Catalogue:
     def __init__(
         self, library: CDLL, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout
     ) -> None:
-        """Open the catalogue of a segment whose blocks have this `layout`. Raises TransferError unless all of
-        it lies inside."""
+        """Open the catalogue of a segment whose blocks have this `layout`. Raises TransferError unless the
+        catalogue is inside the segment."""
         num_pages = page_table.num_pages
         ends = (
             page_table.pages_offset + num_pages * page_table.page_stride,
@@ -111,8 +111,8 @@ class Catalogue:
     def read(self, fetch: Fetch, views: Sequence[memoryview]) -> dict[int, bytes] | None:
         """Copy whole layers of each block to its view.
 
-        Returns by index their checksums, with which the bytes have been compared; None, and the views hold
-        anything, unless all blocks were there.
+        Returns by index their checksums, with which the bytes have been compared. Returns None, with
+        undefined views, unless all blocks were there.
         """
         layout, num_layers = self._layout, fetch.layer_end - fetch.layer_begin
         first_layer, num_blocks = fetch.layer_begin - layout.first_layer, len(fetch.keys)

@@ -1,11 +1,11 @@
-"""The copy table of a shared segment: which grants its pages are open for, and which peers copy to them now.
+"""The copy table of a shared segment: the open grants of its pages, and the peers that are copying to them.
 
-A peer on the same host writes into granted pages itself, and tells their owner afterwards. It looks into the
-table, which lies in the segment, before it copies; the owner of the pages looks there before it uses them for
-something else: see copy_table.cpp. Each lane has a *copy slot* in the table. A grant that is closed during a
-copy is quiet when that copy has ended, or its process has: a process that is stopped keeps the pages aside.
+A peer on the same host writes into granted pages itself, and tells their owner afterwards. Before it copies
+it checks the table, which lies in the segment; the owner of the pages checks it before it reuses them: see
+copy_table.cpp. Each lane has a *copy slot* in the table. A grant that is closed during a copy is *quiet* when
+that copy, or its process, has ended. Pages of a stopped process are not reused.
 
-Copy slots outlive the owner's process as the segment does: a peer of that time may be copying still.
+Copy slots outlive the owner's process as the segment does, as peers may still be copying.
 
 Owns: copy slots and open grants. Does not know: pages, connections.
 """
@@ -35,14 +35,14 @@ NUM_COPY_SLOTS = 64
 _PID_BITS, _SERIAL_BITS = 32, 31
 _PID_MASK = (1 << _PID_BITS) - 1
 _FIRST_LOOK_S = 0.001
-"""Seconds until it is first looked whether a copy has ended: about what one of 4 MiB takes."""
+"""Seconds until the first check whether a copy has ended: about the time of a copy of 4 MiB."""
 _LONGEST_PAUSE_S = 0.05
-"""Longest pause between two looks, in seconds: a stopped process may copy for hours."""
+"""Longest pause between two checks, in seconds. A stopped process may copy for hours."""
 
 
 @functools.cache
 def native() -> CDLL | None:
-    """Load the compiled code; None where there is no compiler: then no copy slot is used."""
+    """Load the compiled code. Returns None without a compiler; then no copy slot is used."""
     library = load_or_do_without(
         SOURCES / "copy_table.cpp", "blocks from this host are copied by who receives them"
     )
@@ -96,7 +96,7 @@ class _Awaited:
 
 
 class CopyTable:
-    """The owner's side of the copy table. Nothing is open at first; slots of an earlier life stay taken for
+    """The owner's side of the copy table. No grant is open at first. Slots of an earlier life stay taken for
     now."""
 
     def __init__(self, library: CDLL, copy_table: memoryview) -> None:
@@ -111,7 +111,7 @@ class CopyTable:
         self._unwatched: set[int] = set()
         """Slots of an earlier life whose processes cannot be watched."""
         self._left: set[int] = set()
-        """Slots whose lane has ended, and which their processes may not have left yet."""
+        """Slots whose lanes have ended, but which their processes may not have left yet."""
         self._has_warned = False
         self._awaited: list[_Awaited] = []
         self._looking: asyncio.TimerHandle | None = None
@@ -130,14 +130,15 @@ class CopyTable:
 
     @classmethod
     def at(cls, copy_table: memoryview) -> "CopyTable | None":
-        """Open a table; None where nothing can be compiled."""
+        """Open a table. Returns None if the code cannot be compiled."""
         library = native()
         return None if library is None else cls(library, copy_table)
 
     # -- slots ------------------------------------------------------------------------------------
 
     def take_slot(self, pid: int) -> int | None:
-        """Return a slot for a lane of this process; None if all are taken, or its end could not be seen."""
+        """Return a slot for a lane of this process; None if all are taken, or the end of the process could
+        not be noticed."""
         slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
         if slot is None:
             return None
@@ -159,7 +160,7 @@ class CopyTable:
         return int(self._native.owner_of(self._address, slot))
 
     def _take_over(self, slot: int, owner: int) -> None:
-        """Take over a slot of an earlier life. One whose process cannot be watched is not given again in this
+        """Take over a slot of an earlier life. A slot whose process cannot be watched is not reused in this
         life."""
         try:
             self._processes[slot] = _watch(owner)
@@ -170,20 +171,20 @@ class CopyTable:
             self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """Record that a lane has ended: its slot is free when the process has left it too, has not taken it,
-        or has ended."""
+        """Record that a lane has ended. Its slot becomes free when the process has left it or ended, or if
+        the process has never taken it."""
         self._left.add(slot)
         self._look_soon()
 
     # -- grants -----------------------------------------------------------------------------------
 
     def open(self, grant_id: int) -> bool:
-        """Open a grant to copiers. Returns whether there was an entry for it."""
+        """Open a grant to copiers. Returns whether the table had a free entry for it."""
         return bool(self._native.open_grant(self._address, grant_id))
 
     def close(self, grant_id: int, on_quiet: Callable[[], None]) -> bool:
-        """Close a grant: no copy to it begins any more. Returns whether none is in progress; else `on_quiet`
-        is called when those have ended."""
+        """Close a grant, so that no copy to it begins any more. Returns True if no copy is in progress; else
+        `on_quiet` is called when all copies have ended."""
         busy = self._native.close_grant(self._address, grant_id)
         copies = [Copy(slot, grant_id) for slot in _slots_of(busy)]
         if copies:
@@ -198,7 +199,8 @@ class CopyTable:
         return list(self._former)
 
     def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
-        """Call `on_quiet` when the copies of a process of that time have ended, or the process itself."""
+        """Call `on_quiet` when the copies of a process of an earlier life, or the process itself, have
+        ended."""
         self._await(self._former.get(pid, []), on_quiet)
 
     # ---------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class CopyTable:
             self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
-        """Look whether awaited copies and processes have ended."""
+        """Check whether awaited copies and processes have ended."""
         self._looking = None
         awaited, self._awaited = self._awaited, []
         for each in awaited:
@@ -271,7 +273,7 @@ def _watch(pid: int) -> int | None:
 
 
 def _is_over(process: int) -> bool:
-    """Return whether a process has ended, waited for or not."""
+    """Return whether a process has ended, reaped or not."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
     return bool(poller.poll(0))

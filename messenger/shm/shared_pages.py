@@ -1,6 +1,6 @@
-"""Writing to granted pages of a peer on this host: one pass for bytes and checksums, in one native call.
+"""Writes to granted pages of a peer on this host: one native call copies and hashes in one pass.
 
-Owns: the mapping of the peer's segment for writing, our slot in its copy table. Does not know: the
+Owns: the writable mapping of the peer's segment, this lane's slot in its copy table. Does not know: the
 connection.
 """
 
@@ -14,7 +14,7 @@ from mooncake.messages.blocks import KVLayout
 
 
 class SharedPages:
-    """One lane's way to place bytes. `leave` it when the lane ends."""
+    """Places the bytes of one lane in the peer's pages. Call `leave` when the lane ends."""
 
     def __init__(self, segment: memoryview, slot: CopySlot, layout: KVLayout, source: memoryview) -> None:
         """Occupy `slot` of the peer's `segment`, which is writable. Its blocks have this `layout`; they are
@@ -47,9 +47,9 @@ class SharedPages:
     def place(self, write: Write, layer_bytes: int, fd: int = -1, word: bytes = b"") -> int | None:
         """Place the bytes of all entries, `layer_bytes` of each layer.
 
-        Returns None unless they are there, intact, and were wanted all the time: then the receiver has to
-        copy them, or to say why not. Else `word` is sent over `fd`, if there is one, as far as that can be at
-        once; returns how many bytes of it.
+        Returns None unless the bytes are in place and intact, and the grant was open all the time; then the
+        receiver has to copy them, or to refuse. Otherwise sends `word` over `fd`, if there is one, without
+        blocking, and returns the number of its bytes that were sent.
         """
         if layer_bytes <= SHORT_LAYER_BYTES:
             return None

@@ -1,6 +1,6 @@
 """An event loop that busy polls before it sleeps, as waking up takes longer than most answers.
 
-Owns: when a busy poll is worth the processor's time. Does not know: the events.
+Owns: the decision when to busy poll. Does not know: the events.
 """
 
 import asyncio
@@ -10,18 +10,18 @@ from collections.abc import Callable
 from selectors import EpollSelector, SelectorKey
 
 _MOST_SKIPPED = 64
-"""Sleeps in a row without a busy poll, after many that were of no use."""
+"""Most sleeps in a row without a busy poll, after many polls without an event."""
 _CROWDED_S = 1e-3
-"""Lateness of a busy poll's end that shows that other processes have had the processor, in seconds."""
+"""Seconds by which a busy poll must end late to show that other processes have had the processor."""
 _CROWDED_GROWTH = 4
-"""Factor by which more sleeps go without a busy poll where other processes want the processor."""
+"""Factor by which the number of sleeps without a busy poll grows where other processes want the processor."""
 
 
 class Backoff:
-    """Decision before which sleeps to busy poll: half as often after each poll that was of no use.
+    """Decides before which sleeps to busy poll: half as often after each poll without an event.
 
-    Where other processes want the processor it is tried less often still: the scheduler runs a process that
-    polls after them, and one that is woken up before them.
+    Where other processes want the processor it polls even less often: the scheduler runs a process that polls
+    after the others, but one that is woken up before them.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Backoff:
         return True
 
     def polled(self, *, was_useful: bool, late_s: float) -> None:
-        """Record how a busy poll ended: `late_s` after its deadline, negative before it."""
+        """Record the end of a busy poll, `late_s` after its deadline (negative: before it)."""
         self._is_crowded = late_s > _CROWDED_S
         if self._is_crowded:
             self._num_to_skip = min(_CROWDED_GROWTH * (self._num_to_skip + 1), _MOST_SKIPPED)
@@ -84,5 +84,5 @@ class BusyPollSelector(EpollSelector):
 
 
 def event_loop(poll_s: float) -> asyncio.SelectorEventLoop:
-    """Make an event loop for a process that others wait for."""
+    """Make an event loop for a process whose answers other processes wait for."""
     return asyncio.SelectorEventLoop(BusyPollSelector(poll_s))

@@ -1,4 +1,4 @@
-"""A deadline that may move with every message: moving it costs no timer.
+"""A deadline that may move with every message. Moving it needs no new timer.
 
 Owns: the timer. Does not know: the event that is awaited.
 """

@@ -1,7 +1,7 @@
 """Frames off a stream.
 
-Owns: where one frame ends and the next begins. Does not know: their meaning. The payload is taken off the
-stream by the caller, who knows its place, before the next frame is asked for.
+Owns: where one frame ends and the next begins. Does not know: the meaning of frames. The caller, which knows
+the place of the payload, must take it off the stream before it asks for the next frame.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from messenger.wire.protocol import Frame, FrameReader, Side
 class Frames:
     """Frames that arrive on one side of a connection.
 
-    Raises ConnectionError at its end, TransferError for a peer that does not speak the protocol.
+    Raises ConnectionError when the connection ends, TransferError for a peer that does not speak the
+    protocol.
     """
 
     def __init__(self, stream: Stream, side: Side) -> None:
@@ -27,12 +28,13 @@ class Frames:
         return frame
 
     async def heard(self, hear: Callable[[], bool]) -> None:
-        """Call `hear` whenever there may be another frame `ready`, until it returns True."""
+        """Call `hear` whenever another frame may be `ready`, until `hear` returns True."""
         if not hear():
             await self.stream.more(hear)
 
     def ready(self) -> Frame | None:
-        """Return the next frame if it has been received, whether its payload has or not; else None."""
+        """Return the next frame if its head has been received; None otherwise. Its payload may still be
+        missing."""
         stream, reader = self.stream, self._reader
         frame = reader.read(stream.ahead) if stream.num_ahead >= reader.wanted_bytes else None
         if frame is None:

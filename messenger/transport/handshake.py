@@ -33,7 +33,7 @@ class AuthenticationError(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Segment that a side lets a peer of its host map: its size and a descriptor."""
+    """The size and the descriptor of a segment that a peer on the same host may map."""
 
     num_bytes: int
     fd: int
@@ -60,7 +60,7 @@ async def introduce(
 ) -> Welcome:
     """Authenticate to a receiver, and introduce this side.
 
-    Raises TransferError if the receiver refuses, AuthenticationError if it has another key.
+    Raises TransferError if the receiver refuses, AuthenticationError if the receiver has another key.
     """
     stream = frames.stream
     visitor = ConnectingSide(key, _LABELS)
@@ -117,7 +117,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
 
 
 async def check_introduction(stream: Stream, ours: Identity, introduction: Introduction) -> None:
-    """Check that bytes may be exchanged. Raises MismatchError, which the sender is told, if they may not."""
+    """Check that bytes may be exchanged. Raises MismatchError otherwise, after telling the sender."""
     if introduction.identity is not None:
         try:
             check_identity(ours, introduction.identity)

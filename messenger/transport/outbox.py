@@ -1,6 +1,6 @@
 """Messages that leave over one connection, in their order.
 
-Owns: bytes that the kernel has not taken yet. Does not know: their meaning, sockets.
+Owns: bytes that the kernel has not taken yet. Does not know: the meaning of bytes, sockets.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from messenger.transport.stream import Stream
 
 
 class Outbox:
-    """Sends whole messages in their order, at once as far as the kernel takes them.
+    """Sends whole messages in order, as far as the kernel takes them at once.
 
-    `on_empty` is called when everything that had to wait has left. Nobody else may send over the stream.
+    `on_empty` is called when all waiting messages have left. Nothing else may send over the stream.
     """
 
     def __init__(self, stream: Stream, on_empty: Callable[[], None] = lambda: None) -> None:

@@ -1,8 +1,8 @@
 """Congestion control of connections between messengers: within one host nothing is paced.
 
-No network is to be spared within a host, and BBR's pacing costs a quarter of the bandwidth. The kernel goes
-on with it when another congestion control takes over. So where BBR is the system's own a connection begins
-with Reno, and BBR takes over if the other end is on another host.
+Within a host there is no network to protect, and BBR's pacing costs a quarter of the bandwidth. The kernel
+goes on pacing even when another congestion control takes over. So where BBR is the system's default, a
+connection begins with Reno, and BBR takes over if the other end is on another host.
 
 Owns: that choice. Does not know: the data.
 """
@@ -39,7 +39,7 @@ def begin_unpaced(sock: Connection) -> None:
 def choose_by_peer(sock: Connection) -> None:
     """Choose the congestion control of a new connection, before anything is sent.
 
-    Between hosts a choice of somebody else's, as of a route, is left as it is.
+    Between hosts, the choice of a route or another program is not changed.
     """
     try:
         is_local = sock.getpeername()[0] == sock.getsockname()[0]

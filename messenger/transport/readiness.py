@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 class Readiness:
     """Readiness of one direction of a socket.
 
-    It stays registered from one wait to the next, until an event comes that nobody waits for.
+    It stays registered from one wait to the next, until an event comes during no wait.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class Readiness:
         self._result: asyncio.Future[Any] | None = None
 
     async def first(self, attempt: Callable[[], Result]) -> Result:
-        """Return what `attempt` returns once it raises no BlockingIOError, first tried at the next event."""
+        """Call `attempt` at the next event and later ones, until it raises no BlockingIOError. Returns its
+        result."""
         if self._sock.fileno() < 0:
             raise ConnectionResetError("connection closed")
         if not self._is_registered:
@@ -51,7 +52,7 @@ class Readiness:
             self._result = self._attempt = None
 
     def end(self) -> None:
-        """End a wait with ConnectionResetError. To be called before the socket is closed."""
+        """End a wait with ConnectionResetError. Call this before the socket is closed."""
         self.rest()
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))

@@ -1,6 +1,6 @@
 """Memory that blocks are sent from.
 
-Owns: a descriptor of its file. Does not know: its content.
+Owns: a descriptor of the memory's file. Does not know: its content.
 """
 
 import os

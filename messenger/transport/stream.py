@@ -1,7 +1,8 @@
 """A non-blocking stream socket that moves bytes between the kernel and lists of buffers.
 
-asyncio's own streams copy; a page must be received in place. Descriptors that arrive beside the bytes of a
-Unix socket are kept until taken. However fast bytes come and go, other tasks have their turn in between.
+asyncio's own streams copy, but a page must be received in place. Descriptors that arrive beside the bytes of
+a Unix socket are kept until they are taken. Other tasks have their turn even while bytes arrive and leave all
+the time.
 
 Owns: one connected socket. Does not know: frames.
 """
@@ -26,17 +27,18 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TURN_BYTES = 2 << 20
 """Bytes that are moved before other tasks have their turn: half a millisecond over loopback."""
 _LEAST_BYTES = 16 * 1024
-"""Bytes that a small piece counts for: it takes processor time too."""
+"""Least number of bytes as which a piece counts, as small pieces take processor time too."""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
-"""Seconds of silence, seconds between probes, and probes, after which a host that vanished is given up."""
+"""Seconds of silence before TCP probes, seconds between probes, and number of probes, after which a vanished
+host is given up."""
 _UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
-"""Milliseconds without the peer's kernel taking anything after which the connection is lost."""
+"""Milliseconds after which the connection is lost if the peer's kernel takes nothing."""
 _GLANCE_BYTES = 8 * 1024
-"""Most bytes that are received before a frame's head is read: more of a payload would be copied twice."""
+"""Most bytes that are received before a frame's head is read, as payload among them is copied twice."""
 AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
-"""Size of the receive buffer: a frame of many small blocks is taken from there."""
+"""Size of the receive buffer, from which a frame of many small blocks is taken."""
 _LARGE_BYTES = 64 * 1024
-"""A payload of this size takes about as long to be copied into the kernel as its head to be read."""
+"""Bytes of a payload whose copy into the kernel takes about as long as reading the frame's head."""
 
 Result = TypeVar("Result")
 
@@ -45,13 +47,13 @@ class Stream:
     """A connected socket. `receive_into` and `send` move everything or raise ConnectionError. One user per
     direction.
 
-    What is received comes either into the stream's own buffer, ahead of whoever takes it from there, or
-    straight into the caller's. After a call has been cancelled nobody knows what was moved: the stream can
-    only be closed.
+    Received bytes go either into the stream's own buffer (`ahead`), from which callers take them, or straight
+    into the caller's buffers. After a cancelled call it is unknown how many bytes were moved, so the stream
+    can only be closed.
     """
 
     def __init__(self, sock: "socket.socket | TlsSocket") -> None:
-        """Take `sock` over. `shake_hands` must come before anything else."""
+        """Take `sock` over. Call `shake_hands` before anything else."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -115,21 +117,21 @@ class Stream:
         return pid
 
     def take_fd(self) -> int | None:
-        """Take the descriptor that came along, if any; it is the caller's now."""
+        """Take the received descriptor, if there is one. The caller owns it then."""
         fd, self._fd = self._fd, None
         return fd
 
     def moved(self, num_bytes: int) -> None:
-        """Count work for this connection since other tasks had their turn, as bytes over a socket."""
+        """Count work for this connection, in bytes over a socket, towards the end of its turn."""
         self._num_moved += num_bytes if num_bytes > _LEAST_BYTES else _LEAST_BYTES
 
     @property
     def is_turn_over(self) -> bool:
-        """Whether other tasks are due a turn."""
+        """Whether it is the turn of other tasks."""
         return self._num_moved >= TURN_BYTES
 
     async def take_turns(self) -> None:
-        """Let other tasks have their turn, if they are due one."""
+        """Let other tasks have their turn, if it is time."""
         if self._num_moved >= TURN_BYTES:
             await asyncio.sleep(0)
             self._had_turns()
@@ -171,8 +173,8 @@ class Stream:
     async def more(self, is_enough: Callable[[], bool]) -> None:
         """Wait until more is `ahead` and `is_enough` returns True, or until other tasks have their turn.
 
-        `is_enough` is called whenever bytes have come, and may take of them: small frames are handled at
-        once, without waking the waiting task.
+        `is_enough` is called whenever bytes have arrived, and may take some of them. So small frames are
+        handled immediately, without waking the waiting task.
         """
 
         def attempt() -> None:
@@ -187,7 +189,8 @@ class Stream:
         await self._first(self._readable, attempt)
 
     def has_ahead(self, num_bytes: int) -> bool:
-        """Return whether so many bytes are `ahead`, after receiving all that are there and have room."""
+        """Return whether `num_bytes` are `ahead`, after receiving all available bytes for which there is
+        room."""
         if num_bytes > AHEAD_BYTES:
             return False
         self.wanted_bytes = num_bytes
@@ -197,9 +200,9 @@ class Stream:
         return self.num_ahead >= num_bytes
 
     async def _first(self, readiness: Readiness, attempt: Callable[[], Result]) -> Result:
-        """Return what `attempt` returns as soon as it does not raise BlockingIOError.
+        """Call `attempt` until it raises no BlockingIOError, and return its result.
 
-        Others have their turn before it if they are due one.
+        Other tasks have their turn before, if it is time.
         """
         if self.is_turn_over and not self.is_plain:  # no event tells of bytes that are decrypted already
             await self.take_turns()
@@ -236,7 +239,7 @@ class Stream:
         return not isinstance(self._sock, TlsSocket)
 
     async def receive_with(self, receive: Callable[[], Result]) -> Result:
-        """Return what `receive` returns as soon as it does not raise BlockingIOError."""
+        """Call `receive` until it raises no BlockingIOError, and return its result."""
         return await self._first(self._readable, receive)
 
     def received(self, num_bytes: int) -> None:
@@ -296,15 +299,15 @@ class Stream:
 
 
 def _new_buffer(num_bytes: int) -> memoryview:
-    """Make a buffer with pages of its own: when many connections come and go, the heap would be left in
-    pieces."""
+    """Make a buffer outside the heap, which would become fragmented when many connections come and go."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return what one system call takes: little enough for other tasks to have their turn soon.
+    """Return the buffers for one system call: so few bytes that other tasks have their turn soon.
 
-    Frames before a large payload leave by themselves: the other end reads them while the payload is copied.
+    Frames before a large payload leave separately, so that the other end reads them while the payload is
+    copied.
     """
     if len(buffers[0]) > TURN_BYTES:
         return [buffers[0][:TURN_BYTES]]

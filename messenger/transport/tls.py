@@ -1,8 +1,9 @@
-"""TLS between messengers, an option: certificates that the cluster's own authority has signed, on both sides.
+"""Optional TLS between messengers, with certificates on both sides that the cluster's own authority has
+signed.
 
 The cluster key says who may take part; TLS also keeps messages and the KVCache from eavesdroppers.
 
-Owns: which files and rules, sockets that are wrapped. Does not know: their data.
+Owns: the certificate files and TLS settings, wrapped sockets. Does not know: the data.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ class Tls:
     def good_until_s(self) -> float:
         """Return when this node's certificate ends, in seconds of `time.time`.
 
-        Both ends here shake hands with each other. Raises ConfigError if they do not, as others then will not
-        either.
+        For this, both ends shake hands with each other in this process. Raises ConfigError if that fails, as
+        it would fail with other nodes.
         """
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.connecting.wrap_bio(to_client, to_server)
@@ -63,8 +64,8 @@ class Tls:
 
 
 class TlsSocket:
-    """A non-blocking socket with TLS, used as a plain one: it raises BlockingIOError where it would wait.
-    Takes `sock` over."""
+    """A non-blocking socket with TLS and the interface of a plain socket: it raises BlockingIOError where it
+    would wait. Takes `sock` over."""
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:
         self._ssl = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
@@ -91,7 +92,8 @@ class TlsSocket:
             return self._ssl.recv_into(buffers[0]), [], 0, None
 
     def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[object] = ()) -> int:
-        """Send of the first buffer only. After a BlockingIOError the same must come again."""
+        """Send bytes of the first buffer only. After a BlockingIOError it must be called with the same buffer
+        again."""
         assert not ancillary
         with _blocking():
             return self._ssl.send(buffers[0])

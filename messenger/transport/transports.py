@@ -2,9 +2,9 @@
 
 Over `shm` each side passes a descriptor of its segment once. The side that asks copies: a writer into pages
 that are granted to it (see messenger.shm.copy_table), a reader out of blocks that it finds (see
-messenger.shm.catalogue) or that have been found for it; where a writer cannot, the receiver copies out of its
-segment. Over `tcp` the payload follows the frame and is received straight into the page. Over `rdma` bytes go
-from memory to memory, beside the connection on which the frames travel: see messenger.rdma.
+messenger.shm.catalogue) or that the holder has found. If the writer cannot copy, the receiver copies out of
+the writer's segment. Over `tcp` the payload follows the frame and is received straight into the page. Over
+`rdma` bytes go from memory to memory, beside the connection of the frames: see messenger.rdma.
 
 Owns: choice of transport, opening sockets, moving one frame's bytes. Does not know: grants, acknowledgements.
 """
@@ -34,7 +34,7 @@ from mooncake.node.mapping import MappedFile
 _DISCARD_BYTES = 1 << 18
 """Bytes of an unwanted payload that are received at a time."""
 _COPYING_SPEED = 2
-"""Speed of copying between segments, as a multiple of moving the same bytes through a socket."""
+"""Speed of copying between segments, as a multiple of the speed through a socket."""
 _PIECE_BYTES = 1 << 18
 """Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Transport(StrEnum):
-    """Kind of a connection, by which its payload moves."""
+    """Kind of a connection, which decides how payload moves."""
 
     SHM = "shm"
     RDMA = "rdma"
@@ -80,8 +80,8 @@ class Traffic:
     _unauthenticated_lines: Doubling = field(default_factory=lambda: Doubling(1))
 
     def count_unauthenticated(self, reason: str) -> None:
-        """Count one more. The log hears of it each time the number has doubled, as whoever reaches a port can
-        connect any number of times."""
+        """Count an unauthenticated connection. It is logged only each time that the number has doubled, as
+        anybody who reaches a port can connect any number of times."""
         self.num_unauthenticated += 1
         if self._unauthenticated_lines.has_come(self.num_unauthenticated):
             log.info(
@@ -107,8 +107,8 @@ class Path(NamedTuple):
 def paths(
     choice: TransportChoice, host_id: str, address: MessengerAddress, nics: Sequence[str]
 ) -> list[list[Path]]:
-    """Return the paths to `address`: those of a list are used together, the next list only where none of them
-    works."""
+    """Return lists of paths to `address`. The paths of a list are used together; the next list is used if
+    none of them works."""
     by_memory = [Path(Transport.SHM, address.unix_path)]
     by_network = [Path(Transport.TCP, endpoint) for endpoint in address.tcp_endpoints]
     by_rdma = [Path(Transport.RDMA, address.tcp_endpoints[0], nic) for nic in nics]
@@ -178,10 +178,10 @@ class Inlet(Protocol):
     def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        """Fill `views` at once. Returns None if that needs waiting; then `place` must follow."""
+        """Fill `views` without waiting. Returns None if that is not possible; then `place` must be called."""
 
     async def discard(self, payload_bytes: int) -> None:
-        """Take an unwanted payload off the wire. Raises TransferError if there must not be one."""
+        """Receive and drop an unwanted payload. Raises TransferError if the frame must not have one."""
 
 
 class ShmInlet:
@@ -241,7 +241,7 @@ class TcpInlet:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._arrivals: list[LayerChecksums] = []
-        """Views of the frame whose payload is being received: hashed as they are filled, in their order."""
+        """Views of the frame whose payload is being received. They are filled and hashed in order."""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(num_bytes, payload_bytes)
@@ -282,7 +282,7 @@ class TcpInlet:
         return self._take_checksums()
 
     def _receive(self, arrival: LayerChecksums) -> None:
-        """Receive some of a view and hash it. Raises BlockingIOError if nothing is there yet."""
+        """Receive a part of a view and hash it. Raises BlockingIOError if nothing is there yet."""
         stream, begin = self._stream, arrival.num_there
         if arrival.can_receive and stream.is_plain and not stream.num_ahead:
             stream.received(arrival.receive(stream.fileno, begin + TURN_BYTES))

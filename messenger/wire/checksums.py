@@ -1,9 +1,9 @@
 """Checksums of KVCache bytes: one xxh3-64 for each layer of a block, little-endian, alone or while copying.
 
-Blocks of some size are handled by compiled code (checksums.cpp) that reads memory once for both; where there
-is no compiler, numpy and xxhash do the same at about two thirds of the speed.
+Compiled code (checksums.cpp) copies and hashes larger blocks while reading memory once. Without a compiler,
+numpy and xxhash do the same at about two thirds of the speed.
 
-Owns: how checksums are computed. Does not know: whose bytes these are, where checksums are kept.
+Owns: how checksums are computed. Does not know: the owner of bytes, where checksums are kept.
 """
 
 import functools
@@ -23,15 +23,15 @@ Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
-"""Bytes that are copied, and then hashed while they are still in the processor's cache."""
+"""Bytes that are copied at a time, and hashed while they are still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""Bytes up to which a compiled call, or a hash in pieces, is not worth it."""
+"""Bytes up to which neither a compiled call nor hashing in pieces pays."""
 _STREAMED_BYTES = 512 * 1024
-"""Bytes from which a copy goes around the caches."""
+"""Bytes from which on a copy bypasses the caches."""
 _PATIENCE_NS = 200_000
 """Nanoseconds that a call waits for more of a block before other tasks have their turn."""
 SHORT_LAYER_BYTES = 240
-"""Bytes of a layer up to which xxh3 has other rules; such layers are hashed by the library."""
+"""Bytes of a layer up to which xxh3 uses another algorithm. The library hashes such layers."""
 
 
 def prepare() -> None:
@@ -96,9 +96,9 @@ def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> 
 
 
 class LayerChecksums:
-    """The xxh3-64 of each layer of `block`, whose bytes come from its start on, in pieces of any size.
+    """Computes the xxh3-64 of each layer of `block`, whose bytes arrive in order, in pieces of any size.
 
-    Hashed as they come, they are still in the processor's cache.
+    Bytes are hashed when they arrive, while they are in the processor's cache.
     """
 
     def __init__(self, block: memoryview, layer_bytes: int) -> None:
@@ -142,7 +142,7 @@ class LayerChecksums:
     def receive(self, fd: int, num_wanted: int) -> int:
         """Receive from a stream socket until `num_wanted` bytes are there, or a moment after a first wait.
 
-        Returns how many bytes came; raises BlockingIOError or ConnectionError if none did.
+        Returns the number of received bytes. Raises BlockingIOError or ConnectionError if there are none.
         """
         assert self._native is not None
         num_there: int = self._native.receive_layers(

@@ -1,4 +1,4 @@
-"""Identity of a messenger: the facts that two of them compare before a byte moves.
+"""Identity of a messenger: the facts that two messengers compare before they exchange bytes.
 
 Owns: host identity. Does not know: connections.
 """
@@ -12,9 +12,9 @@ from mooncake.messages.blocks import KVLayout
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A messenger, and the meaning of its KV bytes.
+    """The name of a messenger, and the meaning of its KV bytes.
 
-    Those with equal `fingerprint` may exchange bytes if their `layout`s are shards of the same blocks.
+    Messengers with equal `fingerprint` may exchange bytes if their `layout`s are shards of the same blocks.
     """
 
     instance: str

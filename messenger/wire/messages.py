@@ -25,9 +25,9 @@ they are one *session*, and a transfer may use all of them.
                                    <-     WriteAck
 
 Each side has a shard of the same model's blocks: a range of its layers, and of each layer a range of its
-heads. Layers and heads in messages are the model's. Where both sides have the same heads nothing is said of
-them, and several layers of a block travel as one range. Else a frame names the *part* of each layer that it
-carries: heads that both sides have. What is not all heads of both is one range within a layer only.
+heads. Layers and heads in messages are numbered as in the model. If both sides have the same heads, frames do
+not name any, and several layers of a block travel as one range. Otherwise a frame names the *part* of each
+layer that it carries: heads that both sides have. Such a part is one byte range only within a single layer.
 
 Owns: the vocabulary. Does not know: what may be said when (`messenger.wire.protocol`), sockets, pages.
 """
@@ -47,7 +47,7 @@ Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
 
 
 def brief(text: str) -> str:
-    """Shorten a text to what messages carry: a peer that adds words to a text must not make it too long."""
+    """Shorten a text to half of what messages may carry, so that a peer can add words to it."""
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
@@ -91,7 +91,7 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 
     number: int
     token: int
-    """Token that is good for one sender, until the receiver has given the lane up."""
+    """Token that is valid for one sender, until the receiver has given the lane up."""
     copy_table_offset: int
     pages_offset: int
     page_stride: int
@@ -176,7 +176,8 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     is_placed: bool = False
 
     def skipped_bytes(self, layout: KVLayout) -> int:
-        """Return the bytes from a page's start to the sent part of the model's first layer, were it there."""
+        """Return the offset in a page at which the sent part of the model's layer 0 would begin; negative if
+        that layer is not there."""
         skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
         return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
 
@@ -191,7 +192,7 @@ class Close(msgspec.Struct, tag=True, frozen=True):
 class Fetch(msgspec.Struct, tag=True, frozen=True):
     """Request for layers `[layer_begin, layer_end)` of the model of the named blocks that are there.
 
-    `heads` as in `Write`: a part that is not all of the holder's heads can be had of one layer at a time.
+    `heads` as in `Write`. Unless they are all of the holder's heads, only one layer can be fetched at a time.
     `is_read`: the sender has found all of them and read them where they are; nobody waits for an answer.
     """
 

@@ -1,4 +1,4 @@
-"""The wire protocol between two messengers, without IO: framing, and which message may come when.
+"""The wire protocol between two messengers, without IO: framing, and the messages of each phase.
 
 A frame is `meta length u32 | payload length u32` (little-endian), a msgpack message, then the payload. The
 payload never passes through this module: it is received straight into pages.
@@ -36,25 +36,26 @@ from mooncake.errors import MismatchError, TransferError
 
 PROTOCOL_VERSION = 6
 MAX_META_BYTES = 1 << 20
-"""Most bytes of a message: about what a write of `MAX_FRAME_ENTRIES` entries needs, several times."""
+"""Most bytes of a message: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
 MAX_GREETING_BYTES = 4096
 """Most bytes of a message from an unauthenticated peer."""
 MAX_FRAME_ENTRIES = 1024
 """Most blocks of one frame."""
 MAX_FRAME_BYTES = 4 << 20
-"""Most payload bytes of one frame, unless a single layer is larger: bounds how long others wait behind it."""
+"""Most payload bytes of one frame, unless a single layer is larger. This bounds how long other frames wait
+behind it."""
 
 NOT_URGENT_S = 0.002
-"""Seconds that a message may wait for another to go with."""
+"""Seconds for which a message may wait to leave together with another one."""
 
 SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
 """Advice where only one side speaks TLS."""
 
 _HEADER = struct.Struct("<II")
 _MOST_REASON_CHARS = 200
-"""Characters of a decoder's error that are told: it may quote the frame."""
+"""Characters of a decoder's error that are reported, as it may quote the frame."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""First bytes of a TLS alert and of a handshake; as a greeting either would be too long."""
+"""First bytes of a TLS alert and of a TLS handshake. Read as a greeting, both would be too long."""
 
 
 class Side(Enum):
@@ -96,7 +97,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode_frame(message: Message, payload_bytes: int = 0) -> bytes:
-    """Return header and message of a frame; `payload_bytes` of payload are to follow."""
+    """Return header and message of a frame, behind which the caller sends `payload_bytes` of payload."""
     meta = _encoder.encode(message)
     assert len(meta) <= MAX_META_BYTES
     return _HEADER.pack(len(meta), payload_bytes) + meta
@@ -112,7 +113,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameReader:
-    """Reads frames off one side of a connection, and holds it to the protocol's table."""
+    """Reads frames of one side of a connection, and checks that the protocol's table allows them."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -120,7 +121,7 @@ class FrameReader:
         self._expected = EXPECTED[side, self._phase]
         self._most_meta_bytes = MAX_GREETING_BYTES
         self.wanted_bytes = _HEADER.size
-        """Bytes of the next frame that are needed before `read` can say more."""
+        """Bytes of the next frame that `read` needs to make progress."""
 
     def read(self, data: memoryview) -> Frame | None:
         """Return the frame that `data` begins with, without its payload; None while it lacks `wanted_bytes`.

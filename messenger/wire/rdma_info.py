@@ -1,6 +1,6 @@
 """Facts that two sides exchange to join their queue pairs.
 
-Owns: their form. Does not know: how the sides get them, verbs.
+Owns: the form of these facts. Does not know: how the sides exchange them, verbs.
 """
 
 from enum import StrEnum

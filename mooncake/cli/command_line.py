@@ -1,6 +1,6 @@
-"""The common part of all commands: how arguments are read and errors reported, exit codes.
+"""The common part of all commands: parsing of arguments, reports of errors, exit codes.
 
-Owns: these. Does not know: any command.
+Owns: these rules. Does not know: any command.
 """
 
 import argparse

@@ -24,7 +24,7 @@ from mooncake.errors import ModelError, is_panic
 _MAX_CPU_S = 10
 _MAX_BYTES = 1 << 30
 _DEADLINE_S = 300.0
-"""Limit for a process that takes no processor time, far beyond what a busy machine needs."""
+"""Seconds for a process that takes no processor time: far more than a busy machine needs."""
 _GREETING = [{"role": "user", "content": "Hello"}]
 _TEXT = "Hello, you! " * 100
 _TEMPLATE = "its chat template takes more than {} for one greeting"
@@ -55,9 +55,10 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: in
 
 
 def main() -> int:
-    """Run in the process: return 0 if all keep within the limits, whatever else they do.
+    """Main function of the trial process. Returns 0 if all programs keep within the limits, even if they fail
+    otherwise.
 
-    Before each step the error is printed that holds if the step does not end.
+    Before each step it prints the error that applies if the step does not end.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_BYTES, _MAX_BYTES))

@@ -1,8 +1,8 @@
 """The commands about instances of a running cluster: `drain` and `role`.
 
-They order something from a front, and wait until it has come about. Ctrl-C ends the waiting, not the order.
+They send an order to a front, and wait until it is carried out. Ctrl-C ends the wait, not the order.
 
-Owns: these commands, what they show. Does not know: how an instance drains or switches its role.
+Owns: these commands, their output. Does not know: how an instance drains or switches its role.
 """
 
 import sys
@@ -49,7 +49,7 @@ class UnansweredError(MooncakeError):
 
 
 class AdminClient:
-    """The routes below `/admin/instances` of the server at `url`. `key`: an admin's, if they need one."""
+    """The routes below `/admin/instances` of the server at `url`. `key`: an admin's key, if they need one."""
 
     def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -155,7 +155,7 @@ def _wait(
     end_of: Callable[[InstanceStatus | None], str | None],
     goes_on: str,
 ) -> int:
-    """Order something, and show its progress until `end_of` says how it has ended."""
+    """Send an order, and show its progress until `end_of` returns how it has ended."""
     order()
     answered_s = time.monotonic()
     try:

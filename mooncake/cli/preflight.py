@@ -35,7 +35,7 @@ _TOKENIZER_FILES = (
 def check_node(config: Config) -> None:
     """Check a node's configuration.
 
-    Raises ConfigError or ModelError as the process would that meets the mistake.
+    Raises the ConfigError or ModelError that a process of the node would raise later.
     """
     check_free(listen_addresses(config))
     if config.has_pool:
@@ -52,7 +52,8 @@ def check_node(config: Config) -> None:
 
 
 def _check_device(name: str) -> None:
-    """Check that a GPU that is asked for can have a driver; torch, slow to load, counts GPUs later."""
+    """Check that there is a driver for a configured GPU. (GPUs are counted later by torch, which is slow to
+    load.)"""
     if name.startswith("cuda"):
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -90,7 +91,8 @@ def _check_api(http: HttpConfig) -> None:
 
 
 def _check_tokenizer(checkpoint: Checkpoint) -> None:
-    """Check that there is a tokenizer, and that its programs end; to load it would take seconds."""
+    """Check that there is a tokenizer, and that its programs end, without loading it, which would take
+    seconds."""
     path, tokenizer = checkpoint.path, None
     if path.is_file():
         header = read_gguf_header(path)

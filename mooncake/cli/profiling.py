@@ -1,7 +1,7 @@
 """The command `mooncake-serve profile FILE`, which measures prefill and decode for `conductor.profile`.
 
-A process of its own measures (`workers.process.profile`), with the configured model and device; this one
-shows its progress, fits, and writes the file, and beside it a picture.
+A separate process measures (`workers.process.profile`), with the configured model and device. This one shows
+its progress, fits the costs, and writes the file and a picture.
 
 Owns: the display, the fit. Does not know: how anything is measured.
 """
@@ -100,7 +100,7 @@ async def measure(child: Child) -> list[Measured]:
 
 
 async def _stop(child: Child) -> None:
-    """Stop the child, also in the middle of a measurement."""
+    """Stop the child, even in the middle of a measurement."""
     process = child.process
     if process is None or process.returncode is not None:
         return

@@ -1,6 +1,7 @@
 """The architectures that are served, by their class in transformers, and how each computes a decoder layer.
 
-A `config.json` does not say what its class implies: here is that, in one table. A new architecture is a row.
+The class of a `config.json` implies properties that the file does not state. They are in this table. A new
+architecture is a row.
 
 Owns: this table. Does not know: a model's sizes, files, what computes the model.
 """
@@ -72,4 +73,4 @@ GGUF_ARCHITECTURES: dict[str, Architecture] = {
     for architecture in ARCHITECTURES.values()
     if architecture.gguf_interleaves_qk is not None
 }
-"""The same by `general.architecture`, which is the model type."""
+"""The architectures by GGUF's `general.architecture`, which is the model type."""

@@ -1,8 +1,8 @@
 """Checkpoints: a model's configuration, identity and weight files.
 
-Owns: what `--model` may name, the facts that every process needs about a model, and its fingerprint. Does not
-know: file formats, tokenizers (`tokenizer`), tensors (`workers.execution.weights`), what the engine can
-run. Loads no torch and runs no code that comes with a model.
+Owns: the values of `--model`, the facts that every process needs about a model, and its fingerprint. Does not
+know: file formats, tokenizers (`tokenizer`), tensors (`workers.execution.weights`), which models the engine
+can run. Loads no torch and runs no code that comes with a model.
 """
 
 import functools

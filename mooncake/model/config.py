@@ -1,7 +1,7 @@
 """The typed contents of a config.json: a model's sizes, and its variants of the decoder layer.
 
-Owns: reading a Hugging Face config.json and refusing, by name, what would be computed wrongly or is beyond
-all measure. Does not know: files, weights, tokenizers, what computes the model.
+Owns: reading a Hugging Face config.json, and refusing by name keys that would be computed wrongly and values
+that are far too large. Does not know: files, weights, tokenizers, what computes the model.
 """
 
 import math

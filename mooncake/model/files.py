@@ -1,7 +1,7 @@
 """The files of a model, which are foreign: their kinds, and their largest sizes.
 
-Owns: that nothing but a regular file is read, and no more of it than fits its purpose. Does not know: what a
-file says.
+Owns: that only regular files are read, and only up to a size that fits their purpose. Does not know: contents
+of files.
 """
 
 import contextlib

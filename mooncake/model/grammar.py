@@ -1,9 +1,10 @@
 """Grammars, which decide the tokens that may come next in a text.
 
-A grammar is a text in llguidance's Lark, JSON schemas included (`%json`). The front compiles it to see that
-it is one, workers to draw by it. Both go through the same limits, so what the front has taken workers take.
+A grammar is a text in llguidance's Lark, JSON schemas included (`%json`). The front compiles it to check it,
+workers compile it to draw by it. Both apply the same limits, so workers accept every grammar that the front
+has accepted.
 
-Owns: llguidance, its limits, what is kept. Does not know: what grammars are for, logits.
+Owns: llguidance, its limits, the cache of grammars. Does not know: the use of grammars, logits.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 MAX_GRAMMAR_BYTES = 32 << 10
-"""Largest grammar; it is compiled in at most 2 s, usually in 10 ms."""
+"""Largest grammar in bytes. It is compiled in at most 2 s, usually in 10 ms."""
 _MAX_KEPT = 32
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 # llguidance's defaults for the rest: a mask takes at most some 20 ms, and usually 0.1 ms.
@@ -37,7 +38,7 @@ _UNSERVED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class GrammarState:
-    """The state of one text: the allowed tokens are a function of the grammar and of the tokens so far."""
+    """The state of one text. The allowed tokens depend on the grammar and on the tokens so far."""
 
     __slots__ = ("_bits", "_matcher", "_num_tokens", "error")
 
@@ -113,7 +114,7 @@ class Vocabulary:
 
 
 class Grammars:
-    """The compiler of grammars: one after the other in a thread of its own; it keeps the latest."""
+    """The compiler of grammars. It compiles one after the other in its own thread, and keeps the latest."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         """Make a compiler.
@@ -129,7 +130,7 @@ class Grammars:
     def prepare(self) -> None:
         """Load the vocabulary now, so that no stream stands still for it later.
 
-        If that cannot be, it is tried again, and told, when the first grammar comes.
+        If that fails, it is tried again when the first grammar comes, and the error is raised then.
         """
         with contextlib.suppress(MooncakeError):
             self._vocabulary = self._load()
@@ -165,7 +166,7 @@ class Grammars:
 
 
 def _first_error(grammar: Grammar) -> str | None:
-    """Return the error of a grammar's first token, with which some limits are met."""
+    """Return the error of a grammar's first token, at which some limits are exceeded."""
     state = grammar.begin()
     state.allowed_after([])
     return state.error

@@ -3,7 +3,7 @@
 Byte-level vocabularies (GPT-2's) have a character for each byte; SentencePiece's "\u2581" for a space, and
 "<0xE2>" for a byte that is in no other piece.
 
-Owns: these two ways of writing. Does not know: text of several tokens (`tokenizer`).
+Owns: these two notations. Does not know: text of several tokens (`tokenizer`).
 """
 
 import contextlib

@@ -98,8 +98,8 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> None:
     """Refuse tensors that are no weights of `model`.
 
-    Integers without their scales would be taken for weights, and layers beyond the last would be left out:
-    the model would answer, and nonsense. Raises ModelError.
+    Integers without their scales would be taken for weights, and layers beyond the last would be left out,
+    and the model would produce nonsense. Raises ModelError.
     """
     for name, dtype, shape in tensors:
         layer = _LAYER.match(name)
@@ -123,8 +123,8 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
 def weights_digest(files: Iterable[WeightFile]) -> str:
     """Return the SHA-256 of names, sizes, headers and samples: both ends, and a piece in every stride.
 
-    Not all of it: hashing every byte would cost minutes for a large model, and headers, sizes and samples
-    already differ between any two models that one could mix up (a fine-tune changes nearly every weight).
+    Hashing every byte would take minutes for a large model, and headers, sizes and samples already differ
+    between any two models that could be mixed up (a fine-tune changes nearly every weight).
     """
     digest = hashlib.sha256()
     for file in files:

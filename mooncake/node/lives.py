@@ -1,6 +1,6 @@
-"""The incarnations of a supervised process: how one has ended, and what the next one is told of it.
+"""The incarnations of a supervised process: the end of each, and what the next one is told of it.
 
-Owns: which ends are a process's own fault. Does not know: what processes do.
+Owns: which ends are a process's own fault. Does not know: the work of processes.
 """
 
 import signal
@@ -28,9 +28,9 @@ class ProcessEnd(StrEnum):
     """The cause of a process's end."""
 
     FAILED = "failed"
-    """The process itself: an error, a fault, a lack of memory, or a hang for which it was ended."""
+    """The process failed by itself: an error, a fault, a lack of memory, or a hang for which it was ended."""
     KILLED = "killed"
-    """Another process: this one was told to end, or killed."""
+    """Another process ended it, by a signal to end or to kill."""
 
 
 class Life(NamedTuple):

@@ -3,7 +3,7 @@
 Python's own `mmap` leaves the address to the kernel, which aligns it to 4 KiB. The mapping lasts as long as
 any view of it.
 
-Owns: addresses. Does not know: what is mapped.
+Owns: addresses. Does not know: the contents of files.
 """
 
 import ctypes

@@ -4,7 +4,7 @@ It is private to the user and locked by the supervisor. A directory whose lock i
 supervisor that was killed, and is removed by the next one. (One killed in its first instant leaves an empty
 `.mooncake-serve-starting-*`.)
 
-Owns: the directory, and how other programs of this user find it. Does not know: what the sockets are for.
+Owns: the directory, and how other programs of this user find it. Does not know: the use of the sockets.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ LOCK_TIMEOUT_S = 3.0
 def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
     """Check that the pools with these `names` fit into memory. Raises ConfigError.
 
-    Allocating more than there is would not fail, but get some process killed. A size that is too small for a
-    block is most often a number that lacks its unit.
+    Allocating more than there is would not fail, but some process would be killed. A size that is too small
+    for a block is most often a number without its unit.
     """
     if names and kvcache.pool_bytes < SMALLEST_POOL_BYTES:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 A key is 256 random bits, so a plain SHA-256 does not give it away. Deleting its entry revokes it.
 
-Owns: the file's format, making keys. Does not know: HTTP, who is counted how
+Owns: the file's format, making keys. Does not know: HTTP, how requests are counted
 (`conductor.front.access.access`).
 """
 
@@ -72,7 +72,7 @@ def load_api_keys(path: Path) -> dict[str, ApiKey]:
 def add_api_key(path: Path, name: str, limits: Mapping[str, float | None]) -> str:
     """Make a key and add its entry to the file, which is created if absent. Raises ConfigError.
 
-    Of `LIMITS` those that are None, or not there, are left out.
+    Limits of `LIMITS` that are None or missing are left out.
     """
     is_new = not path.exists()
     text = _HEAD if is_new else _read(path)

@@ -1,4 +1,4 @@
-"""CURVE on ZeroMQ sockets: both sides show that they hold the cluster's key, and everything is encrypted.
+"""CURVE on ZeroMQ sockets: both sides prove that they hold the cluster's key, and all messages are encrypted.
 
 `Gate` makes sockets to bind, which admit holders of the key alone; `use_key` is for sockets that connect to
 them. All nodes have the same key pair: it is the server's on one side and the client's on the other.
@@ -29,11 +29,12 @@ from mooncake.security.keys import ClusterKey
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"mooncake"
 LARGEST_FRAME_BYTES = 32 << 10
-"""Largest frame that a bound socket takes: libzmq allocates it when its header comes, whoever sends it."""
+"""Largest frame that a bound socket takes, as libzmq allocates a frame when its header arrives, from any
+peer."""
 CURVE_OVERHEAD_BYTES = 33
 """Overhead of an encrypted message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
 FAILURES_BEFORE_WARNING = 3
-"""Failed handshakes before a warning: a server that is being stopped may close a connection or two."""
+"""Failed handshakes before a warning. (A server that is being stopped may close one or two connections.)"""
 CROWD_LEN = 64
 """Number of unauthenticated connections after which freed memory is released to the system."""
 QUIET_MS = 1000
@@ -50,10 +51,10 @@ _monitor_ids = itertools.count()
 
 
 class Gate:
-    """A ZeroMQ context whose sockets, of `kinds` and to be bound, admit only holders of `key`.
+    """A ZeroMQ context with sockets of `kinds`, for binding, that admit only holders of `key`.
 
-    A context of its own, because a context has room for one ZAP handler. That handler, and what bounds the
-    unauthenticated peers, has a thread of its own: a peer gets in while the event loop is busy.
+    It has its own context, because a context has room for one ZAP handler. That handler, and the limit on
+    unauthenticated peers, run in a separate thread, so that peers are admitted while the event loop is busy.
     """
 
     def __init__(self, key: ClusterKey, *kinds: int) -> None:
@@ -76,7 +77,7 @@ class Gate:
 
     @property
     def num_refused(self) -> int:
-        """Number of connections that showed another key, or none; the last ones may be missing."""
+        """Number of connections that showed another key, or none. The latest ones may be missing."""
         with self._lock:
             now_s = time.monotonic()
             return sum(handshakes.num_refused(now_s) for handshakes in self._handshakes)
@@ -150,7 +151,7 @@ class Gate:
             log.exception("the gate met a bug")
 
     def _decide(self, request: list[bytes]) -> None:
-        """Answer libzmq, which asks about each client that knows the public key."""
+        """Answer a request of libzmq about a client that knows the public key."""
         version, request_id, *_, mechanism, credentials = request
         is_ours = mechanism == b"CURVE" and hmac.compare_digest(credentials, self._admitted)
         status = (b"200", b"OK") if is_ours else (b"400", b"this is not the cluster's key")

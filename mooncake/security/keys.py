@@ -1,8 +1,8 @@
 """The cluster key: one secret that all nodes of a cluster share, and nobody else.
 
-What is used is derived from it with HKDF-SHA256 (RFC 5869), under a label of its own for each purpose.
+Keys for each purpose are derived from it with HKDF-SHA256 (RFC 5869), under a label of their own.
 
-Owns: the key's text and file, the derivations. Does not know: sockets, who proves what to whom.
+Owns: the key's text and file, the derivations. Does not know: sockets, handshakes.
 """
 
 import base64

@@ -5,8 +5,8 @@
                                               <-      nonce, proof
     proof                                     ->      only then anything else
 
-Each proof covers both nonces, so it is of no use on another connection, and has a label of its own, so it
-cannot be reflected to its sender. The host proves first: a visitor tells a host with another key nothing.
+Each proof covers both nonces, so it is invalid on another connection, and has its own label, so it cannot be
+reflected to its sender. The host proves first, so a visitor reveals nothing to a host with another key.
 
 Owns: the proofs of both sides. Does not know: sockets, the messages that carry them.
 """
@@ -44,7 +44,7 @@ class ConnectingSide:
 
 
 class AcceptingSide:
-    """The side of one connection that was connected to."""
+    """The handshake of the side that accepts a connection."""
 
     def __init__(self, key: ClusterKey, labels: Labels, visitor_nonce: bytes) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
