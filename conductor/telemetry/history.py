@@ -63,7 +63,7 @@ class _Decoded(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of one request in order of time. The last one is its end once `is_over`."""
+    """The moments of one request in order of time. Once `is_over` the last one is its end."""
 
     request_id: str
     front: bytes
@@ -137,7 +137,8 @@ class History:
     def observe(
         self, sender: bytes, message: ToConductor | None, effects: Iterable[Effect], now_s: float
     ) -> None:
-        """Record a message of `sender` and its effects. None: time has passed, or a peer is gone."""
+        """Record a message of `sender` and its effects. `message` is None for a tick, and for a peer that is
+        gone."""
         match message:
             case Submit(request) if request.request_id not in self.live:
                 self.live[request.request_id] = Timeline(

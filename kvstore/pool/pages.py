@@ -18,7 +18,7 @@ The same table describes the slots of a slab file (`kvstore.ssd.slab`). There th
 between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half
 written, or does not belong to its data, is detected when the data is read.
 
-One array a field, so that a scan over all pages reads only what it looks at.
+Each field has an array of its own, so that a scan over all pages reads only the fields that it needs.
 
 Owns: per-page facts that outlive a process. Does not know: who uses a page.
 """
@@ -185,7 +185,7 @@ class PageTable:
         return bytes(self._checksums[self._checksum_bytes(page, layers)])
 
     def layer_checksums(self, pages: Array, layer: int) -> Array:
-        """Return the xxh3-64 of one layer of many pages, `[n]`, a copy."""
+        """Return a copy of the xxh3-64 of one layer of many pages, `[n]`."""
         checksums: Array = self._arrays["checksums"].reshape(self.num_pages, self.num_layers)[pages, layer]
         return checksums
 

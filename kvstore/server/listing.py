@@ -138,11 +138,10 @@ def _info(tier: Tier, allocator: PageAllocator, page: int) -> BlockInfo:
 
 
 async def verify_block(store: Store, key: BlockKey) -> bool | None:
-    """Compare all copies of a block with their checksums; damaged ones are dropped. Counts as no use.
+    """Compare all copies of a block with their checksums, and drop damaged ones. Does not count as a use.
 
-    Returns None if none is damaged, but one cannot be read now, or there is no copy.
-
-    None: none is damaged, but one cannot be read now, or there is no copy.
+    Returns whether all are intact; None if a copy cannot be read now and the others are intact, or if there
+    is no copy.
     """
     results = [*await _verify_in_dram(store, key), *await _verify_on_ssd(store, key)]
     if False in results:

@@ -15,13 +15,13 @@ from mooncake.errors import MooncakeError, PoolError
 
 
 class SessionFetches:
-    """Fetches by reservation.
+    """The fetches of one session, by reservation.
 
     Args:
-        store: Where the blocks go.
-        tasks: The group of what runs for the session.
-        send: Tells the user how many layers are there.
-        wake: Tells the sends of a reservation that layers have come.
+        store: The store of the blocks.
+        tasks: The task group of the session.
+        send: Sends messages to the user, with the number of layers that have arrived.
+        wake: Wakes the sends of a reservation when layers have arrived.
     """
 
     def __init__(

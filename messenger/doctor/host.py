@@ -59,10 +59,9 @@ def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator
 
 
 def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
-    """Check what computes where a worker's device is the CPU. `answer` gives the name of an instruction set,
-    or `torch` and a reason.
+    """Check which kernels a worker on the CPU would use.
 
-    `answer` gives the name of an instruction set, or `torch` and a reason.
+    `answer` returns the name of an instruction set, or `torch` and a reason.
     """
     name, _, reason = answer().partition(" ")
     if name == "torch":

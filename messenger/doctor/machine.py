@@ -1,7 +1,7 @@
-"""The machine as checks see it. The tests have machines that are trees of files.
+"""The machine, as checks access it. Tests use trees of files as machines.
 
 Owns: reading of procfs, sysfs and /dev, commands with a deadline, questions to the network stack. Does not
-know: what the answers mean.
+know: the meaning of the answers.
 """
 
 import os

@@ -50,7 +50,7 @@ def interfaces(machine: Machine) -> Iterator[Finding]:
 
 
 def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether messenger.hosts are addresses of this machine that others can be told."""
+    """Check whether messenger.hosts are addresses of this machine that other nodes can use."""
     if not config.has_pool:
         return
     good = []
@@ -99,8 +99,8 @@ def ports(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def tcp_buffers(machine: Machine) -> Iterator[Finding]:
-    """Check how far the kernel lets the buffers of a connection grow: the product of bandwidth and
-    latency."""
+    """Check how far the kernel lets the buffers of a connection grow. They must hold the product of bandwidth
+    and latency."""
     sizes = {}
     for name in ("tcp_rmem", "tcp_wmem"):
         words = (machine.read(f"proc/sys/net/ipv4/{name}") or "").split()
@@ -117,7 +117,7 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 
 
 def _trouble(machine: Machine, host: str, *, is_alone: bool) -> tuple[Level, str] | None:
-    """Return what is wrong with an address to be told to others; without other nodes, nothing."""
+    """Return why other nodes cannot use an address; nothing without other nodes."""
     try:
         found = [address for address in machine.resolve(host) if ":" not in address]
     except OSError as error:
@@ -154,7 +154,7 @@ def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _meet(place: ListenAddress, listener: Listener) -> bool:
-    """Return whether both cannot listen at once. A name is taken to be any address."""
+    """Return whether both cannot listen at the same time. A name may be any address."""
     if place.port != listener.port:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Client that looks at another messenger from outside: its identity, and how fast bytes get there.
+"""A client that examines another messenger from outside: its identity, and the bandwidth to it.
 
 Owns: that connection. Does not know: KVCache.
 """
@@ -30,7 +30,7 @@ _PIECE_BYTES = 2 << 20
 
 
 class Probe:
-    """Client of one messenger's port. Every call connects anew; raises OSError or TransferError."""
+    """Client of one messenger's port. Every call makes a new connection. Raises OSError or TransferError."""
 
     def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None, cards: Cards) -> None:
         self._path = Path(Transport.TCP, (host, port))

@@ -1,9 +1,9 @@
 """Checks of RDMA: devices, access to them, ports and their addresses, MTU, the limit on locked memory.
 
-A machine without RDMA devices gets one line. What fails is an error only if `messenger.transport` asks for
+A machine without RDMA devices gets one line. A failed check is an error only if `messenger.transport` demands
 RDMA; else transfers use TCP.
 
-Owns: these checks. Does not know: verbs; what the transport itself finds is told by a function.
+Owns: these checks. Does not know: verbs (a function returns what the transport itself finds).
 """
 
 import ipaddress
@@ -117,7 +117,7 @@ def access(machine: Machine, config: Config) -> Iterator[Finding]:
 def verbs(
     machine: Machine, config: Config, find: Callable[[], tuple[list[str], list[str]]]
 ) -> Iterator[Finding]:
-    """Check what the transport itself finds: `find` returns usable ports in words, and reasons against
+    """Check which ports the transport itself can use. `find` returns these in words, and the reasons against
     others."""
     if not machine.names(DEVICES):
         return

@@ -1,4 +1,4 @@
-"""Checks of the way to another messenger: its name, the connection, packet sizes, who answers, bandwidth.
+"""Checks of the path to another messenger: its name, the connection, packet sizes, its identity, bandwidth.
 
 Owns: these checks. Does not know: the data plane's protocol, which a `PeerProbe` speaks.
 """
@@ -16,7 +16,7 @@ from messenger.doctor.machine import Machine
 from mooncake.errors import ConfigError, MooncakeError
 
 NUM_CONNECTS = 5
-"""Connections whose median time is told."""
+"""Number of connections for the median time."""
 CONNECT_TIMEOUT_S = 1.5
 """Seconds for one connection: a lost first packet is sent again after one."""
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -31,7 +31,7 @@ _MEASURED_S = 0.5
 """Target duration of a path's second measurement, in seconds."""
 _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
-"""Largest MTU whose segments tell about the other side: segments for larger ones are limited by windows."""
+"""Largest MTU for which the segment size tells the MTU of the other side. Above it windows limit segments."""
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux that Python does not name
 _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12}
 """TCP's headers with the IP header and the time stamps, in bytes."""
@@ -69,7 +69,7 @@ OpenProbe = Callable[[], Awaitable[PeerProbe]]
 
 
 def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
-    """Check whether the peer's name means an address."""
+    """Check whether the peer's name can be resolved."""
     try:
         addresses = machine.resolve(peer.host)
     except OSError as error:
@@ -153,8 +153,7 @@ def _sizes(connected: socket.socket) -> tuple[int, int]:
 def _packets(
     machine: Machine, family: socket.AddressFamily, address: str, mtu: int, segment_bytes: int
 ) -> Iterator[Finding]:
-    """Check for large packets that are lost on the way: they hold up transfers while everything small
-    works."""
+    """Check for large packets that are lost on the path. Then transfers hang while everything small works."""
     title = "peer mtu"
     other_mtu = segment_bytes + _TCP_HEADER_BYTES[family]
     if _USUAL_MTU < mtu < _LARGEST_ETHERNET_MTU and other_mtu + _TCP_HEADER_BYTES[family] < mtu:
@@ -214,7 +213,7 @@ async def _rdma_bandwidth(probe: PeerProbe, nic: str) -> Finding:
 
 
 async def _measure(bandwidth: Callable[[int], Awaitable[float]]) -> float:
-    """Measure bytes per second: a little first, then so much that it takes about half a second."""
+    """Measure bytes per second: with few bytes first, then with so many that it takes about half a second."""
     async with asyncio.timeout(BANDWIDTH_TIMEOUT_S):
         bytes_per_s = await bandwidth(FIRST_BYTES)
         num_bytes = int(bytes_per_s * _MEASURED_S) // FIRST_BYTES * FIRST_BYTES

@@ -38,8 +38,7 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Open pages to be written. `on_closed` is called once, when they cannot be written any more. Raises
-        RdmaError.
+        """Open pages for writes. `on_closed` is called once, when they cannot be written any more.
 
         Raises RdmaError.
         """

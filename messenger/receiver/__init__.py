@@ -1,2 +1,2 @@
-"""Side of a messenger that answers: which peers are admitted, and what they may write to or read from this
-pool."""
+"""The receiving side of a messenger: admission of peers, their writes to this pool and their reads from
+it."""

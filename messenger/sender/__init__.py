@@ -1,1 +1,1 @@
-"""The side that asks: connections to other messengers, and what is written to or fetched from them."""
+"""The sending side of a messenger: connections to other messengers, writes to them and fetches from them."""

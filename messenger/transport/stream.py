@@ -152,7 +152,7 @@ class Stream:
         return self._end - self._begin
 
     def take(self, num_bytes: int) -> None:
-        """Drop so many bytes of `ahead`, which have been used."""
+        """Drop the first `num_bytes` of `ahead`, which the caller has used."""
         self._begin += num_bytes
         if self._begin == self._end:
             self._begin = self._end = 0

@@ -145,7 +145,7 @@ class ConductorLink:
         report(Ready(f"{self._status.role.value} on {self._engine()}"))
 
     async def tell(self, message: FromWorker) -> None:
-        """Send to the Conductor; one that does not read is lost."""
+        """Send a message to the Conductor. A Conductor that does not read counts as lost."""
         if isinstance(message, Prefilled):
             self._unheard.told(message)
         try:

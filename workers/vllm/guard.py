@@ -3,7 +3,7 @@
 The command and its processes are a session of their own. They end when stdin closes, which it does when the
 process at its other end is killed.
 
-Owns: the end of these processes. Does not know: what they do.
+Owns: the end of these processes. Does not know: their work.
 """
 
 import contextlib

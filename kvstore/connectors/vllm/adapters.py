@@ -1,4 +1,4 @@
-"""The identity of LoRA adapters, which their names are not.
+"""The identity of LoRA adapters, for which their names are not enough.
 
 Owns: digests of adapters that were seen. Does not know: who asks.
 """
@@ -11,15 +11,18 @@ _PATTERNS = ("adapter_config.json", "*.safetensors", "*.bin")
 
 
 class Adapters:
-    """The digests of a server's adapters, by vLLM's number: an adapter keeps it as long as it is loaded."""
+    """The digests of a server's adapters, by vLLM's number, which an adapter keeps as long as it is
+    loaded."""
 
     def __init__(self) -> None:
         self._digests: dict[int, str | None] = {}
 
     def digest(self, lora_request: Any | None) -> str | None:
-        """Return the digest of a request's adapter, empty for none; None if blocks with it are not shared.
+        """Return the digest of a request's adapter: empty without an adapter, None if its blocks are not
+        shared.
 
-        Those are adapters without files on this host, and those that are replaced in place.
+        Blocks are not shared for adapters without files on this host, and for those that are replaced in
+        place.
         """
         if lora_request is None:
             return ""

@@ -1,9 +1,9 @@
 """`MooncakeServeConnector`: vLLM's hooks, passed on to the two sides of the connector.
 
-vLLM makes one object in the scheduler's process and one in the worker's, which may be the same process. What
-the scheduler's side plans for a step comes to the worker's side as that step's metadata.
+vLLM makes one object in the scheduler's process and one in the worker's, which may be the same process. The
+scheduler's side makes a plan for each step, which reaches the worker's side as the step's metadata.
 
-Owns: which hook does what. Does not know: how anything is done. Loads torch and vLLM.
+Owns: the mapping of hooks to the two sides. Does not know: how they work. Loads torch and vLLM.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class StepMetadata(KVConnectorMetadata):
-    """The plan of a step, as it travels to the worker."""
+    """The plan of a step, in the form that vLLM passes to the worker."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -103,7 +103,8 @@ class MooncakeServeConnector(KVConnectorBase_V1):
         return self._scheduler.finished(request.request_id, len(block_ids)), None
 
     def has_pending_block_frees(self) -> bool:
-        """Asked before a request is preempted: pages that finished ones keep are given back instead."""
+        """Return whether finished requests keep pages. vLLM asks before it preempts a request; the pages are
+        freed instead."""
         return self._scheduler.demand_pages()
 
     # -- the worker's side ------------------------------------------------------------------------
@@ -122,15 +123,15 @@ class MooncakeServeConnector(KVConnectorBase_V1):
         self._worker.begin_step(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: loads have begun."""
+        """Do nothing, as loads have begun already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: what is computed has all of its KVCache."""
+        """Do nothing, as requests are computed only when all of their KVCache is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: blocks are stored when all of their layers are there."""
+        """Do nothing, as blocks are stored when all of their layers are computed."""
 
     def wait_for_save(self) -> None:
         self._worker.end_step()
@@ -143,7 +144,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
 
 
 def _memory(tensors: list[torch.Tensor]) -> Memory:
-    """Describe the pages of all layers. Raises ConfigError for those that cannot be copied."""
+    """Describe the pages of all layers. Raises ConfigError for pages that cannot be copied."""
     first = tensors[0]
     for tensor in tensors:
         if tensor.device.type != "cpu":

@@ -1,6 +1,7 @@
-"""An engine's KVCache as the pool must know it: which model, which layout, how many tokens a page.
+"""The facts of an engine's KVCache that the pool needs: model, layout, tokens of a page.
 
-Owns: what is asked of vLLM's configuration, and what is refused by name. Does not know: pools, tensors.
+Owns: the used keys of vLLM's configuration, and which settings are refused by name. Does not know: pools,
+tensors.
 """
 
 import dataclasses
@@ -34,7 +35,8 @@ class EngineKV:
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> "EngineKV":
         """Describe the KVCache of an engine with this configuration.
 
-        Raises ConfigError for what blocks of a pool cannot hold, ModelError for a model without identity.
+        Raises ConfigError for a KVCache that blocks of a pool cannot hold, ModelError for a model without
+        identity.
         """
         _refuse_splits(vllm_config.parallel_config)
         model = vllm_config.model_config
@@ -60,11 +62,11 @@ class EngineKV:
         return KVLayout(len(self.layer_names), self.num_kv_heads, self.head_dim, block_size, self.dtype)
 
     def fingerprint(self, block_size: int) -> str:
-        """Return the identity of such blocks, the same as a worker's with this model."""
+        """Return the fingerprint of such blocks, equal to that of a worker with this model."""
         return self.checkpoint.fingerprint(self.dtype, block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Raise MismatchError unless blocks and pages consist of one another."""
+        """Raise MismatchError unless a block has whole pages, or a page whole blocks."""
         if self.page_tokens % block_size and block_size % self.page_tokens:
             raise MismatchError(
                 "block size",
@@ -75,7 +77,7 @@ class EngineKV:
 
 
 def check_layout(ours: KVLayout, theirs: KVLayout, advice: str) -> None:
-    """Raise MismatchError naming the first field but the block size in which two layouts differ."""
+    """Raise MismatchError, naming the first field other than the block size in which two layouts differ."""
     for field in _LAYOUT_FIELDS:
         if getattr(ours, field) != getattr(theirs, field):
             raise MismatchError(f"KVCache {field}", getattr(ours, field), getattr(theirs, field), advice)
@@ -91,7 +93,7 @@ def _refuse_splits(parallel: Any) -> None:
 
 
 def _refuse_conversions(vllm_config: Any) -> None:
-    """Refuse what makes KVCache that the model's identity says nothing of."""
+    """Refuse settings that change the KVCache and are not part of the fingerprint."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model.quantization is not None:
         raise ConfigError(
@@ -120,7 +122,7 @@ def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
 
 
 def _with_overrides(checkpoint: Checkpoint, overrides: object) -> Checkpoint:
-    """Return the checkpoint as its configuration is overridden, which makes it another model."""
+    """Return the checkpoint with the overrides of its configuration, which make it another model."""
     if not overrides:
         return checkpoint
     if not isinstance(overrides, dict):

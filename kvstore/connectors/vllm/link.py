@@ -1,6 +1,6 @@
-"""An engine's way to its pools, which may come after the engine, go, and come again.
+"""An engine's link to its pools, which may start after the engine, end, and come back.
 
-Owns: joining; what both sides must agree on. Does not know: what is asked of the pools.
+Owns: the connection; the facts on which both sides must agree. Does not know: calls to the pools.
 """
 
 import logging
@@ -15,23 +15,23 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 32
 _FIRST_TIMEOUT_S = 2.0
-"""Time that a pool may take to answer when the engine starts, and later."""
+"""Seconds for a pool's answer when the engine starts, and later."""
 _RETRY_S = 1.0
 _ADVICE = "give each model its own pool"
 
 
 class PoolLink:
-    """A client of the pools, as soon as one of them is there. `close` must be called.
+    """A client of the pools, from when one of them answers. The owner must call `close`.
 
-    Raises what is wrong for good: ConfigError, MismatchError. That no pool answers is not.
+    Raises permanent errors: ConfigError, MismatchError. It is no error that no pool answers.
     """
 
     def __init__(self, settings: ConnectorSettings, engine: EngineKV, *, speaks: bool) -> None:
-        """Join, or begin to try. `speaks`: this side of the connector tells the user."""
+        """Connect, or begin to try. `speaks`: whether this side of the connector logs for the user."""
         self._settings, self._engine = settings, engine
         self._level = logging.WARNING if speaks else logging.DEBUG
         self.pool: KVCachePool | None = None
-        """None until a pool was there; later a lost pool is one that has nothing."""
+        """The client; None until a pool has answered. Later a lost pool counts as empty."""
         self._is_ended = threading.Event()
         if settings.block_size is not None:
             engine.check_block_size(settings.block_size)
@@ -61,7 +61,8 @@ class PoolLink:
             return
 
     def _join(self) -> None:
-        """Connect. Raises PoolError if no pool answers, else what the pools do not agree on."""
+        """Connect. Raises PoolError if no pool answers, ConfigError or MismatchError if a pool does not
+        fit."""
         try:
             pool = self._connect(None)
         except PoolError:

@@ -1,8 +1,9 @@
-"""Loads: verified blocks of the pool come to the engine's pages, beside the computation of other requests.
+"""Loads: verified blocks of the pool are copied to the engine's pages, beside the computation of other
+requests.
 
-A request that loads is not computed before all of its blocks are there, and no other request finds them
-before. What cannot be loaded is reported and computed. A load that takes too long is given up, and writes
-no page after that: the engine may have given them to others.
+A request that loads is not computed before all of its blocks are in their pages, and no other request finds
+these before. Blocks that cannot be loaded are reported, and computed. A load that takes too long is given up
+and writes no page after that, as the engine may give the pages to other requests.
 
 Owns: loads in progress, their deadline. Does not know: requests, how blocks are found.
 """
@@ -21,10 +22,10 @@ from mooncake.errors import MooncakeError
 
 _NUM_THREADS = 2
 _GROUP_BYTES = 4 << 20
-"""Bytes of the layers that are copied in one go."""
+"""Bytes of the layers that are copied by one call."""
 _GRACE_S = 5.0
 _SLOW_BYTES_PER_S = 50e6
-"""Speed at which a load is not worth waiting for."""
+"""Speed below which a load is given up."""
 
 
 class _Running:
@@ -37,7 +38,7 @@ class _Running:
         self.writing = threading.Lock()
 
     def give_up(self) -> None:
-        """Return when no page is written any more."""
+        """Give the load up, and wait until no page is written any more."""
         with self.writing:
             self.is_given_up = True
         self.num_loaded = 0
@@ -62,7 +63,8 @@ class Loads:
         self._threads.submit(self._run, running)
 
     def take_finished(self) -> tuple[set[str], set[int]]:
-        """Return the requests whose loads have ended since, and the pages that lack what they should have."""
+        """Return the requests whose loads have ended since the last call, and the pages that were not
+        filled."""
         now_s = time.monotonic()
         for running in self._running:
             if running.num_loaded is None and now_s > running.deadline_s:

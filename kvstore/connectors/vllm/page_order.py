@@ -1,9 +1,9 @@
-"""The order of elements in an engine's pages, as its own attention backend writes them.
+"""The order of elements in an engine's pages, measured with the engine's own attention backend.
 
-The backend is given numbers instead of keys and values, and the page tells where each went. So any order
-is known that is one: of vectors transposed for the processor, of tokens before heads or behind them.
+The backend writes numbers instead of keys and values, and the page shows where each went. So any fixed order
+is found, such as vectors transposed for the processor, or tokens before or behind heads.
 
-Owns: that measurement. Does not know: what the order is used for. Loads torch and vLLM.
+Owns: that measurement. Does not know: the use of the order. Loads torch and vLLM.
 """
 
 from typing import Any
@@ -22,10 +22,10 @@ def page_order(layer: Any, pages: torch.Tensor) -> Order:
     """Return `[kv_head, 2, token, head_dim]`: the place of each element in a page of `pages`.
 
     Args:
-        layer: vLLM's attention layer, with its backend.
+        layer: vLLM's attention layer with its backend.
         pages: Its KVCache `[page, kv_head, token, 2 * head_dim]`; nothing of it is written.
 
-    Raises ConfigError if a page is no reordering of what it gets, as with quantised KVCache.
+    Raises ConfigError if a page is not just a reordering of keys and values, as with quantised KVCache.
     """
     _, num_heads, num_tokens, width = pages.shape
     shape = (num_heads, 2, num_tokens, width // 2)

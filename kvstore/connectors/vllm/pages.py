@@ -1,10 +1,10 @@
-"""Copies between an engine's pages and blocks of the pool: a gather, whatever order a page's elements have.
+"""Copies between an engine's pages and blocks of the pool: gathers, for any order of a page's elements.
 
 A layer of a block is `[kv_head][K, V][token][head_dim]`. An attention backend may keep keys transposed or
-packed; `orders` says where each element of a page is. Blocks and pages of other numbers of tokens are copied
-in *pieces*, the tokens that a block and a page have in common.
+packed; `orders` says where each element of a page is. Blocks and pages with different numbers of tokens are
+copied in *pieces*: the tokens that a block and a page have in common.
 
-Owns: the arithmetic of pieces, the copies, checksums of what is gathered. Does not know: vLLM, threads, when.
+Owns: the arithmetic of pieces, the copies, checksums of gathered blocks. Does not know: vLLM, threads, when.
 """
 
 import functools
@@ -42,7 +42,7 @@ def prepare() -> None:
 
 
 class EnginePages:
-    """The pages of an engine in the memory of this process, and how they make blocks of one layout."""
+    """The pages of an engine in the memory of this process, and their mapping to blocks of one layout."""
 
     def __init__(
         self, layers: Sequence[int], page_stride: int, num_pages: int, order: Order, layout: KVLayout
@@ -119,7 +119,7 @@ def copy_indexed(
 ) -> None:
     """Copy pieces: element i of each from place `source_order[i]` to place `target_order[i]`.
 
-    Other threads run meanwhile, as it is one call for all of them.
+    Other threads run meanwhile, as all pieces are copied by one call.
     """
     if not len(targets):
         return

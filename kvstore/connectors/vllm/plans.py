@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the worker's side for one step.
+"""The messages from the scheduler's side to the worker's side for one step.
 
 Owns: these messages. Does not know: how a plan is made or carried out.
 """
@@ -49,14 +49,15 @@ class Store:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The loads that begin with a step, the blocks that it completes, and what became of requests before."""
+    """The loads that begin with a step, the blocks that it completes, and changes of requests before it."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
-    """Requests that have lost their pages, which this step may give to others."""
+    """Requests that have lost their pages. This step may give these to other requests."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Requests that have finished, and keep so many pages until the worker's side reports them as stored."""
+    """Finished requests, and the number of pages that each keeps until the worker's side reports it as
+    stored."""
     needs_pages: bool = False
     """Whether the engine waits for pages of finished requests."""
 
@@ -76,7 +77,8 @@ def place_blocks(
         tokens: The tokens to place, whole blocks or whole pages of them; other pages are left out.
         pages: The engine's pages of the request, from its first token on.
         block_size: The tokens of a block of the pool.
-        page_tokens: The tokens of a page; one of both is a multiple of the other.
+        page_tokens: The tokens of a page. Either of `block_size` and `page_tokens` is a multiple of the
+        other.
     """
     numbers = range(tokens.start // block_size, -(-tokens.stop // block_size))
     if block_size <= page_tokens:

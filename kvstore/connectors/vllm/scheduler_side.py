@@ -1,8 +1,8 @@
 """The scheduler's side: which blocks of a request are in the pool, and what each step loads and stores.
 
-Requests are vLLM's; of one this uses its id, tokens, salt, adapter and number of computed tokens. Searches
-run beside the scheduler, which asks again as long as one has not ended: blocks on SSD are promoted meanwhile.
-What was found is leased until it is loaded.
+Requests are vLLM's. Their id, tokens, salt, adapter and number of computed tokens are used. Searches run
+beside the scheduler, which asks again until a search has ended, and blocks on SSD are promoted meanwhile.
+Found blocks are leased until they are loaded.
 
 Owns: the keys of running requests, searches, leases. Does not know: vLLM's classes, pages' bytes.
 """
@@ -23,19 +23,19 @@ from mooncake.messages.blocks import BlockKey, extended_keys, root_key
 ROOT_KEY = "root_key"
 """Key of `kv_transfer_params`: the parent of a request's first block, in hexadecimal digits."""
 _NUM_SEARCHES = 8
-"""Searches at a time."""
+"""Most searches at a time."""
 _AT_ONCE_S = 0.02
-"""Time that the scheduler waits for a search: most take less than a millisecond."""
+"""Seconds for which the scheduler waits for a search. Most take less than a millisecond."""
 _LONGEST_SEARCH_S = 3.0
-"""Time after which a request is computed rather than searched for any longer."""
+"""Seconds of a search after which the request is computed instead."""
 _LEASE_S = 30.0
 _PAUSE_S = 1.0
-"""Time without searches after one that found no pool."""
+"""Seconds without searches after a search that found no pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The number of a request's leading blocks that are in the pool, and what keeps them there."""
+    """The number of a request's leading blocks that are in the pool, and their lease."""
 
     num_blocks: int
     lease: Lease | None
@@ -48,7 +48,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Search:
-    """A search for a request's blocks, begun at `begun_s`."""
+    """A search for a request's blocks, which began at `begun_s`."""
 
     begun_s: float
     result: "Future[Found]"
@@ -66,20 +66,20 @@ class _Tracked:
     root: BlockKey
     keys: list[BlockKey] = field(default_factory=list)
     num_stored: int = 0
-    """Leading blocks that the pool has, or gets with a step that was planned."""
+    """Number of leading blocks that the pool has, or gets with a planned step."""
     search: _Search | None = None
     num_local_tokens: int = 0
-    """Tokens that the engine's own cache had when it asked."""
+    """Number of tokens that the engine's own cache had when it asked."""
     loading_pages: set[int] | None = None
     """Pages that are being loaded."""
     has_stored: bool = False
-    """Whether a block of it was to be stored, and may be still."""
+    """Whether a store of one of its blocks was planned and may be in progress."""
     may_load: bool = True
-    """Whether no load has failed: a request is not searched for twice."""
+    """Whether no load of the request has failed. After a failure it is not searched for again."""
 
 
 class SchedulerSide:
-    """What the connector does in the scheduler's process. All methods are the scheduler's."""
+    """The part of the connector in the scheduler's process. The scheduler calls all methods."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._new_loads: list[Load] = []
         self._kept: dict[str, int] = {}
-        """Pages of requests that have finished since the last step, and keep them."""
+        """Number of kept pages of each request that has finished since the last step."""
         self._num_kept = 0
-        """Finished requests that keep their pages."""
+        """Number of finished requests that keep their pages."""
         self._needs_pages = False
         self._threads = ThreadPoolExecutor(_NUM_SEARCHES, "mooncake-search")
         self._resume_s = 0.0
@@ -132,7 +132,8 @@ class SchedulerSide:
         return max(0, num_tokens // self._page_tokens * self._page_tokens - num_local_tokens)
 
     def _found(self, tracked: _Tracked, num_tokens: int) -> Found | None:
-        """Return the result of a request's search, begun if need be; None while it goes on."""
+        """Return the result of a request's search; None while it goes on. Begins the search if there is
+        none."""
         now_s = time.monotonic()
         if tracked.search is not None and now_s - tracked.search.begun_s > _LEASE_S / 2:
             self._end_search(tracked)  # its lease may end before the load
@@ -156,7 +157,7 @@ class SchedulerSide:
     # -- steps ------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, pages: Sequence[int], num_loaded_tokens: int) -> None:
-        """Take note that a request has pages, into which so many tokens are to be loaded."""
+        """Record that a request has pages, into which `num_loaded_tokens` will be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
@@ -182,9 +183,9 @@ class SchedulerSide:
         pages_of: Callable[[str], Sequence[int]],
         preempted: Collection[str] = (),
     ) -> StepPlan:
-        """Plan a step that computes so many tokens of each request.
+        """Plan a step that computes `num_scheduled` tokens of each request.
 
-        `preempted`: requests that have lost their pages since the last step, and begin anew.
+        `preempted`: requests that have lost their pages since the last step, and start from the beginning.
         """
         plan = StepPlan(
             self._new_loads, preempted=set(preempted), finished=self._kept, needs_pages=self._needs_pages
@@ -221,7 +222,7 @@ class SchedulerSide:
         return plan
 
     def loaded(self, request_ids: Iterable[str], missing_pages: set[int]) -> None:
-        """Take note that the loads of these requests have ended, and which pages lack something."""
+        """Record that the loads of these requests have ended, and which pages were not filled."""
         for request_id in request_ids:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.loading_pages is None:
@@ -232,7 +233,7 @@ class SchedulerSide:
             self._end_search(tracked)
 
     def finished(self, request_id: str, num_pages: int) -> bool:
-        """Forget a request that has so many pages. Returns whether it keeps them until they are stored."""
+        """Forget a request with `num_pages`. Returns whether it keeps them until they are stored."""
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -245,11 +246,11 @@ class SchedulerSide:
         return True
 
     def stored(self, request_ids: Collection[str]) -> None:
-        """Take note that finished requests keep their pages no more."""
+        """Record that finished requests do not keep their pages any more."""
         self._num_kept -= len(request_ids)
 
     def demand_pages(self) -> bool:
-        """Return whether finished requests keep pages, which are given back with the next step then."""
+        """Return whether finished requests keep pages. If so, the next step frees them."""
         self._needs_pages = self._num_kept > 0
         return self._needs_pages
 
@@ -266,7 +267,7 @@ class SchedulerSide:
         return self._link.pool.layout.block_size
 
     def _track(self, request: Any) -> _Tracked | None:
-        """Return what is known of a request; None if its blocks are not shared."""
+        """Return the state of a request; None if its blocks are not shared."""
         tracked = self._requests.get(request.request_id)
         pool = self._link.pool
         if tracked is not None or pool is None:

@@ -1,6 +1,6 @@
-"""What `kv_connector_extra_config` says.
+"""The settings in `kv_connector_extra_config`.
 
-Owns: its keys. Does not know: who uses a value.
+Owns: the keys of these settings. Does not know: who uses a value.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ SECTION = "kv_connector_extra_config"
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True):
-    """Which pool, and what blocks a pool gets that is still without any."""
+    """The pools, and the block size of a pool that has no blocks yet."""
 
     pool: str | list[str]
     """Addresses as `KVCachePool.connect` takes them; blocks are stored in the first one."""
     key_file: str | None = None
     """The cluster's key, for addresses on other hosts."""
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
-    """Tokens of a block; default: those of the pool, or 32 if it has none yet."""
+    """Tokens of a block. Default: the pool's block size, or 32 if the pool has none yet."""
 
     @property
     def addresses(self) -> list[str]:
@@ -32,7 +32,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> "ConnectorSettings":
-        """Check what was given. Raises ConfigError, which names the key."""
+        """Check the given settings. Raises ConfigError, which names the key."""
         known = cls.__struct_fields__
         for key in given:
             if key not in known:

@@ -1,11 +1,11 @@
-"""Stores: blocks that are complete go to the pool beside the computation, which never waits for that.
+"""Stores: complete blocks are copied to the pool beside the computation, which never waits for a store.
 
-A complete block does not change as long as its request has its pages. So blocks are collected over some
-steps and copied by a thread: while their request runs, and for a moment after. What would take longer, or
-more pages, is not stored: the next request computes it. A pool that is full, silent or gone gets nothing for
-a while.
+A complete block does not change as long as its request has its pages. So blocks are collected over some steps
+and copied by a thread, while their request runs and for a moment after. Blocks that would keep pages longer,
+or keep too many, are not stored, and the next request computes them. After a failure of the pool (full,
+silent or gone) nothing is stored for a while.
 
-Owns: blocks that are to be stored, pages that are kept for that. Does not know: which blocks are complete.
+Owns: blocks that wait to be stored, pages that are kept for them. Does not know: which blocks are complete.
 """
 
 import functools
@@ -26,21 +26,22 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _COLLECT_S = 0.05
-"""Time that a block waits for others, unless its request has finished: a call for each step is dear."""
+"""Seconds for which a block waits for others, unless its request has finished, as a call for each step would
+take too much time."""
 _BATCH_BYTES = 16 << 20
-"""Bytes of the blocks of one call."""
+"""Most bytes of the blocks of one call."""
 _KEEP_S = 2.0
 """Longest time that a finished request keeps its pages."""
 _KEPT_SHARE = 0.25
-"""Most of the engine's pages that finished requests keep, unless it is a single one."""
+"""Largest share of the engine's pages that finished requests keep. A single request may keep more."""
 _ROOM_S = 0.5
-"""Time that the pool may take to make room."""
+"""Seconds for which a store waits for room in the pool."""
 _PAUSE_S = 1.0
-"""Time without stores after one that failed."""
+"""Seconds without stores after a store that failed."""
 
 
 class _GivenUpError(Exception):
-    """The end of a call some of whose pages may not be read any more."""
+    """Some pages of the call must not be read any more, so the call ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +62,24 @@ class _Kept:
 
 
 class Stores:
-    """The stores of one worker. All methods are the engine's, and none waits for the pool."""
+    """The stores of one worker. The engine calls all methods, and none of them waits for the pool."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
         self._pool, self._pages = pool, pages
         self._changed = threading.Condition()
-        """Condition of all that follows, up to `_reading`."""
+        """Condition variable of all following attributes, up to `_reading`."""
         self._queue: deque[_Waiting] = deque()
         self._batch: list[_Waiting] = []
         """Blocks of the call in progress."""
         self._given_up: set[str] = set()
-        """Requests of that call whose pages may not be read any more."""
+        """Requests of the call in progress whose pages must not be read any more."""
         self._num_blocks: Counter[str] = Counter()
         """Blocks of each request in the queue and the batch, without those given up."""
         self._kept: dict[str, _Kept] = {}
-        """Finished requests that keep pages, the first one first."""
+        """Finished requests that keep pages, the oldest first."""
         self._incomplete: set[str] = set()
-        """Running requests of which a block was not stored: those behind are of no use."""
+        """Running requests of which a block was not stored. Their later blocks are not stored either, as no
+        request could use them."""
         self._resume_s = 0.0
         self._is_closed = False
         self._reading = threading.Lock()
@@ -85,7 +87,7 @@ class Stores:
         threading.Thread(target=self._serve, name="mooncake-store", daemon=True).start()
 
     def add(self, stores: Iterable[Store]) -> None:
-        """Store blocks, which are complete, or drop them if the pool fails at present."""
+        """Store complete blocks, or drop them while stores are paused after a failure."""
         now_s = time.monotonic()
         with self._changed:
             for store in stores:
@@ -97,7 +99,7 @@ class Stores:
             self._changed.notify()
 
     def finish(self, num_pages: Mapping[str, int]) -> None:
-        """Take note that requests have finished, which keep so many pages until `take_ended` names them."""
+        """Record that requests have finished, and keep `num_pages` each until `take_ended` returns them."""
         due_s = time.monotonic() + _KEEP_S
         with self._changed:
             for request_id, num in num_pages.items():
@@ -106,7 +108,8 @@ class Stores:
             self._changed.notify()
 
     def take_ended(self, *, needs_pages: bool) -> set[str]:
-        """Return finished requests whose pages are not read any more: all if the engine needs pages."""
+        """Return finished requests whose pages are not read any more; all of them if the engine needs
+        pages."""
         if not self._kept:
             return set()
         self.give_up(set(self._kept) if needs_pages else self._too_many())
@@ -117,7 +120,8 @@ class Stores:
         return ended
 
     def _too_many(self) -> set[str]:
-        """Return the first of the finished requests, which have kept pages for too long, or too many."""
+        """Return the oldest finished requests, as far as they have kept pages for too long, or keep too
+        many."""
         now_s = time.monotonic()
         num_pages = sum(kept.num_pages for kept in self._kept.values())
         most = _KEPT_SHARE * self._pages.num_pages
@@ -131,7 +135,7 @@ class Stores:
         return late
 
     def give_up(self, request_ids: set[str]) -> None:
-        """Drop stores of these requests. Their pages are not read any more when this returns."""
+        """Drop the stores of these requests, and wait until their pages are not read any more."""
         with self._changed:
             num_dropped = sum(self._num_blocks.pop(request_id, 0) for request_id in request_ids)
             self._incomplete -= request_ids
@@ -175,7 +179,7 @@ class Stores:
             return self._pages.gather(layers, [blocks[position] for position in positions], targets)
 
     def _next_batch(self) -> list[_Waiting]:
-        """Wait for blocks that are worth a call, of distinct keys. Returns none when there will be none."""
+        """Wait for enough blocks for a call, with distinct keys. Returns none when no more will come."""
         most = max(1, _BATCH_BYTES // self._pages.layout.block_bytes)
         with self._changed:
             while not self._is_closed and (wait_s := self._time_to_collect_s(most)) != 0:
@@ -197,7 +201,7 @@ class Stores:
         return max(0, self._queue[0].since_s + _COLLECT_S - time.monotonic())
 
     def _end_batch(self, *, is_stored: bool) -> None:
-        """End the call; what was not given up is tried again unless it is stored."""
+        """End the call. Blocks that were not stored are tried again, except those given up."""
         with self._changed:
             rest = [each for each in self._batch if each.request_id not in self._given_up]
             self._batch, self._given_up = [], set()
@@ -207,7 +211,7 @@ class Stores:
                 self._queue.extendleft(reversed(rest))
 
     def _fail(self, error: MooncakeError) -> None:
-        """Drop all that waits, and what comes in the next moment."""
+        """Drop all waiting blocks, and those that come in the next `_PAUSE_S`."""
         with self._changed:
             log.info("%d blocks were not stored: %s", self._num_blocks.total(), error)
             self._incomplete |= {name for name, num in self._num_blocks.items() if num} - self._kept.keys()

@@ -1,6 +1,6 @@
 """The worker's side: loads and stores between the engine's pages and the pool.
 
-Owns: what a step begins and ends. Does not know: vLLM's classes, requests.
+Owns: the transfers that a step begins and ends. Does not know: vLLM's classes, requests.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from messenger.wire import checksums
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The engine's pages: the address of page 0 of each layer. `keeps` keeps them mapped."""
+    """The engine's pages: the address of page 0 of each layer. `keeps` is an object that keeps them
+    mapped."""
 
     layers: list[int]
     page_stride: int
@@ -25,32 +26,32 @@ class Memory:
 
 
 class WorkerSide:
-    """What the connector does in the worker's process. All methods are the engine's thread's."""
+    """The part of the connector in the worker's process. The engine's thread calls all methods."""
 
     def __init__(self, link: PoolLink) -> None:
         self._link = link
         self._registered: tuple[Memory, Order] | None = None
         self._transfers: tuple[Loads, Stores] | None = None
-        """None until the pool was there, which decides about the blocks."""
+        """Loads and stores; None until a pool has answered, as the pool determines the block size."""
         self._refused: list[Load] = []
-        """Loads that came before that."""
+        """Loads that were ordered before a pool had answered."""
         self._missing_pages: set[int] = set()
         self._plan = StepPlan()
         """The plan of the step in progress."""
 
     def register(self, memory: Memory, order: Order) -> None:
-        """Take note of the engine's pages and the order `[kv_head, 2, token, head_dim]` of their elements."""
+        """Register the engine's pages and the order `[kv_head, 2, token, head_dim]` of their elements."""
         pages.prepare()
         checksums.prepare()
         self._registered = memory, order
 
     def preempt(self, request_ids: set[str]) -> None:
-        """Let pages of requests go, which are written to from now on."""
+        """Stop using the pages of preempted requests, which may be overwritten from now on."""
         if self._transfers is not None:
             self._transfers[1].give_up(request_ids)
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Begin what a step loads."""
+        """Begin the loads of a step."""
         self._plan = plan
         if self._transfers is None and (plan.loads or plan.stores):
             self._transfers = self._open()
@@ -76,13 +77,13 @@ class WorkerSide:
             self._transfers[1].add(self._plan.stores)
 
     def take_stored(self) -> set[str]:
-        """Return the finished requests that need their pages no more."""
+        """Return the finished requests that do not need their pages any more."""
         if self._transfers is None:
             return set(self._plan.finished)
         return self._transfers[1].take_ended(needs_pages=self._plan.needs_pages)
 
     def take_loaded(self) -> set[str]:
-        """Return the requests whose loads have ended since."""
+        """Return the requests whose loads have ended since the last call."""
         refused, self._refused = self._refused, []
         self._missing_pages.update(*(load.pages for load in refused))
         request_ids = {load.request_id for load in refused}
@@ -93,7 +94,7 @@ class WorkerSide:
         return request_ids
 
     def take_missing_pages(self) -> set[int]:
-        """Return the pages of these requests that lack what they should have."""
+        """Return the pages of these requests that loads have not filled."""
         missing_pages, self._missing_pages = self._missing_pages, set()
         return missing_pages
 
