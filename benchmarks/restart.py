@@ -1,0 +1,191 @@
+"""What clients of a front in a process of its own notice when the conductor is killed.
+
+    python -m benchmarks.restart [--streams N] [--tokens N] [--decode N]
+
+A conductor, a front, a prefill instance and some decode instances, each on a node of its own. Their workers
+compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`). All streams
+run at once; beside them a short request comes each 0.2 s for a while. In the first run nothing happens. In
+the second one the conductor's process is killed when these requests begin; its supervisor starts it again.
+A stream is lost that does not end with all its tokens.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from benchmarks.kvstore.rounds import print_table, progress
+from benchmarks.overload.slowed import VOCAB_SIZE, write_model
+from benchmarks.servers import ServerError, free_port, serving, telling_why
+from benchmarks.tools.arguments import count
+from mooncake.security.keys import ClusterKey
+
+MODEL = "slowed"
+NUM_PROMPT_TOKENS = 60
+NUM_TOKENS_BEFORE = 30
+"""Tokens that each stream has when something happens."""
+PROBE_PERIOD_S, PROBES_S = 0.2, 8.0
+MAX_FACTOR, MAX_MORE_S, MAX_PROBE_S = 1.5, 0.5, 3.0
+"""Bars: of the longest gap, against p99.9 of the first run; of a request that comes meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`front` is where clients ask; `conductor` is the supervisor of the conductor's node."""
+
+    front: str
+    conductor: int
+
+    def kill_conductor(self) -> None:
+        """Kill the conductor's process, which is the only child of its supervisor."""
+        children = Path(f"/proc/{self.conductor}/task/{self.conductor}/children").read_text()
+        os.kill(int(children), signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class Answer:
+    """When the tokens of one answer came."""
+
+    num_tokens: int
+    began_s: float
+    times_s: list[float] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has `NUM_TOKENS_BEFORE` tokens."""
+    is_whole: bool = False
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
+
+    @property
+    def ttft_s(self) -> float:
+        """Infinite without a token."""
+        return self.times_s[0] - self.began_s if self.times_s else float("inf")
+
+
+@contextlib.contextmanager
+def cluster(num_decode: int, output: int) -> Iterator[Cluster]:
+    """Start all nodes. Raises ServerError."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as nodes:
+        folder = Path(name)
+        write_model(folder)
+        ClusterKey.generate().save(folder / "cluster.key")
+        shared = [f"--security-key-file={folder / 'cluster.key'}", f"--served-model-name={MODEL}"]
+        shared += [f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}", "--worker-max-batch=128"]
+        shared += ["--conductor-reply-endpoint=tcp://127.0.0.1:*", "--conductor-max-running-requests=1000"]
+        shared += ["--kvcache-pool-bytes=64MiB", "--kvcache-device-bytes=64MiB", "--dtype=float32"]
+
+        def node(role: str, *flags: str, path: str = "/ready") -> tuple[str, int]:
+            port, ready = free_port(), free_port()
+            command = [sys.executable, "-m", "benchmarks.overload.slowed", name, f"--role={role}", *shared]
+            url = f"http://127.0.0.1:{port}"
+            if role in ("prefill", "decode"):
+                command += [f"--worker-metrics-listen=127.0.0.1:{ready}", *flags]
+                server = serving(command, f"http://127.0.0.1:{ready}{path}", output=output)
+            else:
+                server = serving([*command, f"--port={port}"], f"{url}{path}", output=output)
+            return url, nodes.enter_context(server).pid
+
+        _, conductor = node("conductor", path="/health")
+        node("prefill", "--instance=p0")
+        for index in range(num_decode):
+            node("decode", f"--instance=d{index}")
+        front, _ = node("front")
+        yield Cluster(front, conductor)
+
+
+async def ask(url: str, prompt: list[int], answer: Answer) -> None:
+    """Stream an answer. What goes wrong shows as an answer that is not whole."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": answer.num_tokens, "temperature": 0}
+    content = json.dumps(body | {"ignore_eos": True, "stream": True, "return_token_ids": True}).encode()
+    where = urlsplit(url)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    )
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    num_tokens = 0
+    try:
+        while line := await reader.readline():
+            if line.startswith(b"data: [DONE]"):
+                answer.is_whole = num_tokens == answer.num_tokens
+                return
+            if line.startswith(b"data: {"):
+                num_new = sum(len(choice["token_ids"]) for choice in json.loads(line[6:]).get("choices", ()))
+                num_tokens += num_new
+                answer.times_s += [time.monotonic()] if num_new else []
+                if num_tokens >= NUM_TOKENS_BEFORE:
+                    answer.has_begun.set()
+    finally:
+        answer.has_begun.set()  # also if it has none
+        writer.close()
+
+
+async def run(
+    cluster: Cluster, num_streams: int, num_tokens: int, *, kills: bool
+) -> tuple[list[Answer], list[Answer]]:
+    """Return the answers of the streams, and of the requests that came beside them."""
+    streams = [Answer(num_tokens, time.monotonic()) for _ in range(num_streams)]
+    async with asyncio.TaskGroup() as group:
+        for index, answer in enumerate(streams):
+            prompt = [index % VOCAB_SIZE, index // VOCAB_SIZE, *range(NUM_PROMPT_TOKENS)]
+            group.create_task(ask(cluster.front, prompt, answer))
+        for answer in streams:
+            await answer.has_begun.wait()
+        if kills:
+            cluster.kill_conductor()
+        probes = []
+        for index in range(round(PROBES_S / PROBE_PERIOD_S)):
+            probes.append(Answer(2, time.monotonic()))
+            group.create_task(ask(cluster.front, [int(kills), index, *range(10)], probes[-1]))
+            await asyncio.sleep(PROBE_PERIOD_S)
+    return streams, probes
+
+
+def main() -> None:
+    """Run both, and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--streams", type=count, default=200)
+    parser.add_argument("--tokens", type=count, default=300, help="of each stream")
+    parser.add_argument("--decode", type=count, default=4, help="decode instances")
+    arguments = parser.parse_args()
+    rows, most_s = [], 0.0
+    with telling_why(ServerError) as output, cluster(arguments.decode, output) as nodes:
+        for name, kills in (("undisturbed", False), ("conductor killed", True)):
+            progress(name)
+            streams, probes = asyncio.run(run(nodes, arguments.streams, arguments.tokens, kills=kills))
+            gaps_s = np.array([gap_s for answer in streams for gap_s in answer.gaps_s])
+            p999_s, longest_s = float(np.quantile(gaps_s, 0.999)), float(gaps_s.max())
+            most_s = most_s or MAX_FACTOR * p999_s + MAX_MORE_S
+            ttfts_s = [answer.ttft_s for answer in probes]
+            rows.append(
+                (
+                    name,
+                    str(sum(not answer.is_whole for answer in streams)),
+                    f"{1000 * float(np.median(gaps_s)):.0f} ms",
+                    f"{1000 * p999_s:.0f} ms",
+                    f"{1000 * longest_s:.0f} ms",
+                    f"{np.median(ttfts_s):.2f} s",
+                    f"{max(ttfts_s):.2f} s",
+                    str(sum(not answer.is_whole for answer in probes)),
+                )
+            )
+    rows.append(("bar", "0", "", "", f"{1000 * most_s:.0f} ms", "", f"{MAX_PROBE_S:.0f} s", "0"))
+    columns = ("", "streams lost", "gap p50", "gap p99.9", "longest gap")
+    meanwhile = ("TTFT p50 meanwhile", "longest TTFT meanwhile", "requests refused meanwhile")
+    print_table(f"{arguments.streams} streams of {arguments.tokens} tokens", (*columns, *meanwhile), rows)
+
+
+if __name__ == "__main__":
+    main()
