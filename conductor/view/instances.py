@@ -121,9 +121,14 @@ class Instances:
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """Expect the next life of a lost instance for longer, as it is about to serve."""
+        """Expect the next life of a lost instance for longer, as it is about to serve.
+
+        One that is not known may have been lost under an earlier Conductor.
+        """
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)
+        elif name not in self._by_name and self._all_expected_until_s is not None:
+            self._all_expected_until_s = max(self._all_expected_until_s, until_s)
 
     def begin_emptying(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
         """Begin to drain an instance, or to switch its role, if its state allows that; whether it does.

@@ -94,7 +94,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     ClusterKey.generate().save(folder / "key")
     shared = [f"--model={model}", *POOLS, TRANSFERS, f"--security-key-file={folder / 'key'}"]
     shared += [f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"]
-    shared += ["--conductor-peer-timeout-s=20"]  # a busy machine is not silent for so long
+    # A busy machine is not silent for so long, and workers have started again by then.
+    shared += ["--conductor-peer-timeout-s=20", f"--conductor-placement-timeout-s={DEADLINE_S}"]
     shared += ["--conductor-reply-endpoint=tcp://127.0.0.1:*"]
     with contextlib.ExitStack() as stack:
 

@@ -22,6 +22,7 @@ from mooncake.messages.workers import (
     Abort,
     RegisterRefused,
     Reserve,
+    Returning,
     Role,
 )
 from tests.conductor.small_cluster import (
@@ -133,6 +134,18 @@ def test_without_instances_requests_that_have_not_begun_are_refused_in_the_end()
     now_s = limits.return_grace_s + 2
     [rejected] = conductor.handle(FRONT, Submit(request("late")), now_s)
     assert isinstance(rejected.message, Rejected)
+
+
+def test_an_instance_that_was_lost_before_is_waited_for_while_it_starts_again() -> None:
+    conductor = successor()
+    conductor.handle(D0, registration("d0", Role.DECODE), 0.1)
+    conductor.handle(FRONT, Submit(request("new")), 0.2)
+    conductor.handle(peer_identity("p0/returning", 2), Returning("p0", 2, []), 0.3)
+    assert rejections_when_time_passes(conductor, 5.0, 10.0, 15.0, 20.0) == []
+    again = conductor.handle(peer_identity("p0", 2), registration("p0", Role.PREFILL, 2), 21.0)
+    assert [effect.message.ref.request_id for effect in again if isinstance(effect.message, Reserve)] == [
+        "new"
+    ]
 
 
 def test_what_a_front_sends_before_it_has_said_hello_is_resumed_later() -> None:
