@@ -19,6 +19,7 @@ from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.tiny_cluster import (
+    ONE_THREAD,
     TRANSFERS,
     body,
     complete,
@@ -36,7 +37,7 @@ from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-POOLS = ("--kvcache-block-size=8", "--kvcache-pool-bytes=128MiB", "--kvcache-device-bytes=128MiB")
+POOLS = ("--kvcache-block-size=8", "--kvcache-pool-bytes=128MiB", "--kvcache-device-bytes=128MiB", ONE_THREAD)
 NUM_PAGES = (128 << 20) // (8 * 4 * 1 * 2 * 16 * 4)
 INSTANCES = ("p0", "d0", "d1")
 MOST_TOKENS = 8000

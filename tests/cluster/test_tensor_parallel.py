@@ -14,7 +14,7 @@ from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
 from tests.cluster.test_equality import reference
-from tests.cluster.tiny_cluster import TRANSFERS, body, is_ready, samples
+from tests.cluster.tiny_cluster import ONE_THREAD, TRANSFERS, body, is_ready, samples
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
@@ -41,6 +41,7 @@ def common(model: tuple[Path, object], run_dir: Path) -> list[str]:
     return [
         f"--model={model[0]}",
         "--kvcache-block-size=8",
+        ONE_THREAD,
         "--kvcache-pool-bytes=8MiB",
         "--kvcache-device-bytes=1MiB",
         "--worker-prefill-chunk=32",
