@@ -15,4 +15,4 @@ class NoRoomError(MooncakeError):
 
 
 class EngineLostError(MooncakeError):
-    """The engine of an instance, a process of its own, has ended or answers what it should not."""
+    """The engine of an instance, which is a separate process, has ended or gives invalid answers."""

@@ -63,8 +63,8 @@ class AnswerLengths:
         Args:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
-            since_s: The time since when the load has been the same: only answers that began after it say what
-                those of the present load are like. While few of them have ended, earlier ones do.
+            since_s: The time since when the load has been the same. Only answers that began after it are
+            used; while few of these have ended, earlier ones are used too.
         """
         new: dict[Kind, list[float]] = {}
         for answer in running:

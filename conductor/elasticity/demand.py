@@ -200,8 +200,8 @@ class Persistence:
     def left_s(self, window_s: float) -> float:
         """The time for which a load that has been the same for `window_s` is expected to stay so.
 
-        It lasts as long as the shortest quarter of loads before; if it has already, as long again as until
-        now.
+        It is expected to last as long as the shortest quarter of the earlier loads did, and at least as long
+        again as until now.
         """
         gaps_s = sorted(self._gaps_s)
         usual_s = gaps_s[len(gaps_s) // 4] if gaps_s else WINDOW_S

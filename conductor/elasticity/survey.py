@@ -182,7 +182,8 @@ def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:
 def _waiting_for_pages(
     instance: Instance, decoded: list[TrackedRequest], now_s: float
 ) -> list[TrackedRequest]:
-    """The requests that were to be decoded before the latest heartbeat, and are in no batch: the newest ones.
+    """The requests that wait for pages: the newest of those that were ready before the latest heartbeat and
+    are in no batch.
 
     Requests that wait for the TBT of the batch are not among them.
     """

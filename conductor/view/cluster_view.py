@@ -76,7 +76,7 @@ class _Occupant:
 
     instance: Instance
     checked_s: float
-    """The time at which a prefill last showed whether its costs are predicted well."""
+    """The time at which a prefill last allowed a comparison with its predicted costs."""
     decode: DecodeStats = field(default_factory=DecodeStats)
     computed: _Computed | None = None
 
@@ -288,7 +288,7 @@ class ClusterView:
         return (self.next_step_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
-        """Seconds since a prefill last showed whether its costs here are predicted well."""
+        """Seconds since a prefill on this instance last allowed a comparison with its predicted costs."""
         return now_s - self._occupants[slot].checked_s
 
     # -- what is learned ----------------------------------------------------------------------------

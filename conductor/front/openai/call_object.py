@@ -64,7 +64,8 @@ class CallObject:
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """Push the characters from `start` on that cannot end anything; return where they end."""
+        """Push the characters from `start` on up to the next one with a meaning in JSON. Returns the index of
+        that one."""
         plain = _PLAIN.match(text, start) if self._at is _At.VALUE and self._in_string else None
         if plain is None or self._is_escaped:
             return start

@@ -92,7 +92,8 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
-    """Describe the fields that `check_extra_fields` accepts, and that other fields are refused."""
+    """Return a function that adds the unserved fields to a JSON schema, with their neutral values, and
+    forbids all others."""
 
     def describe(schema: dict[str, Any]) -> None:
         for name, neutral in unserved.items():

@@ -33,7 +33,8 @@ _FIRST_ANSWER_S = 1.0
 _LAST_WORDS_S = 1.0
 """Seconds for clients to read the error with which their answers end."""
 _MIN_PENDING_BYTES = 32 << 20
-"""Bytes that all requests that have not arrived whole may hold, if that is room for two of the largest."""
+"""Bytes that all requests which have not arrived completely may hold. The limit is higher if that is no room
+for two of the largest."""
 _TIDY_S = 5.0
 _IDLE_S = 75.0
 """Seconds for which an idle connection stays open: longer than usual clients keep it, so that these close

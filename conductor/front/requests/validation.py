@@ -109,7 +109,7 @@ class Job(msgspec.Struct, frozen=True):
     slo_class: str = ""
     tenant: str = ""
     num_shared: Sequence[int] = ()
-    """Tokens of each prompt that are its context cache's, if it has one."""
+    """Number of tokens of each prompt that come from its context cache, if it has one."""
     cache_use: CacheUse | None = None
     """Counter of the context cache's savings."""
 
