@@ -14,10 +14,10 @@ from workers.decode.batch_loop import Emit
 from workers.decode.blocks.group_blocks import GroupBlocks
 from workers.decode.blocks.reserving_turns import ReservingTurns
 from workers.decode.double_check import DoubleCheck, HeldTokens
-from workers.decode.generation import Generation, Send
 from workers.decode.meter import DecodeMeter
 from workers.decode.pauses import DecodePauses
 from workers.decode.sequence import Sequence
+from workers.decode.sequence_runs import Send, SequenceRuns
 from workers.execution.executor import Executor
 from workers.kvcache.shared_prefixes import PrefixTurns
 
@@ -30,7 +30,7 @@ class Arrivals:
         executor: Executor,
         batch: DecodeBatch,
         blocks: GroupBlocks,
-        generation: Generation,
+        runs: SequenceRuns,
         double_check: DoubleCheck,
         held_tokens: HeldTokens,
         pauses: DecodePauses,
@@ -41,7 +41,7 @@ class Arrivals:
         send: Send,
         emit: Emit,
     ) -> None:
-        self._executor, self._batch, self._blocks, self._generation = executor, batch, blocks, generation
+        self._executor, self._batch, self._blocks, self._runs = executor, batch, blocks, runs
         self._double_check, self._held_tokens, self._pauses = double_check, held_tokens, pauses
         self._reserving, self._prefix_turns, self._meter = reserving, prefix_turns, meter
         self._sequences = sequences
@@ -63,14 +63,14 @@ class Arrivals:
         """
         ref, request = order.ref, order.request
         grammar = await self._executor.follow(request.sampling.grammar)
-        async with self._generation.begun(ref, request, grammar, order.tbt_slo_s) as sequence:
+        async with self._runs.open(ref, request, grammar, order.tbt_slo_s) as sequence:
             sequence.must_be_alone, sequence.is_inlined = order.alone, order.inline
             self._orders[ref] = asyncio.get_running_loop().create_future()
             try:
                 await self._enter(sequence, order)
             finally:
                 del self._orders[ref]
-            await self._generation.complete(sequence)
+            await self._runs.complete(sequence)
 
     async def _enter(self, sequence: Sequence, order: Reserve) -> None:
         """Reserve pages, and let the sequence enter the batch: at once if its prompt is computed there."""
@@ -112,7 +112,7 @@ class Arrivals:
             self._held_tokens.hold(sequence, due_s - sequence.turn_s)
         await self._blocks.wait_arrived(sequence)
         sequence.arrived_s = self._now_s()
-        self._generation.note_joining(sequence)
+        self._runs.note_joining(sequence)
         if sequence.finish_reason is None:
             self._batch.enter(sequence)
 

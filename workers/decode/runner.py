@@ -26,7 +26,6 @@ from workers.decode.blocks.group_blocks import GroupBlocks
 from workers.decode.blocks.reserving_turns import ReservingTurns
 from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.decode.double_check import DoubleCheck, HeldTokens, TooSlowError
-from workers.decode.generation import Generation, Send
 from workers.decode.inlining import PromptChunks
 from workers.decode.iterations import Iterations
 from workers.decode.meter import DecodeMeter
@@ -35,6 +34,7 @@ from workers.decode.migration.source import MigrationSource
 from workers.decode.pauses import DecodePauses
 from workers.decode.prompt_budget import ChunkLimits, PromptBudget
 from workers.decode.sequence import Sequence
+from workers.decode.sequence_runs import Send, SequenceRuns
 from workers.engine.kvcache import OutOfPages
 from workers.errors import NoRoomError, SessionLostError
 from workers.execution.executor import Executor
@@ -97,7 +97,7 @@ class DecodeRunner:
             emit,
         )
         self._source = MigrationSource(self._batch, self._blocks, self._sequences, changed, pool.closed, send)
-        self._generation = Generation(
+        self._runs = SequenceRuns(
             self._batch,
             self._blocks,
             self._source,
@@ -114,7 +114,7 @@ class DecodeRunner:
             executor,
             self._batch,
             self._blocks,
-            self._generation,
+            self._runs,
             self._double_check,
             held_tokens,
             pauses,
@@ -125,7 +125,7 @@ class DecodeRunner:
             send,
             emit,
         )
-        self._destination = MigrationDestination(executor, self._batch, self._blocks, self._generation, send)
+        self._destination = MigrationDestination(executor, self._batch, self._blocks, self._runs, send)
 
     @property
     def num_waiting(self) -> int:
@@ -158,7 +158,7 @@ class DecodeRunner:
 
     def take_joining(self) -> list[Joining]:
         """Return the progress of requests into the batch since the last call, and forget it."""
-        return self._generation.take_joining()
+        return self._runs.take_joining()
 
     def reserve(self, order: Reserve) -> None:
         """Begin a request by reserving its pages."""

@@ -13,8 +13,8 @@ from mooncake.messages.migration import Prepare, Prepared, TakeOver
 from mooncake.messages.requests import Ref
 from workers.decode.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
-from workers.decode.generation import Generation, Send
 from workers.decode.sequence import Sequence
+from workers.decode.sequence_runs import Send, SequenceRuns
 from workers.errors import NoRoomError
 from workers.execution.executor import Executor
 
@@ -27,10 +27,10 @@ class MigrationDestination:
         executor: Executor,
         batch: DecodeBatch,
         blocks: GroupBlocks,
-        generation: Generation,
+        runs: SequenceRuns,
         send: Send,
     ) -> None:
-        self._executor, self._batch, self._blocks, self._generation = executor, batch, blocks, generation
+        self._executor, self._batch, self._blocks, self._runs = executor, batch, blocks, runs
         self._send = send
         self._orders: dict[Ref, asyncio.Queue[Prepare | TakeOver]] = {}
         """Orders of sequences that are prepared."""
@@ -60,11 +60,11 @@ class MigrationDestination:
         orders.put_nowait(first)
         try:
             grammar = await self._executor.follow(first.request.sampling.grammar)
-            async with self._generation.begun(first.ref, first.request, grammar, first.tbt_slo_s) as sequence:
+            async with self._runs.open(first.ref, first.request, grammar, first.tbt_slo_s) as sequence:
                 while isinstance(order := await orders.get(), Prepare):
                     await self._prepare(sequence, order)
                 self._take_over(sequence, order)
-                await self._generation.complete(sequence)
+                await self._runs.complete(sequence)
         finally:
             del self._orders[first.ref]
             self._taken_over.discard(first.ref)
@@ -95,7 +95,7 @@ class MigrationDestination:
         if keys:
             num_blocks = await self._blocks.fetch(sequence, keys, order.shards)
             await self._blocks.load_to(sequence, sequence.pages[first : first + num_blocks])
-            await self._generation.release(sequence)
+            await self._runs.release(sequence)
             sequence.num_cached_tokens += num_blocks * page_size
 
     def _take_over(self, sequence: Sequence, order: TakeOver) -> None:

@@ -42,10 +42,10 @@ Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed | FromMi
 """Callback that sends a message to the Conductor."""
 
 
-class Generation:
+class SequenceRuns:
     """The sequences of one instance, by the attempt that they serve.
 
-    `begun` adds a sequence, which enters the batch, or is prepared and joins it; `complete` decodes it to its
+    `open` adds a sequence, which enters the batch, or is prepared and joins it; `complete` decodes it to its
     end.
     """
 
@@ -81,7 +81,7 @@ class Generation:
         self._joining.append(Joining(sequence.ref, sequence.arrival_s, sequence.joining_s))
 
     @contextlib.asynccontextmanager
-    async def begun(
+    async def open(
         self, ref: Ref, request: Request, grammar: GrammarState | None, tbt_slo_s: float | None
     ) -> AsyncIterator[Sequence]:
         """Make a context in which the request has a sequence. Its pages and its slot are released at the
