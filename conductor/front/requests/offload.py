@@ -2,8 +2,8 @@
 threads would stop every stream.
 
 The processes are forked, so that they have the model without reading it again: one from this process when it
-begins to serve; and from that one, which has a single thread, one for each lane when its first task comes. A
-lane's process that exceeds its limits ends, its task is refused, and the next task gets a new process.
+begins to serve; and from that one, which has a single thread, one for each queue when its first task comes. A
+queue's process that exceeds its limits ends, its task is refused, and the next task gets a new process.
 
 Owns: these processes, their limits, the order of tasks. Does not know: the work.
 """
@@ -41,7 +41,7 @@ _MAX_S = 120.0
 _SIZE = struct.Struct("<Q")
 
 
-class Lane(Enum):
+class Queue(Enum):
     """Queue of tasks that are done one after the other."""
 
     SHORT = "short bodies"
@@ -59,25 +59,25 @@ class Answer(NamedTuple):
 Pieces = Sequence[bytes | bytearray]
 """Pieces of a body, each short enough to be copied in one turn of the event loop."""
 Work = Callable[[Any, bytes], Answer]
-"""Function of a lane, called with a task and its body. Raises a MooncakeError that the caller expects."""
+"""Function of a queue, called with a task and its body. Raises a MooncakeError that the caller expects."""
 
 
 class Offload:
     """Pool of processes for tasks, which are performed while `run` runs. Needs a running event loop."""
 
-    def __init__(self, work: Mapping[Lane, Work]) -> None:
+    def __init__(self, work: Mapping[Queue, Work]) -> None:
         """Fork the first process. No other thread may run now, as the copy could wait for its locks."""
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
-            self._pid = _fork(lambda: _fork_lanes(other, list(work.values())), keep=[other])
-        self._lanes = {lane: _LaneQueue(number, self._new_process) for number, lane in enumerate(work)}
+            self._pid = _fork(lambda: _fork_for_queues(other, list(work.values())), keep=[other])
+        self._queues = {queue: _WorkQueue(number, self._new_process) for number, queue in enumerate(work)}
 
     async def run(self) -> None:
         """Perform tasks until cancelled. Then the processes end."""
         try:
             async with asyncio.TaskGroup() as group:
-                for lane in self._lanes.values():
-                    group.create_task(lane.run())
+                for queue in self._queues.values():
+                    group.create_task(queue.run())
         finally:
             self.close()
 
@@ -87,17 +87,17 @@ class Offload:
             self._socket.close()
             os.waitpid(self._pid, 0)
 
-    async def do(self, lane: Lane, task: Any, tenant: str = "", body: Pieces = ()) -> Answer:
-        """Return the result of the lane's work for `task`, which is small, and `body`, which may be large.
+    async def do(self, queue: Queue, task: Any, tenant: str = "", body: Pieces = ()) -> Answer:
+        """Return the result of the queue's work for `task`, which is small, and `body`, which may be large.
 
         Raises the error of the work; RequestError if it exceeded its limits; OverloadedError if too many
         tasks wait. If the caller is cancelled, a task that has not begun is dropped.
         """
-        return await self._lanes[lane].do(task, tenant, body)
+        return await self._queues[queue].do(task, tenant, body)
 
-    def num_waiting(self, lane: Lane) -> int:
+    def num_waiting(self, queue: Queue) -> int:
         """Return how many tasks have not ended."""
-        return self._lanes[lane].num_waiting
+        return self._queues[queue].num_waiting
 
     def _new_process(self, number: int) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -113,8 +113,8 @@ class _Task(NamedTuple):
     answered: asyncio.Future[Answer]
 
 
-class _LaneQueue:
-    """One lane: its process, and waiting tasks, of which each tenant has one in turn."""
+class _WorkQueue:
+    """One queue: its process, and waiting tasks, of which each tenant has one in turn."""
 
     def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
         self._number, self._new_process = number, new_process
@@ -158,7 +158,7 @@ class _LaneQueue:
 
 
 class _Process:
-    """Connection to a lane's process."""
+    """Connection to a queue's process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader, self._writer = reader, writer
@@ -232,15 +232,15 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
         os._exit(status)
 
 
-def _fork_lanes(control: socket.socket, work: Sequence[Work]) -> None:
-    """Fork a process for each lane whose number and connection arrive, until the front is gone."""
+def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
+    """Fork a process for each queue whose number and connection arrive, until the front is gone."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
             return
         with socket.socket(fileno=descriptors[0]) as connection:
-            of_lane = work[message[0]]
-            _fork(lambda: _serve(connection, of_lane), keep=[connection])  # noqa: B023 - called at once
+            of_queue = work[message[0]]
+            _fork(lambda: _serve(connection, of_queue), keep=[connection])  # noqa: B023 - called at once
 
 
 def _serve(connection: socket.socket, work: Work) -> None:

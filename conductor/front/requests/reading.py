@@ -19,7 +19,7 @@ from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.context_beginnings import NewBeginning, read_beginning
 from conductor.front.requests.grammars import WantedGrammar
-from conductor.front.requests.offload import Answer, Lane, Offload
+from conductor.front.requests.offload import Answer, Offload, Queue
 from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, check_num_ids
 from conductor.front.requests.validation import (
     CacheWantedError,
@@ -66,7 +66,9 @@ class Reading:
         """Fork the first process of `offload`. No other thread may run now, as the copy could wait for its
         locks."""
         self._model, self._name, self._max_choices = model, served_model_name, max_choices
-        self._offload = Offload({Lane.SHORT: self._read, Lane.LONG: self._read, Lane.GRAMMAR: self._compile})
+        self._offload = Offload(
+            {Queue.SHORT: self._read, Queue.LONG: self._read, Queue.GRAMMAR: self._compile}
+        )
         self._good_grammars = OrderedDict[str, None]()
 
     async def run(self) -> None:
@@ -114,8 +116,8 @@ class Reading:
         return data
 
     async def _ask(self, task: Any, body: ReceivedBody, key: ApiKey | None) -> Answer:
-        lane = Lane.SHORT if len(body) <= _MAX_SHORT_BYTES else Lane.LONG
-        return await self._offload.do(lane, task, _tenant(key), body.pieces)
+        queue = Queue.SHORT if len(body) <= _MAX_SHORT_BYTES else Queue.LONG
+        return await self._offload.do(queue, task, _tenant(key), body.pieces)
 
     async def _checked(self, job: Job, key: ApiKey | None) -> Job:
         if job.grammar is not None:
@@ -127,10 +129,10 @@ class Reading:
         if grammar.text in good:
             good.move_to_end(grammar.text)
             return
-        if (num_waiting := self._offload.num_waiting(Lane.GRAMMAR)) >= _MAX_WAITING_GRAMMARS:
+        if (num_waiting := self._offload.num_waiting(Queue.GRAMMAR)) >= _MAX_WAITING_GRAMMARS:
             raise OverloadedError(f"{num_waiting} grammars are being compiled", RETRY_AFTER_S)
         try:
-            await self._offload.do(Lane.GRAMMAR, grammar.text, _tenant(key))
+            await self._offload.do(Queue.GRAMMAR, grammar.text, _tenant(key))
         except GrammarError as error:
             raise RequestError(
                 f"{grammar.field}: {error}", param=grammar.field, code="invalid_schema"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conductor.front.requests.offload import Answer, Lane, Offload
+from conductor.front.requests.offload import Answer, Offload, Queue
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 
 
@@ -51,7 +51,7 @@ def work(task: Any, body: bytes) -> Answer:
 async def offload() -> AsyncIterator[Offload]:
     """Work in other processes, of which none is left after the test."""
     before = children()
-    offload = Offload({Lane.SHORT: work, Lane.LONG: work})
+    offload = Offload({Queue.SHORT: work, Queue.LONG: work})
     task = asyncio.create_task(offload.run())
     yield offload
     task.cancel()
@@ -70,7 +70,7 @@ def children() -> list[str]:
 
 
 async def test_what_is_read_beside_the_server_gives_way_to_who_computes(offload: Offload) -> None:
-    nice, has_session, of_session = (await offload.do(Lane.SHORT, "say who gives way")).value
+    nice, has_session, of_session = (await offload.do(Queue.SHORT, "say who gives way")).value
     assert nice > os.nice(0)
     assert has_session
     assert of_session in (None, str(nice))
@@ -78,8 +78,8 @@ async def test_what_is_read_beside_the_server_gives_way_to_who_computes(offload:
 
 async def test_tasks_are_done_in_one_other_process_a_lane(offload: Offload) -> None:
     pieces = [random.Random(seed).randbytes(1 << 18) for seed in range(32)]
-    answers = [await offload.do(Lane.SHORT, "", body=pieces) for _ in range(2)]
-    other = await offload.do(Lane.LONG, "")
+    answers = [await offload.do(Queue.SHORT, "", body=pieces) for _ in range(2)]
+    other = await offload.do(Queue.LONG, "")
     assert answers[0] == answers[1]
     assert len({os.getpid(), answers[0].value, other.value}) == 3
     assert answers[0].parts[2] == b"".join(pieces)
@@ -94,7 +94,7 @@ async def test_what_takes_too_much_is_refused_and_the_next_is_done(
 ) -> None:
     monkeypatch.setattr("conductor.front.requests.offload._MAX_CPU_S", 1)
 
-    tasks = [asyncio.create_task(offload.do(Lane.SHORT, task)) for task in (costly, "next")]
+    tasks = [asyncio.create_task(offload.do(Queue.SHORT, task)) for task in (costly, "next")]
     with pytest.raises(RequestError, match="make it simpler") as caught:
         await tasks[0]
     assert caught.value.code == "request_too_costly"
@@ -103,22 +103,22 @@ async def test_what_takes_too_much_is_refused_and_the_next_is_done(
 
 async def test_errors_are_those_of_the_work(offload: Offload) -> None:
     with pytest.raises(RequestError, match="no") as caught:
-        await offload.do(Lane.SHORT, "refuse")
+        await offload.do(Queue.SHORT, "refuse")
     assert (caught.value.param, caught.value.code, caught.value.status) == ("x", "y", 400)
     with pytest.raises(GrammarError, match="no"):
-        await offload.do(Lane.SHORT, "refuse a grammar")
+        await offload.do(Queue.SHORT, "refuse a grammar")
     with pytest.raises(RuntimeError, match="KeyError: 'a bug'"):
-        await offload.do(Lane.SHORT, "a bug")
+        await offload.do(Queue.SHORT, "a bug")
 
 
 async def test_tenants_take_turns(tmp_path: Path, offload: Offload) -> None:
     """One that has sent many is not before another that has sent one."""
     go, told = tmp_path / "go", tmp_path / "told"
 
-    first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "many"))
+    first = asyncio.create_task(offload.do(Queue.SHORT, ("wait for", str(go)), "many"))
     await begun(go)
     tasks = [
-        asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), name), name.split()[0]))
+        asyncio.create_task(offload.do(Queue.SHORT, ("tell", str(told), name), name.split()[0]))
         for name in ("many 1", "many 2", "many 3", "one", "other")
     ]
     await asyncio.sleep(0)
@@ -135,16 +135,16 @@ async def test_what_nobody_waits_for_is_not_begun_and_too_much_is_refused(
     monkeypatch.setattr("conductor.front.requests.offload.MAX_WAITING_OF_TENANT", 2)
     go, told = tmp_path / "go", tmp_path / "told"
 
-    first = asyncio.create_task(offload.do(Lane.SHORT, ("wait for", str(go)), "a"))
+    first = asyncio.create_task(offload.do(Queue.SHORT, ("wait for", str(go)), "a"))
     await begun(go)
-    gone = asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), "gone"), "a"))
-    there = asyncio.create_task(offload.do(Lane.SHORT, ("tell", str(told), "there"), "a"))
+    gone = asyncio.create_task(offload.do(Queue.SHORT, ("tell", str(told), "gone"), "a"))
+    there = asyncio.create_task(offload.do(Queue.SHORT, ("tell", str(told), "there"), "a"))
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
-        await offload.do(Lane.SHORT, "", "a")
-    other = asyncio.create_task(offload.do(Lane.SHORT, "", "b"))
+        await offload.do(Queue.SHORT, "", "a")
+    other = asyncio.create_task(offload.do(Queue.SHORT, "", "b"))
     gone.cancel()
     go.touch()
     await asyncio.gather(first, there, other)
     assert told.read_text() == "there\n"
-    assert offload.num_waiting(Lane.SHORT) == 0
+    assert offload.num_waiting(Queue.SHORT) == 0
