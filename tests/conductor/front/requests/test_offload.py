@@ -76,7 +76,7 @@ async def test_what_is_read_beside_the_server_gives_way_to_who_computes(offload:
     assert of_session in (None, str(nice))
 
 
-async def test_tasks_are_done_in_one_other_process_a_lane(offload: Offload) -> None:
+async def test_tasks_are_done_in_one_other_process_a_queue(offload: Offload) -> None:
     pieces = [random.Random(seed).randbytes(1 << 18) for seed in range(32)]
     answers = [await offload.do(Queue.SHORT, "", body=pieces) for _ in range(2)]
     other = await offload.do(Queue.LONG, "")
