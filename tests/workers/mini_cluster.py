@@ -314,7 +314,7 @@ class MiniCluster:
     async def idle(self) -> None:
         """Returns when nobody works any more; raises TimeoutError otherwise."""
         async with asyncio.timeout(DEADLINE_S):
-            while self.conductor.num_running or any(instance.is_busy for instance in self.instances):
+            while self.conductor.num_open or any(instance.is_busy for instance in self.instances):
                 await asyncio.sleep(0.002)
 
     async def assert_nothing_is_held(self) -> None:
