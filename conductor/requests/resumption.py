@@ -1,4 +1,5 @@
-"""Requests of an earlier Conductor: fronts tell of them, and instances of those with which they have gone on.
+"""Requests of an earlier Conductor. Fronts report them, and instances report those with which they have gone
+on.
 
     a front and its instances know it    it goes on there (RESUMING ──> PREFILLING, DECODING)
     only a front knows it                it is placed again, behind the output that the front has
@@ -8,7 +9,7 @@ Instances tell with their registration. A request of which no instance has told 
 that the earlier Conductor had are back, or after `Limits.peer_timeout_s`, by when a peer that lives has been
 heard. Then requests end of which no front has told.
 
-Owns: what was told and does not match yet. Does not know: messages of fronts, how a request is placed.
+Owns: reports that do not match yet. Does not know: messages of fronts, how a request is placed.
 """
 
 from collections.abc import Iterable
@@ -27,15 +28,15 @@ from mooncake.messages.workers import Abort, Held, HeldStep
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt of which instances have told, while no front has, or not all of its instances."""
+    """An attempt that instances have reported, but not yet its front or not yet all of its instances."""
 
     holders: dict[HeldStep, Instance] = field(default_factory=dict)
     reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
-    """What they have said of it since, in order."""
+    """Later messages of these instances about the attempt, in order."""
 
     @property
     def pair(self) -> tuple[Instance, Instance, RequestState] | None:
-        """The instances that compute the prompt and decode, and the state; None if something is missing."""
+        """The prefill and the decode instance, and the state; None if a report is missing."""
         holders = self.holders
         if (decode := holders.get(HeldStep.DECODING)) is not None:
             return decode, decode, RequestState.DECODING
@@ -46,7 +47,7 @@ class _Attempt:
 
 
 class Resumption:
-    """Matches what fronts and instances tell a Conductor of the time before it."""
+    """Matches the reports of fronts and instances about requests of an earlier Conductor."""
 
     def __init__(self, requests: Requests, placer: Placer, reports: WorkerReports) -> None:
         self._requests, self._placer, self._reports = requests, placer, reports
@@ -54,14 +55,14 @@ class Resumption:
         self._attempts: dict[str, dict[Ref, _Attempt]] = {}
         """Attempts that wait for a front, or for another instance, by request."""
         self._num_before = 0
-        """Instances that an earlier Conductor had; 0 while that is not known."""
+        """Number of instances that the earlier Conductor had; 0 while it is unknown."""
         self._expected_until_s = 0.0
         self._until_s: float | None = None
-        """When nothing more is waited for; None before a peer has told of an earlier Conductor."""
+        """The time until which reports are awaited; None before a peer has reported an earlier Conductor."""
         self._is_over = False
 
     def begin(self, num_instances: int, now_s: float) -> None:
-        """Learn that a peer has had an earlier Conductor, with so many instances as far as the peer knows."""
+        """Learn that a peer has had an earlier Conductor, with `num_instances` as far as the peer knows."""
         if self._until_s is None:
             self._until_s = now_s + self._limits.peer_timeout_s
             self._expected_until_s = now_s + self._limits.return_grace_s
@@ -72,12 +73,12 @@ class Resumption:
     # -- what peers tell ----------------------------------------------------------------------------
 
     def resume(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Accept a request of which its front has told."""
+        """Accept a request that its front has reported."""
         self._requests.accept(tracked)
         return self._match(tracked, now_s) + self._place_the_rest(now_s)
 
     def registered(self, instance: Instance, held: Iterable[Held], now_s: float) -> list[Effect]:
-        """Learn with which requests an instance has gone on."""
+        """Learn the requests with which an instance has gone on."""
         effects: list[Effect] = []
         for ref, step in ((one.ref, one.step) for one in held):
             if self._is_over:  # what nobody has told of in time was placed again, or had ended
@@ -93,7 +94,7 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def keeps(self, instance: Instance, message: FromWork) -> bool:
-        """Keep what an instance says of an attempt that waits. Returns whether it does."""
+        """Keep a message of an instance if it is about an attempt that waits. Returns whether it is."""
         attempt = self._attempts.get(message.ref.request_id, {}).get(message.ref)
         if attempt is None:
             return False
@@ -101,7 +102,7 @@ class Resumption:
         return True
 
     def lose(self, lost: list[Instance]) -> None:
-        """Forget what instances have told that are gone."""
+        """Forget the reports of instances that are gone."""
         gone = {instance.identity for instance in lost}
         for attempt in [of for attempts in self._attempts.values() for of in attempts.values()]:
             attempt.holders = {
@@ -119,7 +120,8 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Let a request go on at the pair that has its latest attempt, if one is whole."""
+        """Let a request go on at the pair that has its latest attempt, if an attempt is completely
+        reported."""
         if tracked.state is not RequestState.RESUMING:
             return self._abandon(tracked.request_id)
         attempts = self._attempts.get(tracked.request_id, {})
@@ -145,7 +147,7 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Place requests again with which no instance has gone on, once all instances have told."""
+        """Once all instances have reported, place the requests again with which none has gone on."""
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []

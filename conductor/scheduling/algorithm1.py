@@ -328,7 +328,8 @@ class Scheduler:
             prompt: The prompt.
             match: The instances that hold a prefix of it.
             request: What decoding needs.
-            budget_s: The most seconds of an iteration of other requests with a chunk of the prompt.
+            budget_s: The longest time in seconds of an iteration that has a chunk of the prompt beside other
+            requests.
             now_s: The time.
 
         Returns:

@@ -1,4 +1,4 @@
-"""`mooncake-doctor`: looks at this machine and at a peer, and says what is wrong and what to do.
+"""`mooncake-doctor`: checks this machine and a peer, and says what is wrong and what to do.
 
 machine       what the checks may ask: files of the kernel, commands, sockets
 findings      what a check says; checks that neither raise nor hang

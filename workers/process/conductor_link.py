@@ -1,9 +1,9 @@
-"""A worker's way to the Conductor: registration, heartbeats, orders; and tokens to fronts.
+"""A worker's link to the Conductor (registration, heartbeats, orders), and to the fronts that get its tokens.
 
 Another Conductor may take the place of the first. It is told of the requests with which the session goes on.
 
 Owns: the connections, whether the instance is registered, how it retires. Does not know: how requests are
-computed, what a heartbeat says.
+computed, the contents of heartbeats.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ Order = Reserve | Prefill | Decode | MigrationOrder | Abort | BlockOrder
 
 
 class ConductorLink:
-    """The way of an instance's first worker to the Conductor and to fronts, for one session."""
+    """The link of an instance's first worker to the Conductor and to fronts, for one session."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class ConductorLink:
         self._fronts.close(linger_s=LEAVE_S)
 
     async def next_order(self) -> Order:
-        """Return the next order; what is about the instance itself is obeyed.
+        """Return the next order about requests or blocks. Orders about the instance itself are carried out
+        here.
 
         Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
         """
@@ -154,7 +155,7 @@ class ConductorLink:
             raise SessionLostError(str(error)) from None
 
     def _register_again(self) -> None:
-        """Let the Conductor know what this session goes on with: it is another one, or refuses that."""
+        """Have `beat` register again, with the requests with which this session goes on."""
         self._status.is_registered = False
         self._must_register.set()
 
@@ -164,7 +165,7 @@ class ConductorLink:
         take_held: Callable[[], list[Held]],
         heartbeat: Callable[[], Awaitable[Heartbeat]],
     ) -> None:
-        """Register, then send heartbeats; both also test whether the Conductor answers.
+        """Register, then send heartbeats. Both also check whether the Conductor answers.
 
         `take_held` returns the requests that go on under another Conductor, and stops all others.
         """
@@ -190,7 +191,8 @@ class ConductorLink:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
-        """Return a registration that says which Conductor knew this session, and what is left of that."""
+        """Return a registration with the epoch of the Conductor that knew this session, and the requests of
+        it that go on."""
         num_connections = max(1, self._conductor.num_connections)
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections

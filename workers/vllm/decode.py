@@ -1,6 +1,6 @@
-"""Answers that vLLM generates: behind a prompt whose blocks come to the pool, or that it computes itself.
+"""Answers that vLLM generates, behind a prompt whose blocks arrive in the pool, or that vLLM computes itself.
 
-Owns: the order of events of one answer. Does not know: who decides, how vLLM computes.
+Owns: the order of events of one answer. Does not know: how requests are placed, how vLLM computes.
 """
 
 import asyncio
@@ -51,7 +51,8 @@ class VllmDecode:
         self._jobs.start(order.ref, lambda: self._serve(order))
 
     def decode(self, order: Decode) -> None:
-        """Continue a reserved request whose prefill is done. An unknown one has just been aborted."""
+        """Continue a reserved request whose prefill is done. An order for an unknown request is dropped: it
+        has just been aborted."""
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
             future.set_result(order)
@@ -117,7 +118,8 @@ class VllmDecode:
             raise TransferError(f"KVCache has not arrived within {self._arrival_timeout_s:g} s") from None
 
     async def _generate(self, answer: "_Answer", *, is_inlined: bool) -> None:
-        """Emit what vLLM draws, to the end. Of an inlined prompt the Conductor hears the first token."""
+        """Emit the tokens that vLLM draws, to the end. Reports the first token of an inlined prompt to the
+        Conductor."""
         tells_first = is_inlined
         outputs = self._server.complete(answer.request, answer.tokens, answer.num_left)
         async with aclosing(outputs):

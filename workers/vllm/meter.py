@@ -1,4 +1,4 @@
-"""vLLM's steps, counted by the tokens that come: the Conductor learns from them what a step takes.
+"""Counts vLLM's steps by the tokens that arrive, so that the Conductor learns the duration of a step.
 
 Owns: counters. Does not know: their readers.
 """
@@ -10,7 +10,7 @@ from mooncake.messages.workers import DecodeStats
 class StepMeter:
     """Totals of the steps of one session.
 
-    A step brings each request one output. So one that had its output of this step begins the next.
+    A step brings each request one output. So a second output of a request begins the next step.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class StepMeter:
         """Time of the first output of the step, None while nothing is generated."""
 
     def drew(self, ref: Ref, num_tokens: int, now_s: float) -> None:
-        """Take note of an output."""
+        """Record an output."""
         if ref in self._in_step:
             if self._began_s is not None:
                 self._num_steps += 1
@@ -34,7 +34,7 @@ class StepMeter:
             self._began_s = now_s
 
     def left(self, ref: Ref) -> None:
-        """Take note that a request has ended: an idle engine takes no step."""
+        """Record that a request has ended. (An idle engine takes no steps.)"""
         self._in_step.pop(ref, None)
         if not self._in_step:
             self._began_s = None

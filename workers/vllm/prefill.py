@@ -1,6 +1,6 @@
-"""Prompts that vLLM computes for a decode instance: it stores their blocks, the messenger sends them.
+"""Prompts that vLLM computes for a decode instance. vLLM stores their blocks, and the messenger sends them.
 
-Owns: the order of events of one prefill. Does not know: who decides, how vLLM computes.
+Owns: the order of events of one prefill. Does not know: how requests are placed, how vLLM computes.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from workers.execution.jobs import Jobs
 from workers.vllm.server import VllmServer, unserved
 
 _STORE_S = 5.0
-"""Time until the blocks of a prompt must be in the pool after its first token."""
+"""Seconds after the first token of a prompt within which its blocks must be in the pool."""
 _POLL_S = 0.005
 log = logging.getLogger(__name__)
 Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
@@ -37,7 +37,7 @@ class VllmPrefill:
         """Seconds with a prompt in the engine."""
 
     def start(self, order: Prefill) -> None:
-        """Begin. `Jobs.cancel` stops it and releases everything."""
+        """Begin a prefill. `Jobs.cancel` stops it and releases everything."""
         self._jobs.start(order.ref, lambda: self._serve(order))
 
     async def _serve(self, order: Prefill) -> None:
@@ -80,7 +80,7 @@ class VllmPrefill:
             await self._pool.release(reservation_id)
 
     async def _fetch(self, order: Prefill) -> None:
-        """Bring the prefix that another instance has; what does not come is computed."""
+        """Fetch the prefix that another instance has. Blocks that do not arrive are computed."""
         source = order.prefix_source
         if source is None:
             return
@@ -98,7 +98,7 @@ class VllmPrefill:
     async def _stored(self, order: Prefill) -> int:
         """Return a reservation of the prompt's blocks as soon as vLLM has stored all of them.
 
-        Raises TransferError if it has not in time, as when the pool has no room.
+        Raises TransferError if vLLM has not stored them in time, as when the pool has no room.
         """
         keys = order.request.block_keys
         try:

@@ -1,7 +1,7 @@
 """vLLM's server as a child process, and completions of it.
 
-It stores its blocks in the messenger of this instance and finds them there (`kvstore.connectors.vllm`), under
-the keys of the request.
+The server stores its blocks in the pool of this instance and finds them there (`kvstore.connectors.vllm`),
+under the keys of the request.
 
 Owns: the command, start and end, fields of completions. Does not know: orders, the Conductor.
 """
@@ -50,7 +50,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of an answer. Behind the last ones: how many tokens of the prompt were not computed."""
+    """New tokens of an answer; after the last ones, the number of prompt tokens that were not computed."""
 
     token_ids: list[int]
     num_cached_tokens: int = 0
@@ -58,7 +58,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The state of the engine, as its metrics say."""
+    """The load of the engine, from its metrics."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -104,18 +104,19 @@ class VllmServer:
         self._http, self._child = http, child
 
     async def ended(self) -> None:
-        """Wait until the server has ended, which it should not. Raises EngineLostError."""
+        """Wait until the server ends unexpectedly, and raise EngineLostError."""
         status = await self._child.wait()
         raise EngineLostError(f"vLLM has ended with status {status}; its log says why")
 
     async def complete(
         self, request: Request, token_ids: Sequence[int], num_tokens: int
     ) -> AsyncGenerator[Output]:
-        """Yield at most `num_tokens` tokens behind `token_ids`, as they come, then what was not computed.
+        """Yield at most `num_tokens` tokens behind `token_ids`, as they come, and at last the number of
+        prompt tokens that were not computed.
 
         `request` has the parameters. The server stops when the iterator is closed.
 
-        Raises RequestError if it refuses the request, EngineLostError if it does not answer as it should.
+        Raises RequestError if the server refuses the request, EngineLostError if its answer is invalid.
         """
         body = completion_body(request, token_ids, num_tokens)
         try:
@@ -202,9 +203,9 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request,
 
 @contextlib.asynccontextmanager
 async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
-    """Run a server while the block runs, which begins when it answers.
+    """Make a context in which a server runs. Its body begins when the server answers.
 
-    Raises EngineLostError if it ends before.
+    Raises EngineLostError if the server ends before that.
     """
     port = _free_port()
     command = [sys.executable, "-m", "workers.vllm.guard", *serve_command(process, port)]

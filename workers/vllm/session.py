@@ -1,6 +1,6 @@
 """The session of an instance whose engine is vLLM, with its messenger and the Conductor.
 
-Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started and asked.
+Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started and called.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class VllmSession:
             await link.close()
 
     async def _obey(self, link: ConductorLink) -> None:
-        """Loop: receive an order, act."""
+        """Loop: receive an order and carry it out."""
         while True:
             message = await link.next_order()
             match message:
@@ -130,7 +130,7 @@ class VllmSession:
         )
 
     def _take_held(self) -> list[Held]:
-        """Stop everything: what runs here begins again under another Conductor."""
+        """Stop all requests, which another Conductor places again."""
         for ref in self._jobs.going_on:
             self._jobs.cancel(ref)
         return []
@@ -151,7 +151,8 @@ class VllmSession:
         return heartbeat
 
     async def _latest_load(self) -> Load:
-        """Return the engine's load, or the last one if a busy server is late: it is alive all the same."""
+        """Return the engine's load, or the previous one if a busy server does not answer in time, as it is
+        alive nevertheless."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._heartbeat_s):
                 self._load = await self._server.load()
