@@ -1,11 +1,11 @@
 """vLLM's servers that share our pool, beside vLLM alone and beside a connector of its own.
 
-    python -m benchmarks.vllm_pool [--rounds N] [--peer ExampleConnector|OffloadingConnector|none]
+    python -m benchmarks.vllm_pool [--rounds N] [--peer MooncakeStoreConnector|ExampleConnector|none]
 
 Hits: two servers with one connector; the first computes a prompt, the second finds all but its last page.
-Their TTFT is compared. The peer is a connector that comes with vLLM and starts on CPUs: ExampleConnector
-shares files. Nothing shared: output tokens a second of a server with our connector and of one without, in
-turns.
+Their TTFT is compared. The peer is a connector that comes with vLLM: MooncakeStoreConnector shares a Mooncake
+Store (its package needs libibverbs, also without RDMA), ExampleConnector files. Nothing shared: output tokens
+a second of a server with a connector and of one without, in turns.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
-from benchmarks.kvstore.mooncake_store import PeerError
+from benchmarks.kvstore.mooncake_store import Master, PeerError
 from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
 from benchmarks.servers import Server, ServerError, free_port, serving, telling_why
@@ -34,6 +34,14 @@ NUM_PROMPT_TOKENS = 1500
 POOL_BYTES = "2GiB"
 PER_CLIENT = 2
 """Requests of each client in a closed loop."""
+MOONCAKE_STORE = {
+    "metadata_server": "P2PHANDSHAKE",
+    "protocol": "tcp",
+    "device_name": "",
+    "global_segment_size": POOL_BYTES.removesuffix("iB") + "B",
+    "local_buffer_size": "512MB",
+}
+"""Each server contributes this much to the store."""
 HIT_BAR, COST_BAR = 0.25, 0.97
 
 
@@ -90,17 +98,32 @@ def pool(folder: Path, log: int) -> Iterator[dict[str, object]]:
         process.wait()
 
 
-def peer_settings(name: str, folder: Path) -> dict[str, object]:
-    """Return the settings of a connector of vLLM's own."""
-    extra: dict[str, object] = {"shared_storage_path": str(folder)}
-    if name == "OffloadingConnector":
-        extra = {"cpu_bytes_to_use": 2 << 30}
-    return {"kv_connector": name, "kv_connector_extra_config": extra}
+@contextlib.contextmanager
+def peer(name: str, engine: VllmCpu, folder: Path) -> Iterator[tuple[dict[str, object], dict[str, str]]]:
+    """What a connector of vLLM's own needs; its settings, and changes of the environment."""
+    if name == "MooncakeStoreConnector":
+        package = engine.mooncake_store()
+        with contextlib.closing(Master(package / "mooncake" / "mooncake_master")) as master:
+            config = folder / "mooncake.json"
+            config.write_text(json.dumps(MOONCAKE_STORE | {"master_server_address": master.address}))
+            environment = {
+                "PYTHONPATH": str(package),
+                "MOONCAKE_CONFIG_PATH": str(config),
+                "PYTHONHASHSEED": "0",
+            }
+            yield {"kv_connector": name}, environment
+    else:
+        yield {"kv_connector": name, "kv_connector_extra_config": {"shared_storage_path": str(folder)}}, {}
 
 
 @contextlib.contextmanager
-def vllm(vllm: VllmCpu, connector: dict[str, object] | None, log: int) -> Iterator[Side]:
-    """A server, with this connector or without one."""
+def vllm(
+    vllm: VllmCpu,
+    connector: dict[str, object] | None,
+    log: int,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Side]:
+    """A server, with this connector or without one; `environment`: changes of what ours needs."""
     port = free_port()
     options = []
     if connector is not None:
@@ -108,7 +131,9 @@ def vllm(vllm: VllmCpu, connector: dict[str, object] | None, log: int) -> Iterat
     url = f"http://127.0.0.1:{port}"
     command = vllm.serve_command(port, *options)
     with (
-        serving(command, f"{url}/health", vllm.connector_environment, log) as server,
+        serving(
+            command, f"{url}/health", vllm.connector_environment | dict(environment or {}), log
+        ) as server,
         contextlib.closing(vllm.client(url)) as client,
     ):
         client.complete(64, 4)  # first calls allocate
@@ -140,21 +165,21 @@ def measure_hits(name: str, sides: list[Side], rounds: int) -> list[str]:
     ]
 
 
-def measure_cost(ours: Side, plain: Side, rounds: int) -> Iterator[list[str]]:
-    """Measure tokens a second with our connector and without any, in turns."""
+def measure_cost(name: str, connected: Side, plain: Side, rounds: int) -> Iterator[list[str]]:
+    """Measure tokens a second with a connector and without any, in turns."""
     for concurrency in CONCURRENCIES:
-        rates: dict[str, list[float]] = {"ours": [], "plain": []}
+        rates: dict[str, list[float]] = {"connected": [], "plain": []}
         for number in range(rounds):
-            sides = [("ours", ours), ("plain", plain)]
-            for name, side in sides if number % 2 else reversed(sides):
+            sides = [("connected", connected), ("plain", plain)]
+            for kind, side in sides if number % 2 else reversed(sides):
                 with side.awake() as client:
                     client.complete(16, 2)
-                    rates[name].append(closed_loop(client, concurrency, PER_CLIENT * max(concurrency, 4))[0])
-        ratios = [a / b for a, b in zip(rates["ours"], rates["plain"], strict=True)]
-        with_it, without = statistics.median(rates["ours"]), statistics.median(rates["plain"])
-        progress(f"{concurrency} clients: {[f'{ratio:.3f}' for ratio in ratios]}")
+                    rates[kind].append(closed_loop(client, concurrency, PER_CLIENT * max(concurrency, 4))[0])
+        ratios = [a / b for a, b in zip(rates["connected"], rates["plain"], strict=True)]
+        with_it, without = statistics.median(rates["connected"]), statistics.median(rates["plain"])
+        progress(f"{name}, {concurrency} clients: {[f'{ratio:.3f}' for ratio in ratios]}")
         yield [
-            *(str(concurrency), f"{with_it:.0f}", f"{without:.0f}"),
+            *(name, str(concurrency), f"{with_it:.0f}", f"{without:.0f}"),
             *(f"{statistics.median(ratios):.3f}", f"{COST_BAR}"),
         ]
 
@@ -164,7 +189,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--peer", default="ExampleConnector")
+    parser.add_argument("--peer", default="MooncakeStoreConnector")
     arguments = parser.parse_args()
     engine = VllmCpu(HOME, "0-1")
     try:
@@ -175,26 +200,29 @@ def main() -> None:
     with telling_why(ServerError, PeerError) as log, contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
         ours = stack.enter_context(pool(folder, log))
-        rows = []
+        plain = stack.enter_context(vllm(engine, None, log))
+        hits: list[list[str]] = []
+        costs: list[list[str]] = []
+
+        def measure(name: str, settings: dict[str, object], environment: Mapping[str, str]) -> None:
+            with vllm(engine, settings, log, environment) as first:
+                with vllm(engine, settings, log, environment) as second:
+                    hits.append(measure_hits(name, [first, second], arguments.rounds))
+                costs.extend(measure_cost(name, first, plain, arguments.rounds))
+
+        measure("ours", ours, {})
         if arguments.peer != "none":
             (folder / "peer").mkdir()
-            with contextlib.ExitStack() as peers:
-                settings = peer_settings(arguments.peer, folder / "peer")
-                sides = [peers.enter_context(vllm(engine, settings, log)) for _ in range(2)]
-                rows.append(measure_hits(arguments.peer, sides, arguments.rounds))
-        first = stack.enter_context(vllm(engine, ours, log))
-        with vllm(engine, ours, log) as second:
-            rows.insert(0, measure_hits("ours", [first, second], arguments.rounds))
+            with peer(arguments.peer, engine, folder / "peer") as (settings, environment):
+                measure(arguments.peer, settings, environment)
         print_table(
             "A prefix of 1,500 tokens",
             ("connector", "computed, TTFT p50", "found, TTFT p50", "ratio", "bar"),
-            rows,
+            hits,
         )
-        plain = stack.enter_context(vllm(engine, None, log))
-        costs = list(measure_cost(first, plain, arguments.rounds))
         print_table(
             "Nothing shared",
-            ("clients", "with the connector, tok/s", "without, tok/s", "ratio", "bar"),
+            ("connector", "clients", "with it, tok/s", "without, tok/s", "ratio", "bar"),
             costs,
         )
 

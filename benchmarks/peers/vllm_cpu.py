@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kvstore.mooncake_store import CACHE, PeerError
+from benchmarks.kvstore.mooncake_store import PACKAGE as MOONCAKE_PACKAGE
 from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.hf_directory import hf_directory
 from benchmarks.peers.installing import run
@@ -81,6 +82,17 @@ class VllmCpu:
             if not marker.exists() or marker.read_text().split() != needed:
                 self._run(self._python, "-m", "pip", "install", "--quiet", "--no-deps", *needed)
                 marker.write_text(" ".join(needed))
+
+    def mooncake_store(self) -> Path:
+        """Return the folder of Mooncake's package, which is installed once, apart: it has a name of ours.
+
+        Raises PeerError.
+        """
+        folder = self._home / "mooncake"
+        if not folder.exists():
+            options = ["--quiet", "--no-deps", "--target", str(folder)]
+            self._run(self._python, "-m", "pip", "install", *options, MOONCAKE_PACKAGE)
+        return folder
 
     def show_tree(self) -> None:
         """Let programs of this environment import this tree."""
