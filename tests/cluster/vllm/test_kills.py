@@ -35,7 +35,7 @@ class Engine:
         self._num_starts += 1
         log = self._folder / f"{self._num_starts}.log"
         # Few pages, so that requests are preempted.
-        options = [*TINY_OPTIONS, "--num-gpu-blocks-override", "60"]
+        options = [*TINY_OPTIONS, "--num-gpu-blocks-override", "80"]
         self.server = VllmServer(self._model, log, *options, pool=self._pool).start()
 
     def wait(self) -> None:
