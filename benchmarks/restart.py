@@ -1,4 +1,4 @@
-"""What clients of a front in a process of its own notice when the conductor is killed.
+"""Measure what clients of a front in its own process notice when the conductor is killed.
 
     python -m benchmarks.restart [--streams N] [--tokens N] [--decode N]
 

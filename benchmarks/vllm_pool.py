@@ -100,7 +100,7 @@ def pool(folder: Path, log: int) -> Iterator[dict[str, object]]:
 
 @contextlib.contextmanager
 def peer(name: str, engine: VllmCpu, folder: Path) -> Iterator[tuple[dict[str, object], dict[str, str]]]:
-    """What a connector of vLLM's own needs; its settings, and changes of the environment."""
+    """Start what one of vLLM's own connectors needs; yield its settings and changes of the environment."""
     if name == "MooncakeStoreConnector":
         package = engine.mooncake_store()
         with contextlib.closing(Master(package / "mooncake" / "mooncake_master")) as master:

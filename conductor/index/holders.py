@@ -53,7 +53,7 @@ class HolderSets:
         self._free: list[int] = []
         self._num_empty = 0
         self.is_empty = array("B", [False])
-        """For each set by number, whether it has lost all holders while blocks use it. `EMPTY` is not
+        """Flags by number of a set: whether it has lost all holders while blocks use it. `EMPTY` is not
         marked."""
 
     def move(self, before: int, shard: Shard, tier: Tier, is_stored: bool, num_blocks: int) -> int:

@@ -147,7 +147,7 @@ class Resumption:
         ]
 
     def _place_the_rest(self, now_s: float) -> list[Effect]:
-        """Once all instances have reported, place the requests again with which none has gone on."""
+        """Place again the requests that no instance has gone on with, when all instances have reported."""
         are_all_back = self._num_before and len(self._instances) >= self._num_before
         if not (self._is_over or are_all_back):
             return []

@@ -41,7 +41,7 @@ class _OpenGrant:
     grant_id: int
     reservation: PageReservation
     incomplete: dict[int, int]
-    """For each incomplete page, the mask of the layers that are being received or are in `partial_layers`."""
+    """Masks by incomplete page: the layers that are being received, or are in `partial_layers`."""
     pages: list[int]
     """All pages that were granted."""
     partial_layers: PartialLayers

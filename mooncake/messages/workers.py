@@ -54,7 +54,7 @@ class InstanceState(StrEnum):
 
 
 class HeldStep(StrEnum):
-    """What an instance has of a request that it was given by an earlier Conductor."""
+    """The step of a request, ordered by an earlier Conductor, at the instance that holds it."""
 
     PROMPT = "prompt"
     """The prefill instance has the prompt, and its first token is yet to be told, or is told again now."""

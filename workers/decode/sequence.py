@@ -203,7 +203,7 @@ class Sequence:
 
     @property
     def held_as(self) -> HeldStep | None:
-        """What another Conductor is to know of a sequence; None if it is about to leave."""
+        """The step that another Conductor is told for this sequence; None if it is about to leave."""
         if self.finish_reason is not None or self.is_wanted_elsewhere:
             return None
         if self.is_inlined:

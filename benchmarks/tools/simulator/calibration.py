@@ -124,7 +124,7 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
 
 @dataclass(frozen=True, slots=True)
 class _Busy:
-    """What a busy loop says: gaps between tokens, beside a first token every `each_s`."""
+    """The outcome of a busy loop: gaps of `gap_s` between tokens, and a first token every `each_s`."""
 
     num_input_tokens: int
     num_decoding: float

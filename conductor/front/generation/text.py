@@ -43,9 +43,9 @@ class _StopStrings:
         self.held = [0]
         """Length of each state."""
         self.fallback = [0]
-        """For each state, the state of the longest shorter suffix with which a stop string begins."""
+        """Fallback of each state: the state of its longest shorter suffix with which a stop string begins."""
         self.longest = [0]
-        """For each state, the length of the longest stop string that it ends with, or 0."""
+        """Length of the longest stop string that each state ends with, or 0."""
         for stop in stops:
             self._add(stop)
         states = deque(self.following[0].values())
