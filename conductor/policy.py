@@ -321,7 +321,7 @@ class Conductor:
         if self._resumption.keeps(instance, message):
             return []
         if isinstance(message, Finished) and (tracked := self._requests.current(message.ref)) is not None:
-            self.elasticity.finished(tracked, message.num_output_tokens)
+            self.elasticity.finished(tracked, message.num_output_tokens, now_s)
         return self._reports.on_work(instance, message, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:

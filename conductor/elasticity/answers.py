@@ -2,18 +2,20 @@
 
 Requests with similar prompts and limits have similar answers. Answers that are still being decoded count as
 at least as long as they are now (Kaplan and Meier, 1958), so long answers are not overlooked because only
-short ones have ended.
+short ones have ended. Nor are they counted twice: an answer that began before the time of which all ends are
+known counts from the length that it had then (left truncation: Turnbull, 1976).
 
 Owns: the lengths of the latest answers by kind. Does not know: requests, instances, the clock.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-_NUM_RECENT = 24
+_NUM_RECENT = 64
 """The number of answers of a kind that are remembered."""
 _NUM_KINDS = 256
 _FEWEST_OF_KIND = 6
@@ -40,6 +42,13 @@ class Answer(NamedTuple):
     """The time of its first token."""
     num_tokens: float
     """Number of tokens so far."""
+    at_s: float
+    """The time at which it has so many: of its end, or now."""
+
+    def num_tokens_at(self, past_s: float) -> float:
+        """The number of tokens that it had at an earlier time, if they were drawn at an even pace."""
+        share = (past_s - self.began_s) / max(self.at_s - self.began_s, 1e-9)
+        return self.num_tokens * min(max(share, 0.0), 1.0)
 
 
 class AnswerLengths:
@@ -66,32 +75,58 @@ class AnswerLengths:
             since_s: The time since when the load has been the same. Only answers that began after it are
             used; while few of these have ended, earlier ones are used too.
         """
-        new: dict[Kind, list[float]] = {}
+        by_kind: dict[Kind, list[Answer]] = {}
         for answer in running:
             if answer.began_s >= since_s:
-                new.setdefault(answer.kind, []).append(answer.num_tokens)
-        return {kind: self._mean(kind, new.get(kind, []), since_s) for kind in kinds}
+                by_kind.setdefault(answer.kind, []).append(answer)
+        return {kind: self._mean(kind, by_kind.get(kind, []), since_s) for kind in kinds}
 
-    def _mean(self, kind: Kind, running: list[float], since_s: float) -> float:
-        ended = self._by_kind.get(kind, deque[Answer]())
-        if len(ended) < _FEWEST_OF_KIND:
-            ended = self._all
-        new = [answer.num_tokens for answer in ended if answer.began_s >= since_s]
-        known = new if len(new) >= _FEWEST_OF_KIND else [answer.num_tokens for answer in ended]
-        return min(float(1 << kind.most), mean_length(known, running)) if known or running else 1.0
+    def _mean(self, kind: Kind, running: list[Answer], since_s: float) -> float:
+        recent = self._by_kind.get(kind, deque[Answer]())
+        if len(recent) < _FEWEST_OF_KIND:
+            recent = self._all
+        if not recent and not running:
+            return 1.0
+        new = [answer for answer in recent if answer.began_s >= since_s]
+        ended = new if len(new) >= _FEWEST_OF_KIND else recent
+        known_s = recent[0].at_s if len(recent) == _NUM_RECENT else -math.inf
+        """The time since when all ends are known."""
+        known_from = [answer.num_tokens_at(known_s) for answer in (*ended, *running)]
+        lengths = [answer.num_tokens for answer in (*ended, *running)]
+        earlier = [answer.num_tokens for answer in recent if answer.began_s < since_s]
+        return min(float(1 << kind.most), mean_length(lengths, len(ended), known_from, earlier))
 
 
-def mean_length(ended: Sequence[float], running: Sequence[float]) -> float:
+def mean_length(
+    lengths: Sequence[float],
+    num_ended: int,
+    known_from: Sequence[float] | None = None,
+    earlier: Sequence[float] = (),
+) -> float:
     """Estimate the mean length of answers, of which some have ended and others are still growing.
 
-    If the longest answers have not ended, they are expected to become twice as long as they are now.
+    If the longest answers have not ended, they are expected to become as long as earlier ones that were
+    longer, or else twice as long as they are now.
+
+    Args:
+        lengths: The lengths so far, those of ended answers first.
+        num_ended: The number of answers that have ended.
+        known_from: The lengths from which on each answer was watched: had it ended before, it would not be
+            among them. None: all from their beginning.
+        earlier: The lengths of answers of an earlier load.
     """
-    lengths = np.array([*ended, *running])
-    has_ended = np.arange(len(lengths)) < len(ended)
-    order = np.lexsort((~has_ended, lengths))
-    lengths, has_ended = lengths[order], has_ended[order]
+    order = np.lexsort((np.arange(len(lengths)) >= num_ended, lengths))
+    sorted_lengths, has_ended = np.asarray(lengths)[order], order < num_ended
     num_at_risk = np.arange(len(lengths), 0, -1)
+    if known_from is not None:
+        # Of the answers that become so long, those that were not watched yet do not count.
+        num_later = len(lengths) - np.searchsorted(np.sort(known_from), sorted_lengths)
+        num_at_risk = num_at_risk - num_later
+        # One alone does not end those that are longer.
+        num_at_risk = np.maximum(num_at_risk, [2] * (len(lengths) - 1) + [1])
     survival = np.cumprod(1.0 - has_ended / num_at_risk)
     before = np.concatenate(([1.0], survival[:-1]))
-    mean = float((before * np.diff(lengths, prepend=0.0)).sum())
-    return mean + float(survival[-1] * lengths[-1])
+    mean = float((before * np.diff(sorted_lengths, prepend=0.0)).sum())
+    longest = float(sorted_lengths[-1])
+    beyond = [length - longest for length in earlier if length > longest] or [longest]
+    return mean + float(survival[-1]) * sum(beyond) / len(beyond)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from conductor.elasticity.demand import Load
 from mooncake.messages.costs import TBT_MARGIN, TBT_SLO_SHARE, Costs
+from mooncake.messages.workers import Role
 
 FULL_SHARE = 0.85
 """The load of a stage, as a share of its capacity, above which requests begin to miss SLOs, as arrivals are
@@ -44,6 +45,10 @@ class Strain(NamedTuple):
 
     prefill: float
     decode: float
+
+    def of(self, role: Role) -> float:
+        """The strain of the stage that instances of a role belong to."""
+        return self.prefill if role is Role.PREFILL else self.decode
 
     @property
     def served(self) -> float:

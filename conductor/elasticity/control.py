@@ -86,10 +86,10 @@ class Elasticity:
         num_cached = min(num_tokens - 1, int(held.max(initial=0)) * layout.block_size)
         return costs.seconds(*prefill_quantities(num_tokens - num_cached, num_cached))
 
-    def finished(self, tracked: TrackedRequest, num_output_tokens: int) -> None:
+    def finished(self, tracked: TrackedRequest, num_output_tokens: int, now_s: float) -> None:
         """Learn the length of an answer that has ended."""
         if self.rebalancer is not None and tracked.placed.decode_began_s is not None:
-            self.demand.finished(answer_of(tracked, num_output_tokens))
+            self.demand.finished(answer_of(tracked, num_output_tokens, now_s))
 
     def heard(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         """Learn the real utilisation of an instance from its heartbeat."""

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conductor.elasticity.capacity import Division, Strain, Work
+from conductor.elasticity.capacity import Division, Work
 from mooncake.messages.workers import Role
 
 
@@ -23,8 +23,9 @@ class Change(NamedTuple):
     """The load in instances."""
     division: Division
     """The division before the change."""
-    strain_before: Strain
-    strain_after: Strain
+    served_before: float
+    """The share of the expected requests that is served within SLOs."""
+    served_after: float
     benefit_s: float
     """Seconds of the whole cluster that the change gains, as long as the load stays as it is."""
     cost_s: float
@@ -36,8 +37,8 @@ class Change(NamedTuple):
         return (
             f"the load takes {self.work.prefill:.2f} instances for prefill and {self.work.decode:.2f} for"
             f" decode, there are {self.division.num_prefill} and {self.division.num_decode};"
-            f" {self.strain_before.served:.0%} of the requests can be served,"
-            f" {self.strain_after.served:.0%} afterwards"
+            f" {self.served_before:.0%} of the requests that are expected, brief loads among them, can be"
+            f" served, {self.served_after:.0%} afterwards"
         )
 
 

@@ -28,8 +28,8 @@ _FEWEST_ARRIVALS = 6
 """The number of arrivals that can show a change."""
 MOST_LEFT_S = 120.0
 """The longest time for which a load is expected to stay as it is."""
-_NUM_GAPS, _FEWEST_GAPS = 8, 3
-"""The numbers of times between changes that are remembered, and that tell how long loads stay."""
+_NUM_PAST, _FEWEST_PAST = 8, 3
+"""The numbers of past loads that are remembered, and that tell how long loads stay."""
 _MOST_OF_MEAN = 4.0
 """The amount, in means, at which requests of one kind and second stop to be a surprise."""
 
@@ -179,23 +179,35 @@ class Demand:
         return changed_s
 
 
+class Past(NamedTuple):
+    """An earlier load."""
+
+    load: Load
+    lasted_s: float
+
+
 class Persistence:
-    """How long loads stay as they are, from the times between the latest changes."""
+    """The latest loads, and how long loads stay as they are."""
 
     def __init__(self) -> None:
-        self._gaps_s: deque[float] = deque(maxlen=_NUM_GAPS)
+        self.past: deque[Past] = deque(maxlen=_NUM_PAST)
+        """The loads before, oldest first."""
         self._changed_s: float | None = None
+        self._latest: Load | None = None
+        """The load when it was last noted."""
 
-    def changed(self, now_s: float) -> None:
-        """Record a change of the load."""
-        if self._changed_s is not None:
-            self._gaps_s.append(now_s - self._changed_s)
-        self._changed_s = now_s
+    def note(self, load: Load, has_changed: bool, now_s: float) -> None:
+        """Record the present load, and whether it is another one than before."""
+        if has_changed:
+            if self._changed_s is not None and self._latest is not None:
+                self.past.append(Past(self._latest, now_s - self._changed_s))
+            self._changed_s = now_s
+        self._latest = load
 
     @property
     def is_known(self) -> bool:
         """Whether enough changes were seen to tell."""
-        return len(self._gaps_s) >= _FEWEST_GAPS
+        return len(self.past) >= _FEWEST_PAST
 
     def left_s(self, window_s: float) -> float:
         """The time for which a load that has been the same for `window_s` is expected to stay so.
@@ -203,6 +215,6 @@ class Persistence:
         It is expected to last as long as the shortest quarter of the earlier loads did, and at least as long
         again as until now.
         """
-        gaps_s = sorted(self._gaps_s)
-        usual_s = gaps_s[len(gaps_s) // 4] if gaps_s else WINDOW_S
+        lasted_s = sorted(past.lasted_s for past in self.past)
+        usual_s = lasted_s[len(lasted_s) // 4] if lasted_s else WINDOW_S
         return min(max(usual_s - window_s, window_s), MOST_LEFT_S)

@@ -13,11 +13,13 @@ Owns: the decisions. Does not know: how a role is changed, where figures come fr
 """
 
 import math
+import operator
 from collections import Counter, deque
+from dataclasses import replace
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
-from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Division, Strain, Work
+from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Division, Work
 from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
@@ -124,6 +126,8 @@ class Rebalancer:
         self._acceptance = Acceptance(2 * _EVALUATED_S)
         self._looked_s = -math.inf
         self._num_changes_seen = 0
+        self._num_changes_decided = -1
+        """The number of changes of the load at the latest decision."""
         self._same: Work | None = None
         """The load to which the limit `_num_left` of further changes belongs."""
         self._names: frozenset[str] = frozenset()
@@ -146,9 +150,8 @@ class Rebalancer:
         load, capacity = state.load, state.capacity
         if load is None or capacity is None:
             return None
-        if state.num_changes > self._num_changes_seen:
-            self._num_changes_seen = state.num_changes
-            self._persistence.changed(now_s)
+        self._persistence.note(load, state.num_changes > self._num_changes_seen, now_s)
+        self._num_changes_seen = state.num_changes
         able = Capacity(load, capacity, state.has_inlining)
         work = able.work
         self.desired = {
@@ -165,6 +168,7 @@ class Rebalancer:
             return None
         self._num_left -= 1
         self._direction = change.after
+        self._num_changes_decided = self._num_changes_seen
         self.num_decided[change.after] += 1
         accepted = self._acceptance.share(now_s - _EVALUATED_S, now_s)
         self.decisions.append(Decision(now_s, change, accepted))
@@ -214,13 +218,16 @@ class Rebalancer:
             return None
         more = 1 if role is Role.PREFILL else -1
         division_after = Division(division.num_prefill + more, division.num_decode - more)
-        before, after = able.strain(division), able.strain(division_after)
-        if not self._is_worth_it(before, after, role):
+        before, after = self._served(able, division), self._served(able, division_after)
+        gain = after / before - 1
+        is_spared = able.strain(division_after).of(other) <= _SPARE_STRAIN
+        is_short = able.strain(division).of(other) > FULL_SHARE
+        if gain < _LEAST_GAIN * (1.0 if is_spared or is_short else 2.0):
             return None
         num_instances, left_s = len(state.members), self._persistence.left_s(able.load.window_s)
         if left_s < _LEAST_LEFT_S or self._is_risky(able.load):
             return None
-        benefit_s = (after.served / before.served - 1) * (left_s - self._switch_s)
+        benefit_s = gain * (left_s - self._switch_s)
         cost_s = self._switch_s / num_instances
         if benefit_s < _LEAST_BENEFIT * cost_s:
             return None
@@ -231,14 +238,24 @@ class Rebalancer:
 
     def _is_risky(self, load: Load) -> bool:
         """Whether a change would follow another one while it is unknown how long the new load will last."""
-        is_another = self._direction is not None
+        is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
-    def _is_worth_it(self, before: Strain, after: Strain, role: Role) -> bool:
-        index = 0 if role is Role.PREFILL else 1
-        is_short, gain = before[index] > FULL_SHARE, after.served / before.served - 1
-        is_spared = after[1 - index] <= _SPARE_STRAIN or before[1 - index] > FULL_SHARE
-        return is_short and gain >= _LEAST_GAIN * (1.0 if is_spared else 2.0)
+    def _served(self, able: Capacity, division: Division) -> float:
+        """The share of the expected requests that a division serves.
+
+        The present load is expected, as it was when it was there before, and the loads in between that were
+        too brief for a change.
+        """
+        expected = [(able, able.load.window_s)]
+        for past in self._persistence.past:
+            earlier = replace(able, load=past.load)
+            is_same = all(map(self._is_same, earlier.work, able.work))
+            if is_same or past.lasted_s < _LEAST_LEFT_S:
+                expected.append((earlier, past.lasted_s))
+        nums = [of.load.num_requests * lasted_s for of, lasted_s in expected]
+        shares = [of.strain(division).served for of, _ in expected]
+        return sum(map(operator.mul, nums, shares)) / sum(nums)
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
         """The instance of a role that has the least to move, among those whose requests fit the others; None

@@ -124,7 +124,7 @@ class Survey:
     def running(self, now_s: float) -> list[Answer]:
         """The answers that are being decoded, with their estimated lengths so far."""
         return [
-            answer_of(of, self._num_tokens(of, now_s) - of.request.num_prompt_tokens)
+            answer_of(of, self._num_tokens(of, now_s) - of.request.num_prompt_tokens, now_s)
             for of in self._requests.by_id.values()
             if of.state is RequestState.DECODING
         ]
@@ -198,15 +198,15 @@ def _waiting_for_pages(
     return began[num_batched:]
 
 
-def answer_of(tracked: TrackedRequest, num_tokens: int) -> Answer:
-    """The answer of a request that is or was decoded, with so many tokens.
+def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> Answer:
+    """The answer of a request that is or was decoded, with so many tokens at this time.
 
     Its kind is that of the prompt and the limit which its client sent.
     """
     request, began_s = tracked.request, tracked.placed.decode_began_s
     assert began_s is not None
     kind = Kind.of(request.num_prompt_tokens, request.sampling.max_tokens)
-    return Answer(kind, began_s, num_tokens)
+    return Answer(kind, began_s, num_tokens, at_s)
 
 
 def _costs_at(view: ClusterView, slot: int) -> Costs:

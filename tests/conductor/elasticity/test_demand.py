@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from conductor.elasticity.demand import Demand, Persistence
+from conductor.elasticity.demand import Demand, Load, Persistence
+
+LOAD = Load(1.0, 0.5, 100.0, 1000.0, 100.0, 20.0)
 
 
 def offer(
@@ -69,11 +71,19 @@ def test_one_long_prompt_is_no_change() -> None:
     assert demand.num_changes == num_before
 
 
+def test_loads_before_are_remembered_as_they_were_at_their_end() -> None:
+    persistence = Persistence()
+    for has_changed, rate, now_s in ((True, 1.0, 0.0), (False, 2.0, 9.0), (True, 8.0, 10.0)):
+        persistence.note(LOAD._replace(num_requests=rate), has_changed, now_s)
+    (past,) = persistence.past
+    assert (past.load.num_requests, past.lasted_s) == (2.0, 10.0)
+
+
 def test_loads_are_expected_to_last_as_long_as_the_shorter_ones_before() -> None:
     persistence = Persistence()
     assert persistence.left_s(5.0) == 55.0
     for now_s in (0.0, 10.0, 60.0, 70.0, 120.0):  # bursts of 10 s
-        persistence.changed(now_s)
+        persistence.note(LOAD, True, now_s)
     assert persistence.left_s(4.0) == 6.0
     assert persistence.left_s(40.0) == 40.0  # it has lasted longer, and will as long again
     assert persistence.left_s(500.0) == 120.0

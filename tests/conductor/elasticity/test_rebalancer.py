@@ -17,10 +17,10 @@ CAPACITY = DecodeCapacity(COSTS, 64, 1e6, 0.0265)
 """A batch of 15 requests with prompts of 1,000 tokens, so 600 tokens/s."""
 
 
-def load_of(prefill: float, decode: float, window_s: float = 20.0) -> Load:
+def load_of(prefill: float, decode: float, window_s: float = 20.0, num_requests: float = 1.0) -> Load:
     """A load that takes so many instances of each stage."""
     tokens_per_s = CAPACITY.tokens_per_s(Load(1.0, 0.0, 0.0, 1000.0, 100.0, 1.0))
-    return Load(1.0, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
+    return Load(num_requests, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
 
 
 def batch(name: str, num_requests: int = 2) -> Batch:
@@ -59,7 +59,7 @@ def test_a_stage_that_is_short_gets_an_instance() -> None:
     change = Rebalancer().decide(state(2, 2, load_of(0.4, 2.6)), 10.0)
     assert change is not None
     assert (change.instance, change.before, change.after) == ("p0", Role.PREFILL, Role.DECODE)
-    assert change.strain_after.served > change.strain_before.served
+    assert change.served_after > change.served_before
     assert "2.60 for decode" in change.why
 
 
@@ -227,6 +227,25 @@ def test_short_bursts_change_nothing() -> None:
     assert rebalancer.decide(burst, 124.0) is None
     lasting = burst._replace(load=load_of(0.4, 2.6, window_s=20.0))
     assert rebalancer.decide(lasting, 140.0) is not None
+
+
+def test_bursts_that_come_again_decide_the_division_of_the_time_between_them() -> None:
+    rebalancer = Rebalancer()
+    burst, between = load_of(7.0, 1.3, 9.0, num_requests=16.0), load_of(0.4, 1.1, 20.0, num_requests=4.0)
+    for number, load, now_s in (
+        (1, burst, 0.0),
+        (1, burst, 9.0),
+        (2, between, 10.0),
+        (2, between, 59.0),
+        (3, burst, 60.0),
+        (3, burst, 69.0),
+        (4, between, 70.0),
+    ):
+        watched = state(2, 2, load, changed=number)
+        assert rebalancer.decide(switching(watched, "p0"), now_s) is None
+    # The time between is served by all divisions, and bursts best by many prefill instances.
+    assert rebalancer.decide(state(2, 2, between, changed=4), 90.0) is None
+    assert decided(rebalancer, state(1, 3, between, changed=4), 92.0).after is Role.PREFILL
 
 
 def test_a_second_change_waits_while_nobody_knows_whether_loads_last() -> None:

@@ -9,7 +9,6 @@ import select
 import signal
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -229,14 +228,12 @@ def churn(directory: Path, seed: int, reports: int) -> None:
                 unused.append(block)
 
 
-def reports_until_killed(pid: int, reports: int, life_s: float) -> list[tuple[int, int]]:
-    """What `pid` reported. It is killed `life_s` after its first report."""
-    assert select.select([reports], [], [], DEADLINE_S)[0], "the child stores nothing"
-    kill_at = time.monotonic() + life_s
+def reports_until_killed(pid: int, reports: int, num_reports: int) -> list[tuple[int, int]]:
+    """What `pid` reported. It is killed after so many reports, or a few more."""
     received = bytearray()
-    while (left_s := kill_at - time.monotonic()) > 0:
-        if select.select([reports], [], [], left_s)[0]:
-            received += os.read(reports, 1 << 16)
+    while len(received) < num_reports * _STORED.size:
+        assert select.select([reports], [], [], DEADLINE_S)[0], "the child stores nothing"
+        received += os.read(reports, 1 << 16)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     while part := os.read(reports, 1 << 16):
@@ -248,15 +245,14 @@ def reports_until_killed(pid: int, reports: int, life_s: float) -> list[tuple[in
 def test_process_killed_at_any_moment_leaves_every_sealed_block_whole(tmp_path: Path, num_kills: int) -> None:
     draw = random.Random(num_kills)
     stored: dict[int, int] = {}
-    num_stored = num_interrupted = 0
+    num_interrupted = 0
     for seed in range(1, num_kills + 1):
         reports, report = os.pipe()
         pid = forked(churn, tmp_path, seed, report)
         os.close(report)
-        newly_stored = reports_until_killed(pid, reports, life_s=draw.uniform(0, 0.1))
+        newly_stored = reports_until_killed(pid, reports, draw.randint(1, 100))
         os.close(reports)
         stored.update(newly_stored)
-        num_stored += len(newly_stored)
         with contextlib.closing(open_slab(tmp_path)) as opened:
             num_interrupted += opened.table.count()[PageState.RESERVED]
             found = numbers_found(opened)
@@ -264,8 +260,7 @@ def test_process_killed_at_any_moment_leaves_every_sealed_block_whole(tmp_path: 
         unreported = [slot for slot, number in found.items() if stored.get(slot, 0) < number]
         assert len(lost) + len(unreported) <= _NUM_THREADS, f"kill {seed}: {lost} lost, {unreported} new"
         stored = found
-    assert num_stored > 20 * num_kills
-    assert num_interrupted > num_kills // 2
+    assert num_interrupted
 
 
 def test_record_torn_by_a_power_loss_is_recognised(tmp_path: Path) -> None:
