@@ -115,8 +115,9 @@ def mean_length(
             among them. None: all from their beginning.
         earlier: The lengths of answers of an earlier load.
     """
-    order = np.lexsort((np.arange(len(lengths)) >= num_ended, lengths))
-    sorted_lengths, has_ended = np.asarray(lengths)[order], order < num_ended
+    all_lengths = np.array(lengths)
+    order = np.lexsort((np.arange(len(lengths)) >= num_ended, all_lengths))
+    sorted_lengths, has_ended = all_lengths[order], order < num_ended
     num_at_risk = np.arange(len(lengths), 0, -1)
     if known_from is not None:
         # Of the answers that become so long, those that were not watched yet do not count.

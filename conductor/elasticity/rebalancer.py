@@ -13,7 +13,6 @@ Owns: the decisions. Does not know: how a role is changed, where figures come fr
 """
 
 import math
-import operator
 from collections import Counter, deque
 from dataclasses import replace
 from typing import NamedTuple
@@ -253,9 +252,11 @@ class Rebalancer:
             is_same = all(map(self._is_same, earlier.work, able.work))
             if is_same or past.lasted_s < _LEAST_LEFT_S:
                 expected.append((earlier, past.lasted_s))
-        nums = [of.load.num_requests * lasted_s for of, lasted_s in expected]
-        shares = [of.strain(division).served for of, _ in expected]
-        return sum(map(operator.mul, nums, shares)) / sum(nums)
+        num = sum(of.load.num_requests * lasted_s for of, lasted_s in expected)
+        num_served = sum(
+            of.load.num_requests * lasted_s * of.strain(division).served for of, lasted_s in expected
+        )
+        return num_served / num
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
         """The instance of a role that has the least to move, among those whose requests fit the others; None

@@ -164,8 +164,9 @@ def remark(outcome: Outcome) -> str:
         f"On loads that swing every 180 s {ratios('swing, every 180')} times as many requests are effective"
         f" as on the best fixed division; every 60 s it is {ratios('swing, every 60')} times, for the long"
         " answers of the part before are decoded for half a minute, and no instance can be spared before they"
-        f" fit the others. On bursts it is {ratios('bursts')} times, as they are over before a change would"
-        f" help. It is {ratios('growth')} times on growth, {ratios('steady')} times on steady loads and"
+        f" fit the others. On bursts it is {ratios('bursts')} times: they are over before a change would"
+        " help, and the division that is best for them and the time between is learned from the first one."
+        f" It is {ratios('growth')} times on growth, {ratios('steady')} times on steady loads and"
         f" {ratios('trace')} times on the trace, though rebalancing begins with an equal division, which is"
         f" seldom the best. There are at most {most:.1f} changes of roles for each part of a load."
     )
