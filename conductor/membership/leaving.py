@@ -52,8 +52,11 @@ class Leaving:
             if was_switching:
                 self._roles.count_given_up()
             effects = self._emptier.go_on(instance, now_s) + self._fronts.tell()
-        if instance.emptying is not None and instance.state is state:
-            instance.emptying.leaves = leaves
+        if instance.emptying is not None:
+            if instance.state is state:
+                instance.emptying.leaves = leaves
+            if state is InstanceState.DRAINING:
+                instance.emptying.is_for_good = leaves
         return effects + self.copy_blocks(now_s) + self.settle()
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
@@ -74,7 +77,7 @@ class Leaving:
                 continue
             if not instance.requests and not emptying.num_blocks_left and self._instances.retire(instance):
                 self._roles.forget(instance.name)
-                effects.append(Effect(instance.identity, Retired()))
+                effects.append(Effect(instance.identity, Retired(emptying.is_for_good)))
         return effects
 
     @staticmethod

@@ -36,6 +36,8 @@ class Emptying:
     """Whether it switches even if no other instance can do its stage then."""
     leaves: bool = False
     """Whether it is to leave when it is empty."""
+    is_for_good: bool = False
+    """Whether an operator has ordered it to leave."""
     num_moved: int = 0
     """Requests that other instances have taken over."""
     num_blocks_left: int = 0

@@ -19,7 +19,7 @@ from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 
@@ -291,6 +291,9 @@ class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
 
 class Retired(msgspec.Struct, tag=True, frozen=True):
     """No request is left on the worker: it may end."""
+
+    is_for_good: bool
+    """Whether an operator has drained the instance, so that its supervisor must not start it again."""
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):

@@ -123,8 +123,8 @@ class ConductorLink:
                     log.info("the role is %s from now on, and was %s", role.value, self._status.role.value)
                     self._status.role = role
                     self._report_ready()
-                case Retired():
-                    self._retirement.grant()
+                case Retired(is_for_good=is_for_good):
+                    self._retirement.grant(is_for_good=is_for_good)
                 case RegisterRefused(message=reason, retryable=retryable):
                     error = SessionLostError if retryable else ConfigError
                     raise error(f"the conductor refused {self._process.instance}: {reason}")

@@ -2,8 +2,8 @@
 
 After SIGTERM the worker tells the Conductor (`Retire`), which places no more requests here and moves queued
 ones away. When no request is left it answers `Retired`. It sends `Retired` too when an operator has drained
-the instance, which then leaves for good. The process waits until the messenger has sent its KVCache. SIGINT
-ends it at once.
+the instance, and tells that the instance leaves for good. The process waits until the messenger has sent its
+KVCache. SIGINT ends it at once.
 
 Owns: when the process may end. Does not know: requests, how a process stops (`mooncake.node.process`).
 """
@@ -33,9 +33,9 @@ class Retirement:
 
         loop.add_signal_handler(signal.SIGTERM, begin)
 
-    def grant(self) -> None:
+    def grant(self, *, is_for_good: bool) -> None:
         """End the process as soon as its KVCache is sent, as no request is left here."""
-        self.is_for_good = not self.wanted.is_set()
+        self.is_for_good = is_for_good
         self.wanted.set()
         self.granted.set()
 
