@@ -30,8 +30,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def default_server() -> Iterator[Server]:
+    """Each process of tests has one until its end, so it takes little memory: 10,000 tokens, and a pool."""
+    arguments = ["--dtype=float32", "--http-tool-parser=hermes"]
+    memory = ["--kvcache-device-bytes=512MiB", "--kvcache-pool-bytes=256MiB"]
     with (
         tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
-        ForkedServer("--dtype", "float32", "--http-tool-parser", "hermes", run_dir=Path(run_dir)) as server,
+        ForkedServer(*arguments, *memory, run_dir=Path(run_dir)) as server,
     ):
         yield server
