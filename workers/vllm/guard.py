@@ -1,7 +1,8 @@
 """A command that ends with the process that started it: `python -m workers.vllm.guard COMMAND...`.
 
 The command and its processes are a session of their own. They end when stdin closes, which it does when the
-process at its other end is killed.
+process at its other end is killed. However they end, the shared memory and semaphores that they have made by
+Python's `multiprocessing` go with them.
 
 Owns: the end of these processes. Does not know: their work.
 """
@@ -12,9 +13,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+
+from workers.vllm.processes import members
 
 GRACE_S = 5.0
 """Time that the command has to end its own processes."""
+TRACKER_S = 5.0
+"""Time that resource trackers have to clean up behind processes that were killed."""
+_POLL_S = 0.02
 
 
 def main() -> None:
@@ -23,7 +30,7 @@ def main() -> None:
     command = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_stdin, args=[command], daemon=True).start()
     status = command.wait()
-    _signal(command.pid, signal.SIGKILL)  # what the command has left
+    _kill(command.pid)  # what the command has left
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -33,12 +40,24 @@ def _end_with_stdin(command: "subprocess.Popen[bytes]") -> None:
     _signal(command.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         command.wait(GRACE_S)
-    _signal(command.pid, signal.SIGKILL)
+    _kill(command.pid)
 
 
-def _signal(session: int, signum: signal.Signals) -> None:
+def _kill(group: int) -> None:
+    """Kill a group. Its resource trackers go last and by themselves: when all others are gone, each unlinks
+    what these have left in /dev/shm."""
+    deadline_s = time.monotonic() + TRACKER_S
+    while (left := members(group)) and time.monotonic() < deadline_s:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT if process.is_tracker else signal.SIGKILL)
+        time.sleep(_POLL_S)
+    _signal(group, signal.SIGKILL)
+
+
+def _signal(group: int, signum: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(session, signum)
+        os.killpg(group, signum)
 
 
 if __name__ == "__main__":
