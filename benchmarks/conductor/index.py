@@ -24,7 +24,6 @@ from benchmarks.kvstore.index import resident_bytes
 from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.tools.arguments import counts
 from conductor.index.prefix_index import PrefixIndex
-from conductor.index.vllm_events import VllmEvents
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.kv_events import FromKVEvents, KVEvent, KVEvents, KVStored
 from mooncake.messages.pools import Tier
@@ -36,13 +35,11 @@ MATCH_BARS_US = {16: 20, 100: 30, 1000: 60}
 MEMORY_BAR_BYTES = 200
 LEAST_BLOCKS_FOR_MEMORY = 100_000
 """Fewest blocks of a measurement of memory: with fewer, most of it is that of the instances."""
-EVENT_BARS = {"ours": 500_000, "vLLM's": 200_000}
+EVENT_BAR = 500_000
 PROMPT_BLOCKS, SHARED_BLOCKS = 64, 8
 NUM_MATCHES = 2_000
 NUM_ROUNDS = 5
-VLLM_BLOCK_TOKENS = 256
 _SEED = 7
-_ROOT = bytes(KEY_BYTES)
 
 
 def fill(index: PrefixIndex, num_instances: int, num_blocks: int, *, are_added: bool = False) -> int:
@@ -109,36 +106,14 @@ def internal_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
     ]
 
 
-def vllm_messages(num_batches: int, batch_blocks: int) -> list[bytes]:
-    """Batches as vLLM publishes them, one prompt each, of a vocabulary of 49,152 tokens."""
-    draw = random.Random(_SEED)
-    num_tokens = batch_blocks * VLLM_BLOCK_TOKENS
-    messages = []
-    for _ in range(num_batches):
-        event = {
-            "type": "BlockStored",
-            "block_hashes": [draw.getrandbits(64) for _ in range(batch_blocks)],
-            "parent_block_hash": None,
-            "token_ids": draw.choices(range(49_152), k=num_tokens),
-            "block_size": VLLM_BLOCK_TOKENS,
-            "lora_id": None,
-            "medium": "GPU",
-            "lora_name": None,
-        }
-        messages.append(msgspec.msgpack.encode([12.5, [event], 0]))
-    return messages
-
-
-def blocks_per_s(
-    messages: Sequence[bytes], num_blocks: int, new_reader: Callable[[], Callable[[bytes], list[KVEvent]]]
-) -> float:
+def blocks_per_s(messages: Sequence[bytes], num_blocks: int, read: Callable[[bytes], list[KVEvent]]) -> float:
     """Return the processor seconds from the bytes of a message to the index.
 
     The median of some rounds, each with an empty index.
     """
     rates = []
     for _ in range(NUM_ROUNDS):
-        index, read = PrefixIndex(), new_reader()
+        index = PrefixIndex()
         index.add_instance("p0")
         started_s = time.process_time()
         for message in messages:
@@ -148,8 +123,8 @@ def blocks_per_s(
     return statistics.median(rates)
 
 
-def event_rates() -> Iterator[tuple[str, int, float]]:
-    """Format, blocks a message, blocks a second."""
+def event_rates() -> Iterator[tuple[int, float]]:
+    """Blocks a message, blocks a second."""
     decode = msgspec.msgpack.Decoder(FromKVEvents).decode
 
     def events_of(message: bytes) -> list[KVEvent]:
@@ -159,14 +134,7 @@ def event_rates() -> Iterator[tuple[str, int, float]]:
 
     for batch_blocks in (1, 64, 1000):
         messages = internal_messages(100_000 // max(10, batch_blocks), batch_blocks)
-        rate = blocks_per_s(messages, len(messages) * batch_blocks, lambda: events_of)
-        yield "ours", batch_blocks, rate
-    for batch_blocks in (1, 64):
-        messages = vllm_messages(6_400 // batch_blocks, batch_blocks)
-        rate = blocks_per_s(
-            messages, len(messages) * batch_blocks, lambda: VllmEvents(_ROOT, VLLM_BLOCK_TOKENS).read
-        )
-        yield "vLLM's", batch_blocks, rate
+        yield batch_blocks, blocks_per_s(messages, len(messages) * batch_blocks, events_of)
 
 
 def report(is_full: bool) -> None:
@@ -191,10 +159,10 @@ def report(is_full: bool) -> None:
     progress("index: events")
     print_table(
         "Prefix index: KV events, from a message's bytes to the index",
-        ["format", "blocks a message", "blocks/s of one core", "bar"],
+        ["blocks a message", "blocks/s of one core", "bar"],
         [
-            [name, str(batch_blocks), f"{rate:,.0f}", f"{EVENT_BARS[name]:,}" if batch_blocks > 1 else ""]
-            for name, batch_blocks, rate in event_rates()
+            [str(batch_blocks), f"{rate:,.0f}", f"{EVENT_BAR:,}" if batch_blocks > 1 else ""]
+            for batch_blocks, rate in event_rates()
         ],
     )
 

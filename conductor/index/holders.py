@@ -2,8 +2,8 @@
 it.
 
 Blocks with the same holders share one set, named by a small number, so a block costs its key and that number,
-however many instances there are. A set is a bit mask, two bits for a shard: DRAM and, next to it, SSD. An
-instance of several shards (pipeline stages, ranks) holds a block only when all of them do.
+however many instances there are. A set is a bit mask, three bits for a shard: DRAM, SSD, and the engine's own
+prefix cache. An instance of several shards (pipeline stages, ranks) holds a block only when all of them do.
 
 Owns: sets, their numbers, how many blocks use each. Does not know: keys.
 """
@@ -18,12 +18,14 @@ from mooncake.messages.pools import Tier
 
 EMPTY = 0
 """The set of a block without holders."""
-_BITS = {Tier.DRAM: 0b01, Tier.SSD: 0b10}
+_BITS = {Tier.DRAM: 0b001, Tier.SSD: 0b010, Tier.DEVICE: 0b100}
+NUM_BITS = len(_BITS)
+"""Bits of a shard."""
 
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A part of an instance, with bits `2 * number` (DRAM) and `2 * number + 1` (SSD) of each set."""
+    """A part of an instance, with the bits from `NUM_BITS * number` on of each set: DRAM, SSD, device."""
 
     slot: int
     """The slot of the instance."""
@@ -34,7 +36,7 @@ class Shard:
 
     def bit(self, tier: Tier) -> int:
         """The bit of this shard and tier in a set."""
-        return _BITS[tier] << 2 * self.number
+        return _BITS[tier] << NUM_BITS * self.number
 
 
 class HolderSets:
@@ -42,9 +44,13 @@ class HolderSets:
 
     def __init__(self) -> None:
         self.holding = [0]
-        """Masks of slots by set: the instances that hold the blocks of the set in any tier."""
+        """Masks of slots by set: the instances that hold the blocks of the set in their part of the pool."""
         self.in_dram = [0]
         """Masks of slots by set: the instances that hold the blocks of the set in DRAM."""
+        self.on_device = [0]
+        """Masks of slots by set: the instances whose engines hold the blocks of the set."""
+        self.num_device_blocks = 0
+        """Number of blocks that engines hold, one for each holder."""
         self._held = [0]
         self._num_blocks = [0]
         self._numbers = {0: EMPTY}
@@ -64,8 +70,11 @@ class HolderSets:
         held ^= bit
         after = self._numbers.get(held)
         if after is None:
-            after = self._new(held, self.holding[before], self.in_dram[before], shard)
-        shard.num_blocks[tier] += num_blocks if is_stored else -num_blocks
+            after = self._new(held, before, shard)
+        change = num_blocks if is_stored else -num_blocks
+        shard.num_blocks[tier] += change
+        if tier is Tier.DEVICE:
+            self.num_device_blocks += change
         if after != EMPTY:
             self._num_blocks[after] += num_blocks
         if before != EMPTY:
@@ -76,8 +85,9 @@ class HolderSets:
         """Remove a shard from all sets. The cost grows with the number of sets, not of blocks."""
         if not any(shard.num_blocks.values()):
             return
+        self.num_device_blocks -= shard.num_blocks[Tier.DEVICE]
         shard.num_blocks = dict.fromkeys(Tier, 0)
-        bits = shard.bit(Tier.DRAM) | shard.bit(Tier.SSD)
+        bits = sum(map(shard.bit, Tier))
         slot_bit = 1 << shard.slot
         for number, held in enumerate(self._held):
             if held & bits:
@@ -86,6 +96,7 @@ class HolderSets:
                 self._held[number] = held
                 self.holding[number] &= ~slot_bit
                 self.in_dram[number] &= ~slot_bit
+                self.on_device[number] &= ~slot_bit
                 if held:
                     self._numbers.setdefault(held, number)
                 else:
@@ -111,24 +122,34 @@ class HolderSets:
         self._num_blocks[number] -= num_blocks
         if not self._num_blocks[number]:
             self._forget_mask(number)
-            self._held[number] = self.holding[number] = self.in_dram[number] = 0
+            self._held[number] = self.holding[number] = self.in_dram[number] = self.on_device[number] = 0
             self._num_empty -= self.is_empty[number]
             self.is_empty[number] = False
             self._free.append(number)
 
-    def _new(self, held: int, holding: int, in_dram: int, shard: Shard) -> int:
-        """Make a set that differs in `shard` from the one with these masks."""
+    def _new(self, held: int, before: int, shard: Shard) -> int:
+        """Make a set that differs in `shard` from the set `before`."""
         wanted, slot_bit = shard.instance_bits, 1 << shard.slot
-        holding = holding | slot_bit if (held | held >> 1) & wanted == wanted else holding & ~slot_bit
-        in_dram = in_dram | slot_bit if held & wanted == wanted else in_dram & ~slot_bit
+        in_dram, on_ssd, on_device = held, held >> 1, held >> 2
+
+        def mask_of(masks: list[int], present: int) -> int:
+            return masks[before] | slot_bit if present & wanted == wanted else masks[before] & ~slot_bit
+
+        masks = (
+            held,
+            mask_of(self.holding, in_dram | on_ssd),
+            mask_of(self.in_dram, in_dram),
+            mask_of(self.on_device, on_device),
+        )
+        lists = self._held, self.holding, self.in_dram, self.on_device
         if self._free:
             number = self._free.pop()
-            self._held[number], self.holding[number], self.in_dram[number] = held, holding, in_dram
+            for values, value in zip(lists, masks, strict=True):
+                values[number] = value
         else:
             number = len(self._held)
-            self._held.append(held)
-            self.holding.append(holding)
-            self.in_dram.append(in_dram)
+            for values, value in zip(lists, masks, strict=True):
+                values.append(value)
             self._num_blocks.append(0)
             self.is_empty.append(False)
         self._numbers[held] = number

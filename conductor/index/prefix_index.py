@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.index.block_table import new_block_table
-from conductor.index.holders import HolderSets, Shard
+from conductor.index.holders import NUM_BITS, HolderSets, Shard
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
@@ -172,7 +172,7 @@ class PrefixIndex:
             raise ValueError(f"cannot add instance {name} with parts {', '.join(names)}: a name is taken")
         slot = self._free_slots.pop() if self._free_slots else len(self._slots)
         numbers = [self._new_number() for _ in names]
-        instance_bits = sum(1 << 2 * number for number in numbers)
+        instance_bits = sum(1 << NUM_BITS * number for number in numbers)
         for shard_name, number in zip(names, numbers, strict=True):
             self._shards[shard_name] = Shard(slot, number, instance_bits)
         self._slots[name], self._shards_of[name] = slot, names
@@ -226,14 +226,34 @@ class PrefixIndex:
     # -- prompts ------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """Find how many of these leading blocks of a prompt each instance holds, in one pass for all."""
-        holding, in_dram = self._sets.holding, self._sets.in_dram
+        """Find how many of these leading blocks of a prompt each instance holds in its part of the pool, in
+        one pass for all."""
+        return self._match(keys, 0)
+
+    def match_own(self, keys: Sequence[BlockKey], held: PrefixMatch) -> PrefixMatch:
+        """Find how many of these leading blocks each instance need not compute: those of its part of the
+        pool, or of its engine's prefix cache if these are more.
+
+        Args:
+            keys: The blocks.
+            held: Their match in the pool.
+
+        Returns:
+            The match; `held` itself while no engine reports a prefix cache.
+        """
+        return self._match(keys, (1 << self.num_slots) - 1) if self._sets.num_device_blocks else held
+
+    def _match(self, keys: Sequence[BlockKey], cached: int) -> PrefixMatch:
+        """Match prompts with the pool, and with the prefix caches of the engines in the slots `cached`."""
+        holding, in_dram, on_device = self._sets.holding, self._sets.in_dram, self._sets.on_device
         num_slots, start = self.num_slots, 0
-        mask = (1 << num_slots) - 1
+        pooled = mask = (1 << num_slots) - 1
         depths, masks = [0], [mask]
         on_ssd: list[tuple[int, int]] = []
         for number, end in zip(*self._table.runs(keys), strict=True):
-            before, mask = mask, mask & holding[number]
+            pooled &= holding[number]
+            cached &= on_device[number]
+            before, mask = mask, pooled | cached
             if not mask:
                 break
             if mask == before:
@@ -242,7 +262,7 @@ class PrefixIndex:
                 masks[-1] ^= mask
                 masks.append(mask)
                 depths.append(end)
-            if ssd_mask := mask & ~in_dram[number]:
+            if ssd_mask := pooled & ~in_dram[number] & ~cached:
                 on_ssd.append((end - start, ssd_mask))
             start = end
         return PrefixMatch(num_slots, depths, masks, on_ssd)

@@ -144,8 +144,9 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         load_block_s = view.block_bytes / SSD_BYTES_PER_S
         num_blocks = layout.num_blocks(num_tokens)
-        held = view.prefixes.match(request.block_keys)
-        fetch = self._best_fetch(held) if self._fetches else NO_FETCH
+        pooled = view.prefixes.match(request.block_keys)
+        fetch = self._best_fetch(pooled) if self._fetches else NO_FETCH
+        held = view.prefixes.match_own(request.block_keys, pooled)
         coming = view.coming.match(request.block_keys, request.priority, now_s)
         match = held.with_coming(coming) if coming else held
         pays_again = match is not held and not may_compute_again

@@ -33,6 +33,7 @@ from kvstore.protocol.calls import (
     AwaitSpace,
     Commit,
     DescribeTokens,
+    DeviceBlocks,
     DropIdle,
     FetchBlocks,
     GetStats,
@@ -57,6 +58,7 @@ Result = TypeVar("Result")
 
 _SERIAL = 0
 """Serial of the worker's session: a process has at most one worker, and its clients are numbered from 1."""
+_KEYS_PER_MESSAGE = 1 << 12
 _TOKEN_BYTES = 1 << 17
 """Bytes of token ids in one message; more are split."""
 _COMMIT_BYTES = 1 << 17
@@ -142,6 +144,12 @@ class WorkerClient:
     async def drop_idle(self, keys: Sequence[BlockKey]) -> None:
         """Remove the `keys` that are neither in use nor pinned from every tier."""
         await self._calls.send(DropIdle(list(keys)))
+
+    async def report_device(self, keys: Sequence[BlockKey], *, is_stored: bool) -> None:
+        """Report blocks that the engine's own prefix cache has from now on, or not any more. The messenger
+        takes it for empty until the first report, and when this worker is gone."""
+        for first in range(0, len(keys), _KEYS_PER_MESSAGE):
+            await self._calls.send(DeviceBlocks(list(keys[first : first + _KEYS_PER_MESSAGE]), is_stored))
 
     async def describe_tokens(self, reservation_id: int, token_ids: Sequence[int]) -> None:
         """Describe the tokens of a reservation's keys, for the KV events of their blocks.

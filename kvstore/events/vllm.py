@@ -19,7 +19,7 @@ from mooncake.messages.pools import Tier
 
 MAX_REQUEST_BYTES = 1 << 10
 """Limit of a frame that is received: a topic, or a number."""
-MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK"}
+MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK", Tier.DEVICE: "GPU"}
 """The name that vLLM gives each tier.
 
 vLLM says CPU and, lately, STORAGE; routers that tell tiers apart know DISK, only the newest

@@ -114,6 +114,16 @@ class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
     token_ids: bytes
 
 
+class DeviceBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Report blocks that the engine's own prefix cache has from now on, or not any more.
+
+    The cache is empty when the worker attaches.
+    """
+
+    keys: list[BlockKey]
+    is_stored: bool
+
+
 class OpenGrant(msgspec.Struct, tag=True, frozen=True):
     """Open this reservation's incomplete pages to remote writes. Answered by `Granted`."""
 
@@ -306,6 +316,6 @@ Call = (
     | VerifyBlocks
     | GetStats
 )
-Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch | DropIdle
+Notice = Commit | DescribeTokens | EndLease | Prefetch | StopFetch | DropIdle | DeviceBlocks
 ToPool = Call | Notice
 ToRemotePool = ToPool | GetBlocks | PutBlocks

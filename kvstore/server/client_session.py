@@ -38,6 +38,7 @@ from kvstore.protocol.calls import (
     Call,
     Commit,
     DescribeTokens,
+    DeviceBlocks,
     DropIdle,
     EndLease,
     FetchBlocks,
@@ -101,6 +102,8 @@ class ClientSession:
         self._waiting: set[asyncio.Task[None]] = set()
         self._sends = Sends(store.pool, store.segment, store.peers, tasks)
         self._fetches = SessionFetches(store, tasks, send, self._sends.wake)
+        self._has_device = False
+        """Whether the user reports its engine's prefix cache."""
 
     def handle(self, message: ToPool) -> None:
         """Handle a message. Raises PoolError for a message that no correct user sends; then the session must
@@ -116,6 +119,9 @@ class ClientSession:
                 self.store.mover.prefetch(_checked(keys))
             case DropIdle(keys):
                 self.store.drop_idle(_checked(keys))
+            case DeviceBlocks(keys, is_stored):
+                self._has_device = True
+                self.store.device.change(_checked(keys), is_stored=is_stored)
             case StopFetch(reservation_id):
                 self._fetches.stop(reservation_id)
             case FetchBlocks():
@@ -137,6 +143,8 @@ class ClientSession:
             self.release(reservation_id, f"{self.user.name} is gone")
         for lease_id in leases:
             self._pool.end_lease(lease_id)
+        if self._has_device:
+            self.store.device.clear()
 
     # -- calls ------------------------------------------------------------------------------------
 

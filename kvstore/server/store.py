@@ -15,6 +15,7 @@ from kvstore.events.batches import EventLog
 from kvstore.pool.pages import PageState, PageWriter
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
+from kvstore.server.device_tier import DeviceTier
 from kvstore.ssd.mover import Mover
 from kvstore.ssd.slab import Slab
 from kvstore.ssd.ssd import SsdTier
@@ -61,6 +62,7 @@ class Store:
     traffic: Traffic
     cards: Cards
     events: EventLog
+    device: DeviceTier
     copy_table: CopyTable | None
     space: asyncio.Event
     """Set whenever a page becomes free or evictable."""
@@ -90,6 +92,7 @@ class Store:
         everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}
         num_removed = sum(self.mover.remove(key) for key in everything)
         self.events.cleared()
+        self.device.change(self.device.keys, is_stored=True)
         return num_removed
 
     def drop_idle(self, keys: Sequence[BlockKey]) -> None:
@@ -101,6 +104,7 @@ class Store:
 
     def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:
         """Yield every block that can be found, by tier."""
+        yield Tier.DEVICE, self.device.keys
         yield Tier.DRAM, list(self.pool.allocator.index)
         if self.ssd is not None:
             yield Tier.SSD, list(dict.fromkeys(self.ssd.keys()))
@@ -276,6 +280,7 @@ def open_store(
         traffic,
         cards,
         events,
+        DeviceTier(events),
         copy_table,
         space,
     )

@@ -62,10 +62,13 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Tier(StrEnum):
-    """The tiers of an instance's part of the pool. A block may be in several."""
+    """The tiers in which an instance may have a block. It may be in several."""
 
     DRAM = "dram"
     SSD = "ssd"
+    DEVICE = "device"
+    """The prefix cache of an engine that keeps one of its own. Only this engine can use its blocks: DRAM and
+    SSD are the instance's part of the pool."""
 
 
 COMPUTED, REMOTE = "computed", "remote"

@@ -272,6 +272,11 @@ class Transcript:
         self.conductor.prefixes.apply(name, [KVStored(Tier.DRAM, in_dram), KVStored(Tier.SSD, keys)])
         return []
 
+    def _do_caches(self, name: str, num_blocks: str, prompt: str = "a") -> list[str]:
+        """The engine of an instance has blocks in its own prefix cache."""
+        self.conductor.prefixes.apply(name, [KVStored(Tier.DEVICE, _keys(prompt, int(num_blocks)))])
+        return []
+
     def _do_keep(self, context_id: str, num_blocks: str, prompt: str = "a") -> list[str]:
         message = KeepContext(context_id, _keys(prompt, int(num_blocks)), 1000.0)
         return self._shown(self.conductor.handle(FRONT, message, self.now_s))

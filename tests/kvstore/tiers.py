@@ -19,6 +19,7 @@ from kvstore.pool.claims import PageReservation
 from kvstore.pool.pages import PageTable, record_bytes
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import ALIGNMENT, Segment, SegmentHeader
+from kvstore.server.device_tier import DeviceTier
 from kvstore.server.store import Store
 from kvstore.ssd.mover import Mover
 from kvstore.ssd.slab import Record
@@ -291,6 +292,7 @@ async def running(
             traffic=Traffic(),
             cards=Cards([]),
             events=events,
+            device=DeviceTier(events),
             copy_table=None,
             space=space,
         )

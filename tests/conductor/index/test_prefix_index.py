@@ -14,7 +14,7 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 from tests.examples import num_examples
 
-DRAM, SSD = Tier.DRAM, Tier.SSD
+DRAM, SSD, DEVICE = Tier.DRAM, Tier.SSD, Tier.DEVICE
 KEYS = [bytes(15) + bytes([number]) for number in range(12)]
 CHAINS = [KEYS[:6], KEYS[:3] + KEYS[6:9], KEYS[9:]]
 PARTS = {"p0": ("p0",), "p1": ("p1.0", "p1.1"), "d0": ("d0",), "d1": ("d1.0", "d1.1", "d1.2")}
@@ -30,6 +30,14 @@ def matched(index: PrefixIndex, keys: Sequence[bytes]) -> dict[str, tuple[int, i
     return {
         name: (int(match.num_blocks[slot]), int(match.num_dram_blocks[slot]))
         for name, slot in index.slots.items()
+    }
+
+
+def matched_own(index: PrefixIndex, keys: Sequence[bytes]) -> dict[str, tuple[int, int]]:
+    """The leading blocks that each instance need not compute, and the number of them to read from SSD."""
+    match = index.match_own(keys, index.match(keys))
+    return {
+        name: (match.num_blocks_at(slot), match.num_ssd_blocks_at(slot)) for name, slot in index.slots.items()
     }
 
 
@@ -61,7 +69,7 @@ class Pools(RuleBasedStateMachine):
             self.names.add(name)
             slot = self.index.add_instance(name, PARTS[name])
             assert slot < len(PARTS), "slots are used again"
-            self.held |= {shard: {DRAM: set(), SSD: set()} for shard in PARTS[name]}
+            self.held |= {shard: {tier: set() for tier in Tier} for shard in PARTS[name]}
 
     @rule(
         shard=st.sampled_from([shard for shards in PARTS.values() for shard in shards]),
@@ -81,12 +89,15 @@ class Pools(RuleBasedStateMachine):
     def start_over(self, shard: str, keys: list[bytes]) -> None:
         self.index.apply(shard, [KVStored(SSD, KEYS[:1]), KVCleared(), KVStored(DRAM, keys)])
         if shard in self.held:
-            self.held[shard] = {DRAM: set(keys), SSD: set()}
+            self.held[shard] = {DRAM: set(keys), SSD: set(), DEVICE: set()}
 
     @invariant()
     def prompts_match_what_is_held(self) -> None:
         for chain in CHAINS:
             assert matched(self.index, chain) == {name: self._expected(name, chain) for name in self.names}
+            assert matched_own(self.index, chain) == {
+                name: self._expected_own(name, chain) for name in self.names
+            }
 
     @invariant()
     def blocks_are_counted(self) -> None:
@@ -94,6 +105,17 @@ class Pools(RuleBasedStateMachine):
         assert self.index.num_blocks == len(held)
         for shard, tiers in self.held.items():
             assert self.index.num_held(shard) == {tier: len(keys) for tier, keys in tiers.items()}
+
+    def _expected_own(self, name: str, chain: Sequence[bytes]) -> tuple[int, int]:
+        """The longer prefix of the instance's two, and the blocks of it that it reads from SSD."""
+        shards = [self.held[shard] for shard in PARTS[name]]
+        num_cached = 0
+        while num_cached < len(chain) and all(chain[num_cached] in shard[DEVICE] for shard in shards):
+            num_cached += 1
+        num_pooled, _ = self._expected(name, chain)
+        to_load = chain[num_cached:num_pooled]
+        num_ssd = sum(not all(key in shard[DRAM] for shard in shards) for key in to_load)
+        return max(num_cached, num_pooled), num_ssd
 
     def _expected(self, name: str, chain: Sequence[bytes]) -> tuple[int, int]:
         shards = [self.held[shard] for shard in PARTS[name]]
@@ -125,6 +147,17 @@ def test_blocks_on_ssd_count_but_not_as_dram() -> None:
     assert matched(index, KEYS) == {"p0": (5, 2)}
     index.apply("p0", [KVRemoved(SSD, KEYS[2:5])])
     assert matched(index, KEYS) == {"p0": (4, 2)}
+
+
+def test_an_engine_s_own_cache_counts_where_it_is() -> None:
+    """It is longer or shorter than the pool's prefix, but does not extend it; and nobody else can have it."""
+    index = index_of("p0", "d0")
+    index.apply("p0", [KVStored(SSD, KEYS[:4]), KVStored(DEVICE, KEYS[:2])])
+    index.apply("d0", [KVStored(DRAM, KEYS[:1]), KVStored(DEVICE, KEYS[:3])])
+    assert matched(index, KEYS) == {"p0": (4, 0), "d0": (1, 1)}
+    assert matched_own(index, KEYS) == {"p0": (4, 2), "d0": (3, 0)}
+    index.apply("d0", [KVRemoved(DEVICE, KEYS[:1])])
+    assert matched_own(index, KEYS) == {"p0": (4, 2), "d0": (1, 0)}
 
 
 def test_a_group_holds_what_all_of_its_shards_hold() -> None:

@@ -166,6 +166,8 @@ def test_the_index_is_told_by_the_pools_that_are_followed() -> None:
         ("index_blocks", "p0.0", "ssd"): 2,
         ("index_blocks", "dram", "p0.1"): 0,
         ("index_blocks", "p0.1", "ssd"): 0,
+        ("index_blocks", "device", "p0.0"): 0,
+        ("index_blocks", "device", "p0.1"): 0,
         ("index_current", "p0.0"): 1,
         ("index_current", "p0.1"): 0,
         ("kv_event_batches_total", "p0.0"): 2,
