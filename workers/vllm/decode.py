@@ -4,24 +4,19 @@ Owns: the order of events of one answer. Does not know: how requests are placed,
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from kvstore.client.worker_client import WorkerClient
 from kvstore.protocol.answers import Reservation
-from mooncake.errors import MooncakeError, PoolFullError, RequestError, TransferError
+from mooncake.errors import PoolFullError, TransferError
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.pools import Grant
 from mooncake.messages.requests import FinishReason, Ref, Request
-from mooncake.messages.workers import Decode, Finished, Prefilled, Reserve, Reserved, WorkFailed
+from mooncake.messages.workers import Decode, Finished, Prefilled, Reserve, Reserved
 from workers.errors import EngineLostError
-from workers.execution.jobs import Jobs
+from workers.vllm.attempts import Attempts
 from workers.vllm.meter import StepMeter
-from workers.vllm.server import VllmServer, unserved
 
-log = logging.getLogger(__name__)
-Send = Callable[[Reserved | Prefilled | Finished | WorkFailed], Awaitable[None]]
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 
 
@@ -31,24 +26,16 @@ class VllmDecode:
     The prompt's blocks and its first token come with `Decode`, unless the prompt is inlined.
     """
 
-    def __init__(
-        self,
-        server: VllmServer,
-        pool: WorkerClient,
-        arrival_timeout_s: float,
-        send: Send,
-        emit: Emit,
-        jobs: Jobs,
-    ) -> None:
-        self._server, self._pool, self._arrival_timeout_s = server, pool, arrival_timeout_s
-        self._send, self._emit, self._jobs = send, emit, jobs
+    def __init__(self, attempts: Attempts, arrival_timeout_s: float, emit: Emit) -> None:
+        self._attempts, self._arrival_timeout_s, self._emit = attempts, arrival_timeout_s, emit
+        self._server, self._pool, self._send = attempts.server, attempts.pool, attempts.send
         self._orders: dict[Ref, asyncio.Future[Decode]] = {}
         self.num_requests = 0
         self.meter = StepMeter()
 
     def reserve(self, order: Reserve) -> None:
-        """Begin a request. `Jobs.cancel` stops it and releases everything."""
-        self._jobs.start(order.ref, lambda: self._serve(order))
+        """Begin a request."""
+        self._attempts.start(order.ref, order.request.sampling, lambda: self._serve(order))
 
     def decode(self, order: Decode) -> None:
         """Continue a reserved request whose prefill is done. An order for an unknown request is dropped: it
@@ -60,21 +47,10 @@ class VllmDecode:
     async def _serve(self, order: Reserve) -> None:
         self.num_requests += 1
         try:
-            name = unserved(order.request.sampling)
-            if name is not None:
-                reason = f"{name} is not served by vLLM's instances"
-                await self._send(WorkFailed(order.ref, reason, retryable=False))
-            elif order.inline:
+            if order.inline:
                 await self._compute_and_generate(order)
             else:
                 await self._receive_and_generate(order)
-        except EngineLostError:
-            raise
-        except MooncakeError as error:
-            if self._pool.closed.is_set():
-                return  # the session ends, and with it all that the Conductor has placed here
-            log.warning("decode of %s failed: %s", order.ref.request_id, error)
-            await self._send(WorkFailed(order.ref, str(error), not isinstance(error, RequestError)))
         finally:
             self.num_requests -= 1
             self.meter.left(order.ref)

@@ -4,31 +4,26 @@ Owns: the order of events of one prefill. Does not know: how requests are placed
 """
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from kvstore.client.worker_client import WorkerClient
-from mooncake.errors import MooncakeError, PoolError, PoolFullError, RequestError, TransferError
+from mooncake.errors import PoolError, PoolFullError, RequestError, TransferError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import COMPUTED, Tier
-from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
-from workers.errors import EngineLostError
-from workers.execution.jobs import Jobs
-from workers.vllm.server import VllmServer, unserved
+from mooncake.messages.workers import Prefill, Prefilled
+from workers.vllm.attempts import Attempts
 
 _STORE_S = 5.0
 """Seconds after the first token of a prompt within which its blocks must be in the pool."""
 _POLL_S = 0.005
-log = logging.getLogger(__name__)
-Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
 
 
 class VllmPrefill:
     """Answers each `Prefill` order with `Prefilled` or `WorkFailed`."""
 
-    def __init__(self, server: VllmServer, pool: WorkerClient, send: Send, jobs: Jobs) -> None:
-        self._server, self._pool, self._send, self._jobs = server, pool, send, jobs
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._server, self._pool, self._send = attempts.server, attempts.pool, attempts.send
         self.num_waiting = 0
         """Prompts that are here, the running ones included."""
         self.num_tokens: Counter[str] = Counter()
@@ -37,39 +32,31 @@ class VllmPrefill:
         """Seconds with a prompt in the engine."""
 
     def start(self, order: Prefill) -> None:
-        """Begin a prefill. `Jobs.cancel` stops it and releases everything."""
-        self._jobs.start(order.ref, lambda: self._serve(order))
+        """Begin a prefill."""
+        self._attempts.start(order.ref, order.request.sampling, lambda: self._serve(order))
 
     async def _serve(self, order: Prefill) -> None:
         self.num_waiting += 1
         try:
             await self._prefill(order)
-        except EngineLostError:
-            raise
-        except MooncakeError as error:
-            if self._pool.closed.is_set():
-                return  # the session ends, and with it all that the Conductor has placed here
-            log.warning("prefill of %s failed: %s", order.ref.request_id, error)
-            await self._send(WorkFailed(order.ref, str(error), not isinstance(error, RequestError)))
         finally:
             self.num_waiting -= 1
 
     async def _prefill(self, order: Prefill) -> None:
         ref, request, grant = order.ref, order.request, order.grant
-        name = unserved(request.sampling)
-        if name is not None:
-            await self._send(WorkFailed(ref, f"{name} is not served by vLLM's instances", retryable=False))
-            return
         if any(page.block_index >= len(request.block_keys) for page in grant.pages):
-            reason = "vLLM stores full blocks only, and the decode instance expects the last one too"
-            await self._send(WorkFailed(ref, reason, retryable=False))
-            return
+            raise RequestError(
+                "vLLM stores full blocks only, and the decode instance expects the last one too"
+            )
         await self._fetch(order)
+        num_on_device = self._server.kv_events.blocks.num_leading_tokens(request.block_keys)
         began_s = asyncio.get_running_loop().time()
         outputs = [output async for output in self._server.complete(request, request.token_ids, 1)]
         self.seconds += asyncio.get_running_loop().time() - began_s
         first_token, num_cached_tokens = outputs[0].token_ids[0], outputs[-1].num_cached_tokens
-        self.num_tokens[Tier.DRAM.value] += num_cached_tokens
+        num_on_device = min(num_on_device, num_cached_tokens)
+        self.num_tokens[Tier.DEVICE.value] += num_on_device
+        self.num_tokens[Tier.DRAM.value] += num_cached_tokens - num_on_device
         self.num_tokens[COMPUTED] += len(request.token_ids) - num_cached_tokens
         reservation_id = await self._stored(order)
         try:

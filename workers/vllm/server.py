@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -24,6 +25,9 @@ from mooncake.messages.requests import Request, SamplingParams
 from mooncake.node.process import Progress, report
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import EngineLostError
+from workers.vllm.kv_events import KVEventFollower
+from workers.vllm.processes import groups_below, members
+from workers.vllm.pulse import Pulse
 
 _MODEL = "model"
 _POLL_S = 0.2
@@ -66,6 +70,12 @@ class Load:
     num_pages: int = 0
 
 
+def _event_endpoints(process: WorkerProcess, port: int) -> tuple[str, str]:
+    """Return the endpoints of vLLM's KV events and of their replays, which only this user can open."""
+    folder = Path(process.messenger_socket).parent
+    return f"ipc://{folder}/kv-{port}", f"ipc://{folder}/kv-{port}r"
+
+
 def serve_command(process: WorkerProcess, port: int) -> list[str]:
     """Return the command of the server of this instance."""
     config = process.config
@@ -81,18 +91,21 @@ def serve_command(process: WorkerProcess, port: int) -> list[str]:
             "block_size": config.kvcache.block_size,
         },
     }
+    endpoint, replay_endpoint = _event_endpoints(process, port)
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
+    }
     return [
         *(config.vllm.command, "serve", config.model, "--served-model-name", _MODEL),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
         *("--block-size", str(config.kvcache.block_size), "--max-num-seqs", str(config.worker.max_batch)),
         *("--kv-cache-memory-bytes", str(int(config.kvcache.device_bytes))),
-        *(
-            "--enable-prompt-tokens-details",
-            "--disable-uvicorn-access-log",
-            "--skip-tokenizer-init",
-            "--kv-transfer-config",
-            json.dumps(transfer),
-        ),
+        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--skip-tokenizer-init"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+        *("--enable-prefix-caching", "--kv-events-config", json.dumps(events)),
         *config.vllm.options,
     ]
 
@@ -100,8 +113,16 @@ def serve_command(process: WorkerProcess, port: int) -> list[str]:
 class VllmServer:
     """A server that answers. Made by `running`."""
 
-    def __init__(self, http: httpx.AsyncClient, child: asyncio.subprocess.Process) -> None:
-        self._http, self._child = http, child
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        child: asyncio.subprocess.Process,
+        kv_events: KVEventFollower,
+        hang_timeout_s: float | None,
+    ) -> None:
+        self.kv_events = kv_events
+        self._http, self._child, self._hang_timeout_s = http, child, hang_timeout_s
+        self._pulse, self._load = Pulse(hang_timeout_s), Load()
 
     async def ended(self) -> None:
         """Wait until the server ends unexpectedly, and raise EngineLostError."""
@@ -119,6 +140,8 @@ class VllmServer:
         Raises RequestError if the server refuses the request, EngineLostError if its answer is invalid.
         """
         body = completion_body(request, token_ids, num_tokens)
+        clock = asyncio.get_running_loop().time
+        self._pulse.asked(clock())
         try:
             async with self._http.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != httpx.codes.OK:
@@ -129,32 +152,61 @@ class VllmServer:
                     if not line.startswith(_EVENT + "{"):
                         continue
                     event = msgspec.json.decode(line.removeprefix(_EVENT), type=_Event)
+                    self._pulse.moved(clock())
                     if event.choices and event.choices[0].token_ids:
                         yield Output(event.choices[0].token_ids)
                     elif event.usage is not None and event.usage.prompt_tokens_details is not None:
                         yield Output([], event.usage.prompt_tokens_details.cached_tokens)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             raise EngineLostError(f"vLLM does not answer: {type(error).__name__} {error}") from None
+        finally:
+            self._pulse.ended()
 
     async def load(self) -> Load:
-        """Return the engine's load. Raises EngineLostError."""
+        """Return the engine's load, as soon as the server answers and none of its processes is stopped.
+
+        Raises EngineLostError if that takes `hang_timeout_s`, or if the engine hangs.
+        """
+        now_s = asyncio.get_running_loop().time
         try:
-            text = (await self._http.get("/metrics")).text
+            async with asyncio.timeout(self._hang_timeout_s):
+                text = (await self._http.get("/metrics")).text
+                await self._until_none_is_stopped()
+        except TimeoutError:
+            raise EngineLostError(f"vLLM has not answered for {self._hang_timeout_s:g} s") from None
         except httpx.HTTPError as error:
             raise EngineLostError(f"vLLM does not answer: {type(error).__name__} {error}") from None
-        values: dict[str, float] = {}
-        num_pages = 0
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                values[sample.name] = sample.value
-                if sample.name == "vllm:cache_config_info":
-                    num_pages = int(sample.labels.get("num_gpu_blocks", "0"))
-        return Load(
-            int(values.get("vllm:num_requests_running", 0)),
-            int(values.get("vllm:num_requests_waiting", 0)),
-            values.get("vllm:kv_cache_usage_perc", 0.0),
-            num_pages,
-        )
+        load = _load_of(text)
+        if load != self._load:
+            self._pulse.moved(now_s())
+        self._pulse.check(now_s())
+        self._load = load
+        return load
+
+    async def _until_none_is_stopped(self) -> None:
+        while True:
+            # The server's processes are a group below the guard.
+            processes = [process for group in groups_below(self._child.pid) for process in members(group)]
+            if not any(process.is_stopped for process in processes):
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def _load_of(text: str) -> Load:
+    """Read the load from metrics."""
+    values: dict[str, float] = {}
+    num_pages = 0
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            values[sample.name] = sample.value
+            if sample.name == "vllm:cache_config_info":
+                num_pages = int(sample.labels.get("num_gpu_blocks", "0"))
+    return Load(
+        int(values.get("vllm:num_requests_running", 0)),
+        int(values.get("vllm:num_requests_waiting", 0)),
+        values.get("vllm:kv_cache_usage_perc", 0.0),
+        num_pages,
+    )
 
 
 def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int) -> dict[str, object]:
@@ -182,8 +234,8 @@ def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int)
     }
 
 
-def unserved(sampling: SamplingParams) -> str | None:
-    """Return the name of a parameter that is not served; None if all are: see docs/vllm.md."""
+def check_served(sampling: SamplingParams) -> None:
+    """Raise RequestError, which names it, for a parameter that is not served: see docs/vllm.md."""
     plain = SamplingParams(sampling.max_tokens)
     for name in (
         "repetition_penalty",
@@ -194,8 +246,7 @@ def unserved(sampling: SamplingParams) -> str | None:
         "num_logprobs",
     ):
         if getattr(sampling, name) != getattr(plain, name):
-            return name
-    return None
+            raise RequestError(f"{name} is not served by vLLM's instances")
 
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, and for each look at metrics
@@ -213,11 +264,13 @@ async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
     assert child.stdin is not None
     timeout = httpx.Timeout(None, connect=_CONNECT_S)
     limits = httpx.Limits(max_connections=None)
+    kv_events = KVEventFollower(*_event_endpoints(process, port), process.config.kvcache.block_size)
     try:
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits
         ) as http:
-            server = VllmServer(http, child)
+            hang_timeout_s = process.config.hang_timeout_s
+            server = VllmServer(http, child, kv_events, None if hang_timeout_s == "never" else hang_timeout_s)
             while not await _is_ready(http):
                 report(Progress("vLLM starts", 0, 0))
                 with contextlib.suppress(TimeoutError):
@@ -225,6 +278,7 @@ async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
             yield server
     finally:
         child.stdin.close()
+        kv_events.close()
 
 
 async def _is_ready(http: httpx.AsyncClient) -> bool:

@@ -3,13 +3,11 @@
 Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started and called.
 """
 
-import asyncio
-import contextlib
-
 from kvstore.client.worker_client import WorkerClient
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.instance_metrics import InstanceReport
+from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
 from mooncake.messages.workers import (
@@ -32,9 +30,11 @@ from workers.process.conductor_link import ConductorLink
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
+from workers.vllm.attempts import Attempts
+from workers.vllm.cached_blocks import Change
 from workers.vllm.decode import VllmDecode
 from workers.vllm.prefill import VllmPrefill
-from workers.vllm.server import Load, VllmServer
+from workers.vllm.server import VllmServer
 
 _ENGINE = "vLLM"
 
@@ -82,12 +82,12 @@ class VllmSession:
             async with session_tasks(pool) as group:
                 self._jobs = Jobs(group)
                 self._block_orders = BlockOrders(pool, None, group)
-                self._prefill = VllmPrefill(self._server, pool, link.tell, self._jobs)
+                attempts = Attempts(self._server, pool, link.tell, self._jobs)
                 arrival_timeout_s = self._process.config.messenger.arrival_timeout_s
-                self._decode = VllmDecode(
-                    self._server, pool, arrival_timeout_s, link.tell, link.emit, self._jobs
-                )
+                self._prefill = VllmPrefill(attempts)
+                self._decode = VllmDecode(attempts, arrival_timeout_s, link.emit)
                 group.create_task(self._server.ended())
+                group.create_task(self._server.kv_events.follow(self._tell_cached))
                 group.create_task(link.beat(self._registration, self._take_held, self._heartbeat))
                 group.create_task(link.retire(self._stats))
                 await self._obey(link)
@@ -115,6 +115,11 @@ class VllmSession:
                         WorkFailed(ref, "requests of vLLM's instances do not move", retryable=True)
                     )
 
+    async def _tell_cached(self, changes: list[Change]) -> None:
+        """Tell the messenger what vLLM's own prefix cache has, or has no more."""
+        for change in changes:
+            await self._pool.report_device(change.keys, is_stored=isinstance(change, KVStored))
+
     def _registration(self) -> Register:
         return Register(
             PROTOCOL_VERSION,
@@ -136,7 +141,9 @@ class VllmSession:
         return []
 
     async def _heartbeat(self) -> Heartbeat:
-        load = await self._latest_load()
+        """Return a heartbeat as soon as vLLM gives a sign of life. While it gives none this instance is
+        silent, and the Conductor takes it for lost."""
+        load = self._load = await self._server.load()
         heartbeat = Heartbeat(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
@@ -149,11 +156,3 @@ class VllmSession:
         )
         self._status.report = InstanceReport(self._process.instance, load.num_pages, heartbeat)
         return heartbeat
-
-    async def _latest_load(self) -> Load:
-        """Return the engine's load, or the previous one if a busy server does not answer in time, as it is
-        alive nevertheless."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._heartbeat_s):
-                self._load = await self._server.load()
-        return self._load

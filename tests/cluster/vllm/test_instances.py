@@ -22,6 +22,7 @@ from tests.tiny_tokenizer import write_tiny_tokenizer
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(3600)]
 START_S = 3 * DEADLINE_S
 NUM_TOKENS = 24
+ENGINE, SERVER = "VLLM::Engine", "vllm"
 SMALL = ("--dtype=float32", "--kvcache-pool-bytes=32MiB", "--kvcache-device-bytes=64MiB")
 _draw = random.Random(5)
 PROMPTS = draw_prompts(_draw, 12, range(20, 300), range(3, VOCAB_SIZE))
@@ -90,7 +91,8 @@ def wait_until_idle(server: Server, free_pages: dict[str, float]) -> None:
 @pytest.fixture
 def pair(tiny: Path, run_dir: Path, tmp_path: Path) -> Iterator[Server]:
     patient = f"--conductor-placement-timeout-s={START_S:g}"  # vLLM takes a minute to start again
-    server = Server("--model", str(tiny), *SMALL, TRANSFERS, patient, *by_vllm(tmp_path), run_dir=run_dir)
+    flags = ["--model", str(tiny), *SMALL, TRANSFERS, patient, "--hang-timeout-s=10"]
+    server = Server(*flags, *by_vllm(tmp_path), run_dir=run_dir)
     try:
         server.start().wait_for_line("^ready in", deadline_s=START_S)
         yield server
@@ -117,29 +119,34 @@ def test_prompts_are_prefilled_by_one_and_decoded_by_another(pair: Server, expec
     )
     assert refused.status_code >= 400
     assert "presence_penalty" in refused.text
-    # Both engines are killed in mid-answer.
+    # Engines are killed in mid-answer, or hang, or their servers do.
     with ThreadPoolExecutor(4) as threads:
-        for name in ("decode-0", "prefill-0"):
+        for name, process, signum in (
+            ("decode-0", ENGINE, signal.SIGKILL),
+            ("prefill-0", ENGINE, signal.SIGKILL),
+            ("decode-0", ENGINE, signal.SIGSTOP),
+            ("prefill-0", SERVER, signal.SIGSTOP),
+        ):
             num_lives = pair.num_lines(rf"\[{name}\] ready")
             asked = [threads.submit(tokens, pair, prompt, 300) for prompt in PROMPTS[:4]]
             eventually(
                 lambda: metric(pair, "mooncake_requests_by_state", state="decoding") > 0, "answers have begun"
             )
-            kill_engine(pair.pid_of(name))
+            os.kill(process_of(pair.pid_of(name), process), signum)
             longer = [future.result(START_S) for future in asked]
             assert [answer[:NUM_TOKENS] for answer in longer] == expected[:4]
             pair.wait_for_line(rf"\[{name}\] ready", num_lives + 1, START_S)
     assert answers(pair) == expected
 
 
-def kill_engine(worker: int) -> None:
-    """Kill vLLM's process that computes, below a worker."""
+def process_of(worker: int, title: str) -> int:
+    """The process of vLLM below a worker that is titled so."""
     below = [worker]
     for pid in below:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             below += map(int, children.read_text().split())
-    [engine] = [pid for pid in below if Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Engine")]
-    os.kill(engine, signal.SIGKILL)
+    [found] = [pid for pid in below if Path(f"/proc/{pid}/comm").read_text().startswith(title)]
+    return found
 
 
 def test_our_worker_prefills_and_vllm_decodes(

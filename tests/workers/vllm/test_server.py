@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
+from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.requests import Request, SamplingParams
-from workers.vllm.server import completion_body, unserved
+from workers.vllm.server import check_served, completion_body
 
 ROOT = root_key("f" * 32, "secret")
 
@@ -47,10 +48,11 @@ def test_an_answer_goes_on_behind_what_has_been_drawn() -> None:
     ],
 )
 def test_what_vllm_cannot_continue_is_named(name: str, value: object) -> None:
-    assert unserved(request(**{name: value}).sampling) == name
+    with pytest.raises(RequestError, match=f"{name} is not served"):
+        check_served(request(**{name: value}).sampling)
 
 
 def test_everything_else_is_served() -> None:
     sampling = request(temperature=0.7, top_p=0.9, top_k=5, seed=3, min_p=0.1, logit_bias={1: 2.0}).sampling
-    assert unserved(sampling) is None
+    check_served(sampling)
     assert msgspec.json.encode(completion_body(request(), [1, 2], 1))

@@ -1,0 +1,43 @@
+"""Signs of life of an engine that runs in another process.
+
+An engine that computes brings outputs, or at least its load changes. One that has requests and does neither
+for `hang_timeout_s` hangs.
+
+Owns: the time of the last sign. Does not know: the clock, how the engine is asked.
+"""
+
+from workers.errors import EngineLostError
+
+
+class Pulse:
+    """The pulse of one engine."""
+
+    def __init__(self, hang_timeout_s: float | None) -> None:
+        """`hang_timeout_s` is None if the engine may take any time."""
+        self._hang_timeout_s = hang_timeout_s
+        self._num_requests = 0
+        self._last_s = 0.0
+        """Time of the last sign of life while there are requests."""
+
+    def asked(self, now_s: float) -> None:
+        """Record that the engine has one more request."""
+        if not self._num_requests:
+            self._last_s = now_s
+        self._num_requests += 1
+
+    def ended(self) -> None:
+        """Record that the engine has one request less."""
+        self._num_requests -= 1
+
+    def moved(self, now_s: float) -> None:
+        """Record a sign of life."""
+        self._last_s = now_s
+
+    def check(self, now_s: float) -> None:
+        """Raise EngineLostError if the engine hangs."""
+        if self._hang_timeout_s is None or not self._num_requests:
+            return
+        if now_s - self._last_s > self._hang_timeout_s:
+            raise EngineLostError(
+                f"vLLM hangs: {self._num_requests} requests, and no step within {self._hang_timeout_s:g} s"
+            )
