@@ -34,6 +34,7 @@ _UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 _END_DEADLINE_S = 60.0
 _MAX_MODEL_LEN = 4096
+LMCACHE_PACKAGES = ("lmcache==0.5.6", "sortedcontainers==2.4.0")
 _CONNECTOR_NEEDS = ("gguf", "xxhash")
 """What our connector needs that vLLM does not bring."""
 _ROOT = Path(__file__).parent.parent.parent
@@ -84,14 +85,20 @@ class VllmCpu:
                 marker.write_text(" ".join(needed))
 
     def mooncake_store(self) -> Path:
-        """Return the folder of Mooncake's package, which is installed once, apart: it has a name of ours.
+        """Return the folder of Mooncake's package, which is apart as it has a name of ours. Raises
+        PeerError."""
+        return self._apart("mooncake", MOONCAKE_PACKAGE)
 
-        Raises PeerError.
-        """
-        folder = self._home / "mooncake"
+    def lmcache(self) -> Path:
+        """Return the folder of LMCache, with what it needs that vLLM does not bring. Raises PeerError."""
+        return self._apart("lmcache", *LMCACHE_PACKAGES)
+
+    def _apart(self, name: str, *packages: str) -> Path:
+        """Return a folder into which packages are installed once, without others."""
+        folder = self._home / name
         if not folder.exists():
             options = ["--quiet", "--no-deps", "--target", str(folder)]
-            self._run(self._python, "-m", "pip", "install", *options, MOONCAKE_PACKAGE)
+            self._run(self._python, "-m", "pip", "install", *options, *packages)
         return folder
 
     def show_tree(self) -> None:
