@@ -36,7 +36,7 @@ _LOCK_S = 60.0
 log = logging.getLogger(__name__)
 
 
-class MooncakeServeL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache has no types here
+class MooncakeServeL2Adapter(L2AdapterInterface):
     """An adapter over one or more pools. LMCache makes it from `adapter_params`, and calls it from any
     thread."""
 
@@ -272,4 +272,7 @@ def _object_bytes(layouts: Mapping[int, Any]) -> int | None:
     desc = next(iter(layouts.values()), None)
     if desc is None:
         return None
-    return sum(prod(shape) * dtype.itemsize for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True))
+    return sum(
+        prod(map(int, shape)) * int(dtype.itemsize)
+        for shape, dtype in zip(desc.shapes, desc.dtypes, strict=True)
+    )

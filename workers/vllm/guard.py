@@ -26,7 +26,8 @@ _POLL_S = 0.02
 
 def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # of a terminal: the worker decides
+        # Those of a terminal: the worker decides. SIG_IGN would be the command's too.
+        signal.signal(signum, lambda *_: None)
     command = subprocess.Popen(sys.argv[1:], start_new_session=True, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with_stdin, args=[command], daemon=True).start()
     status = command.wait()
