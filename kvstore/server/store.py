@@ -104,10 +104,11 @@ class Store:
 
     def snapshot(self) -> Iterator[tuple[Tier, list[BlockKey]]]:
         """Yield every block that can be found, by tier."""
-        yield Tier.DEVICE, self.device.keys
         yield Tier.DRAM, list(self.pool.allocator.index)
         if self.ssd is not None:
             yield Tier.SSD, list(dict.fromkeys(self.ssd.keys()))
+        if self.device.keys:
+            yield Tier.DEVICE, self.device.keys
 
     async def wait_for_space(self, space_epoch: int) -> None:
         """Wait until pages have become free or evictable since `space_epoch`."""

@@ -178,7 +178,7 @@ class Publisher:
     def change(self) -> None:
         if self._draw.random() < 0.005:
             self._restart()
-        tier, changed = self._draw.choice(list(Tier)), key(self._draw.randrange(30))
+        tier, changed = self._draw.choice((DRAM, SSD)), key(self._draw.randrange(30))
         if (tier, changed) in self.held:
             self.held.remove((tier, changed))
             self._publish([KVRemoved(tier, [changed])])
