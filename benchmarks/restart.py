@@ -1,11 +1,13 @@
 """Measure what clients of a front in its own process notice when the conductor is killed.
 
-    python -m benchmarks.restart [--streams N] [--tokens N] [--decode N]
+    python -m benchmarks.restart [--streams N] [--tokens N] [--decode N] [--standby]
 
 A conductor, a front, a prefill instance and some decode instances, each on a node of its own. Their workers
 compute a tiny model and take as long for a pass as a larger one would (`benchmarks.overload`). All streams
 run at once; beside them a short request comes each 0.2 s for a while. In the first run nothing happens. In
 the second one the conductor's process is killed when these requests begin; its supervisor starts it again.
+With --standby there are two conductors, of which etcd (from Debian's packages) makes one the leader: its
+process is killed in the second run, and in a third one its whole node, so that nobody tells etcd of its end.
 A stream is lost that does not end with all its tokens.
 """
 
@@ -18,13 +20,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 
+from benchmarks.debian import CannotFetchError, fetch
 from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.overload.slowed import VOCAB_SIZE, write_model
 from benchmarks.servers import ServerError, free_port, serving, telling_why
@@ -42,15 +46,34 @@ MAX_FACTOR, MAX_MORE_S, MAX_PROBE_S = 1.5, 0.5, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`front` is where clients ask; `conductor` is the supervisor of the conductor's node."""
+    """`front` is where clients ask; `conductors` are the supervisors of the conductors' nodes, by the URL of
+    each."""
 
     front: str
-    conductor: int
+    conductors: dict[str, int]
 
-    def kill_conductor(self) -> None:
-        """Kill the conductor's process, which is the only child of its supervisor."""
-        children = Path(f"/proc/{self.conductor}/task/{self.conductor}/children").read_text()
-        os.kill(int(children), signal.SIGKILL)
+    def kill_process(self) -> None:
+        """Kill the process of the conductor that leads, which is the only child of its supervisor."""
+        os.kill(_child_of(self._leader), signal.SIGKILL)
+
+    def kill_node(self) -> None:
+        """Kill the supervisor, too, which can tell nobody of its child's end."""
+        leader = self._leader
+        child = _child_of(leader)
+        os.kill(leader, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+
+    @property
+    def _leader(self) -> int:
+        for url, pid in self.conductors.items():
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{url}/ready").status_code == 200:
+                    return pid
+        raise ServerError("no conductor leads")
+
+
+def _child_of(supervisor: int) -> int:
+    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text())
 
 
 @dataclass(slots=True)
@@ -75,14 +98,16 @@ class Answer:
 
 
 @contextlib.contextmanager
-def cluster(num_decode: int, output: int) -> Iterator[Cluster]:
-    """Start all nodes. Raises ServerError."""
+def cluster(num_decode: int, has_standby: bool, output: int) -> Iterator[Cluster]:
+    """Start all nodes. Raises ServerError, CannotFetchError."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as nodes:
         folder = Path(name)
         write_model(folder)
         ClusterKey.generate().save(folder / "cluster.key")
         shared = [f"--security-key-file={folder / 'cluster.key'}", f"--served-model-name={MODEL}"]
         shared += [f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}", "--worker-max-batch=128"]
+        if has_standby:
+            shared.append(f"--cluster-etcd-endpoints={nodes.enter_context(etcd(folder, output))}")
         shared += ["--conductor-reply-endpoint=tcp://127.0.0.1:*", "--conductor-max-running-requests=1000"]
         shared += ["--kvcache-pool-bytes=64MiB", "--kvcache-device-bytes=64MiB", "--dtype=float32"]
 
@@ -94,15 +119,29 @@ def cluster(num_decode: int, output: int) -> Iterator[Cluster]:
                 command += [f"--worker-metrics-listen=127.0.0.1:{ready}", *flags]
                 server = serving(command, f"http://127.0.0.1:{ready}{path}", output=output)
             else:
-                server = serving([*command, f"--port={port}"], f"{url}{path}", output=output)
+                server = serving([*command, *flags, f"--port={port}"], f"{url}{path}", output=output)
             return url, nodes.enter_context(server).pid
 
-        _, conductor = node("conductor", path="/health")
+        conductors = dict([node("conductor", path="/health")])
+        if has_standby:
+            own = f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"
+            conductors |= [node("conductor", own, path="/health")]
         node("prefill", "--instance=p0")
         for index in range(num_decode):
             node("decode", f"--instance=d{index}")
         front, _ = node("front")
-        yield Cluster(front, conductor)
+        yield Cluster(front, conductors)
+
+
+@contextlib.contextmanager
+def etcd(folder: Path, output: int) -> Iterator[str]:
+    """Run an etcd of one member, and return its address. Raises ServerError, CannotFetchError."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [str(fetch("etcd-server") / "usr/bin/etcd"), f"--data-dir={folder / 'etcd'}"]
+    command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}"]
+    command += ["--listen-peer-urls=http://127.0.0.1:0"]
+    with serving(command, f"{url}/health", output=output):
+        yield url
 
 
 async def ask(url: str, prompt: list[int], answer: Answer) -> None:
@@ -133,24 +172,27 @@ async def ask(url: str, prompt: list[int], answer: Answer) -> None:
 
 
 async def run(
-    cluster: Cluster, num_streams: int, num_tokens: int, *, kills: bool
+    front: str, num_streams: int, num_tokens: int, number: int, kill: Callable[[], None]
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return the answers of the streams, and of the requests that came beside them."""
+    """Return the answers of the streams, and of the requests that came beside them, in run `number`."""
     streams = [Answer(num_tokens, time.monotonic()) for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         for index, answer in enumerate(streams):
             prompt = [index % VOCAB_SIZE, index // VOCAB_SIZE, *range(NUM_PROMPT_TOKENS)]
-            group.create_task(ask(cluster.front, prompt, answer))
+            group.create_task(ask(front, prompt, answer))
         for answer in streams:
             await answer.has_begun.wait()
-        if kills:
-            cluster.kill_conductor()
+        kill()
         probes = []
         for index in range(round(PROBES_S / PROBE_PERIOD_S)):
             probes.append(Answer(2, time.monotonic()))
-            group.create_task(ask(cluster.front, [int(kills), index, *range(10)], probes[-1]))
+            group.create_task(ask(front, [number, index, *range(10)], probes[-1]))
             await asyncio.sleep(PROBE_PERIOD_S)
     return streams, probes
+
+
+def _nothing() -> None:
+    pass
 
 
 def main() -> None:
@@ -159,12 +201,18 @@ def main() -> None:
     parser.add_argument("--streams", type=count, default=200)
     parser.add_argument("--tokens", type=count, default=300, help="of each stream")
     parser.add_argument("--decode", type=count, default=4, help="decode instances")
+    parser.add_argument("--standby", action="store_true", help="two conductors, by etcd")
     arguments = parser.parse_args()
     rows, most_s = [], 0.0
-    with telling_why(ServerError) as output, cluster(arguments.decode, output) as nodes:
-        for name, kills in (("undisturbed", False), ("conductor killed", True)):
+    with (
+        telling_why(ServerError, CannotFetchError) as output,
+        cluster(arguments.decode, arguments.standby, output) as nodes,
+    ):
+        events = [("undisturbed", _nothing), ("conductor killed", nodes.kill_process)]
+        events += [("its node killed", nodes.kill_node)] if arguments.standby else []
+        for number, (name, kill) in enumerate(events):
             progress(name)
-            streams, probes = asyncio.run(run(nodes, arguments.streams, arguments.tokens, kills=kills))
+            streams, probes = asyncio.run(run(nodes.front, arguments.streams, arguments.tokens, number, kill))
             gaps_s = np.array([gap_s for answer in streams for gap_s in answer.gaps_s])
             p999_s, longest_s = float(np.quantile(gaps_s, 0.999)), float(gaps_s.max())
             most_s = most_s or MAX_FACTOR * p999_s + MAX_MORE_S

@@ -22,15 +22,17 @@ from conductor.front.config import FrontConfig
 from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
 from conductor.front.process.server import serve as serve_front
-from conductor.front.process.starting import announce, front_config, open_model
+from conductor.front.process.starting import OpenedModel, announce, front_config, open_model
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
+from conductor.process.standby import leading
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.telemetry.display import Display
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
+from mooncake.leadership.terms import LeadershipLostError, Term
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.fronts import FromFront
 from mooncake.messages.in_process import Inbox, InProcessLink
@@ -53,17 +55,19 @@ class ConductorService:
         front: InProcessLink[Any, FromFront],
         follower: EventFollower,
         history: History,
+        term: Term,
     ) -> None:
         """`router` is for workers and for fronts in other processes, `front` for the one in this process."""
         self._conductor = conductor
         self._router, self._front = router, front
         self._follower = follower
-        self._history = history
+        self._history, self._term = history, term
         self._num_changes_followed = 0
 
     async def run(self) -> None:
-        """Receive and react until cancelled."""
+        """Receive and react until cancelled. Raises LeadershipLostError at the end of the term."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._term.end())
             group.create_task(self._tick())
             group.create_task(self._follower.run())
             group.create_task(self._hear_own_front())
@@ -119,51 +123,32 @@ class ConductorService:
 
 
 async def serve(process: ConductorProcess) -> None:
-    """Open the description of the model, listen, and serve until cancelled."""
+    """Open the description of the model, wait until this process leads, and serve until it does not, or is
+    cancelled."""
+    try:
+        await _serve(process)
+    except* LeadershipLostError:
+        log.warning("etcd has not heard this conductor in time: it starts again, as a standby")
+
+
+async def _serve(process: ConductorProcess) -> None:
+    """Wait until this process leads, and serve. Raises LeadershipLostError when it does not lead any more."""
     config = process.config
-    listener = listen(config.http.host, config.http.port)
-    with contextlib.closing(listener):
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(listen(config.http.host, config.http.port)))
         model = await open_model(config)
-        limits = Limits(
-            max_running_requests=config.conductor.max_running_requests,
-            peer_timeout_s=config.conductor.peer_timeout_s,
-            placement_timeout_s=config.conductor.placement_timeout_s,
-            switch_timeout_s=config.conductor.switch_timeout_s,
-            ttft_slo_s=config.conductor.ttft_slo_s,
-            tbt_slo_s=config.conductor.tbt_slo_s,
-            slo_classes={
-                name: SLOs(promised.ttft_slo_s, promised.tbt_slo_s)
-                for name, promised in config.conductor.slo_classes.items()
-            },
-            max_waiting=config.conductor.max_waiting,
-        )
-        registry = CollectorRegistry()
-        threshold = config.conductor.kvcache_balancing_threshold
-        rules = Rules(
-            config.conductor.scheduling,
-            None if isinstance(threshold, str) else threshold,
-            config.conductor.overload,
-            replication=_replication_rules(config.conductor),
-            moves_requests=config.conductor.migrate_for_slos,
-            has_rebalancing=config.conductor.rebalancing,
-            has_inlining=config.conductor.inlining,
-            mixed_chunk_tokens=config.worker.mixed_chunk_tokens,
-        )
-        path = config.conductor.profile
-        profile = None if path is None else load_profile_of(path, model.name, model.shape, model.dtype)
-        conductor = Conductor(
-            process.epoch,
-            model.served.fingerprint,
-            limits,
-            rules,
-            None if profile is None else profile.costs,
-            None if profile is None else profile.device,
-        )
         front = front_config(config, model.name, process.cluster_key, makes_context_caches=True)
+        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
+        stack.callback(router.close)
+        registry = CollectorRegistry()
+        term = await stack.enter_async_context(
+            leading(config.cluster, process.epoch, front, router.endpoint, listener, registry)
+        )
+        conductor = _new_conductor(config.conductor, config.worker.mixed_chunk_tokens, model, term.epoch)
         from_front, to_front = Inbox[FromFront](), Inbox[Any]()
         own_front = InProcessLink(to_front, from_front)
-        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
         follower = EventFollower(conductor.prefixes, process.cluster_key)
+        stack.callback(follower.close)
         history = History()
         ConductorMetrics(
             conductor,
@@ -175,21 +160,57 @@ async def serve(process: ConductorProcess) -> None:
         )
         HistoryMetrics(history, registry)
         display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(ConductorService(conductor, router, own_front, follower, history).run())
-                await serve_front(
-                    front,
-                    model.served,
-                    InProcessLink(from_front, to_front),
-                    registry,
-                    listener,
-                    lambda url: announce(_ready(url, front, model.served, config.role == "all")),
-                    display,
-                )
-        finally:
-            follower.close()
-            router.close()
+        async with asyncio.TaskGroup() as group:
+            service = ConductorService(conductor, router, own_front, follower, history, term)
+            group.create_task(service.run())
+            await serve_front(
+                front,
+                model.served,
+                InProcessLink(from_front, to_front),
+                registry,
+                listener,
+                lambda url: announce(_ready(url, front, model.served, config.role == "all")),
+                display,
+            )
+
+
+def _new_conductor(
+    config: ConductorConfig, mixed_chunk_tokens: int, model: OpenedModel, epoch: int
+) -> Conductor:
+    limits = Limits(
+        max_running_requests=config.max_running_requests,
+        peer_timeout_s=config.peer_timeout_s,
+        placement_timeout_s=config.placement_timeout_s,
+        switch_timeout_s=config.switch_timeout_s,
+        ttft_slo_s=config.ttft_slo_s,
+        tbt_slo_s=config.tbt_slo_s,
+        slo_classes={
+            name: SLOs(promised.ttft_slo_s, promised.tbt_slo_s)
+            for name, promised in config.slo_classes.items()
+        },
+        max_waiting=config.max_waiting,
+    )
+    threshold = config.kvcache_balancing_threshold
+    rules = Rules(
+        config.scheduling,
+        None if isinstance(threshold, str) else threshold,
+        config.overload,
+        replication=_replication_rules(config),
+        moves_requests=config.migrate_for_slos,
+        has_rebalancing=config.rebalancing,
+        has_inlining=config.inlining,
+        mixed_chunk_tokens=mixed_chunk_tokens,
+    )
+    path = config.profile
+    profile = None if path is None else load_profile_of(path, model.name, model.shape, model.dtype)
+    return Conductor(
+        epoch,
+        model.served.fingerprint,
+        limits,
+        rules,
+        None if profile is None else profile.costs,
+        None if profile is None else profile.device,
+    )
 
 
 def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:

@@ -19,11 +19,15 @@ HOST_AND_PORT = r"^[^:/]+:\d{1,5}$"
 ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
+URL = r"^https?://([^:/\[\]@]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
+KEY_PREFIX = r"^(/[A-Za-z0-9._-]+)+$"
 WORDS_OF_PATTERNS = {
     LISTEN: "host:port or [IPv6]:port",
     HOST_AND_PORT: "host:port",
     ENDPOINT: "tcp://host:port or ipc://path",
     DEVICE: "auto, cpu, cuda or cuda:N",
+    URL: "http://host:port or https://host:port",
+    KEY_PREFIX: "a path such as /mooncake, without a slash at its end",
     NAME: "1 to 64 letters, digits, '.', '_' or '-'",
 }
 """The patterns in words, for errors."""
@@ -40,7 +44,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def _split(value: object) -> object:
+def split_values(value: object) -> object:
     """Split the one string that a flag or variable has for several values."""
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
@@ -86,7 +90,7 @@ class HttpConfig(Section):
     )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM): the API is HTTPS")
     tls_key: Path | None = Field(None, description="the private key of tls_cert (PEM)")
-    cors_origins: Annotated[list[str], BeforeValidator(_split)] = Field(
+    cors_origins: Annotated[list[str], BeforeValidator(split_values)] = Field(
         [], description="web pages of these origins may use the API, with commas; *: any"
     )
 
@@ -111,7 +115,7 @@ class KVCacheConfig(Section):
     )
     low_watermark: float = Field(0.02, ge=0, lt=1, description="share of free pages below which room is made")
     high_watermark: float = Field(0.05, ge=0, lt=1, description="share of free pages up to which it is made")
-    ssd_dirs: Annotated[list[Path], BeforeValidator(_split)] = Field(
+    ssd_dirs: Annotated[list[Path], BeforeValidator(split_values)] = Field(
         [], description="directories of the SSD tier, one a disk, comma-separated; none: no such tier"
     )
     ssd_bytes: ByteSize = Field(
@@ -204,7 +208,7 @@ class VllmConfig(Section):
     command: str = Field(
         "vllm", min_length=1, description="the program vllm, in an environment with our connector"
     )
-    options: Annotated[list[str], BeforeValidator(_split)] = Field(
+    options: Annotated[list[str], BeforeValidator(split_values)] = Field(
         [], description="further options of `vllm serve`, with commas"
     )
 
@@ -218,10 +222,12 @@ class PipelineConfig(Section):
     stage: int | None = Field(
         None, ge=0, description="the one to run here, from 0 on (--role prefill); default: all of them"
     )
-    endpoints: Annotated[list[Annotated[str, Field(pattern=ENDPOINT)]], BeforeValidator(_split)] = Field(
-        [],
-        description="where each stage but the last listens for the next one (ZeroMQ), with commas;"
-        " needed if stages are on several nodes",
+    endpoints: Annotated[list[Annotated[str, Field(pattern=ENDPOINT)]], BeforeValidator(split_values)] = (
+        Field(
+            [],
+            description="where each stage but the last listens for the next one (ZeroMQ), with commas;"
+            " needed if stages are on several nodes",
+        )
     )
     chunks: Literal["balanced", "fixed"] = Field(
         "balanced",
@@ -260,7 +266,7 @@ class PipelineConfig(Section):
 class MessengerConfig(Section):
     """The data plane between instances."""
 
-    hosts: Annotated[list[str], BeforeValidator(_split)] = Field(
+    hosts: Annotated[list[str], BeforeValidator(split_values)] = Field(
         ["127.0.0.1"],
         min_length=1,
         description="addresses for KVCache transfers over TCP, with commas; several are used together",

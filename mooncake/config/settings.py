@@ -14,6 +14,7 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError, model_validato
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.sections import (
     NAME,
@@ -77,6 +78,7 @@ class Config(Section):
     http: HttpConfig = Field(default_factory=HttpConfig)
     kvcache: KVCacheConfig = Field(default_factory=KVCacheConfig)
     conductor: ConductorConfig = Field(default_factory=ConductorConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     vllm: VllmConfig = Field(default_factory=VllmConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
@@ -92,6 +94,14 @@ class Config(Section):
     def is_alone(self) -> bool:
         """Whether this node is a cluster of its own, unless it is given a key that others have too."""
         return self.role in ("all", "pool")
+
+    @property
+    def cluster_address(self) -> str:
+        """The address that all nodes of a cluster share, and no other cluster has: etcd's with the prefix,
+        or the Conductor's."""
+        if self.cluster.has_standbys:
+            return ",".join(sorted(self.cluster.etcd_endpoints)) + self.cluster.etcd_prefix
+        return self.conductor.endpoint
 
     @property
     def has_pool(self) -> bool:
@@ -127,6 +137,8 @@ class Config(Section):
             num = self.num_instances
             if not num[Role.BOTH] and not (num[Role.PREFILL] and num[Role.DECODE]):
                 raise ValueError("a cluster needs num_prefill and num_decode of at least 1 each, or num_both")
+        if self.is_alone and self.cluster.has_standbys:
+            raise ValueError(f"cluster.etcd_endpoints is for nodes of their own, not role {self.role}")
         if self.has_api and self.instance is not None:
             raise ValueError(f"instance names one instance of a node of its own, not role {self.role}")
         if self.role not in ("all", "prefill") and self.pipeline.stages > 1:

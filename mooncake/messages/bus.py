@@ -181,14 +181,23 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """A socket that connects under `identity` to the `Router` with the same `key`, when that appears."""
+    """A socket that connects under `identity` to the `Router` with the same `key`, when that appears.
 
-    def __init__(self, endpoint: str, identity: bytes, incoming: Any, key: ClusterKey) -> None:
+    Without an endpoint it is connected by `move_to`.
+    """
+
+    def __init__(self, endpoint: str | None, identity: bytes, incoming: Any, key: ClusterKey) -> None:
         super().__init__(zmq.Context.instance().socket(zmq.DEALER), incoming)
         self._socket.linger = 0
         self._socket.identity = identity
         use_key(self._socket, key)
-        self._watch = ConnectionWatch(self._socket, endpoint, key)
+        self._watch = ConnectionWatch(self._socket, key)
+        self.endpoint: str | None = None
+        if endpoint is not None:
+            self._connect(endpoint)
+
+    def _connect(self, endpoint: str) -> None:
+        self._watch.begin(endpoint)
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -196,9 +205,20 @@ class Dealer(_Socket[Incoming]):
             raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None
         self.endpoint = endpoint
 
+    def move_to(self, endpoint: str) -> None:
+        """Connect to another `Router`, or anew to the same one.
+
+        Messages of the one before that are unread, and messages to it that have not left, are dropped. The
+        count of connections begins again. Raises ConfigError.
+        """
+        if self.endpoint is not None:
+            self._socket.disconnect(self.endpoint)
+        self._connect(endpoint)
+
     @property
     def num_connections(self) -> int:
-        """Number of connections so far, the current one included; each break may have lost messages."""
+        """Number of connections to the endpoint so far, the current one included; each break may have lost
+        messages."""
         return self._watch.num_connections
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -213,7 +233,7 @@ class Dealer(_Socket[Incoming]):
         """Return the next well-formed message."""
         while True:
             frames = await self._frames()
-            message = self._parse(self.endpoint.encode(), frames[-1])
+            message = self._parse(str(self.endpoint).encode(), frames[-1])
             if message is not None:
                 return message
 

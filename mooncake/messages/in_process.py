@@ -49,6 +49,13 @@ class InProcessLink(Generic[Outgoing, Incoming]):
         """Send a message; never waits."""
         self._outgoing.put_nowait(message)
 
+    least_epoch = 0
+    """As of a `ConductorDealer`: the Conductor of this process is heard whatever its epoch is."""
+
+    async def follow(self) -> None:
+        """Wait for ever: the other end lives as long as this one does."""
+        await asyncio.Event().wait()
+
     @property
     def num_unread(self) -> int:
         """Number of messages that have arrived and are unread."""

@@ -14,7 +14,7 @@ Owns: the choice of processes, and the addresses that they share. Does not know:
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,8 @@ class ChildSpec:
     """Whether SIGTERM lets it finish its requests; SIGINT does not."""
     instance: str | None = None
     """The instance that it belongs to."""
+    after_end: Callable[[Life], Awaitable[None]] | None = None
+    """Called when an incarnation has ended, before the next one starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         )
         config = config.model_copy(update={"conductor": conductor})
     http_port = config.http.port or None if config.has_api else None
-    run_dir.describe(Run(config.role, config.conductor.endpoint, http_port))
+    run_dir.describe(Run(config.role, config.cluster_address, http_port))
     key = _cluster_key(config)
     parts = _parts(config, run_dir)
     check_memory([part.name for part in parts], config.kvcache)
@@ -182,7 +184,17 @@ def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
     def process(life: Life) -> str:
         return ConductorProcess(cluster_key=key, config=config, epoch=life.incarnation).model_dump_json()
 
-    return ChildSpec("conductor", "conductor.process.service", process)
+    async def after_end(life: Life) -> None:
+        from mooncake.leadership.terms import end_lease  # an HTTP client, for which no start waits
+
+        await end_lease(config.cluster, life.incarnation)
+
+    return ChildSpec(
+        "conductor",
+        "conductor.process.service",
+        process,
+        after_end=after_end if config.cluster.has_standbys else None,
+    )
 
 
 def _front(config: Config, key: ClusterKey, name: str) -> ChildSpec:

@@ -32,7 +32,8 @@ class Run(msgspec.Struct, frozen=True):
 
     role: str
     cluster: str
-    """The Conductor's endpoint, which is common to all runs of a cluster and unique on this host."""
+    """The address (`Config.cluster_address`) that is common to all runs of a cluster and unique on this
+    host."""
     http_port: int | None = None
     """Port of the API, if the run has one and the user chose it."""
 

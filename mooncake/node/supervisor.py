@@ -166,6 +166,8 @@ class Child:
         elif self.end is ProcessEnd.FAILED:
             self.num_failed_starts += 1
         self.is_ready, self.num_missed_beats = False, None
+        if self.spec.after_end is not None:
+            await self.spec.after_end(life)
 
     @property
     def backoff_s(self) -> float:

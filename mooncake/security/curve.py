@@ -191,13 +191,18 @@ class ConnectionWatch:
     A failed handshake is all that a socket with another key, or without one, gets to see.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, key: ClusterKey) -> None:
-        self._endpoint, self._key = endpoint, key
+    def __init__(self, socket: zmq.Socket[bytes], key: ClusterKey) -> None:
+        self._endpoint, self._key = "", key
         self._num_connections = 0
         self._is_in_handshake = False
         self._num_failures = 0
         self._warnings = Doubling(FAILURES_BEFORE_WARNING)
         self._monitor = Monitor(socket, self._on_event)
+
+    def begin(self, endpoint: str) -> None:
+        """Count from 0 on the connections to another endpoint."""
+        self._monitor.drain()
+        self._endpoint, self._num_connections, self._is_in_handshake = endpoint, 0, False
 
     @property
     def num_connections(self) -> int:

@@ -15,6 +15,7 @@ from conductor.process.event_follower import EventFollower
 from conductor.process.service import ConductorService
 from conductor.rules import Limits, Rules
 from conductor.telemetry.history import History
+from mooncake.leadership.terms import Term
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import Router
 from mooncake.messages.fronts import FromFront
@@ -48,7 +49,8 @@ async def cluster_answers(folder: Path, has_inlining: bool) -> tuple[list[list[i
     from_front, to_front = Inbox[FromFront](), Inbox[Any]()
     link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size, DEADLINE_S)
     follower = EventFollower(conductor.prefixes, key)
-    service = ConductorService(conductor, router, InProcessLink(to_front, from_front), follower, History())
+    own_front = InProcessLink(to_front, from_front)
+    service = ConductorService(conductor, router, own_front, follower, History(), Term(1))
     instances = [InstantInstance(role, role, FINGERPRINT, LAYOUT, control, key, []) for role in STAGES]
     async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
         runs = (service.run(), link.run(), *(one.run() for one in instances))

@@ -1,7 +1,6 @@
 """Conductors that die, while fronts and instances on nodes of their own live: no stream ends with them."""
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import pytest
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
+from tests.cluster.streams import MOST_TOKENS, PROMPTS, Streams
 from tests.cluster.tiny_cluster import (
     ONE_THREAD,
     TRANSFERS,
@@ -27,7 +27,6 @@ from tests.cluster.tiny_cluster import (
     metric,
     post,
     samples,
-    streaming,
     text_of,
     wait_until_idle,
 )
@@ -40,9 +39,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 POOLS = ("--kvcache-block-size=8", "--kvcache-pool-bytes=128MiB", "--kvcache-device-bytes=128MiB", ONE_THREAD)
 NUM_PAGES = (128 << 20) // (8 * 4 * 1 * 2 * 16 * 4)
 INSTANCES = ("p0", "d0", "d1")
-MOST_TOKENS = 8000
-"""More than are decoded in any of these tests."""
-PROMPTS = [[3 + index, *range(10, 40 + 10 * index)] for index in range(4)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,58 +107,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         workers = {name: node(role, f"--instance={name}") for name, role in roles.items()}
         eventually(lambda: is_ready(front), "there is a pair")
         yield Nodes(conductor, front, workers)
-
-
-class Streams:
-    """Clients that read long answers to all prompts, and hang up in the end. Use as a context manager."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._is_enough = threading.Event()
-        self._num_events = [0] * len(PROMPTS)
-
-    def __enter__(self) -> "Streams":
-        """Return when each has its first tokens."""
-        self._threads = ThreadPoolExecutor(len(PROMPTS))
-        self._clients = [self._threads.submit(self._read, index) for index in range(len(PROMPTS))]
-        self.wait_for_more()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_enough.set()
-        self._threads.shutdown()
-
-    def _read(self, index: int) -> list[int]:
-        token_ids: list[int] = []
-        fields = {"prompt": PROMPTS[index], "num_tokens": MOST_TOKENS, "return_token_ids": True}
-        with streaming(self._server, **fields) as events:
-            for event in events:
-                [choice] = json.loads(event)["choices"]
-                token_ids += choice["token_ids"]
-                self._num_events[index] += 1
-                if self._is_enough.is_set():
-                    return token_ids
-        raise AssertionError("the answer has ended")
-
-    def wait_for_more(self) -> None:
-        """Wait until each has got further tokens."""
-        before = list(self._num_events)
-
-        def have_more() -> bool:
-            for client in self._clients:
-                if client.done():
-                    client.result()
-            return all(now > then for now, then in zip(self._num_events, before, strict=True))
-
-        eventually(have_more, "each stream gets more tokens")
-
-    def check(self) -> None:
-        """Hang up, and compare with the answers of a quiet run of the same length."""
-        self._is_enough.set()
-        for prompt, client in zip(PROMPTS, self._clients, strict=True):
-            token_ids = client.result()
-            quiet = complete(self._server, prompt=prompt, num_tokens=len(token_ids), return_token_ids=True)
-            assert token_ids == quiet["choices"][0]["token_ids"]
 
 
 def test_streams_outlive_their_conductor(nodes: Nodes) -> None:

@@ -26,6 +26,7 @@ from tests.benchmarks.simulator.loads import conversations
 from tests.cluster.harness import Server
 from tests.cluster.namespaces import Host, Unavailable, two_hosts
 from tests.deadline import DEADLINE_S
+from tests.debian import fetched
 from tests.documented import PAGES, QUICKSTART, README, ROOT, Block, anchor, blocks
 
 PORT = "8000"
@@ -96,8 +97,11 @@ class Reader:
     def running(self, block: Block) -> Iterator[None]:
         """A terminal in which this runs, until Ctrl-C."""
         command = ["bash", "-euc", f"exec {self._here(block.text)}"]
+        environment = self._environment()
+        if block.text.startswith("etcd "):
+            (self.folder / "commands/etcd").symlink_to(fetched("etcd-server", "usr/bin/etcd"))
         with self._at(block.host):
-            process = subprocess.Popen(command, cwd=self.clone(block.host), env=self._environment())
+            process = subprocess.Popen(command, cwd=self.clone(block.host), env=environment)
         try:
             yield
             assert process.poll() is None, block.text

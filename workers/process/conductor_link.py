@@ -15,8 +15,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from mooncake.errors import ConfigError
+from mooncake.leadership.conductor_dealer import ConductorDealer
+from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
-from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
+from mooncake.messages.bus import PeerGoneError, peer_identity
 from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.workers import (
     Abort,
@@ -57,6 +59,13 @@ log = logging.getLogger(__name__)
 Order = Reserve | Prefill | Decode | MigrationOrder | Abort | BlockOrder
 
 
+async def await_leader(leaders: Leaders) -> None:
+    """Wait until it is known which Conductor leads."""
+    if leaders.latest is None:
+        report(Progress("waiting for a conductor that leads", 0, 0))
+        await leaders.known()
+
+
 class ConductorLink:
     """The link of an instance's first worker to the Conductor and to fronts, for one session."""
 
@@ -66,17 +75,18 @@ class ConductorLink:
         incarnation: int,
         status: InstanceStatus,
         retirement: Retirement,
+        leaders: Leaders,
         engine: Callable[[], str],
     ) -> None:
-        """Connect. `engine` describes device and kernels, for people."""
+        """Connect to the Conductor that leads. `engine` describes device and kernels, for people."""
         self._process, self._engine = process, engine
         self._status, self._retirement = status, retirement
         identity = peer_identity(process.instance, incarnation)
         self.heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._fronts = FrontLinks(identity, process.cluster_key)
         self.emit = self._fronts.emit
-        self._conductor: Dealer[ToWorker] = Dealer(
-            process.config.conductor.endpoint, identity, ToWorker, process.cluster_key
+        self._conductor: ConductorDealer[ToWorker] = ConductorDealer(
+            leaders, identity, ToWorker, process.cluster_key
         )
         self._epoch = 0
         """Epoch of the Conductor with which this session was registered last; 0: with none."""
@@ -106,6 +116,8 @@ class ConductorLink:
         """
         while True:
             message = await self._conductor.recv()
+            if isinstance(message, Registered | HeartbeatAck) and message.epoch < self._conductor.least_epoch:
+                continue  # it does not know yet that another one leads
             self._heard_at_s = time.monotonic()
             match message:
                 case HeartbeatAck(known=known, epoch=epoch):
@@ -197,6 +209,15 @@ class ConductorLink:
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections
         )
+
+    async def follow(self) -> None:
+        """Turn to each Conductor that leads from now on."""
+        while True:
+            await self._conductor.follow()
+            if self._epoch:
+                log.warning("the conductor at %s leads: what runs goes on under it", self._conductor.endpoint)
+            self._heard_at_s = time.monotonic()
+            self._register_again()
 
     async def retire(self, stats: LatestStats) -> None:
         """Retire when that is wanted: drain until no request is left, or the Conductor is silent."""

@@ -10,6 +10,7 @@ import contextlib
 import logging
 
 from mooncake.errors import ConfigError
+from mooncake.leadership.leaders import Leaders
 from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Returning, ReturnNoted, ToWorker
@@ -21,7 +22,7 @@ ANSWER_TIMEOUT_S = 10.0
 log = logging.getLogger(__name__)
 
 
-async def say_returning(process: WorkerProcess, left: list[Ref] | None) -> None:
+async def say_returning(process: WorkerProcess, leaders: Leaders, left: list[Ref] | None) -> None:
     """Tell the Conductor which requests (`left`) the previous process left in a pass, and await the
     answer."""
     if process.previous_end is None:
@@ -29,11 +30,10 @@ async def say_returning(process: WorkerProcess, left: list[Ref] | None) -> None:
     failed_in = left if process.previous_end is ProcessEnd.FAILED else []
     identity = peer_identity(f"{process.part}/returning", process.incarnation)
     try:
-        conductor: Dealer[ToWorker] = Dealer(
-            process.config.conductor.endpoint, identity, ToWorker, process.cluster_key
-        )
-        with contextlib.closing(conductor):
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            leader = await leaders.known()
+            conductor: Dealer[ToWorker] = Dealer(leader.endpoint, identity, ToWorker, process.cluster_key)
+            with contextlib.closing(conductor):
                 await conductor.send(Returning(process.instance, process.incarnation, failed_in))
                 while not isinstance(await conductor.recv(), ReturnNoted):
                     pass

@@ -11,6 +11,7 @@ import itertools
 import logging
 
 from mooncake.errors import PoolError
+from mooncake.leadership.leaders import Leaders, following
 from mooncake.messages.blocks import KVLayout
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
 from mooncake.node.process import child_main
@@ -37,19 +38,20 @@ async def serve(process: WorkerProcess) -> None:
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(say_returning(process, record.take()))
-        executor = await asyncio.to_thread(load_executor, checkpoint, layout, process, record)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = InstanceStatus(process.role), Retirement()
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
+        leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(say_returning(process, leaders, record.take()))
+            executor = await asyncio.to_thread(load_executor, checkpoint, layout, process, record)
         leads = process.stage.number == 0 and process.rank.number == 0
         if leads:
             retirement.begin_on_sigterm(config.worker.drain_timeout_s)
         if config.worker.metrics_listen is not None and leads:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
-        await _serve_sessions(process, executor, layout, fingerprint, status, retirement)
+        await _serve_sessions(process, executor, layout, fingerprint, status, retirement, leaders)
 
 
 async def _serve_sessions(
@@ -59,6 +61,7 @@ async def _serve_sessions(
     fingerprint: str,
     status: InstanceStatus,
     retirement: Retirement,
+    leaders: Leaders,
 ) -> None:
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
@@ -69,7 +72,9 @@ async def _serve_sessions(
         elif process.stage.number:
             session = StageSession(process, incarnation, executor, layout, fingerprint)
         else:
-            session = LeaderSession(process, incarnation, executor, layout, fingerprint, status, retirement)
+            session = LeaderSession(
+                process, incarnation, executor, layout, fingerprint, status, retirement, leaders
+            )
         try:
             await session.run()
         except (SessionLostError, PoolError) as error:

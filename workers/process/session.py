@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import assert_never
 
 from kvstore.client.worker_client import WorkerClient
+from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.instance_metrics import InstanceReport
@@ -48,7 +49,7 @@ from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import stage_of
 from workers.process.block_orders import BlockOrders
-from workers.process.conductor_link import ConductorLink
+from workers.process.conductor_link import ConductorLink, await_leader
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
@@ -69,17 +70,19 @@ class LeaderSession:
         fingerprint: str,
         status: InstanceStatus,
         retirement: Retirement,
+        leaders: Leaders,
     ) -> None:
         self._process = process
         self._incarnation = incarnation
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
-        self._status, self._retirement = status, retirement
+        self._status, self._retirement, self._leaders = status, retirement, leaders
         self.is_registered = False
         """Whether the Conductor has had this session registered."""
 
     async def run(self) -> None:
         """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        await await_leader(self._leaders)
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
             instance=self._process.part,
@@ -99,7 +102,12 @@ class LeaderSession:
         self._next = next_stage_of(self._process, self._fingerprint)
         self._followers = followers_of(self._process, self._fingerprint)
         self._link = ConductorLink(
-            self._process, self._incarnation, self._status, self._retirement, lambda: self._engines
+            self._process,
+            self._incarnation,
+            self._status,
+            self._retirement,
+            self._leaders,
+            lambda: self._engines,
         )
         leaving = asyncio.create_task(self._leave_when_a_rank_is_lost())
         try:
@@ -115,6 +123,7 @@ class LeaderSession:
                 group.create_task(
                     self._link.beat(lambda: self._registration(pool), self._take_held, self._heartbeat)
                 )
+                group.create_task(self._link.follow())
                 group.create_task(self._link.retire(self._stats))
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())

@@ -12,6 +12,7 @@ import itertools
 import logging
 
 from mooncake.errors import PoolError
+from mooncake.leadership.leaders import following
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
 from mooncake.node.process import child_main
 from mooncake.node.process_config import WorkerProcess
@@ -36,13 +37,16 @@ async def serve(process: WorkerProcess) -> None:
     status, retirement = InstanceStatus(process.role), Retirement()
     retirement.begin_on_sigterm(config.worker.drain_timeout_s)
     async with contextlib.AsyncExitStack() as stack:
-        await say_returning(process, [])
+        leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
+        await say_returning(process, leaders, [])
         server = await stack.enter_async_context(running(process))
         if config.worker.metrics_listen is not None:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
         for incarnation in itertools.count(process.incarnation):
-            session = VllmSession(process, incarnation, server, layout, fingerprint, status, retirement)
+            session = VllmSession(
+                process, incarnation, server, layout, fingerprint, status, retirement, leaders
+            )
             try:
                 await session.run()
             except (SessionLostError, PoolError) as error:

@@ -4,6 +4,7 @@ Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started
 """
 
 from kvstore.client.worker_client import WorkerClient
+from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.instance_metrics import InstanceReport
@@ -26,7 +27,7 @@ from mooncake.node.process_config import WorkerProcess
 from workers.execution.jobs import Jobs
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.block_orders import BlockOrders
-from workers.process.conductor_link import ConductorLink
+from workers.process.conductor_link import ConductorLink, await_leader
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
@@ -51,15 +52,17 @@ class VllmSession:
         fingerprint: str,
         status: InstanceStatus,
         retirement: Retirement,
+        leaders: Leaders,
     ) -> None:
         self._process, self._incarnation, self._server = process, incarnation, server
         self._layout, self._fingerprint = layout, fingerprint
-        self._status, self._retirement = status, retirement
+        self._status, self._retirement, self._leaders = status, retirement, leaders
         self.is_registered = False
         """Whether the Conductor has had this session registered."""
 
     async def run(self) -> None:
         """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        await await_leader(self._leaders)
         self._pool = await WorkerClient.connect(
             self._process.messenger_socket,
             instance=self._process.instance,
@@ -75,7 +78,7 @@ class VllmSession:
     async def _run_with(self, pool: WorkerClient) -> None:
         self._stats, self._load = await LatestStats.of(pool), await self._server.load()
         link = ConductorLink(
-            self._process, self._incarnation, self._status, self._retirement, lambda: _ENGINE
+            self._process, self._incarnation, self._status, self._retirement, self._leaders, lambda: _ENGINE
         )
         self._heartbeat_s = link.heartbeat_s
         try:
@@ -89,6 +92,7 @@ class VllmSession:
                 group.create_task(self._server.ended())
                 group.create_task(self._server.kv_events.follow(self._tell_cached))
                 group.create_task(link.beat(self._registration, self._take_held, self._heartbeat))
+                group.create_task(link.follow())
                 group.create_task(link.retire(self._stats))
                 await self._obey(link)
         finally:

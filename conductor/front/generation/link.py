@@ -64,13 +64,20 @@ FromConductor = (
 
 
 class ConductorPeer(Protocol):
-    """The link to the Conductor: a `Dealer`, or an `InProcessLink` within its process."""
+    """The link to the Conductor: a `ConductorDealer`, or an `InProcessLink` within its process."""
+
+    @property
+    def least_epoch(self) -> int:
+        """Epoch of the Conductor that leads. One with a lower epoch is not heard."""
 
     async def send(self, message: FromFront, /) -> None:
         """Send without waiting. Raises PeerGoneError."""
 
     async def recv(self) -> FromConductor:
         """Wait for the next message."""
+
+    async def follow(self) -> None:
+        """Wait until another Conductor leads, and turn to it."""
 
 
 class Link:
@@ -98,6 +105,7 @@ class Link:
         self._absence_timeout_s = absence_timeout_s
         self._on_dropped, self._kept = on_dropped, kept
         self._in_flight: dict[str, Reception] = {}
+        self._must_beat = asyncio.Event()
         self._orders: dict[int, asyncio.Future[OperatorAnswer]] = {}
         self._order_numbers = itertools.count(1)
         self._cluster: ClusterState | None = None
@@ -138,6 +146,7 @@ class Link:
                 group.create_task(self._receive_from_conductor())
                 group.create_task(self._receive_tokens())
                 group.create_task(self._beat())
+                group.create_task(self._follow())
         finally:
             self._replies.close()
 
@@ -198,15 +207,23 @@ class Link:
 
     async def _beat(self) -> None:
         while True:
+            self._must_beat.clear()
             self._num_unanswered += 1
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(self._hello())
                 await self._conductor.send(InFlight(list(self._in_flight)))
-            await asyncio.sleep(HEARTBEAT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._must_beat.wait(), HEARTBEAT_S)
+                continue  # to another Conductor, at once
             await self._ask_for_lost_tokens()
             self._fail_what_lost_its_end()
             if self.cluster is None:
                 self._fail_what_has_waited_too_long()
+
+    async def _follow(self) -> None:
+        while True:
+            await self._conductor.follow()
+            self._must_beat.set()
 
     def _hello(self) -> FrontHello:
         if self._cluster is None:
@@ -285,6 +302,8 @@ class Link:
             await self._conductor.send(message)
 
     async def _adopt(self, cluster: ClusterState) -> None:
+        if cluster.epoch < self._conductor.least_epoch:
+            return  # another one leads by now
         is_another = self._cluster is not None and self._cluster.epoch != cluster.epoch
         self._cluster, self._num_unanswered = cluster, 0
         self.first_answer.set()

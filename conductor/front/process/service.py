@@ -14,7 +14,10 @@ from conductor.front.generation.link import FromConductor
 from conductor.front.http.server import listen
 from conductor.front.process.server import serve as serve_front
 from conductor.front.process.starting import announce, front_config, open_model
-from mooncake.messages.bus import Dealer, peer_identity
+from conductor.telemetry.leadership_metrics import register_reach
+from mooncake.leadership.conductor_dealer import ConductorDealer
+from mooncake.leadership.leaders import following
+from mooncake.messages.bus import peer_identity
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import FrontProcess
 
@@ -24,16 +27,21 @@ _LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits f
 async def serve(process: FrontProcess) -> None:
     """Open the model's description, listen, serve until cancelled."""
     config, key = process.config, process.cluster_key
-    with contextlib.closing(listen(config.http.host, config.http.port)) as listener:
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(listen(config.http.host, config.http.port)))
+        leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
         model = await open_model(config)
         identity = peer_identity(process.name, process.incarnation)
-        conductor: Dealer[FromConductor] = Dealer(config.conductor.endpoint, identity, FromConductor, key)
+        conductor: ConductorDealer[FromConductor] = ConductorDealer(leaders, identity, FromConductor, key)
         try:
+            registry = CollectorRegistry()
+            if config.cluster.has_standbys:
+                register_reach(registry, leaders.reach)
             await serve_front(
                 front_config(config, model.name, key, makes_context_caches=False),
                 model.served,
                 conductor,
-                CollectorRegistry(),
+                registry,
                 listener,
                 lambda url: announce(Ready(url)),
             )

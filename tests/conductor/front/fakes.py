@@ -29,7 +29,9 @@ from conductor.front.openai.model import ServedModel
 from conductor.front.process import server
 from conductor.telemetry.display import Display
 from mooncake.errors import RequestError
-from mooncake.messages.bus import Dealer, peer_identity
+from mooncake.leadership.conductor_dealer import ConductorDealer
+from mooncake.leadership.leaders import Leader, Leaders
+from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     Cancel,
     ClusterState,
@@ -286,9 +288,10 @@ class FakeCluster:
             assert self._changed.wait_for(condition, DEADLINE_S), "it did not happen within the deadline"
 
 
-def conductor_peer(control_endpoint: str) -> Dealer[FromConductor]:
+def conductor_peer(control_endpoint: str, leaders: Leaders | None = None) -> ConductorDealer[FromConductor]:
     """What a front in a process of its own has. Needs a running event loop."""
-    return Dealer(control_endpoint, peer_identity("front", 1), FromConductor, CLUSTER_KEY)
+    leaders = leaders or Leaders(Leader(control_endpoint))
+    return ConductorDealer(leaders, peer_identity("front", 1), FromConductor, CLUSTER_KEY)
 
 
 class Running:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,27 @@ def test_a_child_that_dies_is_reported_and_restarted(
     assert "[a] died (signal 9); starting it again in 0.5 s" in output
     assert "these are my last words" in output
     assert len(lives(tmp_path, "a")) == 2
+
+
+def test_what_follows_an_end_is_done_before_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    restarted = child("a", "crash", tmp_path)
+    ended, started = list[Life](), list[Life]()
+
+    async def after_end(life: Life) -> None:
+        assert started == [*ended, life]
+        ended.append(life)
+
+    def config_of(life: Life) -> str:
+        started.append(life)
+        return config_before(life)
+
+    config_before = restarted.spec.config
+    restarted.spec = replace(restarted.spec, config=config_of, after_end=after_end)
+    supervise([restarted], ["ready in"], capsys)
+    assert len(ended) == 2
+    assert ended == started
 
 
 def test_the_processes_of_an_instance_that_leaves_end_and_others_go_on(

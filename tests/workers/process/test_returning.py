@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.settings import Config
+from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.bus import Router
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import FromWorker, Returning, ReturnNoted, Role
@@ -20,10 +20,10 @@ KEY = ClusterKey.generate()
 LEFT = [Ref(1, "r", 2)]
 
 
-def process(endpoint: str, previous_end: ProcessEnd | None) -> WorkerProcess:
+def process(previous_end: ProcessEnd | None) -> WorkerProcess:
     return WorkerProcess(
         cluster_key=KEY,
-        config=Config(conductor=ConductorConfig(endpoint=endpoint)),
+        config=Config(),
         role=Role.DECODE,
         instance="decode-0",
         incarnation=8,
@@ -47,7 +47,7 @@ async def test_whose_pass_it_was_is_said_of_a_life_that_failed_and_of_no_other(
 ) -> None:
     router: Router[FromWorker] = Router(f"ipc://{short_tmp_path}/conductor", FromWorker, KEY)
     async with asyncio.TaskGroup() as group:
-        saying = group.create_task(say_returning(process(router.endpoint, end), left))
+        saying = group.create_task(say_returning(process(end), Leaders(Leader(router.endpoint)), left))
         sender, message = await router.recv()
         assert message == Returning("decode-0", 8, said)
         assert not saying.done(), "it waits until that is heard"
@@ -58,7 +58,8 @@ async def test_whose_pass_it_was_is_said_of_a_life_that_failed_and_of_no_other(
 async def test_a_first_life_says_nothing_and_nobody_waits_for_a_conductor_that_is_gone(
     short_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endpoint = f"ipc://{short_tmp_path}/nobody"
-    await say_returning(process(endpoint, None), LEFT)
+    leaders = Leaders(Leader(f"ipc://{short_tmp_path}/nobody"))
+    await say_returning(process(None), leaders, LEFT)
     monkeypatch.setattr(returning, "ANSWER_TIMEOUT_S", 0.1)
-    await say_returning(process(endpoint, ProcessEnd.FAILED), LEFT)
+    await say_returning(process(ProcessEnd.FAILED), leaders, LEFT)
+    await say_returning(process(ProcessEnd.FAILED), Leaders(), LEFT)

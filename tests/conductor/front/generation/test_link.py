@@ -15,6 +15,7 @@ from conductor.front.generation import link as link_module
 from conductor.front.generation.link import Link
 from conductor.front.generation.reception import Event, Lost, Received, Reception
 from mooncake.errors import ConfigError, OverloadedError
+from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.fronts import ClusterState, Ended, Interrupted, TokenOutput, Unknown
 from mooncake.messages.in_process import Inbox, InProcessLink
@@ -140,13 +141,13 @@ async def no_answer(cluster: FakeCluster, request: Request) -> None:
 
 @asynccontextmanager
 async def connected(
-    directory: Path, absence_timeout_s: float = DEADLINE_S
+    directory: Path, absence_timeout_s: float = DEADLINE_S, leaders: Leaders | None = None
 ) -> AsyncIterator[tuple[Link, FakeCluster, list[int]]]:
     """A link to a fake cluster that answers no request; the list has one entry for each dropped output."""
     cluster = FakeCluster(f"ipc://{directory}/control")
     cluster.behaviour = no_answer
     dropped: list[int] = []
-    conductor = conductor_peer(f"ipc://{directory}/control")
+    conductor = conductor_peer(f"ipc://{directory}/control", leaders)
     link = Link(
         conductor,
         f"ipc://{directory}/reply",
@@ -432,3 +433,35 @@ async def test_a_request_that_is_interrupted_goes_on_behind_the_tokens_that_have
         assert await inbox.get() == Received("r", [10], 16, FinishReason.STOP, [])
         await cluster.to_front(Interrupted("r"))  # it has ended
         await until(lambda: cluster.cancelled == ["r"])
+
+
+async def test_a_conductor_that_does_not_lead_any_more_is_not_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaders = Leaders(Leader(f"ipc://{tmp_path}/control", 7))
+    async with connected(tmp_path, leaders=leaders) as (link, cluster, _):
+        monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.02)
+        cluster.state = ClusterState(6, 1, 1, 10)
+        await until(lambda: cluster.num_hellos > 3)
+        assert link.cluster is None
+        cluster.state = ClusterState(7, 1, 1, 10)
+        await until(lambda: link.cluster is not None)
+
+
+async def test_a_new_leader_is_told_at_once_what_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 2 * DEADLINE_S)
+    other = FakeCluster(f"ipc://{tmp_path}/other")
+    other.state = ClusterState(8, 1, 1, 10)
+    leaders = Leaders(Leader(f"ipc://{tmp_path}/control", 7))
+    async with connected(tmp_path, leaders=leaders) as (link, cluster, _):
+        cluster.state = ClusterState(7, 1, 1, 10)
+        running = asyncio.create_task(other.run())
+        await until(lambda: link.cluster is not None)
+        await link.submit(request_to(link), Inbox[Event]().put_nowait)
+        leaders.tell(Leader(f"ipc://{tmp_path}/other", 8))
+        await until(lambda: len(other.resumed) == 1)
+        assert link.cluster == other.state
+        running.cancel()
+        await asyncio.wait([running])

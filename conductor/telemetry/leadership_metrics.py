@@ -1,0 +1,22 @@
+"""The metrics of a process that follows leaders by etcd.
+
+Owns: names of metrics. Does not know: elections.
+"""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from mooncake.leadership.leaders import Reach
+
+
+def register_reach(registry: CollectorRegistry, reach: Reach) -> None:
+    """Register the metric of all processes that ask etcd."""
+    gauge = Gauge("mooncake_etcd_reachable", "whether etcd answers this process", registry=registry)
+    gauge.set_function(lambda: float(reach.is_given))
+
+
+def register_leadership(registry: CollectorRegistry, leads: Callable[[], bool]) -> None:
+    """Register the metric of Conductors alone."""
+    gauge = Gauge("mooncake_conductor_leads", "whether this conductor leads, or stands by", registry=registry)
+    gauge.set_function(lambda: float(leads()))

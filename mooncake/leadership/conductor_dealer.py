@@ -1,0 +1,30 @@
+"""A worker's or front's socket to the Conductor that leads.
+
+Owns: which Conductor it is connected to. Does not know: the messages.
+"""
+
+from typing import Any, TypeVar
+
+from mooncake.leadership.leaders import Leaders
+from mooncake.messages.bus import Dealer
+from mooncake.security.keys import ClusterKey
+
+Incoming = TypeVar("Incoming")
+
+
+class ConductorDealer(Dealer[Incoming]):
+    """A `Dealer` to the leader that is known, if there is one yet, and to its successors."""
+
+    def __init__(self, leaders: Leaders, identity: bytes, incoming: Any, key: ClusterKey) -> None:
+        self._leaders, self._leader = leaders, leaders.latest
+        super().__init__(None if self._leader is None else self._leader.endpoint, identity, incoming, key)
+
+    @property
+    def least_epoch(self) -> int:
+        """Epoch of the leader. A Conductor with a lower one does not lead any more, and is not obeyed."""
+        return 0 if self._leader is None else self._leader.epoch
+
+    async def follow(self) -> None:
+        """Wait until another Conductor leads, and connect to it."""
+        self._leader = await self._leaders.after(self._leader)
+        self.move_to(self._leader.endpoint)

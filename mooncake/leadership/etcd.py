@@ -1,0 +1,229 @@
+"""A client of etcd, by the JSON form of its API: leases, keys under them, the oldest key under a prefix.
+
+Owns: which of etcd's members is asked, TLS, the login. Does not know: what keys are for
+(`mooncake.leadership.terms`, `mooncake.leadership.leaders`), when to try again.
+"""
+
+import base64
+import contextlib
+import ssl
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import httpx
+import msgspec
+
+from mooncake.config.cluster_section import ClusterConfig
+from mooncake.errors import ConfigError, MooncakeError, first_line
+
+ANSWER_TIMEOUT_S = 1.0
+"""Seconds for an answer of one member, less than a lease."""
+SILENCE_S = 10.0
+"""Seconds after which a silent watch is begun again, at another member if this one does not answer: a failed
+network ends no connection."""
+_UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
+_OLD_LOGIN = "revision of auth store is old"
+_REFUSALS = ("authentication", "permission denied", "user name is empty")
+"""Parts of messages of errors about the configuration, here or at etcd. All others may pass."""
+
+
+class UnreachableError(MooncakeError):
+    """No member of etcd answers, or they have no leader among them."""
+
+
+class RefusedError(MooncakeError):
+    """etcd answers, and does not let this client do what it asks for."""
+
+
+class LeaseLostError(MooncakeError):
+    """The lease has expired, and its keys are gone."""
+
+
+class _OldLoginError(MooncakeError):
+    """The login is not known, or not any more."""
+
+
+class _ExistsError(MooncakeError):
+    """There is a lease of this number: the answer to an earlier try was lost."""
+
+
+class FirstKey(NamedTuple):
+    """The oldest key under a prefix. `revision` is the store's when the key was created."""
+
+    key: bytes
+    value: bytes
+    revision: int
+
+
+class Etcd:
+    """A client of all members of one etcd. Use as an async context manager."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        self._urls, self._first = list(config.etcd_endpoints), 0
+        self._login: dict[str, str] | None = None
+        if config.etcd_user is not None and config.etcd_password_file is not None:
+            self._login = {"name": config.etcd_user, "password": _password(config.etcd_password_file)}
+        self._token: str | None = None
+        self._http = httpx.AsyncClient(verify=_tls(config), timeout=ANSWER_TIMEOUT_S, trust_env=False)
+
+    async def __aenter__(self) -> "Etcd":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    # All of these raise UnreachableError and RefusedError.
+
+    async def grant(self, lease: int, ttl_s: int) -> None:
+        """Make the lease of this number, unless it exists. etcd has a least TTL of its own."""
+        with contextlib.suppress(_ExistsError):
+            await self._ask("lease/grant", {"ID": lease, "TTL": ttl_s})
+
+    async def keep_alive(self, lease: int) -> None:
+        """Renew a lease. Raises LeaseLostError."""
+        answer = await self._ask("lease/keepalive", {"ID": lease})
+        if int(answer.get("TTL", 0)) <= 0:
+            raise LeaseLostError("etcd has not heard this process for too long, and has ended its lease")
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease, and with it its keys. Raises LeaseLostError."""
+        await self._ask("lease/revoke", {"ID": lease})
+
+    async def create(self, key: bytes, value: bytes, lease: int) -> None:
+        """Put a key that exists as long as the lease does, unless the key exists. Raises LeaseLostError."""
+        absent = {"key": _text(key), "target": "CREATE", "result": "EQUAL", "create_revision": 0}
+        put = {"request_put": {"key": _text(key), "value": _text(value), "lease": lease}}
+        await self._ask("kv/txn", {"compare": [absent], "success": [put]})
+
+    async def first(self, prefix: bytes) -> AsyncGenerator[FirstKey, None]:
+        """Yield the oldest key under `prefix` + `/`, and each key that becomes the oldest later.
+
+        Ends after `SILENCE_S` without news; the next call begins with the key that is the oldest then.
+        """
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, read=SILENCE_S)
+        try:
+            await self._log_in()
+            request = self._request("election/observe", {"name": _text(prefix)}, timeout)
+            async with contextlib.aclosing(await self._http.send(request, stream=True)) as response:
+                if response.is_error:
+                    _raise_failure(await response.aread())
+                async for line in response.aiter_lines():
+                    kv = _result(line.encode())["kv"]
+                    yield FirstKey(_bytes(kv["key"]), _bytes(kv.get("value", "")), int(kv["create_revision"]))
+            # So it also ends if the login is not known any more.
+            await self._check(prefix)
+        except (httpx.ReadTimeout, _OldLoginError):
+            await self._check(prefix)
+            return
+        except (httpx.HTTPError, UnreachableError) as error:
+            raise self._next_member(error) from None
+        raise self._next_member("the connection has ended")
+
+    async def _check(self, prefix: bytes) -> None:
+        """Ask for any answer about keys under `prefix`, and log in again where that is needed."""
+        await self._ask("kv/range", {"key": _text(prefix + b"/"), "count_only": True})
+
+    # -- one call -----------------------------------------------------------------------------------
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        await self._log_in()
+        try:
+            return await self._ask_members(path, body)
+        except _OldLoginError:
+            self._token = None
+            await self._log_in()
+            return await self._ask_members(path, body)
+
+    async def _log_in(self) -> None:
+        if self._login is not None and self._token is None:
+            self._token = str((await self._ask_members("auth/authenticate", self._login))["token"])
+
+    async def _ask_members(self, path: str, body: dict[str, Any]) -> Any:
+        """Ask one member after the other until one answers."""
+        unreachable = UnreachableError("etcd has no members")
+        for _ in self._urls:
+            try:
+                response = await self._http.send(self._request(path, body, httpx.Timeout(ANSWER_TIMEOUT_S)))
+                if response.is_error:
+                    _raise_failure(response.content)
+                return _result(response.content)
+            except (httpx.HTTPError, UnreachableError) as error:
+                unreachable = self._next_member(error)
+        raise unreachable
+
+    def _request(self, path: str, body: dict[str, Any], timeout: httpx.Timeout) -> httpx.Request:
+        headers = {} if self._token is None else {"authorization": self._token}
+        url = f"{self._urls[self._first]}/v3/{path}"
+        return self._http.build_request("POST", url, json=body, headers=headers, timeout=timeout)
+
+    def _next_member(self, error: Exception | str) -> UnreachableError:
+        """Ask another member from now on. Returns the error about the one that was asked."""
+        failed, self._first = self._urls[self._first], (self._first + 1) % len(self._urls)
+        return UnreachableError(f"{failed}: {error if isinstance(error, str) else first_line(error)}")
+
+
+def _result(content: bytes) -> Any:
+    """Return the content of an answer, or of one line of a stream, if it is not an error."""
+    message = _decoded(content)
+    if "error" in message:
+        _raise_failure(content)
+    return message["result"] if message.keys() == {"result"} else message
+
+
+def _raise_failure(content: bytes) -> NoReturn:
+    """Raise the error that an answer has."""
+    failure = _decoded(content)
+    if isinstance(failure.get("error"), dict):  # in a stream
+        failure = failure["error"]
+    message, code = str(failure.get("message")), failure.get("code", failure.get("grpc_code"))
+    if code == _UNAUTHENTICATED or _OLD_LOGIN in message:
+        raise _OldLoginError(message)
+    if "lease already exists" in message:
+        raise _ExistsError(message)
+    if code == _NOT_FOUND:
+        raise LeaseLostError(message)
+    if any(part in message for part in _REFUSALS):
+        raise RefusedError(message)
+    raise UnreachableError(message)
+
+
+def _decoded(content: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        raise RefusedError(
+            f"expected JSON, found {content[:40]!r}; is it etcd 3.4 or later, with its gRPC gateway enabled?"
+        ) from None
+
+
+def _tls(config: ClusterConfig) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=config.etcd_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cluster.etcd_ca {config.etcd_ca} cannot be used: {error}") from None
+    if config.etcd_cert is not None and config.etcd_key is not None:
+        try:
+            context.load_cert_chain(config.etcd_cert, config.etcd_key, password=lambda: "")
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"cluster.etcd_cert {config.etcd_cert} with etcd_key {config.etcd_key} cannot be used:"
+                f" {error}"
+            ) from None
+    return context
+
+
+def _password(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster.etcd_password_file {file} cannot be read: {error}") from None
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)

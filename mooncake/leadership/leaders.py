@@ -1,0 +1,128 @@
+"""News of which Conductor leads, for those that talk to it.
+
+Owns: the leader that is known, and who waits for the next one. Does not know: how a Conductor becomes leader
+(`mooncake.leadership.terms`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import msgspec
+
+from mooncake.config.cluster_section import ClusterConfig
+from mooncake.config.conductor_section import ConductorConfig
+from mooncake.errors import ConfigError
+from mooncake.leadership.etcd import Etcd, FirstKey, RefusedError, UnreachableError
+
+CONDUCTORS = "conductors"
+"""Behind the prefix of the cluster, the prefix of keys of Conductors. The oldest of them leads."""
+RETRY_S = 0.5
+"""Seconds between two tries to reach etcd."""
+log = logging.getLogger(__name__)
+
+
+class Reach:
+    """Whether etcd answers. A change is logged once."""
+
+    def __init__(self) -> None:
+        self.is_given = True
+
+    def succeeded(self) -> None:
+        """Record an answer."""
+        if not self.is_given:
+            log.warning("etcd answers again")
+        self.is_given = True
+
+    def failed(self, error: Exception) -> None:
+        """Record that there was none."""
+        if self.is_given:
+            log.warning("etcd does not answer: no conductor takes over from another one now (%s)", error)
+        self.is_given = False
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """The value of a Conductor's key."""
+
+    endpoint: str
+    """The endpoint at which workers and fronts find it."""
+    url: str
+    """The address of its HTTP routes, for people."""
+
+
+def candidate_of(key: FirstKey) -> Candidate:
+    """Return the Conductor whose key this is. Raises RefusedError."""
+    try:
+        return msgspec.json.decode(key.value, type=Candidate)
+    except msgspec.MsgspecError as error:
+        raise RefusedError(f"the value of {key.key.decode()} is no conductor's: {error}") from None
+
+
+class Leader(NamedTuple):
+    """The Conductor that leads, whose messages have this epoch; 0: any."""
+
+    endpoint: str
+    epoch: int = 0
+
+
+class Leaders:
+    """The leader, and its successors."""
+
+    def __init__(self, leader: Leader | None = None) -> None:
+        self.latest = leader
+        """None as long as none is known."""
+        self.reach = Reach()
+        self._changed = asyncio.Event()
+
+    def tell(self, leader: Leader) -> None:
+        """Tell all that wait of a leader."""
+        if leader != self.latest:
+            self.latest = leader
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def known(self) -> Leader:
+        """Wait until a leader is known."""
+        while self.latest is None:
+            await self._changed.wait()
+        return self.latest
+
+    async def after(self, leader: Leader | None) -> Leader:
+        """Wait until another one than `leader` leads."""
+        while self.latest is None or self.latest == leader:
+            await self._changed.wait()
+        return self.latest
+
+
+@contextlib.asynccontextmanager
+async def following(cluster: ClusterConfig, conductor: ConductorConfig) -> AsyncIterator[Leaders]:
+    """Follow the leaders of the cluster while the block runs. Without etcd it is the one that is configured.
+
+    Raises ConfigError for files that cannot be used, and if etcd refuses this node at the start.
+    """
+    if not cluster.has_standbys:
+        yield Leaders(Leader(conductor.endpoint))
+        return
+    leaders = Leaders()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(_follow(cluster, leaders))
+        yield leaders
+        task.cancel()
+
+
+async def _follow(cluster: ClusterConfig, leaders: Leaders) -> None:
+    reach = leaders.reach
+    async with Etcd(cluster) as etcd:
+        while True:
+            try:
+                async for first in etcd.first(f"{cluster.etcd_prefix}/{CONDUCTORS}".encode()):
+                    reach.succeeded()
+                    candidate = candidate_of(first)
+                    leaders.tell(Leader(candidate.endpoint, first.revision))
+            except (UnreachableError, RefusedError) as error:
+                if isinstance(error, RefusedError) and leaders.latest is None:
+                    raise ConfigError(f"cluster.etcd_endpoints: {error}") from None
+                reach.failed(error)
+                await asyncio.sleep(RETRY_S)

@@ -1,0 +1,51 @@
+"""A real etcd of one member, which tests start, kill and start again with its data."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.cluster.harness import eventually
+from tests.debian import fetched
+from tests.ports import free_port
+
+
+class EtcdServer:
+    """Use as a context manager. Its port stays the same."""
+
+    def __init__(self, folder: Path, *flags: str, scheme: str = "http") -> None:
+        self._program = fetched("etcd-server", "usr/bin/etcd")
+        self._folder, self._flags = folder, flags
+        self.url = f"{scheme}://127.0.0.1:{free_port()}"
+
+    def start(self) -> None:
+        """Start it, with the data that it had."""
+        command = [str(self._program), f"--data-dir={self._folder / 'data'}", *self._flags]
+        command += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
+        command += ["--listen-peer-urls=http://127.0.0.1:0"]
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        eventually(self._listens, "etcd listens")
+
+    def _listens(self) -> bool:
+        """Whether it can be reached: it listens when it has a leader, itself."""
+        assert self._process.poll() is None, (self._folder / "etcd.log").read_text()
+        url = urlsplit(self.url)
+        with contextlib.suppress(OSError), socket.create_connection((url.hostname, url.port)):
+            return True
+        return False
+
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Kill it: its data stay. Or stop it, or let it go on."""
+        self._process.send_signal(signum)
+        if signum is signal.SIGKILL:
+            self._process.wait()
+
+    def __enter__(self) -> "EtcdServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()

@@ -1,0 +1,13 @@
+"""Times of tests with a real etcd on a machine that may be busy."""
+
+import pytest
+
+from mooncake.leadership import etcd, terms
+from tests.deadline import DEADLINE_S
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are long, and renewed soon; answers may be late."""
+    monkeypatch.setattr(terms, "RENEWALS_PER_LEASE", 60)
+    monkeypatch.setattr(etcd, "ANSWER_TIMEOUT_S", DEADLINE_S)
