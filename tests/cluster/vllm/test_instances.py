@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(3600)]
 START_S = 3 * DEADLINE_S
 NUM_TOKENS = 24
 ENGINE, SERVER = "VLLM::Engine", "vllm"
+"""beginnings of the titles of vLLM's processes"""
 SMALL = ("--dtype=float32", "--kvcache-pool-bytes=32MiB", "--kvcache-device-bytes=64MiB")
 _draw = random.Random(5)
 PROMPTS = draw_prompts(_draw, 12, range(20, 300), range(3, VOCAB_SIZE))
@@ -91,7 +92,7 @@ def wait_until_idle(server: Server, free_pages: dict[str, float]) -> None:
 @pytest.fixture
 def pair(tiny: Path, run_dir: Path, tmp_path: Path) -> Iterator[Server]:
     patient = f"--conductor-placement-timeout-s={START_S:g}"  # vLLM takes a minute to start again
-    flags = ["--model", str(tiny), *SMALL, TRANSFERS, patient, "--hang-timeout-s=10"]
+    flags = ["--model", str(tiny), *SMALL, TRANSFERS, patient, "--hang-timeout-s=6"]
     server = Server(*flags, *by_vllm(tmp_path), run_dir=run_dir)
     try:
         server.start().wait_for_line("^ready in", deadline_s=START_S)
@@ -119,24 +120,48 @@ def test_prompts_are_prefilled_by_one_and_decoded_by_another(pair: Server, expec
     )
     assert refused.status_code >= 400
     assert "presence_penalty" in refused.text
-    # Engines are killed in mid-answer, or hang, or their servers do.
-    with ThreadPoolExecutor(4) as threads:
-        for name, process, signum in (
-            ("decode-0", ENGINE, signal.SIGKILL),
-            ("prefill-0", ENGINE, signal.SIGKILL),
-            ("decode-0", ENGINE, signal.SIGSTOP),
-            ("prefill-0", SERVER, signal.SIGSTOP),
-        ):
-            num_lives = pair.num_lines(rf"\[{name}\] ready")
-            asked = [threads.submit(tokens, pair, prompt, 300) for prompt in PROMPTS[:4]]
-            eventually(
-                lambda: metric(pair, "mooncake_requests_by_state", state="decoding") > 0, "answers have begun"
-            )
-            os.kill(process_of(pair.pid_of(name), process), signum)
-            longer = [future.result(START_S) for future in asked]
-            assert [answer[:NUM_TOKENS] for answer in longer] == expected[:4]
-            pair.wait_for_line(rf"\[{name}\] ready", num_lives + 1, START_S)
+    # Both engines are killed in mid-answer.
+    for name in ("decode-0", "prefill-0"):
+        assert answers_around_a_signal(pair, name, ENGINE, signal.SIGKILL) == expected[:4]
     assert answers(pair) == expected
+
+
+def test_engines_and_servers_that_hang_are_started_again(pair: Server, expected: list[list[int]]) -> None:
+    """Requests may be refused while no instance of a role is left: clients ask again."""
+    assert answers_around_a_signal(pair, "decode-0", ENGINE, signal.SIGSTOP) == expected[:4]
+    assert answers_around_a_signal(pair, "prefill-0", SERVER, signal.SIGSTOP) == expected[:4]
+    assert answers(pair) == expected
+
+
+def answers_around_a_signal(server: Server, name: str, process: str, signum: int) -> list[list[int]]:
+    """The beginnings of answers in whose middle a process of an instance gets a signal. The instance has come
+    back then."""
+    num_lives = server.num_lines(rf"\[{name}\] ready")
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(tokens_in_the_end, server, prompt, 300) for prompt in PROMPTS[:4]]
+        eventually(
+            lambda: metric(server, "mooncake_requests_by_state", state="decoding") > 0, "answers have begun"
+        )
+        os.kill(process_of(server.pid_of(name), process), signum)
+        longer = [future.result(2 * START_S) for future in asked]
+    server.wait_for_line(rf"\[{name}\] ready", num_lives + 1, START_S)
+    return [answer[:NUM_TOKENS] for answer in longer]
+
+
+def tokens_in_the_end(server: Server, prompt: list[int], num_tokens: int) -> list[int]:
+    """The tokens of an answer to a client that asks again while no instance is there."""
+    found: list[list[int]] = []
+
+    def is_answered() -> bool:
+        content = body(prompt, num_tokens, return_token_ids=True)
+        answer = httpx.post(f"{server.url}/v1/completions", json=content, timeout=START_S)
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            assert answer.status_code == httpx.codes.OK, answer.text
+            found.append(answer.json()["choices"][0]["token_ids"])
+        return bool(found)
+
+    eventually(is_answered, "an instance is there", START_S)
+    return found[0]
 
 
 def process_of(worker: int, title: str) -> int:
