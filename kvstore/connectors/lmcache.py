@@ -96,8 +96,13 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: Sequence[Any]) -> None:
         pool = self._pools.connected(None)
-        if pool is not None:
+        if pool is None:
+            return
+        try:
             pool.remove([block_key(key) for key in keys])
+        except MooncakeError as error:
+            log.warning("%d objects of LMCache are not deleted: %s", len(keys), error)
+        else:
             self._notify_keys_deleted(list(keys), [pool.layout.block_bytes] * len(keys))
 
     def close(self) -> None:
