@@ -104,7 +104,18 @@ def pair(tiny: Path, run_dir: Path, tmp_path: Path) -> Iterator[Server]:
 def test_prompts_are_prefilled_by_one_and_decoded_by_another(pair: Server, expected: list[list[int]]) -> None:
     free_pages = free_device_pages(pair, 2)
     assert answers(pair) == expected
-    assert answers(pair) == expected, "from the pools"
+    assert answers(pair) == expected, "from the pools and vLLM's own prefix caches"
+    eventually(
+        lambda: all(
+            metric(pair, "mooncake_index_blocks", instance=name, tier="device") > 0
+            for name in ("prefill-0", "decode-0")
+        ),
+        "the Conductor knows what the engines hold",
+    )
+    eventually(
+        lambda: metric(pair, "mooncake_prefill_tokens_total", instance="prefill-0", source="device") > 0,
+        "some of it was not computed again",
+    )
     assert [tokens(pair, prompt, user="someone", cache_salt="secret") for prompt in PROMPTS[:2]] == expected[
         :2
     ]
