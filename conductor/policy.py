@@ -10,6 +10,7 @@ decide.
 from collections.abc import Mapping
 
 from conductor.admission.overload import Admission
+from conductor.admission.quotas import Quotas
 from conductor.effects import Effect, ToConductor
 from conductor.elasticity.control import Elasticity
 from conductor.fronts import Fronts
@@ -41,6 +42,7 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     KeepContext,
+    QuotaClaim,
     Resume,
     Submit,
     Unknown,
@@ -133,6 +135,11 @@ class Conductor:
     def num_queued(self) -> int:
         """The length of the admission queue."""
         return len(self._requests.admission_queue)
+
+    @property
+    def quotas(self) -> Quotas:
+        """What tenants have used of their quotas."""
+        return self._requests.quotas
 
     @property
     def stats(self) -> DecisionStats:
@@ -237,7 +244,7 @@ class Conductor:
         if sender not in self._fronts:
             return []  # it has had another Conductor, and will resume the request under this one
         tracked = self._requests.new(sender, submit.request, now_s)
-        refusal = self._reason_to_reject(tracked)
+        refusal = self._reason_to_reject(tracked, submit.claim, now_s)
         preempted: list[Effect] = []
         if refusal is not None and refusal[0] is Reason.TOO_MANY:
             # A tenant within its equal part is accepted even if no request yields: those that have begun end.
@@ -250,23 +257,34 @@ class Conductor:
                 self.elasticity.submitted(tracked, now_s)
             return [self._placer.tell_rejected(sender, tracked.request_id, *refusal)]
         self._fronts.seen(sender, now_s)
+        if submit.claim is not None:
+            tracked.num_charged_tokens = submit.claim.num_tokens
+            self.quotas.charge(submit.request.tenant, submit.claim.num_tokens, now_s)
         if self.replication is not None:
             self.replication.note(submit.request.block_keys)
         effects = preempted + self._placer.submit(tracked, now_s)
         self.elasticity.submitted(tracked, now_s)
         return effects
 
-    def _reason_to_reject(self, tracked: TrackedRequest) -> tuple[Reason, str] | None:
+    def _reason_to_reject(
+        self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
+    ) -> tuple[Reason, str, float | None] | None:
+        """The reason, the text for the client, and the time after which to retry if it is known."""
         if tracked.request_id in self.requests:
-            return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running"
+            return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running", None
         for stage in STAGES:
             if self.instances.lacks(stage):
-                return Reason.UNREADY, self.instances.why_none(stage)
+                return Reason.UNREADY, self.instances.why_none(stage), None
         if (too_large := why_too_large(tracked.request, self.instances)) is not None:
-            return Reason.TOO_LARGE, too_large
+            return Reason.TOO_LARGE, too_large, None
+        tenant = tracked.request.tenant
+        if claim is not None:
+            num_elsewhere = self._requests.num_elsewhere(tenant, tracked.front)
+            if (beyond := self.quotas.refusal(tenant, claim, num_elsewhere, now_s)) is not None:
+                return beyond
         most = self.limits.max_running_requests
         if self.num_open >= most:
-            return Reason.TOO_MANY, f"{self.num_open} requests are running, the limit is {most}"
+            return Reason.TOO_MANY, f"{self.num_open} requests are running, the limit is {most}", None
         return None
 
     def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:
@@ -284,6 +302,7 @@ class Conductor:
         tracked = self.requests.get(cancel.request_id)
         if tracked is None or tracked.front != sender:
             return []
+        self.quotas.charge(tracked.request.tenant, cancel.num_output_tokens, now_s)
         return self._placer.abort(tracked, now_s)
 
     def _on_continue(self, sender: bytes, answer: Continue, now_s: float) -> list[Effect]:

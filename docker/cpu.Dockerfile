@@ -25,7 +25,7 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 mooncake \
- && install --directory --owner mooncake --group mooncake /keys /home/mooncake/.cache
+ && install --directory --owner mooncake --group mooncake /keys /state /home/mooncake/.cache
 COPY --from=build /opt/mooncake /opt/mooncake
 COPY docker/entrypoint /usr/local/bin/mooncake-entrypoint
 COPY docker/healthcheck.py /usr/local/lib/mooncake-healthcheck.py

@@ -32,9 +32,7 @@ class FrontConfig(BaseModel):
     record_bytes: int = Field(default=256 << 20, ge=1)
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    context_cache_tokens: int | None = Field(
-        default=1 << 17, ge=0, description="in context caches of a key; None: this front makes none"
-    )
+    context_cache_tokens: int = Field(default=1 << 17, ge=0, description="in context caches of a key")
     cors_origins: tuple[str, ...] = ()
     absence_timeout_s: float = Field(
         default=60.0,

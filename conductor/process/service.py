@@ -18,6 +18,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from conductor.effects import Effect, ToConductor
+from conductor.front.caches.cache_file import SCHEMA as CACHES
+from conductor.front.caches.cache_file import CacheFile
 from conductor.front.config import FrontConfig
 from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
@@ -25,6 +27,8 @@ from conductor.front.process.server import serve as serve_front
 from conductor.front.process.starting import OpenedModel, announce, front_config, open_model
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
+from conductor.process.quota_levels import SCHEMA as LEVELS
+from conductor.process.quota_levels import QuotaLevels
 from conductor.process.standby import leading
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.telemetry.display import Display
@@ -38,6 +42,7 @@ from mooncake.messages.fronts import FromFront
 from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import ConductorProcess
+from mooncake.node.state_file import StateFile
 
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
@@ -137,9 +142,11 @@ async def _serve(process: ConductorProcess) -> None:
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(listen(config.http.host, config.http.port)))
         model = await open_model(config)
-        front = front_config(config, model.name, process.cluster_key, makes_context_caches=True)
+        front = front_config(config, model.name, process.cluster_key)
         router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
         stack.callback(router.close)
+        state = await asyncio.to_thread(StateFile, process.state_file, (CACHES, LEVELS))
+        stack.callback(state.close)
         registry = CollectorRegistry()
         term = await stack.enter_async_context(
             leading(config.cluster, process.epoch, front, router.endpoint, listener, registry)
@@ -159,10 +166,12 @@ async def _serve(process: ConductorProcess) -> None:
             lambda: follower.streams,
         )
         HistoryMetrics(history, registry)
+        levels = QuotaLevels(state, conductor.quotas)
         display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
         async with asyncio.TaskGroup() as group:
             service = ConductorService(conductor, router, own_front, follower, history, term)
             group.create_task(service.run())
+            group.create_task(levels.run())
             await serve_front(
                 front,
                 model.served,
@@ -171,6 +180,7 @@ async def _serve(process: ConductorProcess) -> None:
                 listener,
                 lambda url: announce(_ready(url, front, model.served, config.role == "all")),
                 display,
+                CacheFile(state),
             )
 
 

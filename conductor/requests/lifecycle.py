@@ -86,6 +86,8 @@ class TrackedRequest:
     """The migration in progress, if `state` is DECODING."""
     refused_moves: dict[bytes, float] = field(default_factory=dict)
     """When each life of an instance last refused the request as the destination of a migration."""
+    num_charged_tokens: int = 0
+    """Tokens that were charged to its tenant's quota when it was accepted."""
     num_unlisted: int = 0
     """Consecutive heartbeats of its front that did not name the request."""
 

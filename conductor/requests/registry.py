@@ -6,6 +6,7 @@ which pair is chosen, why a request ends, what fronts and workers say.
 
 from collections import Counter
 
+from conductor.admission.quotas import Quotas
 from conductor.effects import Effect
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import Migration, MigrationStep
@@ -51,6 +52,9 @@ class Requests:
         self._assignments = Assignments(view, rules, self.stats)
         self._has_double_check = rules.has_double_check
         self._num_of_tenant: Counter[str] = Counter()
+        self._num_at_front: Counter[tuple[str, bytes]] = Counter()
+        """Accepted requests by tenant and front."""
+        self.quotas = Quotas()
         self._num_migrations: Counter[bytes] = Counter()
         """Migrations by instance, source and destination. A destination that was given up does not count."""
 
@@ -80,6 +84,10 @@ class Requests:
         """Whether one more request leaves the tenant within an equal part of `max_running_requests`."""
         num_tenants = len(self._num_of_tenant) + (tenant not in self._num_of_tenant)
         return (self._num_of_tenant[tenant] + 1) * num_tenants <= self.limits.max_running_requests
+
+    def num_elsewhere(self, tenant: str, front: bytes) -> int:
+        """The number of the tenant's requests at other fronts."""
+        return self._num_of_tenant[tenant] - self._num_at_front[tenant, front]
 
     def current(self, ref: Ref) -> TrackedRequest | None:
         """The placed request whose present attempt is `ref`."""
@@ -115,6 +123,7 @@ class Requests:
         """Own the request from now on."""
         self.by_id[tracked.request_id] = tracked
         self._num_of_tenant[tracked.request.tenant] += 1
+        self._num_at_front[tracked.request.tenant, tracked.front] += 1
 
     def enqueue(self, tracked: TrackedRequest) -> None:
         """Put a WAITING request into the admission queue. Idempotent."""
@@ -225,6 +234,7 @@ class Requests:
         effects = self.end_migration(tracked, MigrationOutcome.ENDED)
         self._assignments.end_decode(tracked.placed, now_s, num_output_tokens)
         self._leave_pair(tracked, now_s)
+        self.quotas.charge(tracked.request.tenant, num_output_tokens, now_s)
         self._end(tracked, RequestState.FINISHED)
         return effects
 
@@ -343,6 +353,11 @@ class Requests:
         self._num_of_tenant[tenant] -= 1
         if not self._num_of_tenant[tenant]:
             del self._num_of_tenant[tenant]
+        self._num_at_front[tenant, tracked.front] -= 1
+        if not self._num_at_front[tenant, tracked.front]:
+            del self._num_at_front[tenant, tracked.front]
+        if state is RequestState.REJECTED:
+            self.quotas.refund(tenant, tracked.num_charged_tokens)
         self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:

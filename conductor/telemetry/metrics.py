@@ -5,6 +5,7 @@ Owns: names of metrics. Does not know: the clock, how decisions are made, how th
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from heapq import nlargest
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from conductor.admission.quotas import Quotas
 from conductor.index.event_stream import EventStream
 from conductor.index.prefix_index import PrefixIndex
 from conductor.policy import Conductor
@@ -33,6 +35,9 @@ from conductor.view.decision_stats import (
 )
 from conductor.view.placement import Reason, Reuse
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
+
+MAX_TENANTS = 256
+"""Tenants with metrics of their own."""
 
 
 class ConductorMetrics(Collector):
@@ -109,6 +114,7 @@ class ConductorMetrics(Collector):
             self._num_unfinished(),
         )
         yield from decision_metrics(conductor.stats)
+        yield from quota_metrics(conductor.quotas, self._now_s())
         yield from migration_metrics(conductor.stats.migrations, len(conductor.migrations.in_progress))
         yield from index_metrics(conductor.prefixes, self._streams())
 
@@ -191,6 +197,26 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
     yield seconds
     yield _histogram("mooncake_ttft_prediction_error_seconds", "from placement to first token", stats.ttft)
     yield _histogram("mooncake_tbt_prediction_error_seconds", "of a request's mean TBT", stats.tbt)
+
+
+def quota_metrics(quotas: Quotas, now_s: float) -> Iterator[Metric]:
+    """Tokens of tenants with a limit; of so many tenants that Prometheus bears it, those with most."""
+    shown = nlargest(MAX_TENANTS, quotas.by_tenant.items(), key=lambda entry: entry[1].num_charged)
+    yield gauges(
+        "mooncake_tenant_tokens_left",
+        "tokens that a tenant may use at once; less than 0: it waits, as its outputs were longer",
+        "tenant",
+        {tenant: tokens.left(now_s) for tenant, tokens in shown},
+    )
+    charged = CounterMetricFamily(
+        "mooncake_tenant_tokens",
+        "tokens of prompts and outputs that were charged to a tenant, and refunded for rejected requests",
+        labels=["tenant", "kind"],
+    )
+    for tenant, tokens in shown:
+        charged.add_metric([tenant, "charged"], tokens.num_charged)
+        charged.add_metric([tenant, "refunded"], tokens.num_refunded)
+    yield charged
 
 
 def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Iterator[Metric]:

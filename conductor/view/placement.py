@@ -81,6 +81,8 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
     TOO_LARGE = "too_large"
     TOO_MANY = "max_running_requests"
+    MAX_CONCURRENT = "max_concurrent"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
     TOO_MANY_WAIT = "max_waiting"
     TTFT = "ttft_slo_s"
     TBT = "tbt_slo_s"

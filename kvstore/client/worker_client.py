@@ -110,13 +110,14 @@ class WorkerClient:
 
     # -- pages ------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> Reservation:
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> Reservation:
         """Reserve pages for `keys`, and `num_private` pages without a key. Sealed blocks keep their pages.
 
+        The pages count to the `tenant`'s share of the pool; empty: to nobody's.
         All or nothing. Raises PoolFullError if there is no room now (see `wait_for_space`), PoolError if
         there never will be. A cancelled call leaves nothing reserved.
         """
-        call = ReservePages(self._calls.new_id(), list(keys), num_private)
+        call = ReservePages(self._calls.new_id(), list(keys), num_private, tenant)
         reserving = self._spawn(self._calls.ask(call, Reservation))
         try:
             return await asyncio.shield(reserving)

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from kvstore.pool.eviction import coldest
+from kvstore.pool.eviction import coldest, unprotected
 from kvstore.pool.pages import FREE, QUARANTINED, RESERVED, SEALED, Array, PageTable, PageWriter
+from kvstore.pool.shares import NO_TENANT, Shares
 from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 
@@ -56,6 +57,7 @@ class PageAllocator:
         self.num_users: Array = np.zeros(table.num_pages, np.int32)
         self.num_users_of = self.num_users.data
         """The same numbers as a memoryview, which is faster for a single page."""
+        self.shares = Shares(table.num_pages)
         self.soft_pinned: Array = np.zeros(table.num_pages, np.bool_)
         self.num_idle = len(adopted.sealed)
         """SEALED pages without users."""
@@ -114,6 +116,7 @@ class PageAllocator:
         assert len(pages) == num_pages
         del self._free[split:]
         self.table.reserve_all(pages, writer)
+        self.shares.use(NO_TENANT, pages, ())
         num_users_of = self.num_users_of
         for page in pages:
             num_users_of[page] = 1
@@ -165,9 +168,20 @@ class PageAllocator:
             idle = np.flatnonzero((self.table.states == SEALED) & (self.num_users == 0))
             if not len(idle):
                 return None  # miscounted, which `problems` reports: no reason to search for ever
-            num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
-            chosen = coldest(self.policy, self.table, idle, self.soft_pinned[idle], num_victims)
-            self._victims.extend((page, self.table.last_use_of[page]) for page in chosen)
+            self._victims.extend((page, self.table.last_use_of[page]) for page in self._chosen(idle))
+
+    def _chosen(self, idle: Array) -> list[int]:
+        """Choose the next victims: blocks that no tenant's share protects, others if there are none."""
+        num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
+        num_disposable = self.shares.num_disposable(np.flatnonzero(self.table.states != FREE))
+        if num_disposable is not None:
+            may_go = num_disposable[self.shares.tenants_of(idle)] > 0
+            plain = idle[may_go & ~self.soft_pinned[idle]]
+            if len(plain):
+                no_pins = np.zeros(len(plain), np.bool_)
+                chosen = coldest(self.policy, self.table, plain, no_pins, num_victims)
+                return unprotected(chosen, self.shares.tenants_of(np.asarray(chosen)), num_disposable)
+        return coldest(self.policy, self.table, idle, self.soft_pinned[idle], num_victims)
 
     def evict(self, page: int) -> None:
         """Free an idle page."""

@@ -4,7 +4,8 @@ LRU          the one not used for the longest time
 LFU          the one used least often; of those, the one not used for the longest time
 LengthAware  the one used least often; of those, the one furthest from the start of its prompt
 
-Softly pinned blocks are evicted after all others. Choosing costs one pass over the candidates, so callers
+Softly pinned blocks are evicted after all others, and after them nothing but the order counts; which tenants'
+blocks go first is for `shares` to say. Choosing costs one pass over the candidates, so callers
 choose many blocks at a time.
 
 Owns: the order. Does not know: which blocks may be evicted.
@@ -40,6 +41,20 @@ def coldest(
         chosen = np.arange(len(candidates))
     ordered: list[int] = candidates[chosen[np.argsort(warmth[chosen], kind="stable")]].tolist()
     return ordered
+
+
+def unprotected(chosen: list[int], tenants: Array, num_disposable: Array) -> list[int]:
+    """Return those of the `chosen` pages, coldest first, that leave every tenant its protected share.
+
+    `tenants` are the numbers of their tenants, and `num_disposable[tenant]` pages of each may go.
+    """
+    num_left = num_disposable.tolist()
+    kept = []
+    for page, tenant in zip(chosen, tenants.tolist(), strict=True):
+        if num_left[tenant] > 0:
+            num_left[tenant] -= 1
+            kept.append(page)
+    return kept
 
 
 def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:

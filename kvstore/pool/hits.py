@@ -7,6 +7,7 @@ know: the pool.
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,6 +39,15 @@ class Ghosts:
         """Tell why this block is not here: "evicted" lately, or "absent"."""
         ghost = int.from_bytes(key[:_ID_BYTES], "little")
         return "evicted" if self._ids[ghost & self._mask] == ghost else "absent"
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """Totals since the pool was opened, in blocks."""
+
+    num_dropped: int = 0
+    num_removed: int = 0
+    num_expired_leases: int = 0
 
 
 class Hits:

@@ -16,7 +16,6 @@ Owns: reservations, leases, holds. Does not know: bytes, sockets, the clock.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,22 +24,13 @@ from kvstore.pool.allocator import PageAllocator
 from kvstore.pool.claims import NOBODY, Block, PageLease, PageReservation, layer_mask
 from kvstore.pool.deadlines import Deadlines
 from kvstore.pool.evictor import Evictor, LowerTier
-from kvstore.pool.hits import Hits
+from kvstore.pool.hits import Hits, PoolCounters
 from kvstore.pool.pages import RESERVED, SEALED, PageTable, PageWriter
 from kvstore.pool.pins import Pins
 from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
-
-
-@dataclass(slots=True)
-class PoolCounters:
-    """Totals since the pool was opened, in blocks."""
-
-    num_dropped: int = 0
-    num_removed: int = 0
-    num_expired_leases: int = 0
 
 
 class Pool:
@@ -139,14 +129,21 @@ class Pool:
     # -- reservations -----------------------------------------------------------------------------
 
     def reserve(
-        self, owner: int, keys: Sequence[BlockKey], num_private: int, writer: PageWriter | None = None
+        self,
+        owner: int,
+        keys: Sequence[BlockKey],
+        num_private: int,
+        writer: PageWriter | None = None,
+        tenant: str = "",
     ) -> PageReservation:
         """Claim the pages of sealed blocks, and reserve a page for each other block; all or nothing.
 
-        `writer` will write the pages through a mapping of its own. Raises PoolFullError if not enough
+        `writer` will write the pages through a mapping of its own. `tenant` is whose share of the pool they
+        count to; empty: nobody's. Raises PoolFullError if not enough
         pages are free or can be evicted now, PoolError if the pool has not enough pages at all.
         """
         self._check_size(len(keys) + num_private)
+        number = self.allocator.shares.enter(tenant)  # before others' blocks are evicted for it
         index = self.allocator.index
         places = [index.get(key) for key in keys]
         found = list(dict.fromkeys(page for page in places if page is not None))
@@ -162,6 +159,7 @@ class Pool:
             if block.found:
                 block.tier = self.hits.tier(block.page)
         self._use(found)
+        self.allocator.shares.use(number, [block.page for block in blocks if not block.found], found)
         self.hits.missed(key for key, page in zip(keys, places, strict=True) if page is None)
         reservation = PageReservation(self._next_id(), owner, blocks)
         self.reservations[reservation.reservation_id] = reservation
@@ -272,6 +270,7 @@ class Pool:
             self.counters.num_expired_leases += 1
             self._remove_user(self.leases.pop(lease_id).claimed_pages[::-1])
         self.pins.expire(now_s)
+        self.allocator.shares.tick(now_s)
 
     # -- transfers --------------------------------------------------------------------------------
 

@@ -64,11 +64,15 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservePages(msgspec.Struct, tag=True, frozen=True):
-    """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reserved`."""
+    """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reserved`.
+
+    The pages count to the share of `tenant`; empty: to nobody's.
+    """
 
     call_id: int
     keys: list[BlockKey]
     num_private: int
+    tenant: str = ""
 
 
 class AwaitSpace(msgspec.Struct, tag=True, frozen=True):

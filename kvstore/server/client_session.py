@@ -173,8 +173,8 @@ class ClientSession:
             case Lookup(call_id, keys):
                 located = self._pool.locate(_checked(keys))
                 return Located(call_id, bytes(map(LOCATIONS.index, located)))
-            case ReservePages(call_id, keys, num_private):
-                return _reserved(call_id, self._reserve(keys, num_private))
+            case ReservePages(call_id, keys, num_private, tenant):
+                return _reserved(call_id, self._reserve(keys, num_private, tenant))
             case LeaseBlocks(call_id, keys, ttl_s):
                 lease = self._lease(keys, ttl_s)
                 return Leased(call_id, lease.lease_id, lease.pages)
@@ -205,8 +205,8 @@ class ClientSession:
 
     async def _perform_later(self, call: Call) -> Answer:
         match call:
-            case ReservePages(call_id, keys, num_private):
-                return _reserved(call_id, await self.reserve(keys, num_private))
+            case ReservePages(call_id, keys, num_private, tenant):
+                return _reserved(call_id, await self.reserve(keys, num_private, tenant))
             case LeaseBlocks(call_id, keys, ttl_s):
                 lease = await self.lease(keys, ttl_s)
                 return Leased(call_id, lease.lease_id, lease.pages)
@@ -230,22 +230,22 @@ class ClientSession:
 
     # -- reservations and leases ------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[BlockKey], num_private: int) -> PageReservation:
+    async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> PageReservation:
         """Reserve as `Pool.reserve` does, after promoting blocks of the prefix that only SSD has.
 
         The PoolFullError that it raises is of a moment when this request holds no page any more.
         """
         if not self.store.is_on_ssd_only(keys):
-            return self._reserve(keys, num_private)
+            return self._reserve(keys, num_private, tenant)
         # A request that could not be served anyway must not move blocks: that would look like room to others
         # that wait, and they would do the same to it.
         self._pool.check_room(_checked(keys), num_private)
         found_prefix = self.store.found_prefix(keys)
         with contextlib.suppress(PoolFullError):
             async with self.store.mover.keep_promoted(found_prefix, patiently=False):
-                return self._reserve(keys, num_private)
+                return self._reserve(keys, num_private, tenant)
         # What was held for blocks that could not be promoted is free now, and nobody else may ever free more.
-        return self._reserve(keys, num_private)
+        return self._reserve(keys, num_private, tenant)
 
     async def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
         """Lease as `Pool.lease` does, after promoting blocks that only SSD has."""
@@ -267,10 +267,10 @@ class ClientSession:
             self.store.grants.revoke(reservation_id, reason)
             self._pool.release(reservation_id)
 
-    def _reserve(self, keys: Sequence[BlockKey], num_private: int) -> PageReservation:
+    def _reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str) -> PageReservation:
         if num_private < 0:
             raise PoolError(f"num_private is {num_private}, it must not be negative")
-        return self._pool.reserve(self.user.owner, _checked(keys), num_private, self.user.writer)
+        return self._pool.reserve(self.user.owner, _checked(keys), num_private, self.user.writer, tenant)
 
     def _lease(self, keys: Sequence[BlockKey], ttl_s: float) -> PageLease:
         return self._pool.lease(self.user.owner, _checked(keys), self._deadline_s(ttl_s))

@@ -44,6 +44,13 @@ class ConductorConfig(Section):
         "tcp://127.0.0.1:7801",
         description="where workers send tokens to (ZeroMQ); each front has its own",
     )
+    state_file: Path | None = Field(
+        None,
+        description="what outlives the conductor (SQLite): context caches, tokens that API keys have left;"
+        " default:"
+        " $XDG_STATE_HOME/mooncake-serve/conductor-PORT.db (~/.local/state/...), with http.port 0 in the run"
+        " directory",
+    )
     max_running_requests: int = Field(
         256,
         ge=1,

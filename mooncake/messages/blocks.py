@@ -128,6 +128,12 @@ def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -
     return hashlib.sha256(f"{model}\0{fingerprint}\0{cache_salt}".encode()).digest()[:KEY_BYTES]
 
 
+def client_salt(cache_salt: str | None) -> str:
+    """Return the salt for `root_key` of a client without an API key: no `cache_salt` makes it that of a
+    key."""
+    return f"salt:{cache_salt}" if cache_salt else ""
+
+
 def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> list[BlockKey]:
     """Return the keys of the full blocks of `token_ids`: key = SHA-256(parent key, token ids)[:16].
 

@@ -10,17 +10,34 @@ import msgspec
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.costs import Costs
 from mooncake.messages.operators import OperatorAnswer, OperatorOrder
-from mooncake.messages.quantities import Count, Seconds, TokenId
+from mooncake.messages.quantities import Count, PositiveCount, Seconds, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 from mooncake.messages.workers import RegisterRefused, Role
 
 # -- front <-> Conductor ----------------------------------------------------------------------------
 
 
+class QuotaClaim(msgspec.Struct, frozen=True):
+    """A tenant's limits in the whole cluster, with what an answer takes of them. A limit of None is none.
+
+    `num_running` are the tenant's choices that run at this front, those of this answer included. `num_tokens`
+    are those of the answer's prompts, each counted once.
+    """
+
+    tokens_per_minute: PositiveCount | None
+    max_concurrent: Count | None
+    num_running: Count
+    num_tokens: Count
+
+
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Submit a request. Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`."""
+    """Submit a request. Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`.
+
+    `claim` comes with the first choice of an answer, for all of them, if the tenant has limits.
+    """
 
     request: Request
+    claim: QuotaClaim | None = None
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
@@ -35,9 +52,13 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """End a request whose client has gone, or has all that it wants. Nothing more is sent for it."""
+    """End a request whose client has gone, or has all that it wants. Nothing more is sent for it.
+
+    `num_output_tokens` have come by now.
+    """
 
     request_id: str
+    num_output_tokens: Count = 0
 
 
 class Continue(msgspec.Struct, tag=True, frozen=True):

@@ -92,7 +92,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     _check_directories(config)
     specs = []
     if config.role in ("all", "conductor"):
-        specs.append(_conductor(config, key))
+        specs.append(_conductor(config, key, _state_file(config, run_dir)))
     elif config.role == "front":
         specs.append(_front(config, key, _name_of_node(config, run_dir)))
     for index, part in enumerate(parts):
@@ -180,9 +180,25 @@ def _check_directories(config: Config) -> None:
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
 
 
-def _conductor(config: Config, key: ClusterKey) -> ChildSpec:
+def _state_file(config: Config, run_dir: RunDirectory) -> Path:
+    """Return the file of what outlives the conductor. By default each port has its own, so that several
+    clusters on one host do not meet."""
+    if config.conductor.state_file is not None:
+        return config.conductor.state_file.absolute()
+    if config.http.port == 0:
+        return run_dir.path / "conductor.db"
+    try:
+        base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+    except RuntimeError as error:
+        raise ConfigError(f"there is no place for conductor.state_file ({error}); name one") from None
+    return base / "mooncake-serve" / f"conductor-{config.http.port}.db"
+
+
+def _conductor(config: Config, key: ClusterKey, state_file: Path) -> ChildSpec:
     def process(life: Life) -> str:
-        return ConductorProcess(cluster_key=key, config=config, epoch=life.incarnation).model_dump_json()
+        return ConductorProcess(
+            cluster_key=key, config=config, epoch=life.incarnation, state_file=state_file
+        ).model_dump_json()
 
     async def after_end(life: Life) -> None:
         from mooncake.leadership.terms import end_lease  # an HTTP client, for which no start waits

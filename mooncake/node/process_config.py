@@ -4,6 +4,7 @@ Owns: these models, which travel on stdin. Does not know: how processes are star
 (`mooncake.node.supervisor`).
 """
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator
@@ -30,10 +31,11 @@ class _Process(Section):
 
 
 class ConductorProcess(_Process):
-    """The arguments of the conductor process. `epoch` grows with every start."""
+    """The arguments of the conductor process. `epoch` grows with every start, `state_file` outlives all."""
 
     config: Config
     epoch: int
+    state_file: Path
 
 
 class FrontProcess(_Process):

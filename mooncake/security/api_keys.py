@@ -35,12 +35,15 @@ class ApiKey(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
+    """Tokens of prompts and outputs, at all fronts together."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
+    """Choices that run at the same time, at all fronts together."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     """Lowest priority number that requests may ask for; the default of requests that ask for none."""
     max_context_cache_tokens: Annotated[int, Field(ge=0)] | None = None
     """Most tokens in context caches; default: `http.context_cache_tokens`."""
-    cache_group: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    cache_group: Annotated[str, Field(pattern=r"^[^\x00]{1,128}$")] | None = None
     """Group of keys that share their KVCache; default: each has its own."""
 
     @property
@@ -51,6 +54,7 @@ class ApiKey(BaseModel):
 
 LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
     "requests_per_minute": (float, "no more (default: any number)"),
+    "tokens_per_minute": (int, "of prompts and outputs, no more (default: any number)"),
     "max_concurrent": (int, "at the same time (default: any number)"),
     "max_context_cache_tokens": (int, "in context caches (default: http.context_cache_tokens)"),
 }

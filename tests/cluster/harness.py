@@ -40,7 +40,11 @@ class Server:
     def start(self) -> "Server":
         """Start without waiting until it is ready."""
         environ = {name: value for name, value in os.environ.items() if not name.startswith("MOONCAKE_")}
-        environ |= {"XDG_RUNTIME_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"}
+        environ |= {
+            "XDG_RUNTIME_DIR": str(self.run_dir),
+            "XDG_STATE_HOME": str(self.run_dir / "state"),
+            "OMP_NUM_THREADS": "1",
+        }
         read_fd, write_fd = os.pipe()
         self.process = self._launch(self._arguments, environ, write_fd)
         os.close(write_fd)

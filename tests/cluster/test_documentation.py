@@ -141,6 +141,7 @@ class Reader:
             "PATH": f"{commands}:{os.environ['PATH']}",
             "CURL": shutil.which("curl") or "curl",
             "XDG_RUNTIME_DIR": str(self.run_dir),
+            "XDG_STATE_HOME": str(self.run_dir / "state"),
             "OMP_NUM_THREADS": "1",
             "MOONCAKE_KVCACHE_POOL_BYTES": "256MiB",
             "MOONCAKE_KVCACHE_DEVICE_BYTES": "256MiB",

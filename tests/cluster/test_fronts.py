@@ -1,5 +1,6 @@
 """A front in a process of its own beside the Conductor's, with instances that compute nothing."""
 
+import contextlib
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from mooncake.security.api_keys import add_api_key
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import ROOT, Server, eventually
@@ -40,7 +42,13 @@ class Fronts:
 
 @pytest.fixture(scope="module")
 def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronts]:
-    folder = tmp_path_factory.mktemp("fronts")
+    with two_fronts(tmp_path_factory.mktemp("fronts")) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def two_fronts(folder: Path, *flags: str) -> Iterator[Fronts]:
+    """Fronts of one Conductor, both with these flags."""
     (folder / MODEL).mkdir()
     tiny_model("smollm2", folder / MODEL, max_position_embeddings=100_000)
     write_tiny_tokenizer(folder / MODEL)
@@ -52,8 +60,8 @@ def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fronts]:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="mc-") as run_dir,
-            ForkedServer("--role=conductor", *shared, run_dir=Path(run_dir)) as own,
-            ForkedServer("--role=front", *shared, run_dir=Path(run_dir)) as other,
+            ForkedServer("--role=conductor", *shared, *flags, run_dir=Path(run_dir)) as own,
+            ForkedServer("--role=front", *shared, *flags, run_dir=Path(run_dir)) as other,
         ):
             for server in (own, other):
                 eventually(lambda url=server.url: is_ready(url), "there is a pair", DEADLINE_S)
@@ -136,3 +144,46 @@ def test_without_its_conductor_a_front_is_unavailable_until_there_is_one_again(f
         eventually(lambda: is_ready(fronts.other.url), "the front has found the new conductor", DEADLINE_S)
         with httpx.Client(base_url=fronts.other.url, timeout=DEADLINE_S) as client:
             assert len(rest(begin(client, num_tokens=5))) == 5
+
+
+def test_a_keys_limits_hold_at_all_fronts_together(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    alice = add_api_key(keys, "alice", {"tokens_per_minute": 60})
+    bob = add_api_key(keys, "bob", {"max_concurrent": 2})
+
+    def client(server: Server, key: str) -> httpx.Client:
+        return httpx.Client(
+            base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=DEADLINE_S
+        )
+
+    def ask(client: httpx.Client, num_prompt_tokens: int, num_tokens: int = 5) -> httpx.Response:
+        body = {"model": MODEL, "prompt": [5] * num_prompt_tokens, "max_tokens": num_tokens}
+        return client.post("/v1/completions", json=body)
+
+    def code(response: httpx.Response) -> tuple[int, str]:
+        return response.status_code, response.json()["error"]["code"]
+
+    with (
+        two_fronts(tmp_path, f"--http-api-keys-file={keys}") as fronts,
+        client(fronts.own, alice) as own,
+        client(fronts.other, alice) as other,
+    ):
+        assert code(ask(own, 61)) == (403, "invalid_value")
+        assert ask(own, 25).status_code == 200
+        assert ask(other, 25, num_tokens=300).status_code == 200  # what it takes minutes to gain
+        charged = 'mooncake_tenant_tokens_total{kind="charged",tenant="alice"}'
+        eventually(lambda: fronts.metric(charged) == 355, "the outputs are charged")
+        for asked in (own, other):
+            refused = ask(asked, 5)
+            assert code(refused) == (429, "rate_limit_exceeded")
+            assert 1 <= int(refused.headers["retry-after"]) <= 300
+        refusals = 'mooncake_rejections_total{reason="tokens_per_minute"}'
+        assert fronts.metric(refusals) == 2
+
+        with client(fronts.own, bob) as own, client(fronts.other, bob) as other:
+            streams = [begin(asked, num_tokens=90_000) for asked in (own, other)]
+            for asked in (own, other):
+                assert code(ask(asked, 5)) == (429, "rate_limit_exceeded")
+            streams[0].close()
+            eventually(lambda: ask(other, 5).status_code == 200, "one ends, another may begin")
+            streams[1].close()

@@ -61,6 +61,7 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
     number: int
     keys: list[BlockKey]
     shards: tuple[PoolShard, ...]
+    tenant: str
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -84,6 +85,7 @@ class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
     pages: list[int]
     tokens: list[int] | None
     is_parked: bool
+    tenant: str
 
 
 class SaveToHost(msgspec.Struct, tag=True, frozen=True):

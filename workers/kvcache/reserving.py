@@ -28,6 +28,6 @@ async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) 
 async def _reserve(pool: WorkerClient, request: Request, num_private: int) -> Reservation:
     while True:
         try:
-            return await pool.reserve(request.block_keys, num_private)
+            return await pool.reserve(request.block_keys, num_private, request.tenant)
         except PoolFullError as full:
             await pool.wait_for_space(full)

@@ -82,7 +82,7 @@ class VllmDecode:
         """Reserve pages of full blocks: the tokens behind them are computed here."""
         while True:
             try:
-                return await self._pool.reserve(request.block_keys, 0)
+                return await self._pool.reserve(request.block_keys, 0, request.tenant)
             except PoolFullError as full:
                 await self._pool.wait_for_space(full)
 

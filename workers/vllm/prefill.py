@@ -72,7 +72,9 @@ class VllmPrefill:
         if source is None:
             return
         try:
-            reservation = await self._pool.reserve(order.request.block_keys[: source.num_blocks], 0)
+            reservation = await self._pool.reserve(
+                order.request.block_keys[: source.num_blocks], 0, order.request.tenant
+            )
         except PoolFullError:
             return
         try:
@@ -93,7 +95,7 @@ class VllmPrefill:
                 await self._until_stored(keys)
         except TimeoutError:
             raise TransferError(f"vLLM has not stored {len(keys)} blocks within {_STORE_S:g} s") from None
-        reservation = await self._pool.reserve(keys, 0)
+        reservation = await self._pool.reserve(keys, 0, order.request.tenant)
         if not all(block.sealed for block in reservation.blocks):
             await self._pool.release(reservation.reservation_id)
             raise PoolError("blocks of the prompt were evicted before they were sent")

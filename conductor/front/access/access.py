@@ -18,11 +18,12 @@ from conductor.front.access.key_ring import KeyRing
 from conductor.front.errors import RateLimitedError, UnauthorizedError, error_response
 from conductor.front.metrics import Denial, Metrics
 from mooncake.errors import RequestError
+from mooncake.messages.fronts import QuotaClaim
 from mooncake.security.api_keys import ApiKey
 
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/metrics", "/version"})
 """Paths that need no key, as they reveal nothing about clients' requests."""
-_LIMITS = ("requests_per_minute", "max_concurrent", "max_context_cache_tokens")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_context_cache_tokens")
 """Attributes of a key that limit its use."""
 
 
@@ -123,6 +124,22 @@ class KeyUse:
         """Set the number of choices of the request, once. Raises RequestError."""
         self._limits.add_choices(self.key, num_choices - 1)
         self._num_choices = num_choices
+
+    def claim(self, num_tokens: int) -> QuotaClaim | None:
+        """Return the claim of an answer to prompts of `num_tokens` on what the key may use in the cluster;
+        None without such a limit. Raises RequestError for more tokens than a minute has."""
+        per_minute, most = self.key.tokens_per_minute, self.key.max_concurrent
+        if per_minute is None and most is None:
+            return None
+        if per_minute is not None and num_tokens > per_minute:
+            raise RequestError(
+                f"the prompts have {num_tokens} tokens, and the key {self.key.name!r} may use"
+                f" {per_minute:g} a minute; send shorter ones",
+                status=403,
+                code="invalid_value",
+            )
+        use = self._limits.use_of(self.key)
+        return QuotaClaim(per_minute, most, 0 if use is None else use.num_running, num_tokens)
 
     def end(self) -> None:
         """Release the share, as no part of the request runs any more."""

@@ -1,13 +1,15 @@
 """Context caches (Mooncake, section 3): beginnings of prompts that clients have stored, by name, for a while.
 
 A cache belongs to the API key that has made it; nobody else can use, see or delete it. Its savings are
-counted with prompts that begin with its tokens, as far as the pool turned out to hold these.
+counted with prompts that begin with its tokens, as far as the pool turned out to hold these, from the
+process's start on.
 
-Owns: the caches, their names, ends and quotas, their savings. Does not know: where blocks are, HTTP.
+Owns: the caches, their names, ends and quotas, their savings. Does not know: where blocks are, HTTP, how
+caches are stored (`cache_file`).
 """
 
-import pickle
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,10 +18,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from conductor.front.caches.cache_file import CacheFile, StoredCache
+from conductor.front.openai.body import refusing_depth
 from conductor.front.openai.prompt import ChatPrefix
 from conductor.front.openai.tools import ToolFields
 from mooncake.errors import RequestError
-from mooncake.messages.blocks import BlockKey
+from mooncake.messages.blocks import BlockKey, block_keys
 from mooncake.messages.costs import Costs, prefill_quantities
 from mooncake.messages.fronts import KeepContext
 from mooncake.security.api_keys import ApiKey
@@ -48,12 +52,12 @@ class Savings:
 
 
 class Beginning(NamedTuple):
-    """The beginning of prompts that a context cache holds. It is sent to the processes that read requests, so
-    its messages are pickled once, by the process that has read them."""
+    """The beginning of prompts that a context cache holds. It is stored, and sent to the processes that read
+    requests."""
 
     token_ids: list[int]
-    chat_prefix_data: bytes | None
-    """The pickled `ChatPrefix`; None if the cache was made of tokens or a text."""
+    chat_prefix_json: bytes | None
+    """The `ChatPrefix` in JSON; None if the cache was made of tokens or a text."""
     cache_salt: str | None
 
     def check_salt(self, cache_salt: str | None) -> None:
@@ -67,7 +71,7 @@ class Beginning(NamedTuple):
 
     def chat_prefix(self, tools: Sequence[ToolFields]) -> ChatPrefix:
         """Return the prefix of a conversation that also brings `tools`. Raises RequestError."""
-        if self.chat_prefix_data is None:
+        if self.chat_prefix_json is None:
             raise RequestError(
                 "this context cache was made from a prompt, and no conversation begins with that; use it in"
                 " /v1/completions, or make one from messages",
@@ -80,8 +84,8 @@ class Beginning(NamedTuple):
                 param="tools",
                 code="invalid_value",
             )
-        prefix: ChatPrefix = pickle.loads(self.chat_prefix_data)
-        return prefix
+        with refusing_depth():
+            return ChatPrefix.from_json(self.chat_prefix_json)
 
     def num_shared(self, prompt: Sequence[int]) -> int:
         """Return the number of leading tokens that the prompt has in common with the cache."""
@@ -90,15 +94,18 @@ class Beginning(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ContextCache:
-    """One cache. `keys` name the full blocks of its tokens, behind the root of its salt."""
+    """One cache. `keys` name the full blocks of its tokens, behind the root of its salt, `root_key`."""
 
     id: str
     name: str | None
     owner: str
     """The digest of its API key."""
+    key_name: str
     beginning: Beginning
+    root_key: BlockKey
     keys: list[BlockKey]
-    created_s: float
+    created_at: float
+    """Seconds since 1970."""
     expires_s: float | None = None
     """Time at which the cache ends; None while the cache is being made."""
     saved: Savings = field(default_factory=Savings)
@@ -132,24 +139,44 @@ def _num_common(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 class ContextCaches:
-    """All caches of a front. All times are of one clock of the caller."""
+    """All caches of a front. All times are of one clock of the caller, unless they are called since 1970."""
 
-    def __init__(self, default_quota: int) -> None:
-        """`default_quota`: tokens that a key may have in caches, unless its entry has a quota."""
+    def __init__(
+        self, default_quota: int, file: CacheFile, fingerprint: str, block_size: int, now_s: float
+    ) -> None:
+        """Load the model's caches from the file, which the caller closes. Raises ConfigError.
+
+        Args:
+            default_quota: Tokens that a key may have in caches, unless its entry has a quota.
+            file: The file that has the caches, those of other models too.
+            fingerprint: The model's fingerprint.
+            block_size: Tokens of a block.
+            now_s: The time.
+        """
         self._default_quota = default_quota
+        self._file, self._fingerprint = file, fingerprint
         self._caches: dict[str, dict[str, ContextCache]] = {}
         """Caches by owner and id."""
         self._by_key: dict[str, Savings] = {}
+        since_1970_s = time.time() - now_s
+        for stored in file.load(fingerprint):
+            self._add(_restored(stored, block_size, stored.expires_at - since_1970_s))
+
+    @property
+    def num_store_failures(self) -> int:
+        """Changes that could not be stored, and were refused."""
+        return self._file.num_failures
 
     def add(
         self,
         key: ApiKey | None,
         name: str | None,
         beginning: Beginning,
+        root_key: BlockKey,
         keys: list[BlockKey],
         now_s: float,
     ) -> ContextCache:
-        """Add a new cache, whose blocks are still to be computed.
+        """Add a new cache, whose blocks are still to be computed, and which is not stored yet.
 
         Raises RequestError for a name that is taken, and above the quota.
         """
@@ -179,13 +206,37 @@ class ContextCaches:
             id=f"cache-{secrets.token_hex(16)}",
             name=name,
             owner=_owner(key),
+            key_name=NO_KEY if key is None else key.name,
             beginning=beginning,
+            root_key=root_key,
             keys=keys,
-            created_s=now_s,
-            saved_by_key=self._by_key.setdefault(NO_KEY if key is None else key.name, Savings()),
+            created_at=time.time(),
         )
-        self._caches.setdefault(cache.owner, {})[cache.id] = cache
+        self._add(cache)
         return cache
+
+    async def keep(self, cache: ContextCache, ttl_s: float, now_s: float) -> None:
+        """Store a complete cache, or its new time to live. Raises RequestError if that fails."""
+        expires_at = time.time() + ttl_s
+        if cache.expires_s is None:
+            await self._file.put(_stored(cache, self._fingerprint, expires_at))
+        else:
+            await self._file.extend(cache.id, expires_at)
+        cache.expires_s = now_s + ttl_s
+
+    async def delete(self, cache: ContextCache) -> None:
+        """Delete a stored cache; no request finds it from now on. Raises RequestError if that fails, and then
+        the cache stays."""
+        self.remove(cache)
+        try:
+            await self._file.remove(cache.id)
+        except RequestError:
+            self._caches.setdefault(cache.owner, {})[cache.id] = cache
+            raise
+
+    def _add(self, cache: ContextCache) -> None:
+        cache.saved_by_key = self._by_key.setdefault(cache.key_name, Savings())
+        self._caches.setdefault(cache.owner, {})[cache.id] = cache
 
     def find(self, key: ApiKey | None, name: str, now_s: float, param: str | None = None) -> ContextCache:
         """Return the key's cache with this id or name. Raises RequestError, naming `param`."""
@@ -213,7 +264,7 @@ class ContextCaches:
         ]
 
     def remove(self, cache: ContextCache) -> None:
-        """Remove a cache, so that no request finds it any more. Idempotent."""
+        """Forget a cache that is not stored, or has expired. Idempotent."""
         self._caches.get(cache.owner, {}).pop(cache.id, None)
 
     def quota_of(self, key: ApiKey | None) -> int:
@@ -272,7 +323,42 @@ class ContextMetrics(Collector):
             saved.add_metric([name], savings.num_tokens)
             seconds.add_metric([name], savings.prefill_s)
         yield from (num_caches, held, prompts, saved, seconds)
+        yield CounterMetricFamily(
+            "mooncake_context_cache_store_failures",
+            "Changes of context caches that could not be stored, and were refused",
+            value=self._caches.num_store_failures,
+        )
 
 
 def _owner(key: ApiKey | None) -> str:
     return "" if key is None else key.sha256
+
+
+def _stored(cache: ContextCache, fingerprint: str, expires_at: float) -> StoredCache:
+    return StoredCache(
+        id=cache.id,
+        fingerprint=fingerprint,
+        name=cache.name,
+        owner=cache.owner,
+        key_name=cache.key_name,
+        token_ids=cache.beginning.token_ids,
+        chat_prefix=cache.beginning.chat_prefix_json,
+        cache_salt=cache.beginning.cache_salt,
+        root_key=cache.root_key,
+        created_at=cache.created_at,
+        expires_at=expires_at,
+    )
+
+
+def _restored(stored: StoredCache, block_size: int, expires_s: float) -> ContextCache:
+    return ContextCache(
+        id=stored.id,
+        name=stored.name,
+        owner=stored.owner,
+        key_name=stored.key_name,
+        beginning=Beginning(stored.token_ids, stored.chat_prefix, stored.cache_salt),
+        root_key=stored.root_key,
+        keys=block_keys(stored.token_ids, block_size, stored.root_key),
+        created_at=stored.created_at,
+        expires_s=expires_s,
+    )

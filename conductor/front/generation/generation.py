@@ -106,7 +106,8 @@ class Generation:
             if num_tokens > _MAX_TOKENS_AT_ONCE:
                 await asyncio.sleep(0)
                 num_tokens = len(choice.request.token_ids)
-            await self._link.submit(choice.request, receive)
+            claim = self._job.claim if choice.index == 0 else None
+            await self._link.submit(choice.request, receive, claim)
             self._running[request_id] = choice
             if self._recorder is not None:
                 self._recorder.began(choice.request)

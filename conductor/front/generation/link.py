@@ -16,8 +16,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from conductor.front.errors import GenerationFailedError, UnavailableError
+from conductor.front.errors import (
+    RETRY_AFTER_S,
+    GenerationFailedError,
+    RateLimitedError,
+    UnavailableError,
+)
 from conductor.front.generation.reception import Lost, Receive, Reception
+from conductor.view.placement import Reason
 from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.messages.bus import PeerGoneError, Router
 from mooncake.messages.costs import Costs
@@ -33,6 +39,7 @@ from mooncake.messages.fronts import (
     InFlight,
     Interrupted,
     KeepContext,
+    QuotaClaim,
     Rejected,
     Resume,
     Submit,
@@ -96,7 +103,7 @@ class Link:
     ) -> None:
         """Raises ConfigError for an unusable endpoint. While the Conductor is gone, which could retry it, a
         request fails after `absence_timeout_s` without a token. `on_dropped` is called for each stale output,
-        `kept` for the context caches that another Conductor is to be told of.
+        `kept` for the context caches, of which each Conductor is told once.
         """
         self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
@@ -150,8 +157,9 @@ class Link:
         finally:
             self._replies.close()
 
-    async def submit(self, request: Request, receive: Receive) -> None:
-        """Send `request`; its tokens, or the reason why none follow, go to `receive`.
+    async def submit(self, request: Request, receive: Receive, claim: QuotaClaim | None = None) -> None:
+        """Send `request`; its tokens, or the reason why none follow, go to `receive`. `claim` comes with the
+        first choice of an answer.
 
         Raises UnavailableError.
         """
@@ -159,17 +167,17 @@ class Link:
             raise self._ended
         self._in_flight[request.request_id] = Reception(request, receive, _now())
         try:
-            await self._conductor.send(Submit(request))
+            await self._conductor.send(Submit(request, claim))
         except PeerGoneError as error:
             del self._in_flight[request.request_id]
             raise UnavailableError(f"the conductor does not answer: {error}") from None
 
     async def cancel(self, request_id: str) -> None:
         """Forget the request, and tell the Conductor unless it has ended by itself."""
-        if self._in_flight.pop(request_id, None) is not None:
+        if (reception := self._in_flight.pop(request_id, None)) is not None:
             # Without a Conductor there is nobody to tell; it forgets the request when it restarts.
             with contextlib.suppress(PeerGoneError):
-                await self._conductor.send(Cancel(request_id))
+                await self._conductor.send(Cancel(request_id, len(reception.token_ids)))
 
     async def order(self, order: Callable[[int], OperatorOrder]) -> OperatorAnswer:
         """Pass on an operator's order, which `order` makes of its number. Raises UnavailableError."""
@@ -264,8 +272,8 @@ class Link:
                     await self._adopt(cluster)
                 case RegisterRefused(message):
                     raise ConfigError(f"the conductor refused this front: {message}")
-                case Rejected(request_id, _, status, message, retry_after_s):
-                    self._end(request_id, _rejection(status, message, retry_after_s))
+                case Rejected() as rejected:
+                    self._end(rejected.request_id, _rejection(rejected))
                 case Ordered() | InstanceList() | Migrates() as answer:
                     waiting = self._orders.get(answer.order)
                     if waiting is not None and not waiting.done():
@@ -304,6 +312,7 @@ class Link:
     async def _adopt(self, cluster: ClusterState) -> None:
         if cluster.epoch < self._conductor.least_epoch:
             return  # another one leads by now
+        is_first = self._cluster is None
         is_another = self._cluster is not None and self._cluster.epoch != cluster.epoch
         self._cluster, self._num_unanswered = cluster, 0
         self.first_answer.set()
@@ -311,14 +320,16 @@ class Link:
             log.warning("there is another conductor; %d requests go on under it", len(self._in_flight))
             with contextlib.suppress(PeerGoneError):  # gone again
                 await self._resume_all()
-                for context in self._kept():
-                    await self._conductor.send(context)
         elif not cluster.known and self._in_flight:
             log.warning("the conductor had given this front up; %d requests fail", len(self._in_flight))
             # What it said of their end may have been lost with the connection.
             await self._give_up(
                 GenerationFailedError("the conductor had lost its connection to this front; try again")
             )
+        if is_first or is_another:
+            with contextlib.suppress(PeerGoneError):
+                for context in self._kept():
+                    await self._conductor.send(context)
 
     async def _resume_all(self) -> None:
         """Tell another Conductor of all requests in flight. Raises PeerGoneError."""
@@ -368,12 +379,14 @@ class Link:
             reception.receive(Lost(request_id, error))
 
 
-def _rejection(status: int, message: str, retry_after_s: float | None) -> RequestError:
-    if status == 429:
-        return OverloadedError(message, 1.0 if retry_after_s is None else retry_after_s)
-    if status == 503:
-        return UnavailableError(message, 1.0 if retry_after_s is None else retry_after_s)
-    return RequestError(message, status=status)
+def _rejection(rejected: Rejected) -> RequestError:
+    retry_after_s = RETRY_AFTER_S if rejected.retry_after_s is None else rejected.retry_after_s
+    if rejected.status == 429:
+        is_quota = rejected.reason in (Reason.MAX_CONCURRENT, Reason.TOKENS_PER_MINUTE)
+        return (RateLimitedError if is_quota else OverloadedError)(rejected.message, retry_after_s)
+    if rejected.status == 503:
+        return UnavailableError(rejected.message, retry_after_s)
+    return RequestError(rejected.message, status=rejected.status)
 
 
 def _now() -> float:

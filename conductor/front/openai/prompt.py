@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import msgspec
+
 from conductor.front.openai.conversation import index_of_tool_use, rendered_messages
 from conductor.front.openai.model import ServedModel
 from conductor.front.openai.schema import Message, shortened
 from conductor.front.openai.tools import ToolFields, describe_tools, rendered_tools
 from mooncake.errors import RequestError
-from mooncake.messages.blocks import BlockKey, root_key
+from mooncake.messages.blocks import BlockKey, client_salt, root_key
 from mooncake.security.api_keys import ApiKey
 
 
@@ -25,6 +27,24 @@ class ChatPrefix:
 
     messages: Sequence[Message]
     tools: Sequence[ToolFields]
+
+    def to_json(self) -> bytes:
+        """Return the messages and tools as JSON, as `from_json` reads them."""
+        return msgspec.json.encode(
+            [
+                [fields.model_dump(exclude_unset=True, warnings=False) for fields in several]
+                for several in (self.messages, self.tools)
+            ]
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "ChatPrefix":
+        """Return the prefix that `to_json` has written."""
+        messages, tools = msgspec.json.decode(data)
+        return cls(
+            [Message.model_validate(fields) for fields in messages],
+            [ToolFields.model_validate(fields) for fields in tools],
+        )
 
 
 _TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "messages", "tools"})
@@ -36,8 +56,14 @@ NO_PREFIX = ChatPrefix((), ())
 
 
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
-    """Return the parent key of this client and salt's first blocks, and whether they are private."""
-    salt = "\0".join(part for part in (key.salt if key else None, cache_salt) if part)
+    """Return the parent key of this client and salt's first blocks, and whether they are private.
+
+    A `cache_salt` divides a key's blocks further, and never leads to those of another key or its group.
+    """
+    if key is None:
+        salt = client_salt(cache_salt)
+    else:
+        salt = f"{key.salt}\0{cache_salt}" if cache_salt else key.salt
     return root_key(model.fingerprint, salt), bool(salt)
 
 

@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from conductor.front.access.admin_access import AdminAccess
+from conductor.front.caches.cache_file import CacheFile
+from conductor.front.caches.context_caches import ContextCaches
 from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError
 from conductor.front.generation.link import ConductorPeer
@@ -49,6 +51,7 @@ async def serve(
     listener: socket.socket | None = None,
     on_listening: Callable[[str], None] = lambda _: None,
     display: Display | None = None,
+    cache_file: CacheFile | None = None,
 ) -> None:
     """Serve until cancelled. Answers that have begun then get `config.shutdown_grace_s` to end, other
     requests get an error.
@@ -56,7 +59,9 @@ async def serve(
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
     `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
-    Raises ConfigError for a port, endpoint, certificate or file of API keys that cannot be used.
+    `cache_file` has the context caches; a front without one makes none.
+    Raises ConfigError for a port, endpoint, certificate, file of API keys or of context caches that cannot be
+    used.
     """
     certificate = None if config.tls_cert is None else Certificate(config.tls_cert, _key_of(config))
     with contextlib.ExitStack() as sockets:
@@ -65,7 +70,17 @@ async def serve(
         if config.admin_listen is not None:
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
-        front = Front(config, model, conductor, registry, display)
+        caches = None
+        if cache_file is not None:
+            caches = await asyncio.to_thread(
+                ContextCaches,
+                config.context_cache_tokens,
+                cache_file,
+                model.fingerprint,
+                model.block_size,
+                asyncio.get_running_loop().time(),
+            )
+        front = Front(config, model, conductor, registry, caches, display)
         sockets.callback(front.close)
         access = AdminAccess(config, front.metrics)
         servers = [_http_server(create_app(front, access), main, config, certificate)]

@@ -38,7 +38,7 @@ async def serve(process: FrontProcess) -> None:
             if config.cluster.has_standbys:
                 register_reach(registry, leaders.reach)
             await serve_front(
-                front_config(config, model.name, key, makes_context_caches=False),
+                front_config(config, model.name, key),
                 model.served,
                 conductor,
                 registry,

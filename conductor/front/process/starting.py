@@ -41,9 +41,7 @@ async def open_model(config: Config) -> OpenedModel:
     return OpenedModel(checkpoint.name, checkpoint.model.shape, dtype, served)
 
 
-def front_config(
-    config: Config, model_name: str, key: ClusterKey, *, makes_context_caches: bool
-) -> FrontConfig:
+def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfig:
     """Return the settings of a process's front. `model_name` is used unless the configuration has another
     name."""
     return FrontConfig(
@@ -58,7 +56,7 @@ def front_config(
         api_keys_file=config.http.api_keys_file,
         admin_listen=config.http.admin_listen,
         admin_keys_file=config.http.admin_keys_file,
-        context_cache_tokens=config.http.context_cache_tokens if makes_context_caches else None,
+        context_cache_tokens=config.http.context_cache_tokens,
         record=config.conductor.record,
         record_bytes=int(config.conductor.record_bytes),
         tls_cert=config.http.tls_cert,

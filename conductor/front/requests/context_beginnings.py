@@ -4,7 +4,6 @@ Owns: the fields of these bodies, checks and defaults. Does not know: HTTP, whic
 functions are plain ones, which may run in another process.
 """
 
-import pickle
 import time
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -64,8 +63,8 @@ class NewBeginning(NamedTuple):
     name: str | None
     ttl_s: int
     cache_salt: str | None
-    chat_prefix_data: bytes | None
-    """Pickled `ChatPrefix`, as in `context_caches.Beginning`."""
+    chat_prefix_json: bytes | None
+    """The `ChatPrefix` in JSON, as in `context_caches.Beginning`."""
     job: Job
     """Job that computes the blocks: a prompt whose answer is one token, which nobody reads."""
 
@@ -80,13 +79,13 @@ def read_beginning(
         raise RequestError(
             "expected either messages or prompt", param="messages", code="missing_required_parameter"
         )
-    prefix = chat_prefix_data = None
+    prefix = chat_prefix_json = None
     if wanted.messages is not None:
         check_message_fields(wanted.messages)
         prefix = ChatPrefix(wanted.messages, wanted.tools or ())
         with refusing_depth():
             token_ids = prefix_tokens(prefix, model)
-            chat_prefix_data = pickle.dumps(prefix, pickle.HIGHEST_PROTOCOL)
+            chat_prefix_json = prefix.to_json()
     elif wanted.tools is not None:
         raise RequestError("tools is for messages", param="tools", code="invalid_value")
     else:
@@ -103,7 +102,7 @@ def read_beginning(
         name=wanted.name,
         ttl_s=wanted.ttl or DEFAULT_TTL_S,
         cache_salt=wanted.cache_salt,
-        chat_prefix_data=chat_prefix_data,
+        chat_prefix_json=chat_prefix_json,
         job=_job_for(token_ids, wanted, model, key),
     )
 

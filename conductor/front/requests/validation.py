@@ -39,7 +39,7 @@ from conductor.front.requests.grammars import WantedGrammar, wanted_grammar
 from conductor.front.requests.sampling import Sampling
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys
-from mooncake.messages.fronts import ClusterState
+from mooncake.messages.fronts import ClusterState, QuotaClaim
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.security.api_keys import ApiKey
 
@@ -108,6 +108,8 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     slo_class: str = ""
     tenant: str = ""
+    claim: QuotaClaim | None = None
+    """What the job takes of its API key's limits; None if the key has none."""
     num_shared: Sequence[int] = ()
     """Number of tokens of each prompt that come from its context cache, if it has one."""
     cache_use: CacheUse | None = None

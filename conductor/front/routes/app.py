@@ -33,7 +33,7 @@ from conductor.front.routes.context_api import context_caches
 from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.openapi import describe, described
 from conductor.front.routes.pages import add_pages
-from conductor.front.routes.shared import Front, key_of, take_choices
+from conductor.front.routes.shared import Front, claimed, key_of
 from mooncake.errors import RequestError
 
 UNSERVED_ENDPOINTS = tuple(
@@ -92,7 +92,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
             job = await front.read_job(endpoint, body, key)
             slo_class = request.headers.get(SLO_CLASS_HEADER)
             job = in_class(job, slo_class, front.config.slo_classes, key)
-            take_choices(request, len(job.sampling))
+            job = claimed(request, job)
         except RateLimitedError:
             front.metrics.request_denied(Denial.LIMIT)
             raise

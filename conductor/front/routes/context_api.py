@@ -22,7 +22,7 @@ from conductor.front.openai.fields import KnownFields
 from conductor.front.requests.context_beginnings import ContextCacheRequest, Ttl
 from conductor.front.requests.validation import Job, fit_into_pool
 from conductor.front.routes.openapi import described
-from conductor.front.routes.shared import Front, key_of
+from conductor.front.routes.shared import Front, claimed, key_of
 from mooncake.errors import RequestError
 from mooncake.messages.fronts import DropContext, KeepContext
 from mooncake.messages.in_process import Inbox
@@ -45,10 +45,10 @@ def context_caches(front: Front) -> APIRouter:
     async def create(request: Request) -> Response:
         caches, key = front.caches, key_of(request)
         new = await front.reading.beginning(await front.read_body(request), key)
-        job = fit_into_pool(new.job, front.cluster(), front.model.block_size)
+        job = claimed(request, fit_into_pool(new.job, front.cluster(), front.model.block_size))
         [prompt] = job.prompts
-        beginning = Beginning(prompt.token_ids, new.chat_prefix_data, new.cache_salt)
-        cache = caches.add(key, new.name, beginning, prompt.keys, _now())
+        beginning = Beginning(prompt.token_ids, new.chat_prefix_json, new.cache_salt)
+        cache = caches.add(key, new.name, beginning, job.root_key, prompt.keys, _now())
         try:
             await _compute_for_client(front, job, request)
             caches.find(key, cache.id, _now())  # or it has been deleted
@@ -84,8 +84,8 @@ def context_caches(front: Front) -> APIRouter:
     @router.delete("/{cache}")
     async def delete(request: Request, cache: str) -> Response:
         found = front.caches.find(key_of(request), cache, _now())
+        await front.caches.delete(found)
         await front.link.tell(DropContext(found.id))
-        front.caches.remove(found)
         return JSONResponse({"id": found.id, "object": "context_cache", "deleted": True})
 
     return router
@@ -118,8 +118,8 @@ async def _compute(front: Front, job: Job) -> None:
 
 
 async def _keep(front: Front, cache: ContextCache, ttl_s: int) -> None:
+    await front.caches.keep(cache, ttl_s, _now())
     await front.link.tell(KeepContext(cache.id, cache.keys, ttl_s))
-    cache.expires_s = _now() + ttl_s
 
 
 def _shown(cache: ContextCache, front: Front) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _shown(cache: ContextCache, front: Front) -> dict[str, Any]:
         "name": cache.name,
         "model": front.config.served_model_name,
         "status": "creating" if cache.expires_s is None else "ready",
-        "created_at": int(since_1970_s + cache.created_s),
+        "created_at": int(cache.created_at),
         "expires_at": None if cache.expires_s is None else int(since_1970_s + cache.expires_s),
         "tokens": cache.num_tokens,
         "saved": {

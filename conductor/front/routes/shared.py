@@ -47,17 +47,21 @@ class Front:
         model: ServedModel,
         conductor: ConductorPeer,
         registry: CollectorRegistry,
+        caches: ContextCaches | None = None,
         display: Display | None = None,
     ) -> None:
-        """Open the link, and fork (`reading`). Raises ConfigError for an endpoint that cannot be used."""
+        """Open the link, and fork (`reading`). Raises ConfigError for an endpoint that cannot be used.
+
+        `caches` is None for a front that makes none.
+        """
         self.config, self.model = config, model
         self.registry, self.display = registry, display
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.request_log = RequestLog(None if display is None else display.pair)
-        quota, now = config.context_cache_tokens, asyncio.get_running_loop().time
-        self._caches = None if quota is None else ContextCaches(quota)
-        if self._caches is not None:
-            ContextMetrics(self._caches, registry, now)
+        now = asyncio.get_running_loop().time
+        self._caches = caches
+        if caches is not None:
+            ContextMetrics(caches, registry, now)
         self.link = Link(
             conductor,
             config.reply_endpoint,
@@ -66,7 +70,7 @@ class Front:
             model.block_size,
             config.absence_timeout_s,
             self.metrics.output_dropped,
-            lambda: [] if self._caches is None else self._caches.kept(now()),
+            lambda: [] if caches is None else caches.kept(now()),
         )
         self.reading = Reading(model, config.served_model_name, config.max_choices)
         self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)
@@ -151,8 +155,11 @@ def key_of(request: Request) -> ApiKey | None:
     return None if use is None else use.key
 
 
-def take_choices(request: Request, num_choices: int) -> None:
-    """Count choices against the limits of the client's key, if it needs one. Raises RequestError."""
+def claimed(request: Request, job: Job) -> Job:
+    """Count the job against the limits of the client's key, if it needs one. Returns the job with its claim
+    on what the key may use in the whole cluster. Raises RequestError."""
     use: KeyUse | None = request.scope["state"].get("key_use")
-    if use is not None:
-        use.take(num_choices)
+    if use is None:
+        return job
+    use.take(len(job.sampling))
+    return msgspec.structs.replace(job, claim=use.claim(job.num_prompt_tokens))

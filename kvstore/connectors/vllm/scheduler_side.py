@@ -18,7 +18,7 @@ from kvstore.client.leases import Lease
 from kvstore.connectors.vllm.link import PoolLink
 from kvstore.connectors.vllm.plans import Load, StepPlan, Store, place_blocks
 from mooncake.errors import MooncakeError
-from mooncake.messages.blocks import BlockKey, extended_keys, root_key
+from mooncake.messages.blocks import BlockKey, client_salt, extended_keys, root_key
 
 ROOT_KEY = "root_key"
 """Key of `kv_transfer_params`: the parent of a request's first block, in hexadecimal digits."""
@@ -279,7 +279,9 @@ class SchedulerSide:
             return None
         given = (request.kv_transfer_params or {}).get(ROOT_KEY)
         root = (
-            root_key(pool.fingerprint, request.cache_salt or "", adapter) if given is None else _root(given)
+            root_key(pool.fingerprint, client_salt(request.cache_salt), adapter)
+            if given is None
+            else _root(given)
         )
         tracked = self._requests[request.request_id] = _Tracked(request, root)
         return tracked

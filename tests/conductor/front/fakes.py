@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
+from conductor.front.caches.cache_file import SCHEMA, CacheFile
 from conductor.front.config import FrontConfig
 from conductor.front.generation.link import FromConductor
 from conductor.front.http.server import listen
@@ -42,6 +43,7 @@ from mooncake.messages.fronts import (
     FrontHello,
     InFlight,
     KeepContext,
+    QuotaClaim,
     Rejected,
     Resume,
     Submit,
@@ -62,6 +64,7 @@ from mooncake.messages.operators import (
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 from mooncake.messages.workers import InstanceState, Role
 from mooncake.model.grammar import Grammars, Vocabulary
+from mooncake.node.state_file import StateFile
 from mooncake.security.curve import LARGEST_FRAME_BYTES, Gate, use_key
 from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S
@@ -172,6 +175,8 @@ class FakeCluster:
         self.silent = False
         self.num_hellos = 0
         self.submitted: list[Request] = []
+        self.claims: list[QuotaClaim | None] = []
+        """With each of these requests."""
         self.resumed: list[Request] = []
         self.cancelled: list[str] = []
         self.unknown: set[str] = set()
@@ -197,7 +202,8 @@ class FakeCluster:
                     case InFlight(request_ids):
                         if unknown := self.unknown.intersection(request_ids):
                             await self.to_front(Unknown([*unknown]))
-                    case Submit(request):
+                    case Submit(request, claim):
+                        self.claims.append(claim)
                         self.submitted.append(request)
                         task = asyncio.create_task(self._behave(request))
                         self._tasks.add(task)
@@ -360,13 +366,24 @@ def running_front(
             started.append(Running(cluster, url, registry, model))
             is_up.set()
 
+        state = StateFile(directory / "state.db", (SCHEMA,))
         serving = asyncio.create_task(
-            server.serve(front_config, model, conductor, registry, listener, on_listening, display)
+            server.serve(
+                front_config,
+                model,
+                conductor,
+                registry,
+                listener,
+                on_listening,
+                display,
+                CacheFile(state),
+            )
         )
         faking = asyncio.create_task(cluster.run())
         loop = asyncio.get_running_loop()
         stop.append((loop, serving))
         await asyncio.wait([serving])
+        state.close()
         conductor.close()
         faking.cancel()
         await asyncio.wait([faking])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.connectors.vllm import pages as engine_pages
-from mooncake.messages.blocks import KVLayout, block_keys, root_key
+from mooncake.messages.blocks import KVLayout, block_keys, client_salt, root_key
 from mooncake.messages.pools import Tier
 from tests.kvstore.connectors.engine import Engine, Outcome, Request
 from tests.kvstore.nodes import FINGERPRINT
@@ -126,7 +126,7 @@ def test_keys_are_those_of_workers_and_routers(pools: Pools, engine_of: MakeEngi
     pool = pools.start(layout=LAYOUT, num_pages=64)
     prompt = tokens(40)
     engine_of(pool).run(Request(prompt, cache_salt="tenant"))
-    root = root_key(FINGERPRINT, "tenant")
+    root = root_key(FINGERPRINT, client_salt("tenant"))
     with pool.client() as client:
         assert client.prefix_len(block_keys(prompt, 8, root)) == 5
     named = Request(prompt, cache_salt="anything", kv_transfer_params={"root_key": root.hex()})

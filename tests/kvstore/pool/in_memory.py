@@ -32,9 +32,9 @@ def fill(pool: Pool, reservation: PageReservation, block: Block, layers: range =
     pool.record_arrival(reservation, block, layers, bytes(8 * len(layers)))
 
 
-def store(pool: Pool, *keys: BlockKey) -> None:
+def store(pool: Pool, *keys: BlockKey, tenant: str = "") -> None:
     """Seals `keys` and leaves them to eviction."""
-    reservation = pool.reserve(1, keys, 0)
+    reservation = pool.reserve(1, keys, 0, tenant=tenant)
     for block in reservation.blocks:
         if not block.found:
             fill(pool, reservation, block)

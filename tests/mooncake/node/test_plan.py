@@ -3,11 +3,13 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from mooncake.config.sections import KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
+from mooncake.config.conductor_section import ConductorConfig
+from mooncake.config.sections import HttpConfig, KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.node.lives import Life
@@ -170,7 +172,7 @@ def test_one_role_of_a_cluster_needs_a_key_and_says_how_to_make_it(
 
 def test_key_of_a_child_is_neither_shown_nor_quoted_in_errors() -> None:
     key = ClusterKey.generate()
-    process = ConductorProcess(cluster_key=key, config=Config(), epoch=1)
+    process = ConductorProcess(cluster_key=key, config=Config(), epoch=1, state_file=Path("/state.db"))
     assert key.to_text() not in repr(process)
     assert ConductorProcess.model_validate_json(process.model_dump_json()) == process
     damaged = process.model_dump_json().replace(key.to_text(), key.to_text()[:-9])
@@ -311,3 +313,33 @@ def test_a_pool_that_others_reach_needs_their_key(run_directory: RunDirectory) -
     kvcache = KVCacheConfig(pool_bytes=SIZE, listen="127.0.0.1:7000")
     with pytest.raises(ConfigError, match=r"kvcache\.listen is for clients on other hosts"):
         plan_node(Config(role="pool", kvcache=kvcache), run_directory)
+
+
+def state_file_of(config: Config, run_directory: RunDirectory) -> Path:
+    specs = plan_node(config, run_directory)
+    [conductor] = [spec for spec in specs if spec.module == "conductor.process.service"]
+    return Path(json.loads(conductor.config(Life(1)))["state_file"])
+
+
+def test_what_outlives_a_conductor_has_a_place_for_each_port(
+    run_directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(port: int, **conductor: Any) -> Config:
+        return Config(
+            kvcache=KVCacheConfig(pool_bytes=SIZE),
+            http=HttpConfig(port=port),
+            conductor=ConductorConfig(**conductor),
+        )
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "mooncake-serve"
+    assert state_file_of(config(8000), run_directory) == folder / "conductor-8000.db"
+    assert state_file_of(config(8001), run_directory) == folder / "conductor-8001.db"
+    assert state_file_of(config(0), run_directory).parent == run_directory.path
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    usual = tmp_path / "home/.local/state/mooncake-serve/conductor-8000.db"
+    assert state_file_of(config(8000), run_directory) == usual
+    monkeypatch.chdir(tmp_path)
+    named = config(8000, state_file=Path("own.db"))
+    assert state_file_of(named, run_directory) == tmp_path / "own.db"

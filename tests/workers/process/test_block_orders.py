@@ -50,7 +50,7 @@ class FakePool:
     async def drop_idle(self, keys: Sequence[bytes]) -> None:
         self._note("drop_idle", keys)
 
-    async def reserve(self, keys: Sequence[bytes], num_private: int) -> Reservation:
+    async def reserve(self, keys: Sequence[bytes], num_private: int, tenant: str = "") -> Reservation:
         assert num_private == 0
         self._note("reserve", keys)
         self.held.add(7)

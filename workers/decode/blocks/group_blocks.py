@@ -100,7 +100,7 @@ class GroupBlocks:
 
         Return how many leading blocks all ranks have.
         """
-        results = await self._perform(FetchBlocks(sequence.number, keys, shards))
+        results = await self._perform(FetchBlocks(sequence.number, keys, shards, sequence.request.tenant))
         return min(result.num_blocks for result in results if isinstance(result, BlocksFetched))
 
     async def load(self, sequence: Sequence) -> None:
@@ -117,7 +117,8 @@ class GroupBlocks:
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
-        await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked))
+        tenant = sequence.request.tenant
+        await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked, tenant))
 
     async def save_to_host(self, sequence: Sequence) -> None:
         """Copy the sequence's KVCache to host memory, from which `load` restores it."""

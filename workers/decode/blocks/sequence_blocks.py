@@ -114,7 +114,7 @@ class SequenceBlocks:
         if holding.reservation is not None:
             await self._pool.release(holding.reservation.reservation_id)
             holding.reservation = None
-        reservation = await self._pool.reserve(work.keys, 0)
+        reservation = await self._pool.reserve(work.keys, 0, work.tenant)
         holding.reservation, holding.keys = reservation, work.keys
         lacking = [index for index, block in enumerate(reservation.blocks) if not block.sealed]
         are_there = [block.sealed for block in reservation.blocks]
@@ -140,7 +140,7 @@ class SequenceBlocks:
         """Store blocks that no iteration computes with. Raises PoolFullError without room."""
         if not work.keys and not work.num_private:
             return
-        reservation = await self._reserve(work.keys, work.num_private)
+        reservation = await self._reserve(work.keys, work.num_private, work.tenant)
         try:
             if self._pool.wants_token_ids and work.tokens is not None:
                 await self._pool.describe_tokens(reservation.reservation_id, work.tokens)
@@ -163,10 +163,10 @@ class SequenceBlocks:
             await self._pool.release(reservation.reservation_id)
             self.num_sealed_blocks += _num_missing(reservation)
 
-    async def _reserve(self, keys: list[BlockKey], num_private: int) -> Reservation:
+    async def _reserve(self, keys: list[BlockKey], num_private: int, tenant: str) -> Reservation:
         try:
             async with asyncio.timeout(MAKING_ROOM_TIMEOUT_S):
-                return await self._pool.reserve(keys, num_private)
+                return await self._pool.reserve(keys, num_private, tenant)
         except TimeoutError:
             raise PoolFullError(f"the pool found no room within {MAKING_ROOM_TIMEOUT_S:g} s") from None
 

@@ -27,6 +27,7 @@ from conductor.front.process import server
 from conductor.front.requests.validation import Endpoint, Job, read_job
 from conductor.front.routes import app
 from mooncake.errors import ConfigError, RequestError
+from mooncake.messages.fronts import QuotaClaim, Rejected
 from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import Request
 from mooncake.security.api_keys import ApiKey, add_api_key, digest
@@ -68,7 +69,7 @@ def test_a_slow_rate_lets_the_first_request_in() -> None:
     limits, limited = KeyLimits(), key(requests_per_minute=0.5)
     limits.enter(limited, now_s=0.0)
     with pytest.raises(RateLimitedError) as caught:
-        limits.enter(limited, now_s=60.0)
+        limits.enter(limited, now_s=60)
     assert caught.value.retry_after_s == pytest.approx(60)
     limits.enter(limited, now_s=120.0)
 
@@ -166,8 +167,14 @@ def test_kvcache_is_shared_within_a_key_only() -> None:
     alice, bob = key("a"), key("b")
     different = {keys_of(None), keys_of(alice), keys_of(bob), keys_of(alice, cache_salt="s")}
     assert len(different) == 4
-    # Nobody gets at another's by naming its salt.
-    assert keys_of(bob, cache_salt=alice.salt) not in different
+    # Nobody gets at another's by naming its salt, least of all without a key.
+    team = key("c", cache_group="team")
+    different |= {keys_of(team), keys_of(team, cache_salt="s")}
+    assert keys_of(key("d", cache_group="team")) == keys_of(team)
+    for other in (alice, team):
+        for named in (other.salt, f"{other.salt}\0s"):
+            for thief in (None, bob):
+                assert keys_of(thief, cache_salt=named) not in different
     assert keys_of(alice, cache_salt="") == keys_of(alice)
 
 
@@ -254,6 +261,33 @@ def test_a_key_may_have_no_more_choices_than_it_may(tmp_path: Path) -> None:
         assert caught.value.code == "rate_limit_exceeded"
         may_end.set()
         list(stream)
+
+
+def test_the_conductor_is_told_what_a_key_may_use_in_the_cluster(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    alice = add_api_key(keys, "alice", {"tokens_per_minute": 40, "max_concurrent": 9})
+    bob = add_api_key(keys, "bob", {"requests_per_minute": 100})
+
+    async def refuse(cluster: FakeCluster, request: Request) -> None:
+        await cluster.to_front(Rejected(request.request_id, "tokens_per_minute", 429, "too many", 7.5))
+
+    with running_front(tmp_path, byte_model(), api_keys_file=keys) as front:
+        clients = [
+            openai.OpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S)
+            for key in (alice, bob)
+        ]
+        for client in clients:
+            client.completions.create(model=MODEL_NAME, prompt=["a" * 12, "b" * 20], n=2)
+        claims = [claim for claim in front.cluster.claims if claim is not None]
+        assert len(front.cluster.claims) == 8
+        assert claims == [QuotaClaim(40, 9, num_running=4, num_tokens=32)]
+        with pytest.raises(openai.PermissionDeniedError, match="41 tokens, and the key 'alice' may use 40"):
+            clients[0].completions.create(model=MODEL_NAME, prompt="a" * 41)
+        front.cluster.behaviour = refuse
+        with pytest.raises(openai.RateLimitError, match="too many") as caught:
+            clients[0].completions.create(**PROMPT)  # type: ignore[call-overload]
+        assert caught.value.code == "rate_limit_exceeded"
+        assert caught.value.response.headers["retry-after"] == "8"
 
 
 def test_web_pages_of_named_origins_may_ask(guarded: tuple[Running, str]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import msgspec
 import openai
 import pytest
 
+from conductor.front.caches.cache_file import SCHEMA, CacheFile
 from conductor.front.caches.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import ClusterState, DropContext, KeepContext
 from mooncake.messages.requests import Request
+from mooncake.node.state_file import StateFile
 from mooncake.security.api_keys import ApiKey, add_api_key
 from tests.conductor.front.fakes import (
     DEADLINE_S,
@@ -281,6 +284,77 @@ def test_without_a_cluster_nothing_is_promised(front: Running) -> None:
     assert call(front, "GET").json()["data"] == []
 
 
+def test_caches_outlive_the_front(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    alice, bob = (add_api_key(keys, name, {}) for name in ("alice", "bob"))
+    tool_use = [
+        {"role": "user", "content": [{"type": "text", "text": "look" * 5, "cache_control": None}]},
+        {"role": "assistant", "content": "I did", "refusal": None},
+    ]
+    bodies = (
+        {"name": "talk", "messages": tool_use, "tools": [TOOL], "ttl": 90},
+        {"name": "text", "prompt": "a" * 40, "cache_salt": "s", "ttl": 90},
+        {"name": "gone", "prompt": "b" * 40},
+    )
+    uses = (
+        {"messages": [HI], "context_cache": "talk", "tool_choice": "none"},
+        {"prompt": "x", "context_cache": "text"},
+    )
+    with running_front(tmp_path, byte_model(), api_keys_file=keys) as front:
+        made = [call(front, "POST", body=body, key=alice).json() for body in bodies]
+        assert [complete(front, alice, **fields).status_code for fields in uses] == [200, 200]
+        before = front.cluster.submitted[-2:]
+        call(front, "POST", "/text", {"ttl": 50}, key=alice)
+        call(front, "DELETE", "/gone", key=alice)
+        shown = call(front, "GET", key=alice).json()
+        front.cluster.wait_until(lambda: len(front.cluster.contexts) == 5)
+        kept = {message.context_id: message for message in front.cluster.contexts[:3]}
+    with running_front(tmp_path, byte_model(), api_keys_file=keys) as front:
+        again = call(front, "GET", key=alice).json()
+        assert again["quota"] == shown["quota"]
+        stable = ("id", "name", "tokens", "created_at", "status")
+        for old, new in zip(shown["data"], again["data"], strict=True):
+            assert [old[field] for field in stable] == [new[field] for field in stable]
+            assert abs(old["expires_at"] - new["expires_at"]) <= 1
+        assert [cache["name"] for cache in again["data"]] == ["talk", "text"]
+        front.cluster.wait_until(lambda: len(front.cluster.contexts) >= 2)
+        for message in front.cluster.contexts:
+            assert isinstance(message, KeepContext)
+            assert message.keys == kept[message.context_id].keys
+            assert 0 < message.ttl_s <= (90 if message.context_id == made[0]["id"] else 50)
+        assert [complete(front, alice, **fields).status_code for fields in uses] == [200, 200]
+        for old, new in zip(before, front.cluster.submitted, strict=True):
+            assert (old.token_ids, old.block_keys) == (new.token_ids, new.block_keys)
+        assert call(front, "GET", key=bob).json()["data"] == []
+        assert complete(front, bob, prompt="x", context_cache=made[1]["id"]).status_code == 404
+        assert call(front, "DELETE", "/talk", key=alice).status_code == 200
+        assert front.metric("mooncake_context_caches", key="alice") == 1
+    with running_front(tmp_path, byte_model(), api_keys_file=keys) as front:
+        assert [cache["name"] for cache in call(front, "GET", key=alice).json()["data"]] == ["text"]
+
+
+def test_what_cannot_be_stored_is_refused(front: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a full disk."""
+    made = call(front, "POST", body={"name": "old", "prompt": "a" * 20}).json()
+
+    async def fail(*_: object) -> None:
+        raise RequestError("the disk is full", status=507, code="context_cache_not_stored")
+
+    with monkeypatch.context() as patch:
+        for name in ("put", "extend", "remove"):
+            patch.setattr(CacheFile, name, fail)
+        for method, path, body in (
+            ("POST", "", {"name": "new", "prompt": "a" * 20}),
+            ("POST", "/old", {"ttl": 90_000}),
+            ("DELETE", "/old", None),
+        ):
+            assert code_of(call(front, method, path, body)) == (507, "context_cache_not_stored", None)
+        assert [cache["id"] for cache in call(front, "GET").json()["data"]] == [made["id"]]
+        assert call(front, "GET", "/old").json()["expires_at"] == made["expires_at"]
+    assert len(front.cluster.contexts) == 1
+    assert call(front, "POST", body={"name": "new", "prompt": "a" * 20}).status_code == 200
+
+
 def test_a_restarted_conductor_is_told_of_them_again(front: Running) -> None:
     made = call(front, "POST", body={"prompt": "a" * 20, "ttl": 100}).json()
     state = front.cluster.state
@@ -295,12 +369,18 @@ def test_a_restarted_conductor_is_told_of_them_again(front: Running) -> None:
 
 
 def made_of(text: bytes, caches: ContextCaches, key: ApiKey | None = None) -> ContextCache:
-    return caches.add(key, None, Beginning(list(text), None, None), [], 0.0)
+    return caches.add(key, None, Beginning(list(text), None, None), b"root", [], 0.0)
 
 
-def test_only_what_a_prompt_has_in_common_with_its_cache_is_its_merit() -> None:
+@pytest.fixture
+def caches(tmp_path: Path) -> Iterator[ContextCaches]:
+    with closing(StateFile(tmp_path / "caches.db", (SCHEMA,))) as file:
+        yield ContextCaches(100, CacheFile(file), "model", 16, now_s=0.0)
+
+
+def test_only_what_a_prompt_has_in_common_with_its_cache_is_its_merit(caches: ContextCaches) -> None:
     """A chat template may end a conversation's beginning differently when it goes on."""
-    cache = made_of(b"abcdefgh", ContextCaches(100))
+    cache = made_of(b"abcdefgh", caches)
     CacheUse(cache, [cache.beginning.num_shared(list(b"abcdXYZ"))]).count(0, 7, None)
     assert (cache.saved.num_tokens, cache.saved.prefill_s) == (4, 0.0)
     shared = [cache.beginning.num_shared(list(prompt)) for prompt in (b"abcd", b"abcdefghi")]
@@ -308,8 +388,7 @@ def test_only_what_a_prompt_has_in_common_with_its_cache_is_its_merit() -> None:
     assert (cache.saved.num_tokens, cache.saved.prefill_s) == (12, 8.0)
 
 
-def test_a_new_key_of_an_old_name_has_none_of_its_caches() -> None:
-    caches = ContextCaches(100)
+def test_a_new_key_of_an_old_name_has_none_of_its_caches(caches: ContextCaches) -> None:
     old, new = (ApiKey(name="alice", sha256=digit * 64) for digit in "ab")
     cache = made_of(b"abc", caches, old)
     with pytest.raises(RequestError, match="no context cache"):

@@ -1,0 +1,105 @@
+"""Quotas of tenants in the whole cluster: tokens a minute, and choices that run at the same time.
+
+Fronts know the limits of API keys and what runs at themselves; the Conductor adds what all fronts use. A
+prompt is charged when its request is accepted, the output when the request ends: how long it will be nobody
+knows before, so the tokens that are left may be less than 0, and then new requests wait until they are not.
+
+Owns: the tokens that each tenant has left. Does not know: API keys, which requests run.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from conductor.view.placement import Reason
+from mooncake.messages.fronts import QuotaClaim
+
+
+class Refusal(NamedTuple):
+    """A request that would exceed its tenant's quota. `retry_after_s`: when the quota may allow it."""
+
+    reason: Reason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(slots=True)
+class Tokens:
+    """The tokens of one tenant. Invariant: `num_left <= tokens_per_minute`, as of `at_s`."""
+
+    tokens_per_minute: float
+    num_left: float
+    at_s: float
+    num_charged: int = 0
+    """All tokens of prompts and outputs that were charged."""
+    num_refunded: int = 0
+    """Of these, tokens of requests that were rejected later."""
+
+    def left(self, now_s: float) -> float:
+        """The tokens that are left at `now_s`: those of a whole minute at most, less than 0 after long
+        outputs."""
+        gained = max(0.0, now_s - self.at_s) * self.tokens_per_minute / 60
+        return min(self.tokens_per_minute, self.num_left + gained)
+
+
+class Quotas:
+    """What tenants have used of their quotas. A tenant without a token limit is not counted."""
+
+    def __init__(self) -> None:
+        self.by_tenant: dict[str, Tokens] = {}
+        """Tenants in the order in which they were first seen."""
+
+    def refusal(self, tenant: str, claim: QuotaClaim, num_elsewhere: int, now_s: float) -> Refusal | None:
+        """The reason why a request exceeds its tenant's quota; None if it does not. Changes nothing.
+
+        Args:
+            tenant: The tenant of the request.
+            claim: The tenant's limits and the tokens of the request's prompts.
+            num_elsewhere: Requests of the tenant that run at other fronts.
+            now_s: The time.
+        """
+        most, num_running = claim.max_concurrent, claim.num_running + num_elsewhere
+        if most is not None and num_running > most:
+            message = f"{num_running} choices of the key {tenant!r} would run; at most {most} may"
+            return Refusal(Reason.MAX_CONCURRENT, message, 1.0)
+        per_minute = claim.tokens_per_minute
+        if per_minute is None:
+            return None
+        # A prompt longer than a minute's tokens, which fronts refuse, needs them all.
+        num_missing = min(claim.num_tokens, per_minute) - self._renewed(tenant, per_minute, now_s).num_left
+        if num_missing <= 0:
+            return None
+        message = (
+            f"the key {tenant!r} may use {per_minute:g} tokens a minute, and has used so many that"
+            f" {math.ceil(num_missing)} are missing for prompts of {claim.num_tokens}"
+        )
+        return Refusal(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
+
+    def restore(self, tenant: str, tokens: Tokens) -> None:
+        """Let a tenant have what it had left under an earlier Conductor."""
+        self.by_tenant[tenant] = tokens
+
+    def charge(self, tenant: str, num_tokens: int, now_s: float) -> None:
+        """Charge tokens to a tenant, if they are limited."""
+        tokens = self.by_tenant.get(tenant)
+        if tokens is not None:
+            tokens.num_left, tokens.at_s = tokens.left(now_s) - num_tokens, max(now_s, tokens.at_s)
+            tokens.num_charged += num_tokens
+
+    def refund(self, tenant: str, num_tokens: int) -> None:
+        """Give tokens back that were charged for a request which was rejected."""
+        tokens = self.by_tenant.get(tenant)
+        if tokens is not None:
+            tokens.num_left = min(tokens.tokens_per_minute, tokens.num_left + num_tokens)
+            tokens.num_refunded += num_tokens
+
+    def _renewed(self, tenant: str, per_minute: float, now_s: float) -> Tokens:
+        """The tenant's tokens with what the time has brought, under its present limit. New ones are full."""
+        tokens = self.by_tenant.get(tenant)
+        if tokens is None:
+            tokens = self.by_tenant[tenant] = Tokens(per_minute, per_minute, now_s)
+        tokens.num_left, tokens.at_s = tokens.left(now_s), max(now_s, tokens.at_s)
+        if tokens.tokens_per_minute != per_minute:
+            tokens.tokens_per_minute = per_minute
+            tokens.num_left = min(tokens.num_left, per_minute)
+        return tokens

@@ -1,0 +1,91 @@
+"""Tenants' shares of the DRAM tier: blocks of a tenant that has no more than its share are evicted last.
+
+A block belongs to the tenant that has reserved its page, or that is the first to use it after a restart. The
+share of an active tenant is three quarters of an equal part of the pages; the last quarter is headroom, so
+that there is always something to evict, and what a tenant does not use others may. Blocks without a tenant,
+or of one that has used nothing for a while, are not protected: they are evicted in the order of the policy,
+like those of tenants above their share. Pages in use count, and are never evicted: requests that run go
+before shares.
+
+Owns: whose each page is. Does not know: which pages are free, the order of eviction, requests.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.pool.pages import Array
+
+ACTIVE_S = 600.0
+"""Time after its last use of the pool for which a tenant has a share."""
+PROTECTED = 0.75
+"""Part of an equal part of the pages in which a tenant's blocks are protected."""
+NO_TENANT = 0
+
+
+class Shares:
+    """The tenant of each page. Numbers of tenants are used again when they have neither pages nor a share."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._tenant_of: Array = np.zeros(num_pages, np.int32)
+        self._numbers: dict[str, int] = {}
+        self._last_use_s: dict[int, float] = {}
+        """When each active tenant last used the pool, by its number."""
+        self.now_s = 0.0
+        """The time, as of the latest tick."""
+
+    def num_pages_of(self, tenant: str) -> int:
+        """Return the number of pages that were last a tenant's, free ones included."""
+        return int(np.count_nonzero(self._tenant_of == self._numbers.get(tenant, -1)))
+
+    def enter(self, tenant: str) -> int:
+        """Record that a tenant uses the pool now, and return its number; that of an empty name is no
+        tenant's."""
+        if not tenant:
+            return NO_TENANT
+        number = self._numbers.get(tenant)
+        if number is None:
+            number = self._unused_number()
+            self._numbers[tenant] = number
+        self._last_use_s[number] = self.now_s
+        return number
+
+    def use(self, number: int, pages: Sequence[int], found: Sequence[int]) -> None:
+        """Record that a tenant has got fresh `pages`, and has `found` blocks in others."""
+        self._tenant_of[pages] = number
+        if found:
+            unowned = np.asarray(found)[self._tenant_of[found] == NO_TENANT]
+            self._tenant_of[unowned] = number
+
+    def tick(self, now_s: float) -> None:
+        """Let time pass: tenants lose their shares."""
+        self.now_s = now_s
+        for number in [one for one, used_s in self._last_use_s.items() if used_s < now_s - ACTIVE_S]:
+            del self._last_use_s[number]
+
+    def num_disposable(self, in_use: Array) -> Array | None:
+        """Return how many pages of each tenant, by number, are not protected by its share.
+
+        None if nobody is protected from others: there are fewer than two active tenants. `in_use` are the
+        pages that are not free, `[n]`.
+        """
+        if len(self._last_use_s) < 2:
+            return None
+        num_used = np.bincount(self._tenant_of[in_use], minlength=max(self._numbers.values()) + 1)
+        share = int(PROTECTED * self._num_pages / len(self._last_use_s))
+        active = np.fromiter(self._last_use_s, np.int64, len(self._last_use_s))
+        num_used[active] = np.maximum(num_used[active] - share, 0)
+        return num_used
+
+    def tenants_of(self, pages: Array) -> Array:
+        """Return the number of each page's tenant."""
+        tenants: Array = self._tenant_of[pages]
+        return tenants
+
+    def _unused_number(self) -> int:
+        """Return a number for another tenant, and forget tenants without pages and share."""
+        kept = {*np.unique(self._tenant_of).tolist(), *self._last_use_s}
+        self._numbers = {name: number for name, number in self._numbers.items() if number in kept}
+        taken = set(self._numbers.values())
+        return next(number for number in range(1, len(taken) + 2) if number not in taken)
