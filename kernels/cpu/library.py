@@ -34,12 +34,14 @@ _FLAGS = ("-ffp-contract=off", "-pthread")
 class Isa(Enum):
     """Instruction sets, the best first."""
 
+    AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
     AVX512 = "avx512"
     AVX2 = "avx2"
 
 
 _ARCHITECTURE = {
+    Isa.AMX: ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     Isa.AVX512_BF16: ("-march=x86-64-v4", "-mavx512bf16"),
     Isa.AVX512: ("-march=x86-64-v4",),
     Isa.AVX2: ("-march=x86-64-v3",),
@@ -47,6 +49,7 @@ _ARCHITECTURE = {
 _AVX2_FLAGS = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 _AVX512_FLAGS = _AVX2_FLAGS | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _NEEDED_FLAGS = {
+    Isa.AMX: _AVX512_FLAGS | {"avx512_bf16", "amx_tile", "amx_bf16"},
     Isa.AVX512_BF16: _AVX512_FLAGS | {"avx512_bf16"},
     Isa.AVX512: _AVX512_FLAGS,
     Isa.AVX2: _AVX2_FLAGS,
@@ -100,7 +103,10 @@ def supported_isas(cpuinfo: str) -> list[Isa]:
 @functools.cache
 def load_library(isa: Isa) -> Library:
     """Compile (the first time, for some seconds) and load a library. Raises NativeCodeError."""
-    return Library(isa, load(_SOURCE, (*_ARCHITECTURE[isa], *_FLAGS)))
+    library = Library(isa, load(_SOURCE, (*_ARCHITECTURE[isa], *_FLAGS)))
+    if isa is Isa.AMX and not library.code.may_use_tiles():
+        raise NativeCodeError("the operating system gives this process none of the processor's tiles")
+    return library
 
 
 def choose() -> KernelChoice:
@@ -121,10 +127,13 @@ def _choose(wanted: str) -> KernelChoice:
         raise ValueError(f"{ENV}: this processor has {known}, got {wanted!r}")
     if not supported:
         return _warned(f"this processor ({os.uname().machine}) has none of {', '.join(i.value for i in Isa)}")
-    try:
-        return KernelChoice(load_library(supported[0] if wanted == "auto" else Isa(wanted)))
-    except NativeCodeError as error:
-        return _warned(str(error))
+    why = ""
+    for isa in supported if wanted == "auto" else [Isa(wanted)]:
+        try:
+            return KernelChoice(load_library(isa))
+        except NativeCodeError as error:  # an older compiler does not know the latest instructions
+            why = why or str(error)
+    return _warned(why)
 
 
 def _warned(reason: str) -> KernelChoice:

@@ -37,7 +37,8 @@ ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
-RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD"})
+RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
+"""Variables that are no keys: between a supervisor and its children, and for the CPU's kernels."""
 
 
 class Config(Section):

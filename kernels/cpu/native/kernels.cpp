@@ -1,5 +1,8 @@
 // What Python calls, for bfloat16 and float32. Sizes are checked there; `1` means success.
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "attention.h"
 #include "elementwise.h"
 #include "idle_cores.h"
@@ -53,6 +56,12 @@
 
 EXPORT(bfloat16, bf16)
 EXPORT(float32, float)
+
+// Whether this process may use tiles: Linux wants to be asked, as they make the state of a thread larger.
+extern "C" int may_use_tiles() {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
 
 // Of the whole process, for all kernels.
 extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(num_threads); }

@@ -4,6 +4,9 @@
 // memory in order; the last panel is filled up with zeros. A panel stays in the processor's cache while all
 // rows of x go over it. An element of y is the same whatever the number of rows.
 //
+// Where the processor has tiles (AMX), products of bfloat16 are of 16 rows of x, 16 steps of a panel and 16 of its columns
+// at a time, whatever the number of rows.
+//
 // Owns: the arithmetic and the packed format. Does not know: layers; its caller has checked all sizes.
 #pragma once
 
@@ -16,7 +19,11 @@ namespace {
 
 constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int LINES = PANEL * int(sizeof(word)) / 64;  // cache lines of one step of a panel
-constexpr long ROWS_OF_BLOCK = 16 * TILE_ROWS;  // that one thread multiplies with a panel
+constexpr long ROWS_OF_BLOCK = 128;  // that one thread multiplies with a panel
+
+// Rows that are multiplied at a time.
+template <class T>
+constexpr int ROWS_AT_ONCE = TILE_ROWS;
 
 template <class T>
 struct Linear {
@@ -27,6 +34,16 @@ struct Linear {
     long num_columns;   // N
 };
 
+// The sums of a row, plus bias and residual, which may be null: [PANEL] of y.
+template <class T, class OUT>
+INLINE void finish_row(Floats (&c)[TILE_VECTORS], const T* bias, const T* residual, OUT* y) {
+    UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
+        if (bias != nullptr) c[j] = add(c[j], load_floats(bias + j * WIDTH));
+        if (residual != nullptr) c[j] = add(c[j], load_floats(residual + j * WIDTH));
+        store_floats(y + j * WIDTH, c[j]);
+    }
+}
+
 // ROWS rows of x times one panel: [ROWS][PANEL] of y, its rows `step` elements apart like those of the residual.
 template <class T, class OUT, int ROWS, int LINES_AHEAD>
 ALONE void multiply_tile(const T* x, long num_words, const word* panel, const char* ahead, const T* bias, const T* residual, OUT* y,
@@ -36,21 +53,8 @@ ALONE void multiply_tile(const T* x, long num_words, const word* panel, const ch
         UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
     }
     multiply<T, LINES_AHEAD>(c, x, num_words, 1, panel, PANEL, num_words, ahead);
-    if (bias != nullptr) {
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
-            const Floats b = load_floats(bias + j * WIDTH);
-            UNROLL for (int i = 0; i < ROWS; i++) c[i][j] = add(c[i][j], b);
-        }
-    }
-    if (residual != nullptr) {
-        UNROLL for (int i = 0; i < ROWS; i++) {
-            UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
-                c[i][j] = add(c[i][j], load_floats(residual + i * step + j * WIDTH));
-            }
-        }
-    }
     UNROLL for (int i = 0; i < ROWS; i++) {
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) store_floats(y + i * step + j * WIDTH, c[i][j]);
+        finish_row(c[i], bias, residual == nullptr ? nullptr : residual + i * step, y + i * step);
     }
 }
 
@@ -87,20 +91,91 @@ INLINE void multiply_up_to(const Place<T, OUT>& at, long num_rows, long num_word
 
 // Up to TILE_ROWS rows times one panel, while lines of the `next` one are fetched.
 template <class T, class OUT, int COUNT = LINES>
-INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
-                          const char* next) {
+INLINE void multiply_few(const Place<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
+                         const char* next) {
     if (ahead.count == COUNT) {
         multiply_up_to<T, OUT, COUNT>(at, num_rows, num_words, panel, next + ahead.first * num_words * 64);
     } else if constexpr (COUNT > 0) {
-        multiply_rows<T, OUT, COUNT - 1>(at, num_rows, ahead, num_words, panel, next);
+        multiply_few<T, OUT, COUNT - 1>(at, num_rows, ahead, num_words, panel, next);
+    }
+}
+
+#ifdef __AMX_BF16__
+constexpr int TILE_SIDE = 16;  // rows of a tile, and words of each
+
+template <>
+constexpr int ROWS_AT_ONCE<bf16> = TILE_SIDE;
+
+// What LDTILECFG reads: the sums are in tiles 0 to 2, rows of x in tile 3, and the panel in tiles 4 to 6.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t num_row_bytes[16] = {};
+    uint8_t num_rows[16] = {};
+
+    explicit TileShapes(long num_x_rows) {
+        for (int tile = 0; tile < 7; tile++) {
+            num_row_bytes[tile] = 64;
+            num_rows[tile] = tile < 4 ? num_x_rows : TILE_SIDE;
+        }
+    }
+};
+
+// Up to TILE_SIDE rows times one panel, with tiles. `num_words` is a multiple of TILE_SIDE.
+template <class OUT>
+ALONE void multiply_tiles(const Place<bf16, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
+                          const char* next) {
+    static_assert(TILE_VECTORS == 3 && WIDTH == TILE_SIDE);
+    constexpr long step = PANEL * sizeof(word);
+    alignas(64) float sums[TILE_SIDE * PANEL];
+    const TileShapes shapes(num_rows);
+    const char *x = (const char*)at.x, *fetched = next + ahead.first * num_words * 64;
+    _tile_loadconfig(&shapes);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    for (long k = 0; k < num_words; k += TILE_SIDE) {
+        const word* right = panel + k * PANEL;
+        for (long i = 0; i < TILE_SIDE * ahead.count; i++) _mm_prefetch(fetched + (k * ahead.count + i) * 64, _MM_HINT_T1);
+        _tile_loadd(3, x + k * sizeof(word), num_words * sizeof(word));
+        _tile_loadd(4, right, step);
+        _tile_dpbf16ps(0, 3, 4);
+        _tile_loadd(5, right + WIDTH, step);
+        _tile_dpbf16ps(1, 3, 5);
+        _tile_loadd(6, right + 2 * WIDTH, step);
+        _tile_dpbf16ps(2, 3, 6);
+    }
+    _tile_stored(0, sums, step);
+    _tile_stored(1, sums + WIDTH, step);
+    _tile_stored(2, sums + 2 * WIDTH, step);
+    _tile_release();
+    for (long i = 0; i < num_rows; i++) {
+        Floats c[TILE_VECTORS];
+        UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[j] = load(sums + i * PANEL + j * WIDTH);
+        finish_row(c, at.bias, at.residual == nullptr ? nullptr : at.residual + i * at.step, at.y + i * at.step);
+    }
+}
+#endif
+
+// Up to ROWS_AT_ONCE rows times one panel, while lines of the `next` one are fetched.
+template <class T, class OUT>
+INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, Ahead ahead, long num_words, const word* panel, const char* next) {
+#ifdef __AMX_BF16__
+    if constexpr (PER_WORD<T> == 2) {
+        if (num_words % TILE_SIDE == 0) return multiply_tiles(at, num_rows, ahead, num_words, panel, next);
+    }
+#endif
+    for (long row = 0; row < num_rows; row += TILE_ROWS, ahead.count = 0) {
+        const T* residual = at.residual == nullptr ? nullptr : at.residual + row * at.step;
+        const Place<T, OUT> some = {at.x + row * num_words * PER_WORD<T>, at.bias, residual, at.y + row * at.step, at.step};
+        multiply_few(some, std::min<long>(TILE_ROWS, num_rows - row), ahead, num_words, panel, next);
     }
 }
 
 // The same for the last panel, if it is not full: what lies beside its columns is neither read nor written.
 template <class T, class OUT>
 ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_rows, long num_words, const word* panel) {
-    alignas(64) T bias[PANEL] = {}, residual[TILE_ROWS * PANEL] = {};
-    alignas(64) OUT y[TILE_ROWS * PANEL];
+    alignas(64) T bias[PANEL] = {}, residual[ROWS_AT_ONCE<T> * PANEL] = {};
+    alignas(64) OUT y[ROWS_AT_ONCE<T> * PANEL];
     if (at.bias != nullptr) memcpy(bias, at.bias, num_columns * sizeof(T));
     for (long i = 0; at.residual != nullptr && i < num_rows; i++) {
         memcpy(residual + i * PANEL, at.residual + i * at.step, num_columns * sizeof(T));
@@ -111,10 +186,11 @@ ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_row
 }
 
 // Rows [first, end) times one panel; `next` is the one that this thread needs then.
+template <class T>
 struct Part {
     long panel, next, first, end;
 
-    long num_tiles() const { return (end - first + TILE_ROWS - 1) / TILE_ROWS; }
+    long num_tiles() const { return (end - first + ROWS_AT_ONCE<T> - 1) / ROWS_AT_ONCE<T>; }
     // Of about the same size: with few sums a tile waits for each, and has no time to fetch anything.
     long tile_rows() const { return (end - first + num_tiles() - 1) / num_tiles(); }
     // What the tile that begins with `row` fetches of the next panel.
@@ -125,21 +201,21 @@ struct Part {
 };
 
 // Calls `multiply` for the parts of a whole product.
-template <class F>
+template <class T, class F>
 INLINE void divide_product(long num_rows, long num_columns, F multiply) {
     const long num_panels = (num_columns + PANEL - 1) / PANEL, num_blocks = (num_rows + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
     const long num_parts = num_panels * num_blocks;
     divide(num_parts, [&](long n, int step) {
         const long panel = n / num_blocks, first = n % num_blocks * ROWS_OF_BLOCK;
         const long next = 0 <= n + step && n + step < num_parts ? (n + step) / num_blocks : panel;
-        multiply(Part{panel, next, first, std::min(first + ROWS_OF_BLOCK, num_rows)});
+        multiply(Part<T>{panel, next, first, std::min(first + ROWS_OF_BLOCK, num_rows)});
     });
 }
 
 template <class T, class OUT>
 ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, OUT* y) {
     const long panel_words = s.num_words * PANEL;
-    divide_product(num_rows, s.num_columns, [&](const Part& part) {
+    divide_product<T>(num_rows, s.num_columns, [&](const Part<T>& part) {
         const word* panel = packed + part.panel * panel_words;
         const char* next = (const char*)(packed + part.next * panel_words);
         const long column = part.panel * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);
@@ -176,8 +252,8 @@ struct Gated {
 template <class T>
 ALONE void multiply_gated(const Gated<T>& s, long num_rows, T* y) {
     const long panel_words = s.num_words * PANEL;
-    divide_product(num_rows, s.num_columns, [&](const Part& part) {
-        alignas(64) float gates[TILE_ROWS * PANEL], ups[TILE_ROWS * PANEL];
+    divide_product<T>(num_rows, s.num_columns, [&](const Part<T>& part) {
+        alignas(64) float gates[ROWS_AT_ONCE<T> * PANEL], ups[ROWS_AT_ONCE<T> * PANEL];
         alignas(64) T narrow[PANEL];
         alignas(64) T gate_bias[PANEL] = {}, up_bias[PANEL] = {};
         const long column = part.panel * PANEL, num_columns = std::min<long>(PANEL, s.num_columns - column);

@@ -34,6 +34,7 @@ def test_this_machine_has_a_compiler_and_a_supported_processor(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (f"{V4} avx512_bf16 amx_tile amx_bf16", list(Isa)),
         (f"{V4} avx512_bf16", [Isa.AVX512_BF16, Isa.AVX512, Isa.AVX2]),
         (V4, [Isa.AVX512, Isa.AVX2]),
         (V3, [Isa.AVX2]),

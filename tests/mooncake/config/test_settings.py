@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kernels.cpu.library import ENV
 from mooncake.cli.commands import render
 from mooncake.config.settings import Config, env_name, host_and_port, leaf_keys, load_config
 from mooncake.errors import ConfigError
@@ -163,6 +164,10 @@ def test_addresses_of_both_kinds_are_taken_apart(address: str, parts: tuple[str,
     config = load_config(None, {}, {("http", "admin_listen"): address})
     assert config.http.admin_listen == address
     assert host_and_port(address) == parts
+
+
+def test_the_variable_of_the_cpus_kernels_is_no_key() -> None:
+    assert load_config(None, {ENV: "avx2"}, {}) == load_config(None, {}, {})
 
 
 def test_bad_sources_are_named() -> None:

@@ -7,7 +7,7 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.execution.executor import Executor
 from workers.execution.model_spec import model_spec
-from workers.process.profile import LONGEST_S, PrefillSize, Profiler, StepSize, grid
+from workers.process.profile import PrefillSize, Profiler, StepSize, grid
 
 PAGE_SIZE = 8
 
@@ -42,7 +42,7 @@ def test_every_size_is_measured_and_gives_its_pages_back() -> None:
     for size in sizes:
         seconds = measuring.seconds(size)
         assert seconds is not None
-        assert 0 < seconds < LONGEST_S
+        assert seconds > 0
         assert measuring.num_free_pages == 64
 
 
