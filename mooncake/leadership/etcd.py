@@ -22,6 +22,8 @@ ANSWER_TIMEOUT_S = 1.0
 SILENCE_S = 10.0
 """Seconds after which a silent watch is begun again, at another member if this one does not answer: a failed
 network ends no connection."""
+_NO_ANSWER = (httpx.HTTPError, ssl.SSLError)
+"""The second one is etcd's alert after a handshake (TLS 1.3) without our certificate: httpx lets it through."""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")
@@ -117,7 +119,7 @@ class Etcd:
         except (httpx.ReadTimeout, _OldLoginError):
             await self._check(prefix)
             return
-        except (httpx.HTTPError, UnreachableError) as error:
+        except (*_NO_ANSWER, UnreachableError) as error:
             raise self._next_member(error) from None
         raise self._next_member("the connection has ended")
 
@@ -149,7 +151,7 @@ class Etcd:
                 if response.is_error:
                     _raise_failure(response.content)
                 return _result(response.content)
-            except (httpx.HTTPError, UnreachableError) as error:
+            except (*_NO_ANSWER, UnreachableError) as error:
                 unreachable = self._next_member(error)
         raise unreachable
 
