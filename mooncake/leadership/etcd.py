@@ -23,7 +23,7 @@ SILENCE_S = 10.0
 """Seconds after which a silent watch is begun again, at another member if this one does not answer: a failed
 network ends no connection."""
 _NO_ANSWER = (httpx.HTTPError, ssl.SSLError)
-"""The second one is etcd's alert after a handshake (TLS 1.3) without our certificate: httpx lets it through."""
+"""The second one is an alert after a handshake (TLS 1.3) without our certificate: httpx lets it through."""
 _UNAUTHENTICATED, _NOT_FOUND = 16, 5  # gRPC's numbers of errors
 _OLD_LOGIN = "revision of auth store is old"
 _REFUSALS = ("authentication", "permission denied", "user name is empty")
