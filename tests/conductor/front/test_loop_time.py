@@ -342,9 +342,11 @@ def test_many_context_caches_and_prompts_behind_a_large_one(front: Probed) -> No
         fields = {"prompt": f"{number:016}", "name": f"c{number}"}
         answer = front.client.post(CACHES, json=fields)
         assert answer.status_code == (200 if number < 256 else 403)
+        check(front)
     assert len(front.client.get(CACHES).json()["data"]) == 256
     for number in range(256):
         front.client.delete(f"{CACHES}/c{number}").raise_for_status()
+        check(front)
     large = {"prompt": [97] * (CONTEXT_LEN - 1000), "name": "large"}
     front.client.post(CACHES, json=large).raise_for_status()
     for num, status in ((8, 200), (128, 400)):
