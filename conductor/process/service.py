@@ -235,7 +235,7 @@ def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: b
     """The URL of the API and, if this node has the whole cluster, a command to try it."""
     if not is_whole_cluster:
         return Ready(url)
-    text = "What is the capital of France?"
+    text = "Name the capital of France."
     prompt: dict[str, object]
     if model.tokenizer.has_chat_template:
         path, prompt = "chat/completions", {"messages": [{"role": "user", "content": text}]}

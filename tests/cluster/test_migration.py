@@ -191,14 +191,22 @@ def test_streams_go_on_in_order_through_moves(server: Server) -> None:
 
 def test_requests_that_cannot_move_are_told_why(server: Server) -> None:
     assert move(server, "no-such-request", "decode-1").status_code == 404
+    for destination, reason in ((None, None), ("prefill-0", "decode"), ("nobody", "nobody")):
+        eventually(lambda d=destination, r=reason: is_told(server, d, r), f"told why not to {destination}")
+
+
+def is_told(server: Server, destination: str | None, reason: str | None) -> bool:
+    """Whether a new request is told why it does not move, to `destination` or to where it is; not if it has
+    ended before."""
     with streaming(server, num_tokens=MOST_TOKENS) as events:
         next(events)
-        eventually(lambda: bool(running_requests(server)), "it is decoded")
-        [(request_id, here)] = running_requests(server)
-        for destination, reason in ((here, here), ("prefill-0", "decode"), ("nobody", "nobody")):
-            answer = move(server, request_id, destination)
-            assert answer.status_code in (404, 409), answer.text
-            assert reason in answer.json()["error"]["message"]
+        running = running_requests(server)
+        if len(running) != 1:
+            return False
+        [(request_id, here)] = running
+        answer = move(server, request_id, destination or here)
+    assert answer.status_code in (404, 409), answer.text
+    return (reason or here) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("num_kills", [4, pytest.param(60, marks=pytest.mark.soak)])

@@ -10,7 +10,7 @@ from tests.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.cluster
 MODEL = "SmolLM2-135M-Instruct"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.cluster
 MODEL = "SmolLM2-135M-Instruct"
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: Any = [{"role": "user", "content": "Name the capital of France."}]
 STORY: Any = [{"role": "user", "content": "Tell me a very long story."}]
 CITY: dict[str, Any] = {
     "title": "note_city",
@@ -75,22 +75,22 @@ def test_langchain(langchain: Callable[..., Any]) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
     chat = langchain()
-    answer = chat.invoke("What is the capital of France?")
+    answer = chat.invoke("Name the capital of France.")
     assert "Paris" in answer.content
     assert answer.usage_metadata["total_tokens"] == sum(
         answer.usage_metadata[name] for name in ("input_tokens", "output_tokens")
     )
-    pieces = list(langchain(stream_usage=True).stream("What is the capital of France?"))
+    pieces = list(langchain(stream_usage=True).stream("Name the capital of France."))
     assert "".join(piece.content for piece in pieces) == answer.content
     counts = [piece.usage_metadata for piece in pieces if piece.usage_metadata]
     assert [count["output_tokens"] for count in counts] == [answer.usage_metadata["output_tokens"]]
     called = chat.bind_tools([CITY], tool_choice="any", parallel_tool_calls=False).invoke(
-        "What is the capital of France?"
+        "Name the capital of France."
     )
     [call] = called.tool_calls
     assert call["name"] == "note_city"
     assert is_city(call["args"])
-    turn = [("user", "What is the capital of France?"), called, ToolMessage("noted", tool_call_id=call["id"])]
+    turn = [("user", "Name the capital of France."), called, ToolMessage("noted", tool_call_id=call["id"])]
     assert langchain(max_tokens=5).bind_tools([CITY], tool_choice="none").invoke(turn).content
     assert is_city(chat.with_structured_output(CITY, method="json_schema").invoke("Describe Paris."))
     logprobs = langchain(max_tokens=5, logprobs=True, top_logprobs=2).invoke("Say something.")
