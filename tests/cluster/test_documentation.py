@@ -84,7 +84,7 @@ class Reader:
             done = subprocess.run(
                 command,
                 cwd=self.clone(block.host),
-                env=self._environment(),
+                env=self._environment(block.host),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -97,7 +97,7 @@ class Reader:
     def running(self, block: Block) -> Iterator[None]:
         """A terminal in which this runs, until Ctrl-C."""
         command = ["bash", "-euc", f"exec {self._here(block.text)}"]
-        environment = self._environment()
+        environment = self._environment(block.host)
         if block.text.startswith("etcd "):
             (self.folder / "commands/etcd").symlink_to(fetched("etcd-server", "usr/bin/etcd"))
         with self._at(block.host):
@@ -122,7 +122,7 @@ class Reader:
                 text = text.replace(told, self.hosts[number].addresses[0])
         return text
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, host: int | None) -> dict[str, str]:
         """Where curl fails if a server answers with an error, and scp copies to the other clone."""
         commands = self.folder / "commands"
         if not commands.exists():
@@ -141,7 +141,7 @@ class Reader:
             "PATH": f"{commands}:{os.environ['PATH']}",
             "CURL": shutil.which("curl") or "curl",
             "XDG_RUNTIME_DIR": str(self.run_dir),
-            "XDG_STATE_HOME": str(self.run_dir / "state"),
+            "XDG_STATE_HOME": str(self.run_dir / f"state-{host or 1}"),
             "OMP_NUM_THREADS": "1",
             "MOONCAKE_KVCACHE_POOL_BYTES": "256MiB",
             "MOONCAKE_KVCACHE_DEVICE_BYTES": "256MiB",
