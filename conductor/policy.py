@@ -138,7 +138,7 @@ class Conductor:
 
     @property
     def quotas(self) -> Quotas:
-        """What tenants have used of their quotas."""
+        """The tokens that tenants have left of their quotas."""
         return self._requests.quotas
 
     @property

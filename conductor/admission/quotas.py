@@ -33,7 +33,7 @@ class Tokens:
     num_charged: int = 0
     """All tokens of prompts and outputs that were charged."""
     num_refunded: int = 0
-    """Of these, tokens of requests that were rejected later."""
+    """The charged tokens of requests that were rejected later."""
 
     def left(self, now_s: float) -> float:
         """The tokens that are left at `now_s`: those of a whole minute at most, less than 0 after long
@@ -43,7 +43,7 @@ class Tokens:
 
 
 class Quotas:
-    """What tenants have used of their quotas. A tenant without a token limit is not counted."""
+    """The tokens that each tenant has left. A tenant without a token limit is not counted."""
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, Tokens] = {}

@@ -1,1 +1,1 @@
-"""Which Conductor leads: always the one there is, or the one that etcd's lease makes leader."""
+"""The choice of the Conductor that leads: the only one, or the one that holds the oldest lease in etcd."""

@@ -50,7 +50,7 @@ class InProcessLink(Generic[Outgoing, Incoming]):
         self._outgoing.put_nowait(message)
 
     least_epoch = 0
-    """As of a `ConductorDealer`: the Conductor of this process is heard whatever its epoch is."""
+    """No epoch is refused, unlike by a `ConductorDealer`: there is only the Conductor of this process."""
 
     async def follow(self) -> None:
         """Wait for ever: the other end lives as long as this one does."""

@@ -109,7 +109,7 @@ class Job(msgspec.Struct, frozen=True):
     slo_class: str = ""
     tenant: str = ""
     claim: QuotaClaim | None = None
-    """What the job takes of its API key's limits; None if the key has none."""
+    """The claim on the limits of the job's API key; None if the key has none."""
     num_shared: Sequence[int] = ()
     """Number of tokens of each prompt that come from its context cache, if it has one."""
     cache_use: CacheUse | None = None

@@ -260,7 +260,7 @@ def test_process_killed_at_any_moment_leaves_every_sealed_block_whole(tmp_path: 
         unreported = [slot for slot, number in found.items() if stored.get(slot, 0) < number]
         assert len(lost) + len(unreported) <= _NUM_THREADS, f"kill {seed}: {lost} lost, {unreported} new"
         stored = found
-    assert num_interrupted
+    assert num_interrupted > num_kills // 5
 
 
 def test_record_torn_by_a_power_loss_is_recognised(tmp_path: Path) -> None:
