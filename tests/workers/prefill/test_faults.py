@@ -177,13 +177,15 @@ class PiecesClock:
 @pytest.mark.parametrize(
     ("layer", "piece_s"),
     [
-        (0, 0.2 * SILENCE_S),
-        (2, 0.45 * SILENCE_S),
-    ],  # the first layer tells how far the last is
+        (0, 0.18 * SILENCE_S),
+        (2, 0.3 * SILENCE_S),
+    ],
+    ids=["first layer", "third layer"],
 )
 async def test_holder_that_is_slow_but_goes_on_sending_is_waited_for(
     start_lab: StartLab, layer: int, piece_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The holder needs longer than `SILENCE_S`, but at its pace every layer comes before the deadline."""
     prompt, clock = prompt_of(3, 5 * BLOCK_SIZE + 3), PiecesClock(piece_s)
     assert NUM_PIECES * piece_s > SILENCE_S
     monkeypatch.setattr(prefix_fetch, "time", clock)
