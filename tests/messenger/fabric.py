@@ -281,5 +281,5 @@ def identity_with(identity: Identity, **changed: object) -> Identity:
 def settings(**changed: object) -> MessengerConfig:
     """Over TCP, with short deadlines."""
     return MessengerConfig(
-        **{"transport": "tcp", "streams": 1, "connect_timeout_s": 0.5, "ack_timeout_s": 5.0, **changed}
+        **{"transport": "tcp", "streams": 1, "connect_timeout_s": 10.0, "ack_timeout_s": 5.0, **changed}
     )

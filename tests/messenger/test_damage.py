@@ -25,7 +25,7 @@ FETCHED = range(8, 14, 2)
 async def damage_one_byte(folder: Path, plan: Plan, layout: KVLayout) -> None:
     """Whichever it is, of a head or of a block: what arrives is right, or there is an error. Then all works
     again."""
-    async with fabric(folder, layout, streams=1, connect_timeout_s=0.3, ack_timeout_s=0.3) as node:
+    async with fabric(folder, layout, streams=1, connect_timeout_s=1.0, ack_timeout_s=1.0) as node:
         node.proxy().plans.append(plan)
         node.publish(FETCHED)
         for grant_id in range(2):

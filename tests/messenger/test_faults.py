@@ -203,16 +203,16 @@ async def test_what_a_dead_path_has_half_placed_is_sent_again(tmp_path: Path) ->
 
 @pytest.mark.parametrize("way", [{"up": False}, {"down": False}, {}], ids=["down", "up", "both"])
 async def test_the_only_path_dies_and_works_again(tmp_path: Path, way: dict[str, bool]) -> None:
-    async with fabric(tmp_path, LARGE, 12, ack_timeout_s=0.3, connect_timeout_s=0.3) as node:
+    async with fabric(tmp_path, LARGE, 12, ack_timeout_s=1.0, connect_timeout_s=1.0) as node:
         proxy = node.proxy()
         await node.peer()
         grant = node.pages.grant(1, range(10))
         await node.write(1, range(8))
         assert len(grant.arrived) == 8 * LARGE.num_layers
         proxy.black_hole(**way)
-        with pytest.raises(TransferError, match=r"no acknowledgement within 0\.3 s"):
+        with pytest.raises(TransferError, match=r"no acknowledgement within 1 s"):
             await node.write(1, [8, 9])  # the kernel takes it all
-        with pytest.raises(TransferError, match=r"no answer within 0\.3 s"):
+        with pytest.raises(TransferError, match=r"no answer within 1 s"):
             await node.write(1, [1])
         proxy.heal()
         await node.assert_works()
@@ -234,7 +234,7 @@ async def test_a_connection_that_never_holds_is_not_tried_without_a_pause(tmp_pa
 
 @pytest.mark.cluster
 async def test_a_lane_comes_back_by_itself(tmp_path: Path) -> None:
-    async with fabric(tmp_path, TINY, 16, ack_timeout_s=0.2, connect_timeout_s=0.2) as node:
+    async with fabric(tmp_path, TINY, 16, ack_timeout_s=1.0, connect_timeout_s=1.0) as node:
         dying, other = node.proxy(), node.proxy()
         peer = await node.peer(2)
         dying.black_hole()

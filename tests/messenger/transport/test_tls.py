@@ -119,7 +119,7 @@ async def test_a_byte_damaged_on_its_way_costs_the_connection(tmp_path: Path, tl
 
 
 async def test_who_speaks_no_tls_is_a_stranger(tmp_path: Path, tls: Tls) -> None:
-    async with fabric(tmp_path, SMALL, tls=tls, connect_timeout_s=0.3) as node:
+    async with fabric(tmp_path, SMALL, tls=tls, connect_timeout_s=1.0) as node:
         for data in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", bytes(1000)):
             wire = await Wire.connect(node)
             await until(lambda: node.num_served == 1)
