@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "simd.h"
+#include "tile_registers.h"
 
 namespace {
 
@@ -15,6 +15,9 @@ constexpr int COLUMNS = TILE_VECTORS * WIDTH;
 constexpr int TILES = 4;
 // Finite, so that a row of which no key has been seen yet has no NaN.
 constexpr float LOWEST = -1e30f;
+// Keys whose weighted values are added at a time; tile registers multiply 16 words at once.
+template <class T>
+constexpr int KEYS_AT_ONCE = ON_TILES<T> ? 16 * PER_WORD<T> : WIDTH;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // All sequences of a batch and their pages, for layers that share a window. attention.py has the same structure.
@@ -94,6 +97,10 @@ struct Sequence {
 template <class T, int D>
 INLINE void pack_values(const Block<T, D>& block, const Block<T, D>& next, word* packed) {
     alignas(64) static const T none[D] = {};
+    if constexpr (ON_TILES<T>) {
+        const int num_words = (block.num_keys + PER_WORD<T> - 1) / PER_WORD<T>;
+        std::fill(packed + num_words * D, packed + KEYS / PER_WORD<T> * D, 0);
+    }
     for (int key = 0; key < block.num_keys; key += PER_WORD<T>) {
         const T* a = block.keys[key] + block.to_values;
         word* row = packed + key / PER_WORD<T> * D;

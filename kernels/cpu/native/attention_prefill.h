@@ -19,11 +19,11 @@ struct Tile {
 template <class T, int D>
 struct PrefillMemory {
     Tile<T, D> tiles[TILES];
-    alignas(64) word values[KEYS / PER_WORD<T>][D];
+    alignas(64) word values[KEYS / PER_WORD<T> * D];  // with tile registers the words of a dimension lie side by side
     alignas(64) float scores[KEYS][COLUMNS];
     alignas(64) word weights[KEYS / PER_WORD<T>][COLUMNS];
     alignas(64) float corrections[COLUMNS];
-    alignas(64) T few_keys[TILE_ROWS][D];
+    alignas(64) T few_keys[ROWS_AT_ONCE<T>][D];
 };
 
 // Column c of a sequence is head `c % group` of query `c / group`; those behind the last repeat it.
@@ -74,9 +74,12 @@ ALONE void store_tile(const Sequence<T, D>& s, int column, const Tile<T, D>& til
     }
 }
 
-// Scores of TILE_ROWS keys.
+// Scores of ROWS_AT_ONCE keys.
 template <class T, int D>
 ALONE void score_rows(const T* keys, const word* query, float* scores) {
+    if constexpr (ON_TILES<T>) {
+        return multiply_tiles<TILE_VECTORS, false>(keys, D / PER_WORD<T>, query, COLUMNS, D / PER_WORD<T>, scores, COLUMNS, [](long) {});
+    }
     Floats c[TILE_ROWS][TILE_VECTORS];
     UNROLL for (int i = 0; i < TILE_ROWS; i++) {
         UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
@@ -87,30 +90,61 @@ ALONE void score_rows(const T* keys, const word* query, float* scores) {
     }
 }
 
-// Corrects TILE_ROWS dimensions of the sums so far, and adds the weighted values.
+// The values of a block, as `add_values` wants them.
 template <class T, int D>
-ALONE void add_values(const word* values, const word* weights, int num_words, const float* corrections, float* out) {
-    Floats c[TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
-            c[i][j] = mul(load(out + i * COLUMNS + j * WIDTH), load(corrections + j * WIDTH));
+ALONE void load_values(const Block<T, D>& block, word* values) {
+    constexpr int NUM_WORDS = KEYS / PER_WORD<T>;
+    Block<T, D> none;
+    none.num_keys = 0;
+    if constexpr (!ON_TILES<T>) return pack_values(block, none, values);
+    alignas(64) word packed[NUM_WORDS][D];
+    pack_values(block, none, packed[0]);
+    for (int k = 0; k < NUM_WORDS; k += WIDTH) {
+        for (int d = 0; d < D; d += WIDTH) {
+            Words r[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++) r[i] = load_words(&packed[k + i][d]);
+            transpose(r);
+            UNROLL for (int i = 0; i < WIDTH; i++) store_words(values + (d + i) * NUM_WORDS + k, r[i]);
         }
-    }
-    multiply<T>(c, values, 1, D, weights, COLUMNS, num_words);
-    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) store(out + i * COLUMNS + j * WIDTH, c[i][j]);
     }
 }
 
-// Scores of the first keys of a block; num_keys is a multiple of TILE_ROWS, keys behind the block's are anything.
+// Corrects ROWS_AT_ONCE dimensions, from `d` on, of the sums so far, and adds the weighted values of `num_keys` keys.
+template <class T, int D>
+ALONE void add_values(int d, int num_keys, PrefillMemory<T, D>& memory, float* out) {
+    const int num_words = num_keys / PER_WORD<T>;
+    if constexpr (ON_TILES<T>) {
+        for (int v = 0; v < COLUMNS; v += WIDTH) {
+            const Floats correction = load(memory.corrections + v);
+            UNROLL for (int i = 0; i < ROWS_AT_ONCE<T>; i++) {
+                store(out + i * COLUMNS + v, mul(load(out + i * COLUMNS + v), correction));
+            }
+        }
+        multiply_tiles<TILE_VECTORS, true>(memory.values + d * (KEYS / PER_WORD<T>), KEYS / PER_WORD<T>, memory.weights[0], COLUMNS,
+                                           num_words, out, COLUMNS, [](long) {});
+    } else {
+        Floats c[TILE_ROWS][TILE_VECTORS];
+        UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+            UNROLL for (int j = 0; j < TILE_VECTORS; j++) {
+                c[i][j] = mul(load(out + i * COLUMNS + j * WIDTH), load(memory.corrections + j * WIDTH));
+            }
+        }
+        multiply<T>(c, memory.values + d, 1, D, memory.weights[0], COLUMNS, num_words);
+        UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+            UNROLL for (int j = 0; j < TILE_VECTORS; j++) store(out + i * COLUMNS + j * WIDTH, c[i][j]);
+        }
+    }
+}
+
+// Scores of the first keys of a block; num_keys is a multiple of ROWS_AT_ONCE, keys behind the block's are anything.
 template <class T, int D>
 INLINE void score_tile(const Block<T, D>& block, int page_size, int num_keys, const Tile<T, D>& tile,
                        PrefillMemory<T, D>& memory) {
-    const bool is_whole = page_size % TILE_ROWS == 0;
-    for (int k = 0; k < num_keys; k += TILE_ROWS) {
+    const bool is_whole = page_size % ROWS_AT_ONCE<T> == 0;
+    for (int k = 0; k < num_keys; k += ROWS_AT_ONCE<T>) {
         const T* rows = block.keys[k];
         if (!is_whole) {
-            for (int i = 0; i < TILE_ROWS && k + i < block.num_keys; i++) {
+            for (int i = 0; i < ROWS_AT_ONCE<T> && k + i < block.num_keys; i++) {
                 memcpy(memory.few_keys[i], block.keys[k + i], sizeof memory.few_keys[i]);
             }
             rows = memory.few_keys[0];
@@ -135,7 +169,7 @@ INLINE void hide_keys(int window, int key, int num_keys, const Tile<T, D>& tile,
 }
 
 // From scores to weights of the values, and to what the sums so far must be multiplied with.
-// `num_keys` is a multiple of WIDTH.
+// `num_keys` is a multiple of KEYS_AT_ONCE.
 template <class T, int D>
 ALONE void soften(int v, int num_keys, float scale_log2, Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
     Floats before = load(&tile.maximum[v]), maximum = before, other = before;
@@ -171,26 +205,23 @@ ALONE void soften(int v, int num_keys, float scale_log2, Tile<T, D>& tile, Prefi
 
 template <class T, int D>
 INLINE void attend_tile(const Sequence<T, D>& s, const Block<T, D>& block, int key, Tile<T, D>& tile, PrefillMemory<T, D>& memory) {
-    const int num_seen = std::min(KEYS, tile.last + 1 - key);
-    const int num_scored = (num_seen + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-    const int num_keys = (num_seen + WIDTH - 1) / WIDTH * WIDTH;
-    score_tile(block, s.rows.page_size, num_scored, tile, memory);
+    const auto rounded = [](int n, int step) { return (n + step - 1) / step * step; };
+    const int num_seen = std::min(KEYS, tile.last + 1 - key), num_keys = rounded(num_seen, KEYS_AT_ONCE<T>);
+    score_tile(block, s.rows.page_size, rounded(num_seen, ROWS_AT_ONCE<T>), tile, memory);
     if (key + num_keys - 1 > tile.first || key <= tile.last - s.window) {
         hide_keys(s.window, key, num_keys, tile, memory);
     }
     for (int v = 0; v < COLUMNS; v += WIDTH) soften(v, num_keys, s.scale_log2, tile, memory);
-    for (int d = 0; d < D; d += TILE_ROWS) {
-        add_values<T, D>(&memory.values[0][d], memory.weights[0], (num_seen + PER_WORD<T> - 1) / PER_WORD<T>,
-                         memory.corrections, tile.out[d]);
-    }
+    const int num_added = ON_TILES<T> ? num_keys : rounded(num_seen, PER_WORD<T>);
+    for (int d = 0; d < D; d += ROWS_AT_ONCE<T>) add_values(d, num_added, memory, tile.out[d]);
 }
 
 // The columns [column, column + TILES * COLUMNS) of a sequence.
 template <class T, int D>
 ALONE void prefill(const Sequence<T, D>& s, int column) {
+    const TileRegisters<T> registers(ROWS_AT_ONCE<T>);
     PrefillMemory<T, D> memory;
-    Block<T, D> block, none;
-    none.num_keys = 0;
+    Block<T, D> block;
     const int num_columns = s.num_queries * s.group;
     const int num_tiles = std::min(TILES, (num_columns - column + COLUMNS - 1) / COLUMNS);
     for (int t = 0; t < num_tiles; t++) load_tile(s, column + t * COLUMNS, memory.tiles[t]);
@@ -198,7 +229,7 @@ ALONE void prefill(const Sequence<T, D>& s, int column) {
     const int first = std::max(0, memory.tiles[0].first - s.window + 1);
     for (int key = first / KEYS * KEYS; key < end; key += KEYS) {
         Block<T, D>::find(s.rows, key, s.start + s.num_queries, block);
-        pack_values(block, none, memory.values[0]);
+        load_values(block, memory.values);
         for (int t = 0; t < num_tiles; t++) {
             Tile<T, D>& tile = memory.tiles[t];
             if (key <= tile.last && key + KEYS > tile.first - s.window + 1) attend_tile(s, block, key, tile, memory);

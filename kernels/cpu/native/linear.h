@@ -4,26 +4,19 @@
 // memory in order; the last panel is filled up with zeros. A panel stays in the processor's cache while all
 // rows of x go over it. An element of y is the same whatever the number of rows.
 //
-// Where the processor has tiles (AMX), products of bfloat16 are of 16 rows of x, 16 steps of a panel and 16 of its columns
-// at a time, whatever the number of rows.
-//
 // Owns: the arithmetic and the packed format. Does not know: layers; its caller has checked all sizes.
 #pragma once
 
 #include <algorithm>
 
 #include "elementwise.h"
-#include "simd.h"
+#include "tile_registers.h"
 
 namespace {
 
 constexpr int PANEL = TILE_VECTORS * WIDTH;
 constexpr int LINES = PANEL * int(sizeof(word)) / 64;  // cache lines of one step of a panel
 constexpr long ROWS_OF_BLOCK = 128;  // that one thread multiplies with a panel
-
-// Rows that are multiplied at a time.
-template <class T>
-constexpr int ROWS_AT_ONCE = TILE_ROWS;
 
 template <class T>
 struct Linear {
@@ -100,70 +93,31 @@ INLINE void multiply_few(const Place<T, OUT>& at, long num_rows, const Ahead& ah
     }
 }
 
-#ifdef __AMX_BF16__
-constexpr int TILE_SIDE = 16;  // rows of a tile, and words of each
-
-template <>
-constexpr int ROWS_AT_ONCE<bf16> = TILE_SIDE;
-
-// What LDTILECFG reads: the sums are in tiles 0 to 2, rows of x in tile 3, and the panel in tiles 4 to 6.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t num_row_bytes[16] = {};
-    uint8_t num_rows[16] = {};
-
-    explicit TileShapes(long num_x_rows) {
-        for (int tile = 0; tile < 7; tile++) {
-            num_row_bytes[tile] = 64;
-            num_rows[tile] = tile < 4 ? num_x_rows : TILE_SIDE;
-        }
+// Up to ROWS_AT_ONCE rows times one panel, with tile registers. `num_words` is a multiple of ROWS_AT_ONCE.
+template <class T, class OUT>
+ALONE void multiply_rows_on_tiles(const Place<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
+                                  const char* next) {
+    alignas(64) float sums[ROWS_AT_ONCE<T> * PANEL];
+    const char* fetched = next + ahead.first * num_words * 64;
+    {
+        const TileRegisters<T> registers(num_rows);
+        multiply_tiles<TILE_VECTORS, false>(at.x, num_words, panel, PANEL, num_words, sums, PANEL, [&](long k) {
+            for (long i = 0; i < ROWS_AT_ONCE<T> * ahead.count; i++) _mm_prefetch(fetched + (k * ahead.count + i) * 64, _MM_HINT_T1);
+        });
     }
-};
-
-// Up to TILE_SIDE rows times one panel, with tiles. `num_words` is a multiple of TILE_SIDE.
-template <class OUT>
-ALONE void multiply_tiles(const Place<bf16, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
-                          const char* next) {
-    static_assert(TILE_VECTORS == 3 && WIDTH == TILE_SIDE);
-    constexpr long step = PANEL * sizeof(word);
-    alignas(64) float sums[TILE_SIDE * PANEL];
-    const TileShapes shapes(num_rows);
-    const char *x = (const char*)at.x, *fetched = next + ahead.first * num_words * 64;
-    _tile_loadconfig(&shapes);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    for (long k = 0; k < num_words; k += TILE_SIDE) {
-        const word* right = panel + k * PANEL;
-        for (long i = 0; i < TILE_SIDE * ahead.count; i++) _mm_prefetch(fetched + (k * ahead.count + i) * 64, _MM_HINT_T1);
-        _tile_loadd(3, x + k * sizeof(word), num_words * sizeof(word));
-        _tile_loadd(4, right, step);
-        _tile_dpbf16ps(0, 3, 4);
-        _tile_loadd(5, right + WIDTH, step);
-        _tile_dpbf16ps(1, 3, 5);
-        _tile_loadd(6, right + 2 * WIDTH, step);
-        _tile_dpbf16ps(2, 3, 6);
-    }
-    _tile_stored(0, sums, step);
-    _tile_stored(1, sums + WIDTH, step);
-    _tile_stored(2, sums + 2 * WIDTH, step);
-    _tile_release();
     for (long i = 0; i < num_rows; i++) {
         Floats c[TILE_VECTORS];
         UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[j] = load(sums + i * PANEL + j * WIDTH);
         finish_row(c, at.bias, at.residual == nullptr ? nullptr : at.residual + i * at.step, at.y + i * at.step);
     }
 }
-#endif
 
 // Up to ROWS_AT_ONCE rows times one panel, while lines of the `next` one are fetched.
 template <class T, class OUT>
 INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, Ahead ahead, long num_words, const word* panel, const char* next) {
-#ifdef __AMX_BF16__
-    if constexpr (PER_WORD<T> == 2) {
-        if (num_words % TILE_SIDE == 0) return multiply_tiles(at, num_rows, ahead, num_words, panel, next);
+    if constexpr (ON_TILES<T>) {
+        if (num_words % ROWS_AT_ONCE<T> == 0) return multiply_rows_on_tiles(at, num_rows, ahead, num_words, panel, next);
     }
-#endif
     for (long row = 0; row < num_rows; row += TILE_ROWS, ahead.count = 0) {
         const T* residual = at.residual == nullptr ? nullptr : at.residual + row * at.step;
         const Place<T, OUT> some = {at.x + row * num_words * PER_WORD<T>, at.bias, residual, at.y + row * at.step, at.step};
