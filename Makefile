@@ -6,7 +6,7 @@
 # make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
 # make reproduce TRACE=FILE  published results beside simulated ones (docs/reproduction.md)
 # make install   only the virtual environment and the default model
-# make generate  docs/configuration.md and Grafana's dashboards anew, after a change of keys or panels
+# make generate  docs/configuration.md, the schema of the chart and Grafana's dashboards anew, after a change of keys or panels
 # make clean     remove what make has made
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -84,6 +84,7 @@ reproduce: install
 generate: install
 	$(BIN)/python -m mooncake.cli.config_reference docs/configuration.md
 	$(BIN)/python docker/grafana/generate.py
+	$(BIN)/python docker/helm/generate.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

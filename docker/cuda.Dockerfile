@@ -22,14 +22,16 @@ RUN pip install --constraint constraints.txt '.[cuda]' \
 
 FROM python:3.11-slim-bookworm
 # g++ and Python's headers: Triton compiles its launchers, mooncake-serve its checksums, at the first start.
+# pyverbs of Debian's Python 3.11, which this Python 3.11 finds: RDMA (docs/rdma.md).
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends g++ \
+ && apt-get install --yes --no-install-recommends g++ python3-pyverbs \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 mooncake \
  && install --directory --owner mooncake --group mooncake /keys /state /home/mooncake/.cache
 COPY --from=build /opt/mooncake /opt/mooncake
 COPY docker/entrypoint /usr/local/bin/mooncake-entrypoint
 COPY docker/healthcheck.py /usr/local/lib/mooncake-healthcheck.py
+COPY docker/finish.py /usr/local/lib/mooncake-finish.py
 ENV PATH=/opt/mooncake/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \

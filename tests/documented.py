@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 README, QUICKSTART = ROOT / "README.md", ROOT / "docs/quickstart.md"
 PAGES = sorted([README, *(ROOT / "docs").glob("*.md")])
 MARKS = {"server", "excerpt"}
-NEEDS = {"docker", "gpu", "rdma", "internet", "hours", "hosts", "systemd", "vllm"}
+NEEDS = {"docker", "gpu", "rdma", "internet", "hours", "hosts", "systemd", "vllm", "kubernetes"}
 
 
 @dataclass(frozen=True)

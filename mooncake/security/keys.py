@@ -57,7 +57,11 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: Path) -> "ClusterKey":
-        """Read the key in a file that only its owner can read. Raises ConfigError."""
+        """Read the key in a file that only its owner can read. Raises ConfigError.
+
+        A file of root's may be readable by a group too, if this process is not root's: Kubernetes mounts
+        secrets so.
+        """
         try:
             # A pipe would block here until somebody writes to it.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -69,10 +73,12 @@ class ClusterKey:
         except OSError as error:
             raise ConfigError(f"cannot read the cluster key {path}: {error.strerror}") from None
         try:
-            mode = os.fstat(descriptor).st_mode
+            status = os.fstat(descriptor)
+            mode = status.st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{path} is no file; expected the one that mooncake-serve keygen has made")
-            if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            is_given = status.st_uid == 0 != os.geteuid()
+            if mode & (stat.S_IRWXG | stat.S_IRWXO) & ~(stat.S_IRGRP if is_given else 0):
                 raise ConfigError(
                     f"others than its owner may use the cluster key {path} (mode {stat.S_IMODE(mode):04o});"
                     f" forbid that with: chmod 600 {path}"

@@ -46,6 +46,20 @@ def test_key_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
     assert ClusterKey.load(path) == KEY
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of root")
+@pytest.mark.parametrize("mode", [0o400, 0o440, 0o640])
+def test_key_of_root_may_be_its_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    path = tmp_path / "key"
+    KEY.save(path)
+    path.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: 10001)
+    assert ClusterKey.load(path) == KEY
+    for more in (0o020, 0o010, 0o004):
+        path.chmod(mode | more)
+        with pytest.raises(ConfigError, match="others than its owner"):
+            ClusterKey.load(path)
+
+
 def test_missing_key_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"mooncake-serve keygen {tmp_path}/key"):
         ClusterKey.load(tmp_path / "key")

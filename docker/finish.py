@@ -1,0 +1,36 @@
+"""Wait until a front has no request left: a hook before its container is told to end.
+
+Arguments: the address of its metrics, the most seconds to wait, and the fewest, in which those that send it
+requests learn that it is about to leave. It answers them meanwhile.
+"""
+
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+
+PERIOD_S = 1.0
+REQUESTS = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+
+
+def num_requests(url: str) -> float:
+    """The requests that the front has. Its certificate has other names than the loopback address."""
+    context = ssl._create_unverified_context() if url.startswith("https:") else None
+    with urllib.request.urlopen(url, timeout=4, context=context) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(REQUESTS))
+
+
+def main(url: str, longest_s: float, shortest_s: float) -> None:
+    end_s = time.monotonic() + longest_s
+    time.sleep(shortest_s)
+    try:
+        while (number := num_requests(url)) and time.monotonic() < end_s:
+            print(f"requests left: {number:g}", flush=True)
+            time.sleep(PERIOD_S)
+    except (urllib.error.URLError, OSError) as error:
+        sys.exit(f"the front does not answer: {error}")
+
+
+main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))

