@@ -34,6 +34,7 @@ from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.telemetry.display import Display
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
+from conductor.telemetry.request_spans import RequestSpans
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
 from mooncake.leadership.terms import LeadershipLostError, Term
@@ -43,6 +44,7 @@ from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import ConductorProcess
 from mooncake.node.state_file import StateFile
+from mooncake.tracing.opening import open_tracer
 
 TICK_S = 0.5
 OWN_FRONT = peer_identity("front", 0)
@@ -61,12 +63,14 @@ class ConductorService:
         follower: EventFollower,
         history: History,
         term: Term,
+        spans: RequestSpans | None = None,
     ) -> None:
-        """`router` is for workers and for fronts in other processes, `front` for the one in this process."""
+        """`router` is for workers and for fronts in other processes, `front` for the one in this process.
+        `spans`: those of requests, if they are traced."""
         self._conductor = conductor
         self._router, self._front = router, front
         self._follower = follower
-        self._history, self._term = history, term
+        self._history, self._term, self._spans = history, term, spans
         self._num_changes_followed = 0
 
     async def run(self) -> None:
@@ -87,16 +91,25 @@ class ConductorService:
 
     async def _react(self, sender: bytes, message: ToConductor) -> None:
         now_s = time.monotonic()
+        if self._spans is not None:
+            message = self._spans.enter(message, now_s)
         effects = self._conductor.handle(sender, message, now_s)
-        self._history.observe(sender, message, effects, now_s)
+        self._observe(sender, message, effects, now_s)
         await self._carry_out(effects)
+
+    def _observe(
+        self, sender: bytes, message: ToConductor | None, effects: list[Effect], now_s: float
+    ) -> None:
+        if self._spans is not None:
+            self._spans.observe(effects, time.monotonic())
+        self._history.observe(sender, message, effects, now_s)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             effects = self._conductor.tick(now_s)
-            self._history.observe(b"", None, effects, now_s)
+            self._observe(b"", None, effects, now_s)
             self._history.changes.observe(self._conductor.instances, now_s)
             await self._carry_out(effects)
 
@@ -114,7 +127,7 @@ class ConductorService:
             except PeerGoneError as error:
                 now_s = time.monotonic()
                 consequences = self._conductor.peer_gone(effect.peer, now_s)
-                self._history.observe(b"", None, consequences, now_s)
+                self._observe(b"", None, consequences, now_s)
                 log.log(logging.WARNING if consequences else logging.DEBUG, "%s", error)
                 self._follow()
                 pending += consequences
@@ -139,6 +152,7 @@ async def serve(process: ConductorProcess) -> None:
 async def _serve(process: ConductorProcess) -> None:
     """Wait until this process leads, and serve. Raises LeadershipLostError when it does not lead any more."""
     config = process.config
+    tracer = open_tracer(config.tracing, "conductor")
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(listen(config.http.host, config.http.port)))
         model = await open_model(config)
@@ -156,7 +170,10 @@ async def _serve(process: ConductorProcess) -> None:
         own_front = InProcessLink(to_front, from_front)
         follower = EventFollower(conductor.prefixes, process.cluster_key)
         stack.callback(follower.close)
-        history = History()
+        history, spans = History(), None
+        if tracer is not None:
+            spans = RequestSpans(tracer, conductor, config.conductor.scheduling)
+            history.on_end = spans.ended
         ConductorMetrics(
             conductor,
             registry,
@@ -169,7 +186,7 @@ async def _serve(process: ConductorProcess) -> None:
         levels = QuotaLevels(state, conductor.quotas)
         display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
         async with asyncio.TaskGroup() as group:
-            service = ConductorService(conductor, router, own_front, follower, history, term)
+            service = ConductorService(conductor, router, own_front, follower, history, term, spans)
             group.create_task(service.run())
             group.create_task(levels.run())
             await serve_front(
@@ -181,6 +198,7 @@ async def _serve(process: ConductorProcess) -> None:
                 lambda url: announce(_ready(url, front, model.served, config.role == "all")),
                 display,
                 CacheFile(state),
+                tracer,
             )
 
 

@@ -7,7 +7,7 @@ Conductor does something, beyond what its messages say.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,6 +124,8 @@ class History:
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
     """The seconds that requests have spent in each step."""
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
+    on_end: Callable[[Timeline], None] = lambda _: None
+    """Called with each timeline that is over."""
     _held: dict[str, "_Decoded"] = field(default_factory=dict)
     """Requests of an earlier Conductor that instances decode, before their fronts have told of them."""
 
@@ -288,6 +290,7 @@ class History:
         self.ended[timeline.request_id] = timeline
         if len(self.ended) > NUM_ENDED:
             self.ended.popitem(last=False)
+        self.on_end(timeline)
 
 
 def _instance(identity: bytes) -> str:

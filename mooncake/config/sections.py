@@ -20,6 +20,7 @@ ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
 URL = r"^https?://([^:/\[\]@]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
+OTLP_URL = r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"
 KEY_PREFIX = r"^(/[A-Za-z0-9._-]+)+$"
 WORDS_OF_PATTERNS = {
     LISTEN: "host:port or [IPv6]:port",
@@ -27,6 +28,7 @@ WORDS_OF_PATTERNS = {
     ENDPOINT: "tcp://host:port or ipc://path",
     DEVICE: "auto, cpu, cuda or cuda:N",
     URL: "http://host:port or https://host:port",
+    OTLP_URL: "http://host:port or https://host, maybe with a path",
     KEY_PREFIX: "a path such as /mooncake, without a slash at its end",
     NAME: "1 to 64 letters, digits, '.', '_' or '-'",
 }
@@ -320,3 +322,19 @@ class SecurityConfig(Section):
         if None in given and given != [None] * 3:
             raise ValueError("security.tls_cert, tls_key and tls_ca go together: name all of them or none")
         return self
+
+
+class TracingConfig(Section):
+    """Spans of requests, for an OpenTelemetry collector."""
+
+    otlp_endpoint: Annotated[str, Field(pattern=OTLP_URL)] | None = Field(
+        None,
+        description="http://host:4318 of a collector: spans of requests go to it by OTLP over HTTP, at"
+        " /v1/traces behind the URL; default: no spans",
+    )
+    sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of requests that are traced; with a traceparent header the client has decided",
+    )

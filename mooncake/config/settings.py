@@ -25,6 +25,7 @@ from mooncake.config.sections import (
     PipelineConfig,
     Section,
     SecurityConfig,
+    TracingConfig,
     VllmConfig,
     WorkerConfig,
 )
@@ -85,6 +86,7 @@ class Config(Section):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     messenger: MessengerConfig = Field(default_factory=MessengerConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @property
     def has_api(self) -> bool:

@@ -1,6 +1,6 @@
 """Requests as they pass through the cluster: prompt tokens in, parameters of the draws.
 
-Owns: requests, their attempts, why an output ends. Does not know: instances, messages.
+Owns: requests, their attempts and spans, why an output ends. Does not know: instances, messages.
 """
 
 from enum import StrEnum
@@ -74,6 +74,18 @@ class Flow(NamedTuple):
     answer_id: str
 
 
+class SpanContext(msgspec.Struct, frozen=True, array_like=True):
+    """Span of a distributed trace, as the headers of W3C Trace Context name it."""
+
+    traceparent: str
+    tracestate: str = ""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether spans below this one are recorded."""
+        return int(self.traceparent[-2:], 16) % 2 == 1
+
+
 class Request(msgspec.Struct, frozen=True):
     """One generation that the Conductor places.
 
@@ -100,6 +112,13 @@ class Request(msgspec.Struct, frozen=True):
     num_output_tokens: Count = 0
     """Number of tokens at the end of `token_ids` that were drawn in earlier attempts. This attempt continues
     behind them."""
+    span: SpanContext | None = None
+    """Span below which the request's work is recorded; None: the front does not trace."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether spans of the request's work are recorded."""
+        return self.span is not None and self.span.is_sampled
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -45,6 +45,7 @@ from tests.workers.mini_cluster import (
     Sizes,
     mini_cluster,
 )
+from tests.workers.recorded_spans import SPAN
 from workers.kvcache.copies import copies_for
 
 Said = FromMigration | Finished | WorkFailed
@@ -106,6 +107,7 @@ class DecodeLab(MiniCluster):
             tenant=tenant,
             priority=priority,
             answer_id=answer_id,
+            span=SPAN,
         )
         answer = self.answers[name] = Answer(Reception(request, lambda _: None, 0.0))
         decoded = self._decoded[name] = Decoded(request, answer, at, Ref(1, name, 1), tbt_slo_s, inline)

@@ -49,6 +49,7 @@ from tests.kvstore.nodes import DEADLINE_S, Node
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
+from tests.workers.recorded_spans import SPAN, RecordedSpans
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
@@ -139,7 +140,7 @@ class InstanceUnderTest:
             cluster.hear(self, message)
 
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
-        stage = Stage(self.executor, pool, transfers, followers=followers)
+        stage = Stage(self.executor, pool, transfers, followers=followers, tracer=cluster.spans)  # type: ignore[arg-type]
         queue = PrefillQueue(sizes.prefill_chunk, block_size=sizes.block_size)
         self.prefill = PrefillRunner(stage, queue, send, self.prefill_jobs)
         self.decode = DecodeRunner(
@@ -153,6 +154,7 @@ class InstanceUnderTest:
             cluster.receive,
             self.decode_jobs,
             followers,
+            cluster.spans,  # type: ignore[arg-type]
         )
         self.registration = Register(
             PROTOCOL_VERSION,
@@ -218,6 +220,7 @@ class MiniCluster:
             tbt_slo_s=sizes.tbt_slo_s,
         )
         self.conductor = Conductor(1, FINGERPRINT, limits)
+        self.spans = RecordedSpans()
         self.instances: list[InstanceUnderTest] = []
         self.nodes: dict[str, Node] = {}
         """Messengers by name"""
@@ -301,7 +304,9 @@ class MiniCluster:
         """Start a request."""
         root = root_key(FINGERPRINT, salt)
         keys = block_keys(prompt, self.sizes.block_size, root)
-        request = Request(request_id, prompt, keys, sampling, "front", bool(salt), root, tenant=tenant)
+        request = Request(
+            request_id, prompt, keys, sampling, "front", bool(salt), root, tenant=tenant, span=SPAN
+        )
         answer = self.answers[request_id] = Answer(Reception(request, lambda _: None, 0.0))
         self.requests[request_id] = request
         self.take(self.conductor.handle(FRONT, Submit(request), time.monotonic()))

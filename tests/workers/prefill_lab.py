@@ -27,6 +27,7 @@ from mooncake.node.process_config import StageConfig
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
+from tests.workers.recorded_spans import SPAN, RecordedSpans
 from workers.decode.blocks.block_transfers import BlockPair
 from workers.engine.batch import Chunk
 from workers.engine.kvcache import DeviceKVCache
@@ -92,7 +93,9 @@ class Receiving:
     def __init__(self, lab: "Lab", number: int, prompt: Sequence[int], tenant: str = "") -> None:
         self.ref = Ref(1, f"r{number}", 1)
         keys = lab.keys_of(prompt)
-        self.request = Request(self.ref.request_id, list(prompt), keys, SAMPLING, "front", tenant=tenant)
+        self.request = Request(
+            self.ref.request_id, list(prompt), keys, SAMPLING, "front", tenant=tenant, span=SPAN
+        )
         self.answered: asyncio.Future[Prefilled | WorkFailed] = asyncio.get_running_loop().create_future()
         self.grant: Grant | None = None
         self._lab = lab
@@ -149,6 +152,8 @@ class Lab:
         """of each stage's device, by the test"""
         self._receiving: dict[Ref, Receiving] = {}
         self.answers: dict[Ref, list[Prefilled | WorkFailed]] = {}
+        self.spans = RecordedSpans()
+        """of all stages; those of followers are not recorded"""
         self.runner: PrefillRunner
         self.stages: list[Stage] = []
         """or ranks, of the runner"""
@@ -287,7 +292,7 @@ class Lab:
             for number, link in enumerate([*links, None]):
                 part, transfers = self.parts[number], self._transfers(setting, number)
                 followers = ranks.followers if ranks else None
-                stages.append(Stage(part.executor, part.client, transfers, link, followers))
+                stages.append(Stage(part.executor, part.client, transfers, link, followers, self.spans))  # type: ignore[arg-type]
             multiple = BLOCK_SIZE if self._layer_window else 1
             queue = PrefillQueue(setting.prefill_chunk, multiple=multiple, block_size=BLOCK_SIZE)
             self.runner = PrefillRunner(stages[0], queue, send, self.jobs)

@@ -79,6 +79,7 @@ class Arrivals:
             await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)
         async with self._reserving.turn(order.request.flow, -(-num_tokens // page_size)):
             reserved = await self._blocks.reserve(sequence)
+        sequence.reserved_s = self._now_s()
         if order.inline:
             self._prefix_turns.reserved(order.ref, len(reserved.cached_tiers))
             sequence.num_cached_tokens = min(len(reserved.cached_tiers) * page_size, num_tokens - 1)
@@ -108,6 +109,7 @@ class Arrivals:
         sequence.newest_logprobs = decode.first_logprobs
         if due_s is None or sequence.tbt_slo_s is None or sequence.finish_reason is not None:
             await self._emit([sequence.newest_output])
+            sequence.first_sent_s = self._now_s()
         else:
             self._held_tokens.hold(sequence, due_s - sequence.turn_s)
         await self._blocks.wait_arrived(sequence)

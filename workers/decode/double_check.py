@@ -131,6 +131,7 @@ class HeldTokens:
         """Release the sequence's token, if one is held."""
         if sequence in self._held:
             self._released[sequence] = self._held.pop(sequence)
+            sequence.first_sent_s = asyncio.get_running_loop().time()
             self._on_release()
 
     def take_released(self) -> list[tuple[str, TokenOutput]]:

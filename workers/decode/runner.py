@@ -12,6 +12,7 @@ Owns: decode jobs, and the reports of their errors. Does not know: how requests 
 import asyncio
 import logging
 from collections.abc import Coroutine
+from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
@@ -35,12 +36,16 @@ from workers.decode.pauses import DecodePauses
 from workers.decode.prompt_budget import ChunkLimits, PromptBudget
 from workers.decode.sequence import Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns
+from workers.decode.sequence_span import sequence_span
 from workers.engine.kvcache import OutOfPages
 from workers.errors import NoRoomError, SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
 from workers.groups.followers import Followers
 from workers.kvcache.shared_prefixes import PrefixTurns
+
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ class DecodeRunner:
     stops a request in every step, and releases everything.
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
-    they end with `run`.
+    they end with `run`. `tracer` gets spans of requests.
     """
 
     def __init__(
@@ -68,8 +73,9 @@ class DecodeRunner:
         emit: Emit,
         jobs: Jobs,
         followers: Followers | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
-        self._pool, self._send, self._jobs = pool, send, jobs
+        self._pool, self._send, self._jobs, self._tracer = pool, send, jobs, tracer
         self.meter = DecodeMeter()
         self._sequences: dict[Ref, Sequence] = {}
         changed, predictors, page_size = asyncio.Event(), self.meter.predictors, executor.kv.page_size
@@ -109,6 +115,7 @@ class DecodeRunner:
             pool.closed,
             send,
             emit,
+            self._record,
         )
         self._arrivals = Arrivals(
             executor,
@@ -193,6 +200,11 @@ class DecodeRunner:
                 sequence.in_flight_until = None
                 sequence.note_left()
             self._blocks.close()
+
+    def _record(self, sequence: Sequence, error: str) -> None:
+        request = sequence.request
+        if self._tracer is not None and request.is_traced:
+            self._tracer.record(sequence_span(sequence, self._pool.address.instance, error), request.span)
 
     def _recheck(self) -> None:
         self._double_check.recheck()

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from mooncake.messages.aging import rank_s
 from mooncake.messages.blocks import BlockKey, extended_keys
@@ -31,6 +32,16 @@ class SequenceState(Enum):
     RUNNING = auto()
     LEAVING = auto()  # has left the batch, its pages are in use
     OUT = auto()  # without pages
+
+
+class CopyTimes(NamedTuple):
+    """A round of a migration: `pre_copy` at its source, `prepare` at its destination."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    num_tokens: int
+    """Tokens of the sequence whose KVCache has been copied by then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +91,9 @@ class Sequence:
     tbt_slo_s: float | None = None
     """Limit of the time between tokens; None: no limit."""
     received_s: float = 0.0
-    """Arrival here; like the four times below, by the event loop's clock."""
+    """Arrival here; like the times below, by the event loop's clock."""
+    reserved_s: float | None = None
+    """Time when the prompt had its pages in the pool."""
     ordered_s: float | None = None
     """Time of the order to decode."""
     turn_s: float | None = None
@@ -89,6 +102,15 @@ class Sequence:
     """Time when the KVCache was in the pool."""
     joined_s: float | None = None
     """Time of the first iteration."""
+    prefilled_s: float | None = None
+    """Time when an inlined prompt had its first token."""
+    first_sent_s: float | None = None
+    """Time when the first token of a prompt that was prefilled elsewhere was sent."""
+    left_s: float | None = None
+    """Time when the last token was drawn, or the sequence was handed over."""
+    copies: list[CopyTimes] = field(default_factory=list)
+    """Rounds of migrations from here and to here."""
+    num_preemptions: int = 0
     newest_logprobs: TokenLogprobs | None = None
     """Logprobs of the newest token, if the request wants them."""
     grammar: GrammarState | None = None

@@ -27,6 +27,7 @@ from mooncake.messages.workers import (
     WorkFailed,
 )
 from mooncake.model.grammar import GrammarState
+from mooncake.tracing.spans import why_ended
 from workers.decode.batch import DecodeBatch
 from workers.decode.batch_loop import Emit
 from workers.decode.blocks.group_blocks import GroupBlocks
@@ -40,6 +41,8 @@ from workers.kvcache.shared_prefixes import PrefixTurns
 log = logging.getLogger(__name__)
 Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed | FromMigration], Awaitable[None]]
 """Callback that sends a message to the Conductor."""
+Record = Callable[[Sequence, str], None]
+"""Callback for a sequence that ends here, and why it ends early; empty if it does not."""
 
 
 class SequenceRuns:
@@ -62,11 +65,13 @@ class SequenceRuns:
         pool_closed: asyncio.Event,
         send: Send,
         emit: Emit,
+        record: Record,
     ) -> None:
+        """`record` is called when a sequence ends here."""
         self._batch, self._blocks, self._source = batch, blocks, source
         self._held_tokens, self._prefix_turns, self._meter = held_tokens, prefix_turns, meter
         self._sequences, self._changed, self._pool_closed = sequences, changed, pool_closed
-        self._send, self._emit = send, emit
+        self._send, self._emit, self._record = send, emit, record
         self._numbers = itertools.count()
         self._now_s = asyncio.get_running_loop().time
         self._joining: list[Joining] = []
@@ -90,9 +95,14 @@ class SequenceRuns:
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
         sequence.tbt_slo_s = tbt_slo_s
         self._sequences[ref] = sequence
+        error = ""
         try:
             yield sequence
+        except BaseException as failure:
+            error = why_ended(failure)
+            raise
         finally:
+            self._record(sequence, error)
             self._prefix_turns.stored(ref)
             self._held_tokens.drop(sequence)
             try:
@@ -104,7 +114,7 @@ class SequenceRuns:
     async def complete(self, sequence: Sequence) -> None:
         """Decode a sequence to its end, or until it is handed over, and tell the Conductor."""
         await self._generate(sequence)
-        ref = sequence.ref
+        sequence.left_s, ref = self._now_s(), sequence.ref
         if sequence.finish_reason is not None:
             await self._send(
                 Finished(
@@ -165,6 +175,7 @@ class SequenceRuns:
         """Tell the Conductor that an inlined prompt has its first token, and store its blocks for others."""
         if not sequence.has_drawn or sequence.error is not None:
             return
+        sequence.prefilled_s = self._now_s()
         self._meter.inlined(sequence.num_tokens_by_source)
         first_token = sequence.tokens[len(sequence.request.token_ids)]
         await self._send(Prefilled(sequence.ref, first_token, sequence.num_cached_tokens))
@@ -175,6 +186,7 @@ class SequenceRuns:
 
     async def _park(self, sequence: Sequence) -> None:
         """Move a preempted sequence's KVCache to the pool, or to host memory if the pool has no room."""
+        sequence.num_preemptions += 1
         try:
             await self._blocks.store(sequence, is_parked=True)
             self._meter.num_preemptions[TO_POOL] += 1

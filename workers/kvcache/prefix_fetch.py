@@ -49,12 +49,12 @@ class PrefixFetch:
         self.error: MooncakeError | None = None
         """An error of this worker's messenger; or PoolFullError, if there are no new pages in place of those
         that a hanging source may write."""
+        self.sources = sources
         self._pool, self._reservation_id = pool, reservation_id
-        self._sources = sources
-        self._begun_s = self._heard_s = time.monotonic()
+        self.begun_s = self.heard_s = time.monotonic()
         """Times of the beginning, and of the holder's last sign of life."""
         num_tokens = len(indices) * pool.segment.layout.block_size
-        self._deadline_s = self._begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
+        self._deadline_s = self.begun_s + _GRACE_S + num_tokens / _SLOW_TOKENS_PER_S
         self._changed = threading.Condition()
         self._num_blocks = self._num_layers = 0
         """Layers and blocks, counted from the first, that have arrived; the other blocks never will."""
@@ -76,7 +76,7 @@ class PrefixFetch:
         while not (self.has_ended or self._is_near):
             left_s = self._left_s(SILENCE_S)
             if left_s <= 0 or self._is_too_slow:
-                names = ", ".join(shard.messenger.instance for shard in self._sources)
+                names = ", ".join(shard.messenger.instance for shard in self.sources)
                 log.info("%s: nothing comes, or too slowly, the blocks are computed", names)
                 await self.ended(silence_s=0)
                 return
@@ -122,29 +122,29 @@ class PrefixFetch:
 
     def _left_s(self, silence_s: float) -> float:
         """Return the seconds for which the fetch is still awaited if nothing is heard."""
-        return min(self._heard_s + silence_s, self._deadline_s) - time.monotonic()
+        return min(self.heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     @property
     def _is_near(self) -> bool:
-        return self._num_layers > 0 and self._expected_end_s <= self._heard_s + SILENCE_S
+        return self._num_layers > 0 and self._expected_end_s <= self.heard_s + SILENCE_S
 
     @property
     def _is_too_slow(self) -> bool:
         """Whether the fetch will miss its deadline at the pace so far. The first moments, in which it may
         connect, do not count."""
-        has_pace = self._num_layers > 0 and self._heard_s >= self._begun_s + SILENCE_S
+        has_pace = self._num_layers > 0 and self.heard_s >= self.begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s
 
     @property
     def _expected_end_s(self) -> float:
         """Return the time at which the fetch ends if layers continue to arrive at the pace so far."""
-        layer_s = (self._heard_s - self._begun_s) / self._num_layers
-        return self._begun_s + layer_s * self._pool.segment.layout.num_layers
+        layer_s = (self.heard_s - self.begun_s) / self._num_layers
+        return self.begun_s + layer_s * self._pool.segment.layout.num_layers
 
     async def _run(self) -> None:
         try:
             self.num_layers, self.pages = await self._pool.fetch(
-                self._reservation_id, self._sources, self.indices, self._on_layers
+                self._reservation_id, self.sources, self.indices, self._on_layers
             )
         except MooncakeError as error:
             self.error = error
@@ -157,6 +157,6 @@ class PrefixFetch:
         self.num_layers[:num_blocks] = [num_layers] * num_blocks
         with self._changed:
             self._num_blocks, self._num_layers = num_blocks, num_layers
-            self._heard_s = time.monotonic()
+            self.heard_s = time.monotonic()
             self._changed.notify_all()
         self._heard.set()

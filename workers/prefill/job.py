@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 
 from kvstore.client.worker_client import WorkerClient
 from kvstore.protocol.answers import Reservation
+from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import COMPUTED, REMOTE
 from mooncake.messages.workers import Prefill
 from mooncake.model.grammar import GrammarState
@@ -21,6 +22,7 @@ from workers.groups.stage_messages import PassShare
 from workers.kvcache.commits import Commits
 from workers.kvcache.layerwise import PassPart, PromptBlock
 from workers.kvcache.prefix_fetch import PrefixFetch
+from workers.prefill.prompt_times import PromptTimes
 from workers.prefill.queue import PromptProgress
 from workers.prefill.scope import FailureScope
 
@@ -48,7 +50,7 @@ class PrefillJob:
         blocks before it.
         """
         self.job_id, self.order, self.progress = job_id, order, progress
-        self.scope = FailureScope()
+        self.scope, self.times = FailureScope(), PromptTimes()
         self.turn = asyncio.Event()
         """Set when the prompt is admitted."""
         self.stored_behind = asyncio.Event()
@@ -80,7 +82,7 @@ class PrefillJob:
         self._num_expected_blocks = 0
         """Number of blocks that count as cached while a fetch brings them."""
         self._storing: deque[Future[None]] = deque()
-        self._commits = Commits(layers, pool.segment.layout.layer_bytes, self._commit)
+        self._commits = Commits(layers, self.layout.layer_bytes, self._commit)
         self._committing: deque[Future[None]] = deque()
 
     # -- rounds -------------------------------------------------------------------------------------
@@ -102,6 +104,16 @@ class PrefillJob:
 
     # -- memory -------------------------------------------------------------------------------------
 
+    @property
+    def instance(self) -> str:
+        """Name of the instance, or of the part of it, that has the prompt here."""
+        return self._pool.address.instance
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of what this stage has of a block."""
+        return self._pool.segment.layout
+
     def begin(self, device_pages: list[int]) -> None:
         """Take the prompt's memory: a device page and a pool page for each block."""
         reservation, self.device_pages = self.reservation, device_pages
@@ -111,6 +123,7 @@ class PrefillJob:
             PromptBlock(device_page, block.page, end if block.sealed else first)
             for device_page, block in zip(device_pages, reservation.blocks, strict=True)
         ]
+        self.times.note_memory()
 
     @property
     def num_held_blocks(self) -> int:
@@ -205,6 +218,7 @@ class PrefillJob:
             is_dropped=self.is_dropped,
         )
         self._pass_ended.clear()
+        self.times.note_pass()
         return self._part
 
     def _num_to_load(self, start: int, page_size: int) -> int:
@@ -222,9 +236,13 @@ class PrefillJob:
             while futures and _has_succeeded(futures[0]):
                 futures.popleft()
         self.damaged_pages += part.damaged_pages
+        chunk = part.chunk
+        self.times.note_pass_end(
+            chunk.start, len(chunk.token_ids), len(part.loads), len(part.stores), is_computed=is_computed
+        )
         if is_computed:
             self._must_load = False
-            self.progress.num_done += len(part.chunk.token_ids)
+            self.progress.num_done += len(chunk.token_ids)
 
     @property
     def lacks_reuse(self) -> bool:

@@ -155,6 +155,7 @@ class PrefillRunner:
         if not job.turn.is_set():  # time enough to bring from SSD what it has
             await self._stage.pool.prefetch(job.order.request.block_keys)
         await job.turn.wait()
+        job.times.note_turn()
         await self._stage.admit(job)
         queued.num_held_blocks = job.num_held_blocks
         self._leave_admission(queued)

@@ -11,7 +11,7 @@ Owns: the stage's prompts, their pages. Does not know: which prompt goes first, 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.config.sections import WorkerConfig
 from mooncake.errors import MooncakeError, PoolError
 from mooncake.messages.workers import Prefill
+from mooncake.tracing.spans import why_ended
 from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
 from workers.execution.draws import Draws, FirstToken, Row, rules_of
@@ -42,31 +43,12 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.kvcache.reserving import reserve_prompt
 from workers.prefill.job import PrefillJob
+from workers.prefill.pass_result import PassResult, ShareResult
+from workers.prefill.prompt_span import prompt_span
 from workers.prefill.queue import PromptProgress
 
-
-class ShareResult(NamedTuple):
-    """The result of one prompt's share of a pass.
-
-    `first_token` is set in the last stage if the prompt ended with the share. A share is not computed if the
-    prompt was aborted, or if blocks that were to be reused did not arrive (`PrefillJob.lacks_reuse`).
-    """
-
-    is_computed: bool
-    first_token: FirstToken | None = None
-
-
-class PassResult(NamedTuple):
-    """The result of a pass.
-
-    `hidden` are the states `[T, hidden_size]` of `shares`, on the CPU, for the next stage.
-
-    Without a next stage both are empty.
-    """
-
-    results: list[ShareResult]
-    shares: list[PassShare]
-    hidden: torch.Tensor | None
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
 
 
 def stage_of(
@@ -75,11 +57,12 @@ def stage_of(
     config: WorkerConfig,
     next_stage: NextStage | None = None,
     followers: Followers | None = None,
+    tracer: "Tracer | None" = None,
 ) -> "Stage":
     """Make a stage as it is configured."""
     copies = copies_for(executor.kv, pool.segment)
     transfers = LayerTransfers(copies, overlap=config.layerwise_overlap, window=executor.kv.window)
-    return Stage(executor, pool, transfers, next_stage, followers)
+    return Stage(executor, pool, transfers, next_stage, followers, tracer)
 
 
 class Stage:
@@ -92,12 +75,13 @@ class Stage:
         transfers: LayerTransfers,
         next_stage: NextStage | None = None,
         followers: Followers | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
-        """Make a stage. A first rank has `followers` and no next stage."""
+        """Make a stage. A first rank has `followers` and no next stage. `tracer` gets spans of prompts."""
         self.pool = pool
         self.jobs: dict[int, PrefillJob] = {}
         self._executor, self._transfers, self._next = executor, transfers, next_stage
-        self._followers = followers
+        self._followers, self._tracer = followers, tracer
         self._behind = next_stage or followers
         """The link to the processes that compute their part of each prompt: later stages or other ranks."""
         self._pages_freed = asyncio.Event()
@@ -137,11 +121,14 @@ class Stage:
         try:
             async with job.scope:
                 yield
-        except BaseException:
+        except BaseException as error:
+            job.times.error = why_ended(error)
             job.drop()
             await self._tell_behind(End(job.job_id))
             raise
         finally:
+            if self._tracer is not None and job.order.request.is_traced:
+                self._tracer.record(prompt_span(job), job.order.request.span)
             job.usable_behind.cancel()  # who counts anew for this prompt need not go on
             await job.untouched()
             if self._followers is not None and job.device_pages:
@@ -209,6 +196,7 @@ class Stage:
         """Wait until the prompt's KVCache is in the pool, here and behind."""
         await job.stored_behind.wait()
         await job.stored()
+        job.times.note_stored()
         self._free_device_pages(job)
 
     async def sent(self, job: PrefillJob) -> None:
@@ -218,6 +206,7 @@ class Stage:
         """
         assert job.reservation is not None
         await self.pool.wait_sent(job.reservation.reservation_id)
+        job.times.note_sent()
         if self._behind is not None:
             await job.sent_behind.wait()
 

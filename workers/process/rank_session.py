@@ -63,7 +63,8 @@ class RankSession(StageSession):
         executor, kv = self._executor, self._executor.kv
         overlap = self._process.config.worker.layerwise_overlap
         copies = copies_for(kv, pool.segment)
-        stage = FollowerStage(executor, pool, LayerTransfers(copies, overlap=overlap, window=kv.window))
+        transfers = LayerTransfers(copies, overlap=overlap, window=kv.window)
+        stage = FollowerStage(executor, pool, transfers, tracer=self._tracer)
         blocks = SequenceBlocks(pool, BlockTransfers(copies_for(kv, pool.segment), kv))
         return RankRunner(
             executor, stage, blocks, leader, group, lambda path: meeting(path, self._process, kv.device)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from typing import TYPE_CHECKING
 
 from mooncake.errors import PoolError
 from mooncake.leadership.leaders import Leaders, following
@@ -16,6 +17,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
 from mooncake.node.process import child_main
 from mooncake.node.process_config import WorkerProcess
+from mooncake.tracing.opening import open_tracer
 from workers.errors import SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.loading import load_executor
@@ -26,6 +28,9 @@ from workers.process.retirement import Retirement, end
 from workers.process.returning import say_returning
 from workers.process.session import LeaderSession
 from workers.process.stage_session import StageSession
+
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
 
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
@@ -40,7 +45,10 @@ async def serve(process: WorkerProcess) -> None:
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = InstanceStatus(process.role), Retirement()
+    tracer = open_tracer(config.tracing, process.part)
     async with contextlib.AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.enter_context(tracer.exporting())
         leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
         async with asyncio.TaskGroup() as group:
             group.create_task(say_returning(process, leaders, record.take()))
@@ -51,7 +59,7 @@ async def serve(process: WorkerProcess) -> None:
         if config.worker.metrics_listen is not None and leads:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
-        await _serve_sessions(process, executor, layout, fingerprint, status, retirement, leaders)
+        await _serve_sessions(process, executor, layout, fingerprint, status, retirement, leaders, tracer)
 
 
 async def _serve_sessions(
@@ -62,18 +70,19 @@ async def _serve_sessions(
     status: InstanceStatus,
     retirement: Retirement,
     leaders: Leaders,
+    tracer: "Tracer | None",
 ) -> None:
     retry_s = FIRST_RETRY_S
     for incarnation in itertools.count(process.incarnation):
         session: LeaderSession | StageSession
         executor.record.clear()
         if process.rank.number:
-            session = RankSession(process, incarnation, executor, layout, fingerprint)
+            session = RankSession(process, incarnation, executor, layout, fingerprint, tracer)
         elif process.stage.number:
-            session = StageSession(process, incarnation, executor, layout, fingerprint)
+            session = StageSession(process, incarnation, executor, layout, fingerprint, tracer)
         else:
             session = LeaderSession(
-                process, incarnation, executor, layout, fingerprint, status, retirement, leaders
+                process, incarnation, executor, layout, fingerprint, status, retirement, leaders, tracer
             )
         try:
             await session.run()

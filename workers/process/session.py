@@ -9,7 +9,7 @@ Owns: the worker's connections and the loop that reads orders. Does not know: ho
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
@@ -54,6 +54,9 @@ from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
 
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
+
 
 class LeaderSession:
     """A session that runs until messenger, Conductor, a stage or a rank is lost.
@@ -71,8 +74,9 @@ class LeaderSession:
         status: InstanceStatus,
         retirement: Retirement,
         leaders: Leaders,
+        tracer: "Tracer | None",
     ) -> None:
-        self._process = process
+        self._process, self._tracer = process, tracer
         self._incarnation = incarnation
         self._executor = executor
         self._layout, self._fingerprint = layout, fingerprint
@@ -162,7 +166,7 @@ class LeaderSession:
         self._prefill_jobs, self._decode_jobs = Jobs(group, record), Jobs(group, record)
         self._block_orders = BlockOrders(pool, self._behind, group)
         self._prefill = PrefillRunner(
-            stage_of(self._executor, pool, config.worker, self._next, self._followers),
+            stage_of(self._executor, pool, config.worker, self._next, self._followers, self._tracer),
             self._prefill_queue(prefill_chunk),
             self._link.tell,
             self._prefill_jobs,
@@ -178,6 +182,7 @@ class LeaderSession:
             self._link.emit,
             self._decode_jobs,
             self._followers,
+            self._tracer,
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:

@@ -4,6 +4,7 @@ Owns: the stage's connections. Does not know: how requests are computed, the Con
 """
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.messages.blocks import KVLayout
@@ -22,6 +23,9 @@ from workers.prefill.stage_runner import StageRunner
 from workers.process.block_orders import BlockOrders
 from workers.process.session_tasks import session_tasks
 
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
+
 STATS_TIMEOUT_S = 0.5
 """Time that a beat waits for the pool's counters."""
 LINGER_S = 0.5
@@ -38,8 +42,9 @@ class StageSession:
         executor: Executor,
         layout: KVLayout,
         fingerprint: str,
+        tracer: "Tracer | None",
     ) -> None:
-        self._process, self._stage = process, process.stage
+        self._process, self._stage, self._tracer = process, process.stage, tracer
         self._part = process.part
         self._incarnation = incarnation
         self._executor = executor
@@ -81,7 +86,8 @@ class StageSession:
         hello = self._hello(pool, behind)
         before = PreviousStage(endpoint, identity, self._process.cluster_key, hello, pools, timeout_s)
         try:
-            stage = stage_of(self._executor, pool, self._process.config.worker, behind)
+            config = self._process.config.worker
+            stage = stage_of(self._executor, pool, config, behind, tracer=self._tracer)
             runner = StageRunner(stage, before, group)
             group.create_task(runner.run())
             group.create_task(before.beat())

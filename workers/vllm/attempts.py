@@ -3,36 +3,49 @@
 Owns: what becomes of errors. Does not know: prefill, decode.
 """
 
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import MooncakeError, RequestError
-from mooncake.messages.requests import Ref, SamplingParams
-from mooncake.messages.workers import Finished, Prefilled, Reserved, WorkFailed
+from mooncake.messages.workers import Finished, Prefill, Prefilled, Reserve, Reserved, WorkFailed
+from mooncake.tracing.spans import Attributes, EndedSpan, why_ended
 from workers.errors import EngineLostError
 from workers.execution.jobs import Jobs
 from workers.vllm.server import VllmServer, check_served
+
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
 
 log = logging.getLogger(__name__)
 Send = Callable[[Reserved | Prefilled | Finished | WorkFailed], Awaitable[None]]
 
 
+Order = Prefill | Reserve
+
+
 class Attempts:
     """Attempts with what all of them need."""
 
-    def __init__(self, server: VllmServer, pool: WorkerClient, send: Send, jobs: Jobs) -> None:
+    def __init__(
+        self, server: VllmServer, pool: WorkerClient, send: Send, jobs: Jobs, tracer: "Tracer | None" = None
+    ) -> None:
         self.server, self.pool, self.send = server, pool, send
-        self._jobs = jobs
+        self._jobs, self._tracer = jobs, tracer
 
-    def start(self, ref: Ref, sampling: SamplingParams, work: Callable[[], Awaitable[None]]) -> None:
+    def start(self, order: Order, work: Callable[[], Awaitable[None]]) -> None:
         """Begin an attempt. `Jobs.cancel` stops it; `work` then releases everything."""
-        self._jobs.start(ref, lambda: self._attempt(ref, sampling, work))
+        self._jobs.start(order.ref, lambda: self._attempt(order, work))
 
-    async def _attempt(self, ref: Ref, sampling: SamplingParams, work: Callable[[], Awaitable[None]]) -> None:
+    async def _attempt(self, order: Order, work: Callable[[], Awaitable[None]]) -> None:
+        ref = order.ref
         try:
-            check_served(sampling)
-            await work()
+            with self._recorded(order):
+                check_served(order.request.sampling)
+                await work()
         except EngineLostError:
             raise
         except MooncakeError as error:
@@ -40,3 +53,23 @@ class Attempts:
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("%s failed: %s", ref.request_id, error)
             await self.send(WorkFailed(ref, str(error), not isinstance(error, RequestError)))
+
+    @contextlib.contextmanager
+    def _recorded(self, order: Order) -> Iterator[None]:
+        """Record the attempt's span, if its request is traced."""
+        began_s, error = time.monotonic(), ""
+        try:
+            yield
+        except BaseException as failure:
+            error = why_ended(failure)
+            raise
+        finally:
+            if self._tracer is not None and order.request.is_traced:
+                name = "prefill" if isinstance(order, Prefill) else "decode"
+                attributes: Attributes = {
+                    "mooncake.instance": self.pool.address.instance,
+                    "mooncake.request_id": order.ref.request_id,
+                    "mooncake.attempt": order.ref.attempt,
+                }
+                span = EndedSpan(name, began_s, time.monotonic(), attributes, error=error)
+                self._tracer.record(span, order.request.span)

@@ -35,7 +35,7 @@ class VllmDecode:
 
     def reserve(self, order: Reserve) -> None:
         """Begin a request."""
-        self._attempts.start(order.ref, order.request.sampling, lambda: self._serve(order))
+        self._attempts.start(order, lambda: self._serve(order))
 
     def decode(self, order: Decode) -> None:
         """Continue a reserved request whose prefill is done. An order for an unknown request is dropped: it

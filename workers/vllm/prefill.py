@@ -33,7 +33,7 @@ class VllmPrefill:
 
     def start(self, order: Prefill) -> None:
         """Begin a prefill."""
-        self._attempts.start(order.ref, order.request.sampling, lambda: self._serve(order))
+        self._attempts.start(order, lambda: self._serve(order))
 
     async def _serve(self, order: Prefill) -> None:
         self.num_waiting += 1

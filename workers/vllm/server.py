@@ -110,6 +110,14 @@ def serve_command(process: WorkerProcess, port: int) -> list[str]:
     ]
 
 
+def trace_headers(request: Request) -> dict[str, str]:
+    """Return the headers by which vLLM's own spans, if it makes some, are below the request's."""
+    if request.span is None:
+        return {}
+    state = {"tracestate": request.span.tracestate} if request.span.tracestate else {}
+    return {"traceparent": request.span.traceparent, **state}
+
+
 class VllmServer:
     """A server that answers. Made by `running`."""
 
@@ -143,7 +151,9 @@ class VllmServer:
         clock = asyncio.get_running_loop().time
         self._pulse.asked(clock())
         try:
-            async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            async with self._http.stream(
+                "POST", "/v1/completions", json=body, headers=trace_headers(request)
+            ) as answer:
                 if answer.status_code != httpx.codes.OK:
                     text = (await answer.aread()).decode(errors="replace")
                     error = RequestError if answer.is_client_error else EngineLostError

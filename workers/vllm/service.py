@@ -16,6 +16,7 @@ from mooncake.leadership.leaders import following
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
 from mooncake.node.process import child_main
 from mooncake.node.process_config import WorkerProcess
+from mooncake.tracing.opening import open_tracer
 from workers.errors import SessionLostError
 from workers.process.metrics_listener import InstanceStatus, listening
 from workers.process.retirement import Retirement, end
@@ -36,16 +37,19 @@ async def serve(process: WorkerProcess) -> None:
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
     status, retirement = InstanceStatus(process.role), Retirement()
     retirement.begin_on_sigterm(config.worker.drain_timeout_s)
+    tracer = open_tracer(config.tracing, process.part)
     async with contextlib.AsyncExitStack() as stack:
         leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
         await say_returning(process, leaders, [])
         server = await stack.enter_async_context(running(process))
+        if tracer is not None:
+            stack.enter_context(tracer.exporting())
         if config.worker.metrics_listen is not None:
             name = config.served_model_name or checkpoint.name
             stack.enter_context(listening(config.worker.metrics_listen, name, status))
         for incarnation in itertools.count(process.incarnation):
             session = VllmSession(
-                process, incarnation, server, layout, fingerprint, status, retirement, leaders
+                process, incarnation, server, layout, fingerprint, status, retirement, leaders, tracer
             )
             try:
                 await session.run()

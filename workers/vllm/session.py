@@ -3,6 +3,8 @@
 Owns: the loop that reads orders, heartbeats. Does not know: how vLLM is started and called.
 """
 
+from typing import TYPE_CHECKING
+
 from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
@@ -37,6 +39,9 @@ from workers.vllm.decode import VllmDecode
 from workers.vllm.prefill import VllmPrefill
 from workers.vllm.server import VllmServer
 
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
+
 _ENGINE = "vLLM"
 
 
@@ -53,10 +58,12 @@ class VllmSession:
         status: InstanceStatus,
         retirement: Retirement,
         leaders: Leaders,
+        tracer: "Tracer | None",
     ) -> None:
         self._process, self._incarnation, self._server = process, incarnation, server
         self._layout, self._fingerprint = layout, fingerprint
         self._status, self._retirement, self._leaders = status, retirement, leaders
+        self._tracer = tracer
         self.is_registered = False
         """Whether the Conductor has had this session registered."""
 
@@ -85,7 +92,7 @@ class VllmSession:
             async with session_tasks(pool) as group:
                 self._jobs = Jobs(group)
                 self._block_orders = BlockOrders(pool, None, group)
-                attempts = Attempts(self._server, pool, link.tell, self._jobs)
+                attempts = Attempts(self._server, pool, link.tell, self._jobs, self._tracer)
                 arrival_timeout_s = self._process.config.messenger.arrival_timeout_s
                 self._prefill = VllmPrefill(attempts)
                 self._decode = VllmDecode(attempts, arrival_timeout_s, link.emit)

@@ -15,6 +15,7 @@ from conductor.front.generation.link import Link
 from conductor.front.generation.reception import Event, Lost, Receive, Received
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
+from conductor.front.generation.request_span import RequestSpan
 from conductor.front.generation.text import TextStream
 from conductor.front.metrics import Metrics
 from conductor.front.openai.model import ServedModel
@@ -77,15 +78,19 @@ class Generation:
         request_log: RequestLog,
         recorder: Recorder | None,
         arrived_s: float,
+        span: RequestSpan | None = None,
     ) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
-        self._request_log, self._recorder = request_log, recorder
+        self._request_log, self._recorder, self._span = request_log, recorder, span
         self._lost: Lost | None = None
         self._now = asyncio.get_running_loop().time
+        context = None if span is None else span.context
         self._choices = {
             request.request_id: _Choice(index, request, _text_of(request.sampling, job, model))
-            for index, request in enumerate(job.requests(link.reply_to))
+            for index, request in enumerate(job.requests(link.reply_to, context))
         }
+        if span is not None:
+            span.submitted(job)
         self._running: dict[str, _Choice] = {}
         self._num_unsubmitted = len(self._choices)
         self._num_prompt_tokens = job.num_prompt_tokens
@@ -159,6 +164,8 @@ class Generation:
             is_lost = self._lost is not None and self._lost.request_id == request_id
             self._log(choice, str(self._lost.error) if self._lost is not None and is_lost else "aborted")
         self._running.clear()
+        if self._span is not None:
+            self._span.used(*self.usage())
         for prompt_index, num_cached in self._num_cached.items():
             self._metrics.prompt_received(len(self._job.prompts[prompt_index].token_ids), num_cached)
             if self._job.cache_use is not None:
@@ -224,6 +231,9 @@ class Generation:
             ttft_s=None if choice.last_s is None else choice.ttft_s,
             gaps_s=choice.gaps_s,
         )
+        if self._span is not None:
+            first_s = None if choice.last_s is None else self._arrived_s + choice.ttft_s
+            self._span.choice_ended(choice.index, how, first_s, choice.last_s)
 
 
 def _text_of(sampling: SamplingParams, job: Job, model: ServedModel) -> TextStream:

@@ -8,6 +8,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
@@ -29,6 +30,9 @@ from conductor.front.routes.shared import Front
 from conductor.telemetry.display import Display
 from mooncake import freed_memory
 from mooncake.config.settings import host_and_port
+
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
 
 _FIRST_ANSWER_S = 1.0
 """Seconds to wait for the Conductor's first answer."""
@@ -52,6 +56,7 @@ async def serve(
     on_listening: Callable[[str], None] = lambda _: None,
     display: Display | None = None,
     cache_file: CacheFile | None = None,
+    tracer: "Tracer | None" = None,
 ) -> None:
     """Serve until cancelled. Answers that have begun then get `config.shutdown_grace_s` to end, other
     requests get an error.
@@ -60,6 +65,7 @@ async def serve(
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
     `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
     `cache_file` has the context caches; a front without one makes none.
+    `tracer` makes spans of requests; they leave as long as this runs.
     Raises ConfigError for a port, endpoint, certificate, file of API keys or of context caches that cannot be
     used.
     """
@@ -80,8 +86,10 @@ async def serve(
                 model.block_size,
                 asyncio.get_running_loop().time(),
             )
-        front = Front(config, model, conductor, registry, caches, display)
+        front = Front(config, model, conductor, registry, caches, display, tracer)
         sockets.callback(front.close)
+        if tracer is not None:
+            sockets.enter_context(tracer.exporting())  # with a thread: what forks has forked
         access = AdminAccess(config, front.metrics)
         servers = [_http_server(create_app(front, access), main, config, certificate)]
         if admin is not None:

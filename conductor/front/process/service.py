@@ -20,6 +20,7 @@ from mooncake.leadership.leaders import following
 from mooncake.messages.bus import peer_identity
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import FrontProcess
+from mooncake.tracing.opening import open_tracer
 
 _LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits for any more
 
@@ -27,6 +28,7 @@ _LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits f
 async def serve(process: FrontProcess) -> None:
     """Open the model's description, listen, serve until cancelled."""
     config, key = process.config, process.cluster_key
+    tracer = open_tracer(config.tracing, process.name)
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(listen(config.http.host, config.http.port)))
         leaders = await stack.enter_async_context(following(config.cluster, config.conductor))
@@ -44,6 +46,7 @@ async def serve(process: FrontProcess) -> None:
                 registry,
                 listener,
                 lambda url: announce(Ready(url)),
+                tracer=tracer,
             )
         finally:
             conductor.close(linger_s=_LAST_WORDS_S)

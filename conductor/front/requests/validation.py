@@ -40,7 +40,7 @@ from conductor.front.requests.sampling import Sampling
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys
 from mooncake.messages.fronts import ClusterState, QuotaClaim
-from mooncake.messages.requests import Request, SamplingParams
+from mooncake.messages.requests import Request, SamplingParams, SpanContext
 from mooncake.security.api_keys import ApiKey
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for plain completions; a chat may use the whole context
@@ -120,8 +120,8 @@ class Job(msgspec.Struct, frozen=True):
         """Tokens of all prompts, each counted once."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
-    def requests(self, reply_to: str) -> list[Request]:
-        """One Request per choice, in the order of the choices."""
+    def requests(self, reply_to: str, span: SpanContext | None = None) -> list[Request]:
+        """One Request per choice, in the order of the choices. `span`: that of the HTTP request."""
         return [
             Request(
                 request_id=f"{self.id}-{index}",
@@ -135,6 +135,7 @@ class Job(msgspec.Struct, frozen=True):
                 slo_class=self.slo_class,
                 tenant=self.tenant,
                 answer_id=self.id,
+                span=span,
             )
             for index, sampling in enumerate(self.sampling)
         ]

@@ -21,6 +21,7 @@ from conductor.front.access.admin_access import AdminAccess
 from conductor.front.access.key_ring import KeyRing
 from conductor.front.errors import RateLimitedError
 from conductor.front.generation.answer import AnswerFormat
+from conductor.front.generation.request_span import TracedRequests
 from conductor.front.generation.response import GenerationResponse, outcome_of
 from conductor.front.http.boundary import Boundary, answer_errors, response_to
 from conductor.front.metrics import Denial, RequestOutcome
@@ -106,7 +107,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
             request.scope["state"]["request_id"] = job.client_request_id
         log.debug("request %s is %s", request.scope["state"]["request_id"], job.id)
         return GenerationResponse(
-            front.generation(job, arrived_s),
+            front.generation(job, arrived_s, request.scope["state"].get("span")),
             AnswerFormat(job, front.config.served_model_name, front.model),
             job.stream,
             front.metrics,
@@ -128,6 +129,11 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
         app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
         AccessMetrics(ring, limits, front.registry)
     app.add_middleware(Boundary)
+    if front.tracer is not None:
+        paths = frozenset(path for path, _, _ in generating)
+        app.add_middleware(
+            TracedRequests, tracer=front.tracer, paths=paths, model_name=front.config.served_model_name
+        )
     if front.config.cors_origins:  # outside: browsers ask for permission without a key, and are told of bugs
         app.add_middleware(
             CORSMiddleware,

@@ -4,6 +4,7 @@ Owns: which context caches a request finds, when the cluster can serve. Does not
 """
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import Request
@@ -24,6 +25,7 @@ from conductor.front.generation.generation import Generation
 from conductor.front.generation.link import ConductorPeer, Link
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
+from conductor.front.generation.request_span import RequestSpan
 from conductor.front.http.boundary import read_body
 from conductor.front.metrics import Metrics
 from conductor.front.openai.body import ReceivedBody
@@ -37,6 +39,9 @@ from mooncake.messages.fronts import ClusterState
 from mooncake.messages.workers import Role
 from mooncake.security.api_keys import ApiKey
 
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import Tracer
+
 
 class Front:
     """State that the routes of a front share. Needs a running event loop."""
@@ -49,13 +54,14 @@ class Front:
         registry: CollectorRegistry,
         caches: ContextCaches | None = None,
         display: Display | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
         """Open the link, and fork (`reading`). Raises ConfigError for an endpoint that cannot be used.
 
         `caches` is None for a front that makes none.
         """
         self.config, self.model = config, model
-        self.registry, self.display = registry, display
+        self.registry, self.display, self.tracer = registry, display, tracer
         self.metrics = Metrics(registry, config.served_model_name, config.ttft_slo_s, config.tbt_slo_s)
         self.request_log = RequestLog(None if display is None else display.pair)
         now = asyncio.get_running_loop().time
@@ -135,10 +141,11 @@ class Front:
             job = msgspec.structs.replace(job, cache_use=CacheUse(found[-1], job.num_shared))
         return fit_into_pool(job, self.cluster(), self.model.block_size)
 
-    def generation(self, job: Job, arrived_s: float) -> Generation:
-        """Return the generation of a job. `arrived_s`: the loop's time of its HTTP request."""
+    def generation(self, job: Job, arrived_s: float, span: RequestSpan | None = None) -> Generation:
+        """Return the generation of a job. `arrived_s`: the loop's time of its HTTP request. `span`: its span,
+        if it is traced."""
         return Generation(
-            job, self.model, self.link, self.metrics, self.request_log, self.recorder, arrived_s
+            job, self.model, self.link, self.metrics, self.request_log, self.recorder, arrived_s, span
         )
 
     async def about_tokens(self, kind: AboutTokens, request: Request) -> Response:

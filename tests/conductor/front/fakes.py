@@ -67,6 +67,7 @@ from mooncake.model.grammar import Grammars, Vocabulary
 from mooncake.node.state_file import StateFile
 from mooncake.security.curve import LARGEST_FRAME_BYTES, Gate, use_key
 from mooncake.security.keys import ClusterKey
+from mooncake.tracing.tracer import Tracer
 from tests.deadline import DEADLINE_S
 
 EOS = 256
@@ -336,6 +337,7 @@ def running_front(
     display: Display | None = None,
     new_event_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
     send_buffer_bytes: int | None = None,
+    tracer: Tracer | None = None,
     **config: Any,
 ) -> Iterator[Running]:
     """A front on a free port of the loopback, until the block ends. `display`: of a Conductor beside it.
@@ -377,6 +379,7 @@ def running_front(
                 on_listening,
                 display,
                 CacheFile(state),
+                tracer,
             )
         )
         faking = asyncio.create_task(cluster.run())

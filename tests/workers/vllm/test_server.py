@@ -5,8 +5,8 @@ import pytest
 
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys, root_key
-from mooncake.messages.requests import Request, SamplingParams
-from workers.vllm.server import check_served, completion_body
+from mooncake.messages.requests import Request, SamplingParams, SpanContext
+from workers.vllm.server import check_served, completion_body, trace_headers
 
 ROOT = root_key("f" * 32, "secret")
 
@@ -50,6 +50,13 @@ def test_an_answer_goes_on_behind_what_has_been_drawn() -> None:
 def test_what_vllm_cannot_continue_is_named(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"{name} is not served"):
         check_served(request(**{name: value}).sampling)
+
+
+def test_the_span_of_a_request_goes_with_it() -> None:
+    span = SpanContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "a=b")
+    traced = msgspec.structs.replace(request(), span=span)
+    assert trace_headers(traced) == {"traceparent": span.traceparent, "tracestate": "a=b"}
+    assert trace_headers(request()) == {}
 
 
 def test_everything_else_is_served() -> None:

@@ -16,7 +16,7 @@ from mooncake.messages.migration import HandOver, PreCopied, PreCopy
 from mooncake.messages.requests import Ref
 from workers.decode.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
-from workers.decode.sequence import Sequence
+from workers.decode.sequence import CopyTimes, Sequence
 
 
 class MigrationSource:
@@ -34,6 +34,7 @@ class MigrationSource:
     ) -> None:
         self._batch, self._blocks, self._sequences = batch, blocks, sequences
         self._changed, self._pool_closed, self._send = changed, pool_closed, send
+        self._now_s = asyncio.get_running_loop().time
 
     def pre_copy(self, order: PreCopy) -> None:
         """Have the full blocks that the pool lacks of a sequence stored there, once the sequence has the
@@ -66,13 +67,15 @@ class MigrationSource:
 
         A pool without room is no failure: the destination then finds fewer blocks.
         """
-        output = sequence.output
+        output, began_s = sequence.output, self._now_s()
+        num_tokens = sequence.num_kv_tokens
         if sequence.pages:
             try:
                 await self._blocks.store(sequence, is_parked=False)
             except PoolError:
                 if self._pool_closed.is_set():
                     raise
+        sequence.copies.append(CopyTimes("pre_copy", began_s, self._now_s(), num_tokens))
         if sequence.finish_reason is None and sequence.error is None:
             await self._send(PreCopied(sequence.ref, output))
 

@@ -1,0 +1,164 @@
+"""The Conductor's spans: one for each traced request, with its placements as parts.
+
+A request's span stands between the front's and those of its instances, as messages that pass through get its
+context. It tells the request's timeline (`conductor.telemetry.history`).
+
+Owns: traced requests that have not ended, what was decided for them. Does not know: clocks, why something is
+decided.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from conductor.effects import Effect, ToConductor
+from conductor.policy import Conductor
+from conductor.telemetry.history import FAILED, QUEUED, REJECTED, RESERVING, Timeline
+from conductor.view.placement import Placement
+from mooncake.messages.fronts import Continue, Rejected, Resume, Submit
+from mooncake.messages.requests import Ref
+from mooncake.messages.workers import Reserve
+from mooncake.tracing.spans import Attributes, EndedSpan, SpanEvent
+
+if TYPE_CHECKING:
+    from mooncake.tracing.tracer import OpenSpan, Tracer
+
+REQUEST, PLACE = "conductor.request", "conductor.place"
+
+
+class Decision(NamedTuple):
+    """What was decided for a request, once."""
+
+    at_s: float
+    """The time when the decision was there."""
+    attributes: Attributes
+
+
+@dataclass(slots=True)
+class _Traced:
+    span: "OpenSpan"
+    began_s: float
+    placements: list[Decision] = field(default_factory=list)
+    """Its placements in order."""
+    rejection: Decision | None = None
+
+
+class RequestSpans:
+    """The spans of requests that are sampled. `rule` names what chooses instances."""
+
+    def __init__(self, tracer: "Tracer", conductor: Conductor, rule: str) -> None:
+        self._tracer, self._conductor, self._rule = tracer, conductor, rule
+        self._traced: dict[str, _Traced] = {}
+
+    def enter(self, message: ToConductor, now_s: float) -> ToConductor:
+        """Return `message`, with the Conductor's span for the request in it in place of the front's."""
+        if not isinstance(message, Submit | Resume | Continue) or not message.request.is_traced:
+            return message
+        request = message.request
+        traced = self._traced.get(request.request_id)
+        if traced is None and isinstance(message, Continue):
+            return message  # the request is not known here
+        if traced is None:
+            span = self._tracer.begin(REQUEST, request.span, now_s)
+            traced = self._traced[request.request_id] = _Traced(span, now_s)
+        request = msgspec.structs.replace(request, span=traced.span.context)
+        return msgspec.structs.replace(message, request=request)
+
+    def observe(self, effects: list[Effect], decided_s: float) -> None:
+        """Record what was decided by `decided_s`, before the history records the effects."""
+        if not self._traced:
+            return
+        for effect in effects:
+            match effect.message:
+                case Reserve(ref=ref) if traced := self._traced.get(ref.request_id):
+                    traced.placements.append(Decision(decided_s, self._chosen(ref)))
+                case Rejected(request_id, reason, status) if traced := self._traced.get(request_id):
+                    rejected: Attributes = {"mooncake.rejection": reason, "http.response.status_code": status}
+                    traced.rejection = Decision(decided_s, rejected)
+
+    def _chosen(self, ref: Ref) -> Attributes:
+        rule: Attributes = {"mooncake.rule": self._rule}
+        tracked = self._conductor.requests.get(ref.request_id)
+        if tracked is None or tracked.ref != ref or tracked.assignment is None:
+            return rule  # it has lost the pair again at the same moment
+        return {**rule, **_chosen(tracked.assignment.placement)}
+
+    def ended(self, timeline: Timeline) -> None:
+        """Make the span of a request that has ended, if it is traced."""
+        traced = self._traced.pop(timeline.request_id, None)
+        if traced is not None:
+            work = span_of(timeline, traced.began_s, traced.placements, traced.rejection)
+            self._tracer.end(traced.span, work)
+
+
+def span_of(
+    timeline: Timeline, began_s: float, placements: list[Decision], rejection: Decision | None
+) -> EndedSpan:
+    """The span of a request that is over, in the Conductor since `began_s`."""
+    last = timeline.last
+    return EndedSpan(
+        REQUEST,
+        began_s,
+        last.at_s,
+        {
+            "mooncake.request_id": timeline.request_id,
+            "mooncake.end": last.step,
+            "mooncake.prefill": timeline.prefill,
+            "mooncake.decode": timeline.decode,
+            "mooncake.placements": timeline.num_attempts,
+            "mooncake.moves": timeline.num_moves,
+            "mooncake.prompt_tokens": timeline.num_prompt_tokens,
+            "mooncake.cached_tokens": timeline.num_cached_tokens,
+            "mooncake.output_tokens": timeline.num_output_tokens,
+        },
+        [
+            SpanEvent(
+                moment.at_s,
+                moment.step,
+                {"mooncake.instance": moment.instance, "mooncake.note": moment.note or None},
+            )
+            for moment in timeline.moments
+        ],
+        error=last.note if last.step in (FAILED, REJECTED) else "",
+        parts=_placings(timeline, placements, rejection),
+    )
+
+
+def _placings(timeline: Timeline, placements: list[Decision], rejection: Decision | None) -> list[EndedSpan]:
+    """Each decision about the request, with the time that it waited for it."""
+    parts, decisions = list[EndedSpan](), iter(placements)
+    for moment, following in pairwise(timeline.moments):
+        if following.step == RESERVING:
+            decision = next(decisions, None)
+        elif following.step == REJECTED:
+            decision = rejection
+        else:
+            continue
+        if decision is not None:
+            began_s = moment.at_s if moment.step == QUEUED else following.at_s
+            ended_s = max(following.at_s, decision.at_s)
+            parts.append(EndedSpan(PLACE, began_s, ended_s, decision.attributes, error=following.note))
+    return parts
+
+
+def _chosen(placement: Placement) -> Attributes:
+    """The chosen pair, where its prefix comes from, and the predicted times."""
+    prediction = placement.prediction
+    return {
+        "mooncake.prefill": placement.prefill.name,
+        "mooncake.decode": placement.decode.name,
+        "mooncake.inlined": placement.is_inlined,
+        "mooncake.prefix": placement.reuse,
+        "mooncake.prefix_source": None if placement.source is None else placement.source.name,
+        "mooncake.local_blocks": placement.num_local_blocks,
+        "mooncake.coming_blocks": placement.num_coming_blocks,
+        "mooncake.fetched_blocks": placement.num_fetched_blocks if placement.source is not None else 0,
+        "mooncake.predicted.ttft_s": prediction.ttft_s,
+        "mooncake.predicted.queue_s": prediction.queue_s,
+        "mooncake.predicted.transfer_s": prediction.transfer_s,
+        "mooncake.predicted.prefill_s": prediction.prefill_s,
+        "mooncake.predicted.beside_s": prediction.beside_s,
+        "mooncake.predicted.gap_s": prediction.gap_s,
+    }

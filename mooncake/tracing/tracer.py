@@ -1,0 +1,195 @@
+"""The tracer of one process, which makes spans of recorded times and sends them to a collector.
+
+Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses those that do
+not fit into its queue (`OTEL_BSP_MAX_QUEUE_SIZE`). OTLP goes over HTTP: gRPC's threads survive no fork.
+
+Owns: the SDK, wall-clock times of spans, what is logged of the collector. Does not know: what is traced.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import (
+    HOST_NAME,
+    SERVICE_INSTANCE_ID,
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from mooncake.errors import ConfigError
+from mooncake.messages.requests import SpanContext
+from mooncake.tracing.spans import Attributes, EndedSpan, Value
+
+SERVICE = "mooncake-serve"
+_LAST_SPANS_S = 0.5
+"""Seconds that the last spans of a process may take to leave."""
+_PROPAGATOR = TraceContextTextMapPropagator()
+log = logging.getLogger(__name__)
+
+
+class OpenSpan:
+    """A span that has begun."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.context = _context_in(set_span_in_context(span))
+        """Context for the work below the span; None if the environment has disabled the SDK."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the span is sampled."""
+        return self.span.is_recording()
+
+
+class Tracer:
+    """Makes spans, which leave while `exporting` runs. Its clock is `time.monotonic`, as the event loop's."""
+
+    def __init__(self, endpoint: str, sample_ratio: float, instance: str) -> None:
+        """Open a tracer.
+
+        Args:
+            endpoint: The collector's URL, without `/v1/traces`.
+            sample_ratio: Share of the traces that begin here and are sampled.
+            instance: Name of this process. The environment may name the service, and further attributes.
+        """
+        self._endpoint = endpoint
+        own = {
+            SERVICE_NAME: SERVICE,
+            SERVICE_INSTANCE_ID: instance,
+            SERVICE_VERSION: version("mooncake-serve"),
+            HOST_NAME: socket.gethostname(),
+        }
+        self._provider = TracerProvider(
+            ParentBasedTraceIdRatio(sample_ratio),
+            Resource.create({**own, **OTELResourceDetector().detect().attributes}),
+            shutdown_on_exit=False,
+        )
+        self._tracer = self._provider.get_tracer(SERVICE)
+
+    @contextlib.contextmanager
+    def exporting(self) -> Iterator[None]:
+        """Make a context in which spans leave, by a thread. Do not fork in it.
+
+        At the end the last spans have `_LAST_SPANS_S`, or no time if the collector did not take others.
+        Raises ConfigError for a variable OTEL_* that the SDK refuses.
+        """
+        try:
+            exporter = _Exporter(self._endpoint)
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        except ValueError as error:
+            raise ConfigError(f"tracing: a variable OTEL_* has a wrong value: {error}") from None
+        sdk_log = logging.getLogger("opentelemetry")
+        sdk_log.handlers, sdk_log.propagate = [exporter.troubles], False
+        try:
+            yield
+        finally:
+            if exporter.troubles.is_in_trouble:
+                exporter.shutdown()
+            ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+            ending.start()
+            ending.join(_LAST_SPANS_S)
+            sdk_log.handlers = [logging.NullHandler()]
+
+    def begin(
+        self, name: str, parent: SpanContext | None, at_s: float, *, is_server: bool = False
+    ) -> OpenSpan:
+        """Begin a span whose context is needed before its end. Without a parent it begins a trace, which may
+        be left out of the sample."""
+        kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
+        return OpenSpan(
+            self._tracer.start_span(name, _as_context(parent), kind=kind, start_time=_wall_ns(at_s))
+        )
+
+    def record(self, work: EndedSpan, parent: SpanContext | None) -> None:
+        """Record a piece of work below `parent`; nothing if there is none, or it is not sampled."""
+        if parent is not None and parent.is_sampled:
+            self._record(work, _as_context(parent))
+
+    def end(self, open_span: OpenSpan, work: EndedSpan) -> None:
+        """End a span with what `work` says of it. Its name and beginning stay as they are."""
+        if open_span.is_recorded:
+            self._end(open_span.span, work)
+
+    def _record(self, work: EndedSpan, parent: Context) -> None:
+        self._end(self._tracer.start_span(work.name, parent, start_time=_wall_ns(work.began_s)), work)
+
+    def _end(self, span: Span, work: EndedSpan) -> None:
+        for part in work.parts:
+            self._record(part, set_span_in_context(span))
+        span.set_attributes(_given(work.attributes))
+        for event in work.events:
+            span.add_event(event.name, _given(event.attributes), _wall_ns(event.at_s))
+        if work.error:
+            span.set_status(StatusCode.ERROR, work.error)
+        span.end(_wall_ns(work.ended_s))
+
+
+class _Exporter(SpanExporter):
+    """Passes spans on, and has the log say when the collector does not take them, and when it does again."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.troubles = _Troubles(endpoint)
+        self._exporter: SpanExporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces")
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._exporter.export(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.troubles.end()
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class _Troubles(logging.Handler):
+    """Hears the SDK, which complains of each batch and each span, and passes its first complaint on."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(logging.WARNING)
+        self._endpoint = endpoint
+        self.is_in_trouble = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.is_in_trouble:
+            self.is_in_trouble = True
+            log.warning(
+                "spans do not reach %s, and are lost meanwhile: %s", self._endpoint, record.getMessage()
+            )
+
+    def end(self) -> None:
+        if self.is_in_trouble:
+            self.is_in_trouble = False
+            log.warning("spans reach %s again", self._endpoint)
+
+
+def _as_context(span: SpanContext | None) -> Context:
+    carrier = {} if span is None else {"traceparent": span.traceparent, "tracestate": span.tracestate}
+    return _PROPAGATOR.extract(carrier, Context())
+
+
+def _context_in(context: Context) -> SpanContext | None:
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context)
+    return SpanContext(**carrier) if carrier else None
+
+
+def _given(attributes: Attributes) -> dict[str, Value]:
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _wall_ns(at_s: float) -> int:
+    return time.time_ns() - round((time.monotonic() - at_s) * 1e9)

@@ -1,0 +1,121 @@
+"""An OpenTelemetry collector that keeps what it gets: OTLP over HTTP, decoded."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.deadline import DEADLINE_S
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedSpan:
+    """Ids are hexadecimal digits, times seconds since 1970. A span that begins a trace has no parent."""
+
+    process: str
+    service: str
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    trace_state: str
+    began_s: float
+    ended_s: float
+    error: str
+    attributes: dict[str, Any]
+    events: dict[str, dict[str, Any]]
+    """Attributes of the events, by name."""
+
+
+@dataclass(slots=True)
+class Collector:
+    """The spans that have come."""
+
+    url: str
+    spans: list[CollectedSpan] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def add(self, body: bytes) -> None:
+        request = ExportTraceServiceRequest.FromString(body)
+        with self.changed:
+            for of_process in request.resource_spans:
+                resource = _attributes(of_process.resource.attributes)
+                for of_scope in of_process.scope_spans:
+                    self.spans += [_span(resource, span) for span in of_scope.spans]
+            self.changed.notify_all()
+
+    def wait_for(self, name: str, trace_id: str | None = None, **attributes: object) -> CollectedSpan:
+        """The first span of this name, trace and attributes, once it has come."""
+
+        def found() -> CollectedSpan | None:
+            for span in self.spans:
+                is_of_trace = trace_id is None or span.trace_id == trace_id
+                if span.name == name and is_of_trace and span.attributes.items() >= attributes.items():
+                    return span
+            return None
+
+        with self.changed:
+            span = self.changed.wait_for(found, DEADLINE_S)
+            assert span is not None, f"{name} is not among {sorted(span.name for span in self.spans)}"
+        return span
+
+    def of_trace(self, trace_id: str) -> list[CollectedSpan]:
+        """Those that have come."""
+        with self.changed:
+            return [span for span in self.spans if span.trace_id == trace_id]
+
+
+def _span(resource: dict[str, Any], span: Any) -> CollectedSpan:
+    return CollectedSpan(
+        resource["service.instance.id"],
+        resource["service.name"],
+        span.name,
+        span.trace_id.hex(),
+        span.span_id.hex(),
+        span.parent_span_id.hex(),
+        span.trace_state,
+        span.start_time_unix_nano / 1e9,
+        span.end_time_unix_nano / 1e9,
+        span.status.message,
+        _attributes(span.attributes),
+        {event.name: _attributes(event.attributes) for event in span.events},
+    )
+
+
+def _attributes(pairs: Any) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    return (
+        [_value(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    )
+
+
+@contextmanager
+def running_collector(port: int = 0) -> Iterator[Collector]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces", self.path
+            collector.add(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        collector = Collector(f"http://127.0.0.1:{server.server_port}")
+        serving = threading.Thread(target=server.serve_forever, args=[0.01])
+        serving.start()
+        try:
+            yield collector
+        finally:
+            server.shutdown()
+            serving.join()

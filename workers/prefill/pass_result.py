@@ -1,0 +1,35 @@
+"""The result of a prefill pass.
+
+Owns: its form. Does not know: how passes are computed.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from workers.execution.draws import FirstToken
+from workers.groups.stage_messages import PassShare
+
+
+class ShareResult(NamedTuple):
+    """The result of one prompt's share of a pass.
+
+    `first_token` is set in the last stage if the prompt ended with the share. A share is not computed if the
+    prompt was aborted, or if blocks that were to be reused did not arrive (`PrefillJob.lacks_reuse`).
+    """
+
+    is_computed: bool
+    first_token: FirstToken | None = None
+
+
+class PassResult(NamedTuple):
+    """The result of a pass.
+
+    `hidden` are the states `[T, hidden_size]` of `shares`, on the CPU, for the next stage.
+
+    Without a next stage both are empty.
+    """
+
+    results: list[ShareResult]
+    shares: list[PassShare]
+    hidden: torch.Tensor | None

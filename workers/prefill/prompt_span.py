@@ -1,0 +1,76 @@
+"""The span of a prompt at a prefill instance, or in one stage.
+
+Owns: its form. Does not know: when it is made, who gets it.
+"""
+
+import time
+
+from mooncake.tracing.spans import Attributes, EndedSpan, SpanEvent
+from workers.kvcache.prefix_fetch import PrefixFetch
+from workers.prefill.job import PrefillJob
+from workers.prefill.prompt_times import PassTimes
+
+PREFILL = "prefill"
+
+
+def prompt_span(job: PrefillJob) -> EndedSpan:
+    """Return the span of a prompt whose time here ends now."""
+    times, request = job.times, job.order.request
+    block_bytes = job.layout.block_bytes
+    computed_s = times.passes[-1].ended_s if times.passes else None
+    sent = {"mooncake.bytes": len(job.order.grant.pages) * block_bytes}
+    steps = [
+        _step("queue", times.received_s, times.turn_s),
+        _step("reserve", times.turn_s, times.memory_s),
+        None if job.fetch is None else _fetch(job.fetch, job.layout.layer_bytes),
+        *(_pass(of_pass, block_bytes) for of_pass in times.passes),
+        _step("store", computed_s, times.stored_s),
+        _step("send", times.stored_s, times.sent_s, sent),
+    ]
+    return EndedSpan(
+        PREFILL,
+        times.received_s,
+        time.monotonic(),
+        {
+            "mooncake.instance": job.instance,
+            "mooncake.request_id": request.request_id,
+            "mooncake.attempt": job.order.ref.attempt,
+            "mooncake.prompt_tokens": len(request.token_ids),
+            "mooncake.cached_tokens": job.num_cached_tokens,
+        },
+        [] if computed_s is None or times.stored_s is None else [SpanEvent(computed_s, "first token")],
+        times.error,
+        [step for step in steps if step is not None],
+    )
+
+
+def _step(
+    name: str, began_s: float | None, ended_s: float | None, attributes: Attributes | None = None
+) -> EndedSpan | None:
+    if began_s is None or ended_s is None:
+        return None
+    return EndedSpan(f"{PREFILL}.{name}", began_s, ended_s, attributes or {})
+
+
+def _fetch(fetch: PrefixFetch, layer_bytes: int) -> EndedSpan | None:
+    return _step(
+        "fetch",
+        fetch.begun_s,
+        fetch.heard_s,
+        {
+            "mooncake.prefix_source": fetch.sources[0].messenger.instance,
+            "mooncake.asked_blocks": len(fetch.indices),
+            "mooncake.bytes": sum(fetch.num_layers) * layer_bytes,
+        },
+    )
+
+
+def _pass(of_pass: PassTimes, block_bytes: int) -> EndedSpan:
+    attributes = {
+        "mooncake.start": of_pass.start,
+        "mooncake.tokens": of_pass.num_tokens,
+        "mooncake.loaded_bytes": of_pass.num_loaded_blocks * block_bytes,
+        "mooncake.stored_bytes": of_pass.num_stored_blocks * block_bytes,
+    }
+    error = "" if of_pass.is_computed else "given up: aborted, or blocks that were to be reused did not come"
+    return EndedSpan(f"{PREFILL}.pass", of_pass.began_s, of_pass.ended_s, attributes, error=error)
