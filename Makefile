@@ -3,6 +3,7 @@
 # make test      everything that CI runs
 # make test-rdma the RDMA transport against real verbs, in an emulated machine (Debian 12 as root; docs/rdma.md)
 # make soak      full counts, and other draws each time; no other target, and no plain `pytest`, runs them
+# make chaos     an hour of faults in a cluster on three hosts that are network namespaces (root; docs/failures.md)
 # make gpu       check the GPU's kernels and measure them beside the device's ceilings, where there is a GPU
 # make reproduce TRACE=FILE  published results beside simulated ones (docs/reproduction.md)
 # make install   only the virtual environment and the default model
@@ -23,11 +24,11 @@ NUM_AT_ONCE := $(shell num=$$(( ($$(nproc) * 3 + 1) / 2 )); echo $$(( num < 8 ? 
 ON_ALL_CORES := --numprocesses $(NUM_AT_ONCE) --dist worksteal
 THREE_AT_A_TIME := --numprocesses 3 --dist loadfile
 
-.PHONY: serve install check lint test test-rdma soak gpu reproduce generate clean
+.PHONY: serve install check lint test test-rdma soak chaos gpu reproduce generate clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,10s/^# //p' Makefile
+	@sed -n '1,11s/^# //p' Makefile
 
 # Stamps are newer than everything that decides what is installed, so a second run does nothing.
 install: $(VENV)/installed
@@ -73,6 +74,9 @@ test-rdma: install
 
 soak: install
 	$(BIN)/pytest -m 'soak or hypothesis' --hypothesis-profile soak
+
+chaos: install
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 gpu: install
 	$(BIN)/python -m benchmarks.gpu

@@ -4,29 +4,44 @@ import contextlib
 import signal
 import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.cluster.harness import eventually
 from tests.debian import fetched
+from tests.kvstore.forked import enter
 from tests.ports import free_port
 
 
 class EtcdServer:
-    """Use as a context manager. Its port stays the same."""
+    """Use as a context manager. Its port stays the same.
 
-    def __init__(self, folder: Path, *flags: str, scheme: str = "http") -> None:
+    `network`: the namespace that it is in, at the address `host`, if that is not this process's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        scheme: str = "http",
+        host: str = "127.0.0.1",
+        network: Path | None = None,
+    ) -> None:
         self._program = fetched("etcd-server", "usr/bin/etcd")
-        self._folder, self._flags = folder, flags
-        self.url = f"{scheme}://127.0.0.1:{free_port()}"
+        self._folder, self._flags, self._network = folder, flags, network
+        self.url = f"{scheme}://{host}:{free_port()}"
 
     def start(self) -> None:
         """Start it, with the data that it had."""
         command = [str(self._program), f"--data-dir={self._folder / 'data'}", *self._flags]
         command += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
         command += ["--listen-peer-urls=http://127.0.0.1:0"]
+        there = None if self._network is None else partial(enter, self._network)
         with (self._folder / "etcd.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=there
+            )
         eventually(self._listens, "etcd listens")
 
     def _listens(self) -> bool:

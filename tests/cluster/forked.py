@@ -26,7 +26,7 @@ class ForkedServer(Server):
     def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
         with open(os.devnull) as nothing:
             return Forked(
-                _supervise, arguments, stdin=nothing.fileno(), stdout=output, stderr=output, environ=environ
+                supervise, arguments, stdin=nothing.fileno(), stdout=output, stderr=output, environ=environ
             )
 
     def _name_of(self, pid: int) -> str | None:
@@ -46,7 +46,8 @@ def _listed(folder: str) -> list[str]:
         return []
 
 
-def _supervise(arguments: list[str]) -> None:
+def supervise(arguments: list[str]) -> None:
+    """Be the supervisor of a node."""
     os.chdir(ROOT)
     sys.argv = ["mooncake-serve", *arguments]
     asyncio.create_subprocess_exec = _Child.start  # type: ignore[assignment]

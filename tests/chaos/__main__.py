@@ -1,0 +1,135 @@
+"""Let faults happen to a cluster under load, one after the other and sometimes two at once, for a while.
+
+    python -m tests.chaos [--minutes M] [--seed S] [--faults NAME,...] [--longest SECONDS] [--json FILE]
+
+Three hosts (network namespaces, so this needs root) have two conductors, two fronts and four instances of a
+tiny model, with an etcd beside them. Clients ask for known answers all the time. After each fault all has to
+come back: see docs/failures.md. Ends with a table, and with status 1 if something was not as it must be.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.debian import CannotFetchError, fetch
+from benchmarks.kvstore.rounds import print_table
+from benchmarks.servers import heeding_sigterm
+from tests.chaos.cluster import Cluster, running
+from tests.chaos.faults import FAULTS
+from tests.chaos.network import Unavailable
+from tests.chaos.rounds import Round, chaos
+
+_TWO_AT_ONCE = 0.25
+"""Part of the rounds with two faults."""
+
+
+def draws(rng: random.Random, names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the faults of each round: each once before one comes again, and sometimes two at once."""
+    while True:
+        for name in rng.sample(names, len(names)):
+            yield [name, rng.choice(names)] if rng.random() < _TWO_AT_ONCE else [name]
+
+
+def go(cluster: Cluster, arguments: argparse.Namespace) -> list[Round]:
+    """Go through rounds until the time is over, or a cluster does not come back."""
+    rounds: list[Round] = []
+    end_s = time.monotonic() + 60 * arguments.minutes
+    with chaos(cluster, arguments.seed) as going, contextlib.suppress(KeyboardInterrupt):
+        for names in draws(random.Random(arguments.seed), arguments.faults):
+            if time.monotonic() > end_s:
+                break
+            rounds.append(going.go_through(names, arguments.longest))
+            tell(rounds[-1], cluster)
+            if rounds[-1].is_over:
+                break
+    return rounds
+
+
+def tell(done: Round, cluster: Cluster) -> None:
+    """Print a line, and what the cluster has said if something is wrong."""
+    print(
+        f"{done.name}, {done.lasted_s:.0f} s: answered after {done.answered_s:.1f} s, whole after"
+        f" {done.whole_s:.1f} s, {dict(done.ends)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    for problem in done.problems:
+        print(f"  PROBLEM: {problem}", file=sys.stderr)
+    if done.problems:
+        for name, node in cluster.nodes.items():
+            print(f"  == {name}", *node.lines[-30:], sep="\n     ", file=sys.stderr, flush=True)
+
+
+def show(rounds: Sequence[Round]) -> None:
+    """Print the table."""
+    by_name: dict[str, list[Round]] = {}
+    for one in rounds:
+        by_name.setdefault(one.name if "+" not in one.name else "two at once", []).append(one)
+    rows = []
+    for name, of_name in sorted(by_name.items()):
+        answered_s = sorted(one.answered_s for one in of_name)
+        whole_s = sorted(one.whole_s for one in of_name)
+        rows.append(
+            (
+                name,
+                str(len(of_name)),
+                f"{answered_s[len(answered_s) // 2]:.1f} s",
+                f"{answered_s[-1]:.1f} s",
+                f"{whole_s[len(whole_s) // 2]:.1f} s",
+                f"{whole_s[-1]:.1f} s",
+                str(sum(one.ends.total() for one in of_name)),
+                str(sum(one.num_broken for one in of_name)),
+                str(sum(len(one.problems) for one in of_name)),
+            )
+        )
+    columns = ("fault", "rounds", "answered p50", "max", "whole p50", "max", "requests", "broken", "problems")
+    print_table("chaos", columns, rows)
+
+
+def have_clocks_that_jump() -> None:
+    """Start this program again under libfaketime, where that can be had, so that clocks can be wrong."""
+    if "FAKETIME_NO_CACHE" in os.environ:
+        return
+    try:
+        library = next(fetch("libfaketime").glob("usr/lib/*/faketime/libfaketime.so.1"))
+    except CannotFetchError as error:
+        print(f"no clock is wrong in this run: {error}", file=sys.stderr)
+        return
+    own = {"LD_PRELOAD": str(library), "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    os.execve(sys.executable, [sys.executable, "-m", "tests.chaos", *sys.argv[1:]], os.environ | own)
+
+
+def main() -> None:
+    """Run, print, and end with 1 if there are problems."""
+    have_clocks_that_jump()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1000))
+    parser.add_argument("--faults", type=lambda text: text.split(","), default=list(FAULTS))
+    parser.add_argument("--longest", type=float, default=30.0, help="seconds that a fault lasts at most")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.faults) - FAULTS.keys():
+        parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    print(f"seed {arguments.seed}", file=sys.stderr)
+    try:
+        with heeding_sigterm(), tempfile.TemporaryDirectory() as folder, running(Path(folder)) as cluster:
+            rounds = go(cluster, arguments)
+    except Unavailable as reason:
+        sys.exit(str(reason))
+    show(rounds)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rounds": list(map(asdict, rounds))}))
+    sys.exit(any(one.problems for one in rounds))
+
+
+if __name__ == "__main__":
+    main()

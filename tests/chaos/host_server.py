@@ -1,0 +1,69 @@
+"""Nodes on hosts that are network namespaces.
+
+Owns: the network and the names that a node's processes see. Does not know: what runs on the other hosts.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+from tests.chaos.network import Place
+from tests.cluster.forked import ForkedServer, supervise
+from tests.forked import Forked
+from tests.kvstore.forked import enter
+
+_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x00020000, 0x1000, 0x4000, 0x40000
+
+
+class HostServer(ForkedServer):
+    """A node on a host.
+
+    Its processes read `hosts_file` as /etc/hosts. Under libfaketime `clock` says how wrong their clock is.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *arguments: str,
+        run_dir: Path,
+        port: int,
+        hosts_file: Path | None = None,
+        clock: Path | None = None,
+    ) -> None:
+        super().__init__(*arguments, run_dir=run_dir, port=port)
+        self.place, self._hosts_file, self._clock = place, hosts_file, clock
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.place.bracketed}:{self.port}"
+
+    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
+        if self._clock is not None:
+            environ = {**environ, "FAKETIME_TIMESTAMP_FILE": str(self._clock)}
+        with open(os.devnull) as nothing:
+            return Forked(
+                _supervise_on,
+                self.place.network,
+                self._hosts_file,
+                arguments,
+                stdin=nothing.fileno(),
+                stdout=output,
+                stderr=output,
+                environ=environ,
+            )
+
+
+def _supervise_on(network: Path, hosts_file: Path | None, arguments: list[str]) -> None:
+    enter(network)
+    if hosts_file is not None:
+        use_hosts_file(hosts_file)
+    supervise(arguments)
+
+
+def use_hosts_file(path: Path) -> None:
+    """Have this process and its children read another file as /etc/hosts, each time that they look."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    private = (b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+    bound = (os.fsencode(path), b"/etc/hosts", None, ctypes.c_ulong(_MS_BIND), None)
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(*private) or libc.mount(*bound):
+        raise OSError(ctypes.get_errno(), f"cannot use {path} as /etc/hosts")

@@ -1,0 +1,280 @@
+"""Clients that ask for known answers all the time, and what becomes of each request.
+
+Owns: the catalogue of requests with the answers of a quiet cluster, the clients, the outcome of each request.
+Does not know: faults.
+"""
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+LONGEST_REQUEST_S = 150.0
+"""Seconds in which each request ends in one way or another."""
+_CONNECT_S = 5.0
+_RETRYABLE = (429, 503)
+_MOST_REFUSED_PAUSE_S = 0.5
+"""Seconds for which a refused client waits at most: it is impatient."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A request, and the texts and ends of its choices on a quiet cluster."""
+
+    kind: str
+    body: dict[str, Any]
+    answer: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What became of one request. Times are of the monotonic clock."""
+
+    front: str
+    kind: str
+    began_s: float
+    ended_s: float = 0.0
+    end: str = ""
+    """`completed`, `cancelled` by the client, `refused`, `failed` in its stream, or `cut` without a word."""
+    detail: str = ""
+    reached: bool | None = None
+    """Whether the front has had it; None if that is unknown."""
+    wrong: str = ""
+    """What must never happen, if it did."""
+
+
+def catalogue(ask: "Asking") -> list[Known]:
+    """Return all requests that clients draw from, asked once on a cluster without faults."""
+    known = []
+    for number in range(3):
+        shared = [3 + number, *range(10, 10 + 40 * (number + 1))]
+        plain = {"prompt": shared, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        seeded = {"temperature": 1.0, "top_k": 20, "seed": 7 + number}
+        schema = {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "maximum": 999}},
+            "required": ["a"],
+        }
+        schema["additionalProperties"] = False
+        held_to = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        bodies = {
+            "greedy": plain,
+            "stream": plain | {"max_tokens": 150, "stream": True},
+            "long stream": plain | seeded | {"max_tokens": 1000, "stream": True},
+            "seeded": plain | seeded | {"prompt": [*shared, 99]},
+            "n=2": plain | seeded | {"n": 2, "stream": number % 2 == 0},
+            "grammar": {"prompt": shared, "max_tokens": 60, "temperature": 0, "response_format": held_to},
+            "stop": plain | {"max_tokens": 120, "stream": True},
+        }
+        for kind, body in bodies.items():
+            if kind == "stop":
+                body = body | {"stop": [_a_part_of(ask.quietly(body)[0][0])]}
+            known.append(Known(kind, {"model": "tiny"} | body, ask.quietly(body)))
+    return known
+
+
+def _a_part_of(text: str) -> str:
+    """Three letters from the middle of a text, of which each is whole."""
+    middle = text[len(text) // 3 :]
+    return next(
+        middle[at : at + 3]
+        for at in range(len(middle))
+        if middle[at : at + 3].isprintable() and "\ufffd" not in middle[at : at + 3]
+    )
+
+
+class Asking:
+    """How one request is asked, and its answer read."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/v1/completions"
+        self._http = httpx.Client(timeout=httpx.Timeout(LONGEST_REQUEST_S, connect=_CONNECT_S))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def quietly(self, body: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+        """The answer, which must be one."""
+        outcome = Outcome("", "", time.monotonic())
+        answer = self._read({"model": "tiny"} | body, outcome, None)
+        assert (outcome.end, outcome.wrong) == ("completed", ""), outcome
+        return answer
+
+    def ask(self, known: Known, front: str, hang_up_after: int | None) -> Outcome:
+        """Ask, hang up after so many events of a stream or not at all, and compare."""
+        outcome = Outcome(front, known.kind, time.monotonic())
+        try:
+            answer = self._read(known.body, outcome, hang_up_after)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            outcome.end, outcome.detail, outcome.reached = "cut", repr(error), False
+        except httpx.HTTPError as error:
+            outcome.end, outcome.detail = "cut", repr(error)
+        else:
+            if outcome.end == "completed" and answer != known.answer:
+                outcome.wrong = f"{known.kind} gave {answer!r} instead of {known.answer!r}"
+        outcome.ended_s = time.monotonic()
+        if outcome.ended_s - outcome.began_s > LONGEST_REQUEST_S:
+            outcome.wrong = f"took {outcome.ended_s - outcome.began_s:.0f} s"
+        return outcome
+
+    def _read(
+        self, body: dict[str, Any], outcome: Outcome, hang_up_after: int | None
+    ) -> tuple[tuple[str, str], ...]:
+        with self._http.stream("POST", self._url, json=body) as response:
+            outcome.reached = True
+            if response.status_code != 200:
+                _refused(response, outcome)
+                return ()
+            if body.get("stream"):
+                return _streamed(response, outcome, hang_up_after)
+            content = json.loads(response.read())
+            outcome.end = "completed"
+            choices = sorted(content["choices"], key=lambda choice: int(choice["index"]))
+            return tuple((choice["text"], choice["finish_reason"]) for choice in choices)
+
+
+def _refused(response: httpx.Response, outcome: Outcome) -> None:
+    content = response.read().decode(errors="replace")
+    outcome.end, outcome.detail = "refused", f"{response.status_code} {content}"
+    if (
+        response.status_code not in _RETRYABLE
+        or "retry-after" not in response.headers
+        or "error" not in content
+    ):
+        outcome.wrong = f"refused with {response.status_code} {dict(response.headers)}: {content}"
+
+
+def _streamed(
+    response: httpx.Response, outcome: Outcome, hang_up_after: int | None
+) -> tuple[tuple[str, str], ...]:
+    told: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    for number, event in enumerate(_events(response)):
+        if outcome.end:
+            outcome.wrong = f"an event after its end ({outcome.end}): {event}"
+        if number == hang_up_after:
+            outcome.end = "cancelled"
+            return ()
+        if event == "[DONE]":
+            outcome.end = "completed"
+            continue
+        content = json.loads(event)
+        if "error" in content:
+            outcome.end, outcome.detail = "failed", event
+            continue
+        for choice in content["choices"]:
+            index = choice["index"]
+            if index in ends:
+                outcome.wrong = f"choice {index} went on after its end: {event}"
+            told[index] = told.get(index, "") + choice["text"]
+            if choice["finish_reason"] is not None:
+                ends[index] = choice["finish_reason"]
+    if not outcome.end:
+        outcome.end, outcome.detail = "cut", "its stream has no end"
+    return tuple((told[index], ends.get(index, "")) for index in sorted(told))
+
+
+def _events(response: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+
+
+class Load:
+    """Clients of all fronts. They ask between `resume` and `pause`. Use as a context manager."""
+
+    def __init__(
+        self, urls: dict[str, str], known: Sequence[Known], seed: int, num_clients_each: int = 3
+    ) -> None:
+        self._urls, self._known, self._seed = urls, known, seed
+        self.outcomes: list[Outcome] = []
+        self._changed = threading.Condition()
+        self._asks = self._is_over = False
+        self._num_idle = 0
+        self._threads = [
+            threading.Thread(
+                target=self._keep_asking, args=[front, random.Random(f"{seed} {front} {number}")]
+            )
+            for front in urls
+            for number in range(num_clients_each)
+        ]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def resume(self) -> None:
+        with self._changed:
+            self._asks = True
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Wait until each request has ended; no client asks then."""
+        with self._changed:
+            self._asks = False
+        self._wait_for(lambda: self._num_idle == len(self._threads), "all requests have ended")
+
+    def wait_for_answers(self, num: int) -> None:
+        """Wait until clients of each front have so many more answers."""
+        before = self._num_completed()
+        self._wait_for(
+            lambda: all(self._num_completed()[front] >= before[front] + num for front in self._urls),
+            "each front answers",
+        )
+
+    def _num_completed(self) -> Counter[str]:
+        return Counter(outcome.front for outcome in self.outcomes if outcome.end == "completed")
+
+    def wait_for_answer_since(self, began_s: float) -> float:
+        """Wait until a request is answered that began after this moment. Returns the seconds from it on."""
+
+        def first_end_s() -> float | None:
+            later = [
+                one.ended_s for one in self.outcomes if one.end == "completed" and one.began_s >= began_s
+            ]
+            return min(later, default=None)
+
+        self._wait_for(lambda: first_end_s() is not None, "a new request is answered")
+        first_s = first_end_s()
+        assert first_s is not None
+        return first_s - began_s
+
+    def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=2 * LONGEST_REQUEST_S), f"never: {what}"
+
+    def _may_ask(self) -> bool:
+        """Wait until clients are to ask. Returns whether they still are to."""
+        with self._changed:
+            self._num_idle += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._asks or self._is_over)
+            self._num_idle -= 1
+            return not self._is_over
+
+    def _keep_asking(self, front: str, rng: random.Random) -> None:
+        asking = Asking(self._urls[front])
+        while self._may_ask():
+            known = rng.choice(self._known)
+            hangs_up = known.body.get("stream") and rng.random() < 0.1
+            outcome = asking.ask(known, front, rng.randrange(20) if hangs_up else None)
+            with self._changed:
+                self.outcomes.append(outcome)
+                self._changed.notify_all()
+                if outcome.end in ("refused", "cut"):
+                    asking.close()
+                    asking = Asking(self._urls[front])
+                    self._changed.wait_for(lambda: self._is_over, rng.uniform(0.05, _MOST_REFUSED_PAUSE_S))
+        asking.close()
