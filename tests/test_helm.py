@@ -18,6 +18,7 @@ import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
+from conductor.picker.cli import parsed
 from mooncake.config.settings import Config, load_config
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
@@ -35,15 +36,18 @@ EVERYTHING = {
         name: f"a-{name.lower()}"
         for name in (
             *("clusterKey", "apiKeys", "adminKeys", "httpTls", "clusterTls"),
-            *("etcdCa", "etcdCert", "etcdPassword", "hubToken"),
+            *("etcdCa", "etcdCert", "etcdPassword", "hubToken", "pickerTls"),
         )
     },
     "etcd": {"endpoints": ["https://etcd:2379"], "user": "mooncake"},
     "conductor": {"state": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}},
     "prefill": {"config": {"pipeline": {"stages": 2}}, "runtimeClassName": "nvidia", "drainSeconds": 90},
+    "picker": {"enabled": True},
     "image": {"pullSecrets": ["registry"]},
     "front": {"service": {"type": "LoadBalancer", "annotations": {"a": "b"}}, "podAnnotations": {"c": "d"}},
 }
+NODES = ("conductor", "front", "prefill", "decode")
+"""Components that run mooncake-serve. The picker has no configuration."""
 VALUES: dict[str, dict[str, Any]] = {
     "one-node-cpu": yaml.safe_load((HELM / "one-node-cpu.yaml").read_text()),
     "gpu-rdma": yaml.safe_load((HELM / "gpu-rdma.yaml").read_text()),
@@ -115,7 +119,7 @@ def test_lints(values: str) -> None:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_knows_every_field(values: str, version: str) -> None:
     for each in rendered(values):
-        if each["kind"] not in CUSTOM:
+        if each["kind"] not in (*CUSTOM, "InferencePool"):
             kubernetes_validate.validate(each, version, strict=True)
 
 
@@ -132,7 +136,7 @@ def _without_labels(content: dict[str, Any]) -> dict[str, Any]:
 
 @each_values
 def test_pods_load_their_configuration(values: str, tmp_path: Path) -> None:
-    for component in ("conductor", "front", "prefill", "decode"):
+    for component in NODES:
         config = config_of(values, component, tmp_path)
         assert config.role == component
         assert config.conductor.ttft_slo_s == 15, "of the values' own defaults"
@@ -147,8 +151,8 @@ def test_pods_load_their_configuration(values: str, tmp_path: Path) -> None:
 @each_values
 def test_files_of_the_configuration_are_mounted(values: str, tmp_path: Path) -> None:
     """Files of secrets, models and state, all at places that exist in their containers."""
-    for component, pod in pods(values).items():
-        config = config_of(values, component, tmp_path)
+    for component in NODES:
+        config, pod = config_of(values, component, tmp_path), pods(values)[component]
         mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
         needed = set(_paths(config.model_dump(mode="json")))
         if component != "conductor":
@@ -185,6 +189,8 @@ def test_nothing_is_killed_that_still_drains(values: str, tmp_path: Path) -> Non
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
         if component in ("prefill", "decode"):
             assert grace_s > config_of(values, component, tmp_path).worker.drain_timeout_s + 6
+        if component == "picker":
+            assert grace_s > parsed(pod["spec"]["containers"][0]["args"]).finish_s + 6
         if component == "front":
             *_, longest_s, shortest_s = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"][
                 "command"
@@ -210,8 +216,30 @@ def test_selectors_find_pods_and_ports(values: str) -> None:
     for component, pod in pods(values).items():
         container = pod["spec"]["containers"][0]
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            if probe in container:
-                assert container[probe]["httpGet"]["port"] in ports[component]
+            for how in container.get(probe, {}).keys() & {"httpGet", "tcpSocket"}:
+                assert container[probe][how]["port"] in ports[component]
+
+
+@pytest.mark.parametrize("values", ["gpu-rdma", "everything"])
+def test_gateways_find_fronts_and_their_picker(values: str) -> None:
+    [pool] = of_kind(values, "InferencePool")
+    fronts = {name for name, pod in pods(values).items() if _matches(pool["spec"]["selector"], pod)}
+    assert fronts == {"front"}
+    asked = pool["spec"]["endpointPickerRef"]
+    [service] = [each for each in of_kind(values, "Service") if each["metadata"]["name"] == asked["name"]]
+    [container] = pods(values)["picker"]["spec"]["containers"]
+    options = parsed(container["args"])
+    assert container["command"] == ["mooncake-picker"]
+    assert asked["port"]["number"] == service["spec"]["ports"][0]["port"] == int(options.listen[-4:])
+    scheme, tls = ("https", True) if values == "everything" else ("http", False)
+    assert options.clusters == [f"{scheme}://mooncake-fronts:8000"]
+    assert (options.certificate is not None) == tls
+    mounted = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+    assert mounted == ({"/secrets/pickerTls"} if tls else set())
+
+
+def _matches(selector: dict[str, Any], pod: dict[str, Any]) -> bool:
+    return bool(selector["matchLabels"].items() <= pod["metadata"]["labels"].items())
 
 
 def test_instances_of_gpus_may_lock_memory() -> None:

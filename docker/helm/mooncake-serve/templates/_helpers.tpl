@@ -119,10 +119,10 @@ affinity: {{- toYaml . | nindent 2 }}
 volumes:
   - name: config
     configMap: {name: {{ include "mooncake.name" .root }}}
-  - name: cache
+  - name: home # compiled kernels, models of a hub
     emptyDir: {}
   {{- range $name, $secret := .root.Values.secrets }}
-  {{- if and $secret (ne $name "hubToken") }}
+  {{- if and $secret (not (has $name (list "hubToken" "pickerTls"))) }}
   - name: {{ lower $name }}
     secret: {secretName: {{ $secret }}, defaultMode: 0400}
   {{- end }}
@@ -167,9 +167,9 @@ env:
   {{- end }}
 volumeMounts:
   - {name: config, mountPath: /config, readOnly: true}
-  - {name: cache, mountPath: /home/mooncake/.cache}
+  - {name: home, mountPath: /home/mooncake}
   {{- range $secret, $name := $root.Values.secrets }}
-  {{- if and $name (ne $secret "hubToken") }}
+  {{- if and $name (not (has $secret (list "hubToken" "pickerTls"))) }}
   - {name: {{ lower $secret }}, mountPath: /secrets/{{ $secret }}, readOnly: true}
   {{- end }}
   {{- end }}

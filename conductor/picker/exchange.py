@@ -1,0 +1,148 @@
+"""One HTTP request as Envoy tells of it, message by message, and the answer to each.
+
+The front is chosen when the headers have come: the Conductor looks at the prompt. Bodies go on unchanged.
+
+Owns: the messages of external processing. Does not know: gRPC, how a front is chosen.
+"""
+
+import json
+from collections.abc import Iterable
+
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption, Metadata
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpBody,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.struct_pb2 import Struct
+
+from conductor.picker.fronts import Fronts
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+LOAD_BALANCING, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
+"""Namespaces of metadata."""
+UNAVAILABLE = 503
+NO_FRONT = {
+    "error": {
+        "message": "no front is ready",
+        "type": "server_error",
+        "param": None,
+        "code": "unavailable",
+    }
+}
+RETRY_AFTER_S = 1
+
+
+class Exchange:
+    """One request and its response. `close` when it has ended."""
+
+    def __init__(self, fronts: Fronts) -> None:
+        self._fronts = fronts
+        self._front: str | None = None
+        """The front that has the request."""
+        self._streams_request = self._streams_response = True
+
+    def answer(self, message: ProcessingRequest) -> ProcessingResponse | None:
+        """Return the answer to a message; None if Envoy only tells, and wants none."""
+        if message.HasField("protocol_config"):
+            # Other gateways than Envoy may not say so: full duplex is what the protocol demands.
+            modes, full = message.protocol_config, ProcessingMode.FULL_DUPLEX_STREAMED
+            self._streams_request = modes.request_body_mode == full
+            self._streams_response = modes.response_body_mode == full
+        answer = self._answer(message)
+        return None if message.observability_mode else answer
+
+    def close(self) -> None:
+        """Count the request no longer. Idempotent."""
+        self._move(None)
+
+    def _answer(self, message: ProcessingRequest) -> ProcessingResponse:
+        kind = message.WhichOneof("request")
+        match kind:
+            case "request_headers":
+                return self._choose(message.metadata_context)
+            case "request_body":
+                return ProcessingResponse(request_body=_body(message.request_body, self._streams_request))
+            case "response_headers":
+                if served := _values(message.metadata_context, LOAD_BALANCING, SERVED):
+                    self._move(served[0])
+                return ProcessingResponse(response_headers=HeadersResponse())
+            case "response_body":
+                return ProcessingResponse(response_body=_body(message.response_body, self._streams_response))
+            case "request_trailers":
+                return ProcessingResponse(request_trailers=TrailersResponse())
+            case "response_trailers":
+                return ProcessingResponse(response_trailers=TrailersResponse())
+        raise ValueError("a message of no known kind")
+
+    def _choose(self, metadata: Metadata) -> ProcessingResponse:
+        chosen = self._fronts.choose(_values(metadata, SUBSET_HINT, SUBSET))
+        if not chosen:
+            return ProcessingResponse(immediate_response=_unavailable())
+        self._move(chosen[0])
+        addresses = ",".join(chosen)
+        for_load_balancing = Struct()
+        for_load_balancing.update({LOAD_BALANCING: {DESTINATION: addresses}})
+        mutation = HeaderMutation(set_headers=_headers([(DESTINATION, addresses)]))
+        response = CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        return ProcessingResponse(
+            request_headers=HeadersResponse(response=response), dynamic_metadata=for_load_balancing
+        )
+
+    def _move(self, front: str | None) -> None:
+        """Count the request at `front`, and at no other one."""
+        if self._front is not None:
+            self._fronts.ends(self._front)
+        self._front = front
+        if front is not None:
+            self._fronts.begins(front)
+
+
+def _body(body: HttpBody, is_streamed: bool) -> BodyResponse:
+    if not is_streamed:
+        return BodyResponse()
+    same = StreamedBodyResponse(body=body.body, end_of_stream=body.end_of_stream)
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=same)))
+
+
+def _unavailable() -> ImmediateResponse:
+    headers = [("content-type", "application/json"), ("retry-after", str(RETRY_AFTER_S))]
+    return ImmediateResponse(
+        status=HttpStatus(code=UNAVAILABLE),
+        headers=HeaderMutation(set_headers=_headers(headers)),
+        body=json.dumps(NO_FRONT).encode(),
+        details="no front is ready",
+    )
+
+
+def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
+    """Return headers that take the place of those that the client has sent."""
+    return [
+        HeaderValueOption(
+            header=HeaderValue(key=name, raw_value=value.encode()),
+            append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+        )
+        for name, value in headers
+    ]
+
+
+def _values(metadata: Metadata, namespace: str, key: str) -> list[str] | None:
+    """Return what the gateway has put there: a list, or one string with commas; None if there is nothing."""
+    fields = metadata.filter_metadata[namespace].fields if namespace in metadata.filter_metadata else {}
+    if key not in fields:
+        return None
+    value = fields[key]
+    texts = [each.string_value for each in value.list_value.values] or [value.string_value]
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]

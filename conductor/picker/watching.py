@@ -1,0 +1,65 @@
+"""Finds the fronts of each cluster by its name, and asks each every second whether it is ready.
+
+Owns: names, their addresses, /ready. Does not know: what is made of it (`conductor.picker.fronts`).
+"""
+
+import asyncio
+import logging
+import socket
+from urllib.parse import urlsplit
+
+import httpx
+
+from conductor.picker.fronts import Fronts
+
+PERIOD_S = 1.0
+TIMEOUT_S = 2.0
+NOT_READY = 503
+log = logging.getLogger(__name__)
+
+
+async def watch(cluster: str, fronts: Fronts) -> None:
+    """Follow the fronts of a cluster, for ever.
+
+    Args:
+        cluster: The URL of its fronts: http:// or https://, a name that has the addresses of all, a port.
+        fronts: Is told of each.
+    """
+    url = urlsplit(cluster)
+    assert url.hostname is not None
+    assert url.port is not None
+    # Certificates have the names that clients use, and nothing is sent or believed but that a front is ready.
+    async with httpx.AsyncClient(verify=False, timeout=TIMEOUT_S, trust_env=False) as client:
+        while True:
+            addresses = await _resolved(url.hostname, url.port)
+            if addresses is not None:
+                for address in fronts.addresses(cluster) - addresses:
+                    fronts.is_gone(address)
+                asked = [_ask(client, url.scheme, address, cluster, fronts) for address in addresses]
+                await asyncio.gather(*asked)
+            await asyncio.sleep(PERIOD_S)
+
+
+async def _resolved(host: str, port: int) -> set[str] | None:
+    """Return the addresses of a name; None if nobody can say."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            return set()
+        log.warning("the addresses of %s are not known: %s", host, error.strerror)
+        return None
+    hosts = {str(address[0]) for *_, address in found}
+    return {f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts}
+
+
+async def _ask(client: httpx.AsyncClient, scheme: str, address: str, cluster: str, fronts: Fronts) -> None:
+    try:
+        answer = await client.get(f"{scheme}://{address}/ready")
+        if answer.is_success:
+            fronts.is_ready(address, cluster, int(answer.json()["num_decode"]))
+        elif answer.status_code != NOT_READY:
+            fronts.is_gone(address)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        fronts.is_gone(address)
