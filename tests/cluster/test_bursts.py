@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ BURST = [prompt_of(1, NUM_SHARED) + prompt_of(seed, 10 + 5 * seed) for seed in r
 NUM_OWN = sum(map(len, BURST)) - len(BURST) * NUM_SHARED
 NUM_TOKENS = 8
 PREFILL = ("prefill-0", "prefill-1")
+ROOMY = "--kvcache-pool-bytes=16MiB"
+PATIENCE = ("--conductor-peer-timeout-s=60", "--hang-timeout-s=120")
 FLAGS = {
     (*PREFILL, "decode-0"): [TRANSFERS, "--num-prefill=2"],
     ("both-0", "both-1"): ["--num-both=2"],
@@ -50,9 +52,9 @@ def expected(long_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.fixture
-def burst() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(len(BURST)) as clients:
-        yield clients
+def clients() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(len(BURST)) as threads:
+        yield threads
 
 
 def num_computed(server: Server) -> float:
@@ -61,16 +63,38 @@ def num_computed(server: Server) -> float:
     return sum(number for labels, number in by_labels.items() if 'source="computed"' in labels)
 
 
+def placed(server: Server) -> list[str]:
+    """The instances of the requests that have one."""
+    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
+    return [request["prefill"] for request in state["requests"] if request["prefill"] is not None]
+
+
+def place_all(
+    server: Server, clients: ThreadPoolExecutor, instances: tuple[str, ...]
+) -> tuple[list[Future[dict[str, Any]]], str]:
+    """The answers to come to the burst, and the instance that got it. The instances have been stopped before,
+    so that all are placed before the first has been computed."""
+    for name in instances:
+        os.kill(server.pid_of(name), signal.SIGSTOP)
+    answers = [clients.submit(answer_to, server, index) for index in range(len(BURST))]
+    eventually(lambda: len(placed(server)) == len(BURST), "all are placed")
+    [chosen] = set(placed(server))
+    return answers, chosen
+
+
 @pytest.mark.parametrize("instances", FLAGS, ids="+".join)
 def test_new_prefix_of_a_burst_is_computed_once(
     long_tiny: Path,
     run_dir: Path,
-    burst: ThreadPoolExecutor,
+    clients: ThreadPoolExecutor,
     expected: list[str],
     instances: tuple[str, ...],
 ) -> None:
-    with tiny_server(long_tiny, run_dir, *FLAGS[instances]) as server:
-        answers = list(burst.map(lambda index: answer_to(server, index), range(len(BURST))))
+    with tiny_server(long_tiny, run_dir, *FLAGS[instances], ROOMY, *PATIENCE) as server:
+        submitted, _ = place_all(server, clients, instances[:2])
+        for name in instances[:2]:
+            os.kill(server.pid_of(name), signal.SIGCONT)
+        answers = [answer.result() for answer in submitted]
         assert [text_of(answer) for answer in answers] == expected
         num_cached = sum(answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers)
         assert num_cached == (len(BURST) - 1) * NUM_SHARED
@@ -78,25 +102,14 @@ def test_new_prefix_of_a_burst_is_computed_once(
         wait_until_idle(server, instances=instances)
 
 
-def requests_of(server: Server, step: str) -> list[dict[str, Any]]:
-    """The requests that are in this step."""
-    state = httpx.get(f"{server.url}/dashboard/state", timeout=DEADLINE_S).json()
-    return [request for request in state["requests"] if request["step"] == step]
-
-
 def test_burst_whose_instance_is_killed_is_answered_as_ever(
-    long_tiny: Path, run_dir: Path, burst: ThreadPoolExecutor, expected: list[str]
+    long_tiny: Path, run_dir: Path, clients: ThreadPoolExecutor, expected: list[str]
 ) -> None:
-    patience = ["--conductor-peer-timeout-s=60", "--hang-timeout-s=120", "--kvcache-pool-bytes=16MiB"]
-    with tiny_server(long_tiny, run_dir, TRANSFERS, "--num-prefill=2", *patience) as server:
-        workers = {name: server.pid_of(name) for name in PREFILL}
-        for pid in workers.values():
-            os.kill(pid, signal.SIGSTOP)  # so that all are placed before the first has been computed
-        answers = [burst.submit(answer_to, server, index) for index in range(len(BURST))]
-        eventually(lambda: len(requests_of(server, "prefilling")) == len(BURST), "all are placed")
-        [chosen] = {request["prefill"] for request in requests_of(server, "prefilling")}
-        os.kill(workers.pop(chosen), signal.SIGKILL)
-        for pid in workers.values():
-            os.kill(pid, signal.SIGCONT)
-        assert [text_of(answer.result()) for answer in answers] == expected
+    flags = (TRANSFERS, "--num-prefill=2", ROOMY, *PATIENCE)
+    with tiny_server(long_tiny, run_dir, *flags) as server:
+        submitted, chosen = place_all(server, clients, PREFILL)
+        os.kill(server.pid_of(chosen), signal.SIGKILL)
+        [other] = {*PREFILL} - {chosen}
+        os.kill(server.pid_of(other), signal.SIGCONT)
+        assert [text_of(answer.result()) for answer in submitted] == expected
         wait_until_idle(server, instances=(*PREFILL, "decode-0"))
