@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 PATIENCE_S = 10.0
-"""Seconds for which a front that answers counts as ready although it says that it is not. A front keeps
-requests while one Conductor follows another, and then says by itself that it is not available."""
+"""Seconds for which a front counts as ready after it has last said so, though it says now that it is not, or
+nothing. A front keeps requests while one Conductor follows another, and says by itself if that takes long."""
 MOST_ENDPOINTS = 5
 """Addresses in an answer: those behind the first one are for a gateway that tries again."""
 

@@ -61,5 +61,7 @@ async def _ask(client: httpx.AsyncClient, scheme: str, address: str, cluster: st
             fronts.is_ready(address, cluster, int(answer.json()["num_decode"]))
         elif answer.status_code != NOT_READY:
             fronts.is_gone(address)
+    except httpx.TimeoutException:
+        pass  # it may be busy: it is ready for as long as it said, and then not
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         fronts.is_gone(address)

@@ -174,7 +174,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
                 return all(made.ask(address).is_success for address in addresses)
             return False
 
-        eventually(goes_through, "requests reach both fronts", 60)
+        eventually(goes_through, "requests reach both fronts")
         yield made
 
 
@@ -198,7 +198,7 @@ def test_another_cluster_is_tried_if_the_first_one_refuses(gateway: Gateway, sta
     gateway.other.status = status
     try:
         gateway.other.bodies.clear()
-        answers = [gateway.ask() for _ in range(20)]
+        answers = [gateway.ask() for _ in range(4)]
         assert {answer.status_code for answer in answers} == {200}
         assert gateway.other.bodies, "it was asked first, now and then"
     finally:
