@@ -1,13 +1,12 @@
-"""An OpenTelemetry collector that keeps what it gets: OTLP over HTTP, decoded."""
+"""An OpenTelemetry collector that keeps what it gets: OTLP over HTTP, in JSON."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.deadline import DEADLINE_S
 
@@ -40,12 +39,12 @@ class Collector:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def add(self, body: bytes) -> None:
-        request = ExportTraceServiceRequest.FromString(body)
+        request = json.loads(body)
         with self.changed:
-            for of_process in request.resource_spans:
-                resource = _attributes(of_process.resource.attributes)
-                for of_scope in of_process.scope_spans:
-                    self.spans += [_span(resource, span) for span in of_scope.spans]
+            for of_process in request["resourceSpans"]:
+                resource = _attributes(of_process["resource"])
+                for of_scope in of_process["scopeSpans"]:
+                    self.spans += [_span(resource, span) for span in of_scope["spans"]]
             self.changed.notify_all()
 
     def wait_for(self, name: str, trace_id: str | None = None, **attributes: object) -> CollectedSpan:
@@ -69,39 +68,39 @@ class Collector:
             return [span for span in self.spans if span.trace_id == trace_id]
 
 
-def _span(resource: dict[str, Any], span: Any) -> CollectedSpan:
+def _span(resource: dict[str, Any], span: dict[str, Any]) -> CollectedSpan:
     return CollectedSpan(
         resource["service.instance.id"],
         resource["service.name"],
-        span.name,
-        span.trace_id.hex(),
-        span.span_id.hex(),
-        span.parent_span_id.hex(),
-        span.trace_state,
-        span.start_time_unix_nano / 1e9,
-        span.end_time_unix_nano / 1e9,
-        span.status.message,
-        _attributes(span.attributes),
-        {event.name: _attributes(event.attributes) for event in span.events},
+        span["name"],
+        span["traceId"],
+        span["spanId"],
+        span.get("parentSpanId", ""),
+        span.get("traceState", ""),
+        int(span["startTimeUnixNano"]) / 1e9,
+        int(span["endTimeUnixNano"]) / 1e9,
+        span.get("status", {}).get("message", ""),
+        _attributes(span),
+        {event["name"]: _attributes(event) for event in span.get("events", ())},
     )
 
 
-def _attributes(pairs: Any) -> dict[str, Any]:
-    return {pair.key: _value(pair.value) for pair in pairs}
+def _attributes(of: dict[str, Any]) -> dict[str, Any]:
+    return {pair["key"]: _value(pair["value"]) for pair in of.get("attributes", ())}
 
 
-def _value(value: Any) -> Any:
-    kind = value.WhichOneof("value")
-    return (
-        [_value(each) for each in value.array_value.values] if kind == "array_value" else getattr(value, kind)
-    )
+def _value(value: dict[str, Any]) -> Any:
+    [(kind, content)] = value.items()
+    if kind == "arrayValue":
+        return [_value(each) for each in content["values"]]
+    return int(content) if kind == "intValue" else content
 
 
 @contextmanager
 def running_collector(port: int = 0) -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            assert self.path == "/v1/traces", self.path
+            assert (self.path, self.headers["content-type"]) == ("/v1/traces", "application/json")
             collector.add(self.rfile.read(int(self.headers["content-length"])))
             self.send_response(200)
             self.send_header("content-length", "0")

@@ -93,7 +93,7 @@ class Migration:
     num_loaded_tokens: int = 0
     """Tokens whose KVCache the destination has loaded."""
     outcome: MigrationOutcome | None = None
-    """The outcome, where it is known before the migration has ended."""
+    """The outcome, once it is known: at the end of the migration, or before."""
 
     @property
     def has_ordered_hand_over(self) -> bool:

@@ -323,7 +323,8 @@ class Requests:
         """Forget a migration that has ended, and count it."""
         del self.migrating[tracked.request_id]
         self._uncount(migration.destination.source)
-        self.stats.migrations.num_ended[migration.reason, migration.outcome or outcome] += 1
+        migration.outcome = migration.outcome or outcome
+        self.stats.migrations.num_ended[migration.reason, migration.outcome] += 1
         block_size = migration.destination.instance.registration.layout.block_size
         num_copied_blocks = max(0, migration.num_loaded_tokens // block_size - migration.num_held_blocks)
         self.stats.migrations.num_copied_bytes += num_copied_blocks * self.view.block_bytes

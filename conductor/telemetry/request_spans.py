@@ -15,9 +15,12 @@ import msgspec
 
 from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
+from conductor.requests.migration import Migration
 from conductor.telemetry.history import FAILED, QUEUED, REJECTED, RESERVING, Timeline
+from conductor.view.decision_stats import MigrationOutcome
 from conductor.view.placement import Placement
 from mooncake.messages.fronts import Continue, Rejected, Resume, Submit
+from mooncake.messages.migration import PreCopy
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Reserve
 from mooncake.tracing.spans import Attributes, EndedSpan, SpanEvent
@@ -25,7 +28,7 @@ from mooncake.tracing.spans import Attributes, EndedSpan, SpanEvent
 if TYPE_CHECKING:
     from mooncake.tracing.tracer import OpenSpan, Tracer
 
-REQUEST, PLACE = "conductor.request", "conductor.place"
+REQUEST, PLACE, MIGRATE = "conductor.request", "conductor.place", "conductor.migrate"
 
 
 class Decision(NamedTuple):
@@ -43,6 +46,8 @@ class _Traced:
     placements: list[Decision] = field(default_factory=list)
     """Its placements in order."""
     rejection: Decision | None = None
+    migrations: list[EndedSpan] = field(default_factory=list)
+    """Its migrations that have ended."""
 
 
 class RequestSpans:
@@ -51,6 +56,8 @@ class RequestSpans:
     def __init__(self, tracer: "Tracer", conductor: Conductor, rule: str) -> None:
         self._tracer, self._conductor, self._rule = tracer, conductor, rule
         self._traced: dict[str, _Traced] = {}
+        self._migrating: dict[str, Migration] = {}
+        """Migrations in progress by request."""
 
     def enter(self, message: ToConductor, now_s: float) -> ToConductor:
         """Return `message`, with the Conductor's span for the request in it in place of the front's."""
@@ -70,13 +77,27 @@ class RequestSpans:
         """Record what was decided by `decided_s`, before the history records the effects."""
         if not self._traced:
             return
+        self._end_migrations(decided_s)
         for effect in effects:
             match effect.message:
+                case PreCopy(ref=ref) if ref.request_id in self._traced:
+                    tracked = self._conductor.requests.get(ref.request_id)
+                    if tracked is not None and tracked.migration is not None:
+                        self._migrating[ref.request_id] = tracked.migration
                 case Reserve(ref=ref) if traced := self._traced.get(ref.request_id):
                     traced.placements.append(Decision(decided_s, self._chosen(ref)))
                 case Rejected(request_id, reason, status) if traced := self._traced.get(request_id):
                     rejected: Attributes = {"mooncake.rejection": reason, "http.response.status_code": status}
                     traced.rejection = Decision(decided_s, rejected)
+
+    def _end_migrations(self, now_s: float) -> None:
+        """Make the spans of migrations that have ended."""
+        for request_id, migration in list(self._migrating.items()):
+            tracked = self._conductor.requests.get(request_id)
+            if tracked is None or tracked.migration is not migration:
+                del self._migrating[request_id]
+                if (traced := self._traced.get(request_id)) is not None:
+                    traced.migrations.append(_migration_span(migration, now_s))
 
     def _chosen(self, ref: Ref) -> Attributes:
         rule: Attributes = {"mooncake.rule": self._rule}
@@ -89,18 +110,15 @@ class RequestSpans:
         """Make the span of a request that has ended, if it is traced."""
         traced = self._traced.pop(timeline.request_id, None)
         if traced is not None:
-            work = span_of(timeline, traced.began_s, traced.placements, traced.rejection)
-            self._tracer.end(traced.span, work)
+            self._tracer.end(traced.span, _request_span(timeline, traced))
 
 
-def span_of(
-    timeline: Timeline, began_s: float, placements: list[Decision], rejection: Decision | None
-) -> EndedSpan:
-    """The span of a request that is over, in the Conductor since `began_s`."""
+def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
+    """The span of a request that is over."""
     last = timeline.last
     return EndedSpan(
         REQUEST,
-        began_s,
+        traced.began_s,
         last.at_s,
         {
             "mooncake.request_id": timeline.request_id,
@@ -122,18 +140,18 @@ def span_of(
             for moment in timeline.moments
         ],
         error=last.note if last.step in (FAILED, REJECTED) else "",
-        parts=_placings(timeline, placements, rejection),
+        parts=[*_placings(timeline, traced), *traced.migrations],
     )
 
 
-def _placings(timeline: Timeline, placements: list[Decision], rejection: Decision | None) -> list[EndedSpan]:
+def _placings(timeline: Timeline, traced: _Traced) -> list[EndedSpan]:
     """Each decision about the request, with the time that it waited for it."""
-    parts, decisions = list[EndedSpan](), iter(placements)
+    parts, decisions = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
         if following.step == RESERVING:
             decision = next(decisions, None)
         elif following.step == REJECTED:
-            decision = rejection
+            decision = traced.rejection
         else:
             continue
         if decision is not None:
@@ -141,6 +159,27 @@ def _placings(timeline: Timeline, placements: list[Decision], rejection: Decisio
             ended_s = max(following.at_s, decision.at_s)
             parts.append(EndedSpan(PLACE, began_s, ended_s, decision.attributes, error=following.note))
     return parts
+
+
+def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
+    """A migration that ends now. One that leaves the request where it is tells why, unless the request has
+    ended."""
+    outcome = migration.outcome
+    has_failed = outcome not in (MigrationOutcome.MOVED, MigrationOutcome.ENDED)
+    return EndedSpan(
+        MIGRATE,
+        migration.began_s,
+        now_s,
+        {
+            "mooncake.reason": migration.reason,
+            "mooncake.outcome": outcome,
+            "mooncake.source": migration.destination.source.name,
+            "mooncake.destination": migration.destination.instance.name,
+            "mooncake.rounds": migration.num_rounds,
+            "mooncake.loaded_tokens": migration.num_loaded_tokens,
+        },
+        error=outcome or "" if has_failed else "",
+    )
 
 
 def _chosen(placement: Placement) -> Attributes:

@@ -1,7 +1,10 @@
 """The tracer of one process, which makes spans of recorded times and sends them to a collector.
 
 Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses those that do
-not fit into its queue (`OTEL_BSP_MAX_QUEUE_SIZE`). OTLP goes over HTTP: gRPC's threads survive no fork.
+not fit into its queue (`OTEL_BSP_MAX_QUEUE_SIZE`).
+
+OTLP goes over HTTP, in JSON. Threads of gRPC do not survive the forks of a front. The package of OTLP's protobuf
+has files of the same names as that of Envoy's, which the endpoint picker needs.
 
 Owns: the SDK, wall-clock times of spans, what is logged of the collector. Does not know: what is traced.
 """
@@ -15,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import (
     HOST_NAME,
     SERVICE_INSTANCE_ID,

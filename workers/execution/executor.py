@@ -119,7 +119,7 @@ class Executor:
         batch = Batch.build([part.chunk for part in parts], self.kv)
         hidden = self.model.embed(batch) if hidden is None else hidden.to(self.kv.device)
         for layer in layers:
-            transfers.wait_loaded(loading)
+            transfers.wait_loaded(loading, parts)
             if all(self.dropped(parts)):
                 raise CancelledOnDevice
             loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None

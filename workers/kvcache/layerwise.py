@@ -8,6 +8,7 @@ Owns: the threads of loads and stores, the state that a pass shares with them. D
 messages.
 """
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -73,6 +74,8 @@ class PassPart:
     """Pool pages whose bytes were found damaged by loads."""
     storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
+    load_wait_s: float = 0.0
+    """Seconds for which the pass has waited for loads, whichever part's they were."""
 
 
 class LayerTransfers:
@@ -99,12 +102,15 @@ class LayerTransfers:
             return None
         return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
-    def wait_loaded(self, loading: "Future[list[Mark]] | None") -> None:
+    def wait_loaded(self, loading: "Future[list[Mark]] | None", parts: Sequence[PassPart]) -> None:
         """Wait, on the device thread, until the layer is loaded and its memory is free, or the part was
         dropped."""
         if loading is not None:
+            began_s = time.perf_counter()
             for mark in loading.result():
                 self._copies.wait(mark)
+            for part in parts:
+                part.load_wait_s += time.perf_counter() - began_s
 
     def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
         """Begin to store `layer`, which has been computed; on the device thread."""

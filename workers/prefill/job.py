@@ -236,13 +236,10 @@ class PrefillJob:
             while futures and _has_succeeded(futures[0]):
                 futures.popleft()
         self.damaged_pages += part.damaged_pages
-        chunk = part.chunk
-        self.times.note_pass_end(
-            chunk.start, len(chunk.token_ids), len(part.loads), len(part.stores), is_computed=is_computed
-        )
+        self.times.note_pass_end(part, is_computed=is_computed)
         if is_computed:
             self._must_load = False
-            self.progress.num_done += len(chunk.token_ids)
+            self.progress.num_done += len(part.chunk.token_ids)
 
     @property
     def lacks_reuse(self) -> bool:

@@ -69,6 +69,7 @@ def _pass(of_pass: PassTimes, block_bytes: int) -> EndedSpan:
     attributes = {
         "mooncake.start": of_pass.start,
         "mooncake.tokens": of_pass.num_tokens,
+        "mooncake.load_wait_s": of_pass.load_wait_s,
         "mooncake.loaded_bytes": of_pass.num_loaded_blocks * block_bytes,
         "mooncake.stored_bytes": of_pass.num_stored_blocks * block_bytes,
     }

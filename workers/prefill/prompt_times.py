@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from workers.kvcache.layerwise import PassPart
+
 
 class PassTimes(NamedTuple):
     """One pass, as far as it is the prompt's."""
@@ -20,6 +22,8 @@ class PassTimes(NamedTuple):
     """Blocks that the pass brings from the pool to the device, layer by layer."""
     num_stored_blocks: int
     """Blocks of which the pass stores layers in the pool."""
+    load_wait_s: float
+    """Seconds for which the pass has waited for loads."""
     is_computed: bool
 
 
@@ -54,20 +58,18 @@ class PromptTimes:
         """Record that a pass begins."""
         self.pass_began_s = time.monotonic()
 
-    def note_pass_end(
-        self,
-        start: int,
-        num_tokens: int,
-        num_loaded_blocks: int,
-        num_stored_blocks: int,
-        *,
-        is_computed: bool,
-    ) -> None:
-        """Record that the pass has ended."""
-        now_s = time.monotonic()
+    def note_pass_end(self, part: PassPart, *, is_computed: bool) -> None:
+        """Record that the pass has ended of which `part` was the prompt's."""
         self.passes.append(
             PassTimes(
-                self.pass_began_s, now_s, start, num_tokens, num_loaded_blocks, num_stored_blocks, is_computed
+                self.pass_began_s,
+                time.monotonic(),
+                part.chunk.start,
+                len(part.chunk.token_ids),
+                len(part.loads),
+                len(part.stores),
+                part.load_wait_s,
+                is_computed,
             )
         )
 

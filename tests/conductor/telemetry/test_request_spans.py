@@ -9,10 +9,24 @@ from conductor.rules import Limits
 from conductor.telemetry.history import History
 from conductor.telemetry.request_spans import RequestSpans
 from mooncake.messages.fronts import Cancel, Continue, Interrupted, Resume, Submit
+from mooncake.messages.migration import HandedOver, PreCopied, Prepared
+from mooncake.messages.operators import Migrate
 from mooncake.messages.requests import FinishReason, Request, SpanContext
 from mooncake.messages.workers import Finished, Leave, Prefill, Prefilled, Reserve, Reserved, Role, WorkFailed
 from mooncake.tracing.spans import EndedSpan
-from tests.conductor.small_cluster import B0, D0, FRONT, GRANT, P0, new_conductor, ref, registration, request
+from tests.conductor.small_cluster import (
+    B0,
+    D0,
+    D1,
+    FRONT,
+    GRANT,
+    P0,
+    new_conductor,
+    ref,
+    registration,
+    request,
+    two_decode_instances,
+)
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 OF_FRONT = SpanContext(f"00-{TRACE}-b7ad6b7169203331-01")
@@ -42,8 +56,8 @@ class Tracer:
 class Traced:
     """A Conductor whose requests are traced. A decision takes 0.001 s."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.conductor: Conductor = new_conductor(limits)
+    def __init__(self, limits: Limits | None = None, conductor: Conductor | None = None) -> None:
+        self.conductor: Conductor = conductor or new_conductor(limits)
         self.tracer, self.history = Tracer(), History()
         self.spans = RequestSpans(self.tracer, self.conductor, "kvcache_centric")  # type: ignore[arg-type]
         self.history.on_end = self.spans.ended
@@ -121,6 +135,45 @@ def test_each_attempt_has_its_decision(traced: Traced) -> None:
     assert span.attributes["mooncake.placements"] == 2
     assert {"mooncake.instance": None, "mooncake.note": "d0: no luck"} in [e.attributes for e in span.events]
     assert (span.attributes["mooncake.end"], span.error) == ("aborted", "")
+
+
+def test_each_migration_tells_its_reason_and_outcome() -> None:
+    traced = Traced(conductor=two_decode_instances(Limits()))
+    traced.hear(FRONT, Submit(traced_request()), 0.0)
+    traced.hear(D0, Reserved(ref(), GRANT), 1.0)
+    traced.hear(P0, Prefilled(ref(), 1, 0), 2.0)
+    traced.hear(FRONT, Migrate(1, "r", "d1"), 3.0)
+    traced.hear(D1, WorkFailed(ref(2), "no room", True), 4.0)
+    traced.hear(FRONT, Migrate(1, "r", "d1"), 15.0)
+    traced.hear(D0, PreCopied(ref(), [1]), 16.0)
+    traced.hear(D1, Prepared(ref(3), 8), 17.0)
+    traced.hear(D0, PreCopied(ref(), [1]), 18.0)
+    traced.hear(D0, HandedOver(ref(), [1, 2]), 19.0)
+    traced.hear(D1, Finished(ref(3), FinishReason.STOP, 4), 20.0)
+    [span] = traced.tracer.ended
+    refused, moved = [part for part in span.parts if part.name == "conductor.migrate"]
+    assert (refused.began_s, refused.ended_s, refused.error) == (3.0, 4.001, "refused")
+    assert (moved.began_s, moved.ended_s, moved.error) == (15.0, 19.001, "")
+    assert moved.attributes == {
+        "mooncake.reason": "by_hand",
+        "mooncake.outcome": "moved",
+        "mooncake.source": "d0",
+        "mooncake.destination": "d1",
+        "mooncake.rounds": 1,
+        "mooncake.loaded_tokens": 8,
+    }
+
+
+def test_a_migration_ends_with_its_request() -> None:
+    traced = Traced(conductor=two_decode_instances(Limits()))
+    traced.hear(FRONT, Submit(traced_request()), 0.0)
+    traced.hear(D0, Reserved(ref(), GRANT), 1.0)
+    traced.hear(P0, Prefilled(ref(), 1, 0), 2.0)
+    traced.hear(FRONT, Migrate(1, "r", "d1"), 3.0)
+    traced.hear(D0, Finished(ref(), FinishReason.STOP, 4), 4.0)
+    [span] = traced.tracer.ended
+    [migration] = [part for part in span.parts if part.name == "conductor.migrate"]
+    assert (migration.attributes["mooncake.outcome"], migration.error) == ("ended", "")
 
 
 def test_a_request_that_continues_stays_below_the_conductors_span(traced: Traced) -> None:

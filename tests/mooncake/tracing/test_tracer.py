@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
 
@@ -147,6 +148,14 @@ def test_there_is_a_tracer_only_with_a_collector() -> None:
     assert open_tracer(TracingConfig(), "front") is None
     config = TracingConfig(otlp_endpoint="http://127.0.0.1:4318")
     assert open_tracer(config, "front") is not None
+
+
+def test_a_missing_sdk_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mooncake.tracing.tracer")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"tracing\.otlp_endpoint.*'\.\[tracing\]'"):
+        open_tracer(TracingConfig(otlp_endpoint="http://127.0.0.1:4318"), "front")
+    assert open_tracer(TracingConfig(), "front") is None
 
 
 def test_a_wrong_variable_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_hidden_states_of_the_stage_before_come_to_the_device() -> None:
     kv, model = DeviceKVCache(spec, FakeModel.layers, 2, 8, torch.float32, "meta"), FakeModel()
     part = PassPart(Chunk([1, 2], 0, [0]), [], [], lambda _: True, lambda *_: None)
     transfers: Any = SimpleNamespace(
-        launch_load=lambda *_: None, wait_loaded=lambda _: None, launch_store=lambda *_: None
+        launch_load=lambda *_: None, wait_loaded=lambda *_: None, launch_store=lambda *_: None
     )
     executor = Executor(cast(DecoderModel, model), kv)
     executor.prefill([part], cast(LayerTransfers, transfers), torch.zeros(2, spec.hidden_size))
