@@ -1,6 +1,6 @@
 """One markdown table per section, with the bars that its figures are held against.
 
-    python -m benchmarks.scheduling [--only SECTION] [--full]
+    python -m benchmarks.conductor [--only SECTION] [--full]
 
 Owns: the choice of sections. Does not know: how anything is measured.
 """
