@@ -3,8 +3,8 @@
 Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses those that do
 not fit into its queue (`OTEL_BSP_MAX_QUEUE_SIZE`).
 
-OTLP goes over HTTP, in JSON. Threads of gRPC do not survive the forks of a front. The package of OTLP's protobuf
-has files of the same names as that of Envoy's, which the endpoint picker needs.
+OTLP goes over HTTP, in JSON. Threads of gRPC survive no fork, and a front forks. The package of protobuf for
+OTLP has files of the same names as that for Envoy, which the endpoint picker needs.
 
 Owns: the SDK, wall-clock times of spans, what is logged of the collector. Does not know: what is traced.
 """
