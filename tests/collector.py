@@ -13,7 +13,7 @@ from tests.deadline import DEADLINE_S
 
 @dataclass(frozen=True, slots=True)
 class CollectedSpan:
-    """Ids are hexadecimal digits, times seconds since 1970. A span that begins a trace has no parent."""
+    """Ids are hexadecimal digits, times nanoseconds since 1970. A span that begins a trace has no parent."""
 
     process: str
     service: str
@@ -22,8 +22,8 @@ class CollectedSpan:
     span_id: str
     parent_id: str
     trace_state: str
-    began_s: float
-    ended_s: float
+    began_ns: int
+    ended_ns: int
     error: str
     attributes: dict[str, Any]
     events: dict[str, dict[str, Any]]
@@ -77,8 +77,8 @@ def _span(resource: dict[str, Any], span: dict[str, Any]) -> CollectedSpan:
         span["spanId"],
         span.get("parentSpanId", ""),
         span.get("traceState", ""),
-        int(span["startTimeUnixNano"]) / 1e9,
-        int(span["endTimeUnixNano"]) / 1e9,
+        int(span["startTimeUnixNano"]),
+        int(span["endTimeUnixNano"]),
         span.get("status", {}).get("message", ""),
         _attributes(span),
         {event["name"]: _attributes(event) for event in span.get("events", ())},

@@ -113,32 +113,32 @@ class Tracer:
         """Begin a span whose context is needed before its end. Without a parent it begins a trace, which may
         be left out of the sample."""
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
-        return OpenSpan(
-            self._tracer.start_span(name, _as_context(parent), kind=kind, start_time=_wall_ns(at_s))
-        )
+        began_ns = _wall_ns(at_s, _zero_ns())
+        return OpenSpan(self._tracer.start_span(name, _as_context(parent), kind=kind, start_time=began_ns))
 
     def record(self, work: EndedSpan, parent: SpanContext | None) -> None:
         """Record a piece of work below `parent`; nothing if there is none, or it is not sampled."""
         if parent is not None and parent.is_sampled:
-            self._record(work, _as_context(parent))
+            self._record(work, _as_context(parent), _zero_ns())
 
     def end(self, open_span: OpenSpan, work: EndedSpan) -> None:
         """End a span with what `work` says of it. Its name and beginning stay as they are."""
         if open_span.is_recorded:
-            self._end(open_span.span, work)
+            self._end(open_span.span, work, _zero_ns())
 
-    def _record(self, work: EndedSpan, parent: Context) -> None:
-        self._end(self._tracer.start_span(work.name, parent, start_time=_wall_ns(work.began_s)), work)
+    def _record(self, work: EndedSpan, parent: Context, zero_ns: int) -> None:
+        span = self._tracer.start_span(work.name, parent, start_time=_wall_ns(work.began_s, zero_ns))
+        self._end(span, work, zero_ns)
 
-    def _end(self, span: Span, work: EndedSpan) -> None:
+    def _end(self, span: Span, work: EndedSpan, zero_ns: int) -> None:
         for part in work.parts:
-            self._record(part, set_span_in_context(span))
+            self._record(part, set_span_in_context(span), zero_ns)
         span.set_attributes(_given(work.attributes))
         for event in work.events:
-            span.add_event(event.name, _given(event.attributes), _wall_ns(event.at_s))
+            span.add_event(event.name, _given(event.attributes), _wall_ns(event.at_s, zero_ns))
         if work.error:
             span.set_status(StatusCode.ERROR, work.error)
-        span.end(_wall_ns(work.ended_s))
+        span.end(_wall_ns(work.ended_s, zero_ns))
 
 
 class _Exporter(SpanExporter):
@@ -194,5 +194,10 @@ def _given(attributes: Attributes) -> dict[str, Value]:
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _wall_ns(at_s: float) -> int:
-    return time.time_ns() - round((time.monotonic() - at_s) * 1e9)
+def _zero_ns() -> int:
+    """Return the wall-clock time at which the monotonic clock began, the same for a span and its parts."""
+    return time.time_ns() - time.monotonic_ns()
+
+
+def _wall_ns(at_s: float, zero_ns: int) -> int:
+    return zero_ns + round(at_s * 1e9)
