@@ -24,6 +24,8 @@ from conductor.picker.watching import watch
 from mooncake.errors import ConfigError
 
 LIVENESS = "liveness"
+LONGEST_MESSAGE_BYTES = 64 << 20
+"""A gateway that shows bodies whole sends each in one message."""
 READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 
@@ -82,7 +84,8 @@ async def serve(
     stopping = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", LONGEST_MESSAGE_BYTES)]
+    server = grpc.aio.server(options=options)
     add_ExternalProcessorServicer_to_server(Picker(fronts), server)
     add_HealthServicer_to_server(Health(fronts), server)
     port = _add_port(server, listen, certificate)

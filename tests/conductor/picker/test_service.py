@@ -178,7 +178,7 @@ def test_bodies_that_are_only_shown_are_not_sent_back(gateway: Gateway) -> None:
     )
     _, request, response = gateway.process(
         ProcessingRequest(request_headers=HEADERS, protocol_config=modes),
-        ProcessingRequest(request_body=HttpBody(body=b"{}", end_of_stream=True)),
+        ProcessingRequest(request_body=HttpBody(body=bytes(8 << 20), end_of_stream=True)),
         ProcessingRequest(response_body=HttpBody(body=b"data: ")),
     )
     assert not request.request_body.HasField("response")
@@ -257,6 +257,23 @@ def test_requests_end_before_a_picker_that_is_told_to_end() -> None:
         body.set()
         [answer] = answers
         assert answer.request_body.response.body_mutation.streamed_response.end_of_stream
+
+
+def test_gateways_reach_it_by_tls(tmp_path: Path) -> None:
+    chain, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
+    )
+    names = ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(chain)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True, timeout=DEADLINE_S)
+    trusted = grpc.ssl_channel_credentials(chain.read_bytes())
+    with (
+        picker("http://127.0.0.1:9", f"--tls-cert={chain}", f"--tls-key={key}") as running,
+        grpc.secure_channel(f"localhost:{running.port}", trusted) as channel,
+    ):
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        answer = HealthStub(channel).Check(request, timeout=DEADLINE_S, wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_request_counts_at_the_front_that_has_served_it() -> None:
