@@ -22,8 +22,8 @@ from mooncake.errors import MooncakeError
 
 _NUM_THREADS = 2
 _GROUP_BYTES = 32 << 20
-"""Bytes of the layers that are copied by one call. Between two calls a load waits for the interpreter, which the
-engine's loop keeps busy."""
+"""Bytes of the layers that are copied by one call. Between two calls a load waits for the interpreter, which
+the engine's loop keeps busy."""
 _GRACE_S = 5.0
 _SLOW_BYTES_PER_S = 50e6
 """Speed below which a load is given up."""
