@@ -11,13 +11,14 @@ from mooncake.security.keys import ClusterKey
 
 
 class FrontConfig(BaseModel):
-    """Settings of a front. `reply_endpoint` is bound here, and workers connect to it."""
+    """Settings of a front. Workers connect to `reply_endpoint`, which ends at `reply_listen_endpoint`."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
     reply_endpoint: str
+    reply_listen_endpoint: str | None = Field(default=None, description="default: reply_endpoint")
     cluster_key: ClusterKey
     served_model_name: str = Field(min_length=1)
     ttft_slo_s: float | None = Field(default=None, gt=0, description="what counts as in time; None: any")

@@ -22,6 +22,7 @@ import zmq.asyncio
 from conductor.index.event_stream import EventStream, Step
 from conductor.index.prefix_index import PrefixIndex
 from conductor.view.instances import Instances
+from mooncake.endpoints import connect
 from mooncake.messages.kv_events import FromKVEvents
 from mooncake.messages.pools import MessengerAddress
 from mooncake.security.curve import CURVE_OVERHEAD_BYTES, use_key
@@ -109,9 +110,9 @@ class EventFollower:
         live, requests = address.event_endpoints
         peer = b"%d" % next(self._peers)  # never reuse an id: libzmq would end the process
         try:
-            self._live.connect(live)
+            connect(self._live, live)
             self._answers.setsockopt(zmq.CONNECT_ROUTING_ID, peer)
-            self._answers.connect(requests)
+            connect(self._answers, requests)
         except zmq.ZMQError as error:
             log.warning("cannot follow the KV events of %s at %s, %s: %s", name, live, requests, error)
             self._disconnect(address)

@@ -37,6 +37,7 @@ from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
 from conductor.telemetry.request_spans import RequestSpans
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
+from mooncake.endpoints import advertised
 from mooncake.leadership.terms import LeadershipLostError, Term
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.fronts import FromFront
@@ -157,13 +158,14 @@ async def _serve(process: ConductorProcess) -> None:
         listener = stack.enter_context(contextlib.closing(listen(config.http.host, config.http.port)))
         model = await open_model(config)
         front = front_config(config, model.name, process.cluster_key)
-        router: Router[ToConductor] = Router(config.conductor.endpoint, ToConductor, process.cluster_key)
+        router: Router[ToConductor] = Router(config.conductor.listens_at, ToConductor, process.cluster_key)
         stack.callback(router.close)
+        endpoint = advertised(config.conductor.endpoint, router.endpoint)
         state = await asyncio.to_thread(StateFile, process.state_file, (CACHES, LEVELS))
         stack.callback(state.close)
         registry = CollectorRegistry()
         term = await stack.enter_async_context(
-            leading(config.cluster, process.epoch, front, router.endpoint, listener, registry)
+            leading(config.cluster, process.epoch, front, endpoint, listener, registry)
         )
         conductor = _new_conductor(config.conductor, config.worker.mixed_chunk_tokens, model, term.epoch)
         from_front, to_front = Inbox[FromFront](), Inbox[Any]()

@@ -25,6 +25,7 @@ from conductor.front.http.server import HttpServer, listen
 from conductor.telemetry.leadership_metrics import register_leadership, register_reach
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.settings import host_and_port
+from mooncake.endpoints import bracketed, is_any_address
 from mooncake.leadership import terms
 from mooncake.leadership.leaders import Candidate, Reach
 from mooncake.leadership.terms import Standby, Term
@@ -32,7 +33,6 @@ from mooncake.node.process import Progress, Ready, report
 
 _TIMEOUTS = Timeouts(10.0, 10.0, 10.0)
 _MAX_PENDING_BYTES = 1 << 20
-_ANY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 @contextlib.asynccontextmanager
@@ -77,10 +77,10 @@ def _url(front: FrontConfig, listener: socket.socket, endpoint: str) -> str:
     host, port = front.host, listener.getsockname()[1]
     if front.admin_listen is not None:
         host, port = host_and_port(front.admin_listen)
-    if host in _ANY_ADDRESS:  # then the Conductor's own is one at which others reach this host
+    if is_any_address(host):  # then the Conductor's own is one at which others reach this host
         host = urlsplit(endpoint).hostname or host
     scheme = "http" if front.tls_cert is None else "https"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{bracketed(host)}:{port}"
 
 
 class StandbyRoutes:

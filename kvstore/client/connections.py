@@ -73,18 +73,17 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Place":
-        """Parse `unix:/path` or `tcp://host:port`. Raises ConfigError."""
+        """Parse `unix:/path`, `tcp://host:port` or `tcp://[IPv6]:port`. Raises ConfigError."""
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(text, text.removeprefix("unix:"), None)
         host, _, port = text.removeprefix("tcp://").rpartition(":")
-        if text.startswith("tcp://") and ":" in host:
-            raise ConfigError(
-                f"{text!r} is an IPv6 address, or none; pools listen on IPv4 only: name the host, or its IPv4"
-                " address"
-            )
-        if text.startswith("tcp://") and host and port.isdecimal() and 0 < int(port) < 65536:
-            return cls(text, None, (host, int(port)))
-        raise ConfigError(f"a pool's address is unix:/path/of.sock or tcp://host:port, not {text!r}")
+        is_bracketed = host.startswith("[") and host.endswith("]")
+        is_port = port.isdecimal() and 0 < int(port) < 65536
+        if text.startswith("tcp://") and host and is_bracketed == (":" in host) and is_port:
+            return cls(text, None, (host.strip("[]"), int(port)))
+        raise ConfigError(
+            f"a pool's address is unix:/path/of.sock, tcp://host:port or tcp://[IPv6]:port, not {text!r}"
+        )
 
 
 def key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:

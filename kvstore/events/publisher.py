@@ -21,6 +21,7 @@ import zmq.asyncio
 
 from kvstore.events.batches import Batch, EventLog
 from mooncake.doubling import Doubling
+from mooncake.endpoints import listen
 from mooncake.errors import ConfigError
 
 FLUSH_INTERVAL_S = 0.01
@@ -162,9 +163,8 @@ class Publisher(ABC):
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
     """Bind `socket`. Returns the endpoint with the port that it got."""
     try:
-        socket.bind(endpoint)
+        return listen(socket, endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"cannot listen on {endpoint} for KV events: {error.strerror}; give each instance its own"
         ) from None
-    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()

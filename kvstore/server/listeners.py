@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from messenger.transport.pacing import begin_unpaced
 from mooncake.config.settings import host_and_port
+from mooncake.endpoints import preferred
 from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -73,15 +74,17 @@ def _remove_stale(path: str, kind: socket.SocketKind) -> None:
 @contextlib.contextmanager
 def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
     """Listen at `host`:`port`. Raises ConfigError if that is not possible."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+    try:
+        family, address = preferred(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"cannot listen at {host}: it has no address ({error.strerror}); name one"
+        ) from error
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         begin_unpaced(listener)
         try:
-            listener.bind((host, port))
-        except socket.gaierror as error:
-            raise ConfigError(
-                f"cannot listen at {host}: it is, or has, no IPv4 address ({error.strerror}); name one"
-            ) from error
+            listener.bind((address, port))
         except OSError as error:
             raise ConfigError(f"cannot listen at {host}:{port}: {error}") from error
         listener.listen(_BACKLOG)

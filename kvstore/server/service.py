@@ -35,7 +35,8 @@ from messenger.transport.tls import Tls
 from messenger.transport.transports import Traffic
 from messenger.wire import checksums
 from messenger.wire.identity import host_id
-from mooncake.config.sections import ANY_ENDPOINT
+from mooncake.config.sections import ANY_ENDPOINT, MessengerConfig
+from mooncake.endpoints import advertised, bracketed
 from mooncake.errors import MismatchError, MooncakeError, PoolError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress
@@ -105,7 +106,13 @@ class Service:
                 topic=config.kvcache.vllm_topic,
             )
             self._tasks.create_task(vllm.run())
-        return internal.endpoint, internal.request_endpoint
+        return self._told(internal.endpoint), self._told(internal.request_endpoint)
+
+    def _told(self, bound: str) -> str:
+        """Return an endpoint of KV events as the Conductor is told of it."""
+        if not bound.startswith("tcp://"):
+            return bound
+        return advertised(f"tcp://{bracketed(self._config.settings.hosts[0])}:*", bound)
 
     # -- workers and clients of this host ---------------------------------------------------------
 
@@ -263,7 +270,7 @@ class Service:
 
     async def accept_peers(self, listener: socket.socket) -> None:
         tls, unauthenticated = (
-            self._tls if listener.family == socket.AF_INET else None,
+            None if listener.family == socket.AF_UNIX else self._tls,
             UnauthenticatedPeers(),
         )
         while True:
@@ -296,6 +303,12 @@ def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
     return busy_poll.event_loop(1e-6 * config.settings.poll_us)
 
 
+def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
+    """Return the addresses that other messengers are told: one listener may be for all hosts."""
+    ports = [listener.getsockname()[1] for listener in listeners]
+    return list(zip(settings.hosts, ports if len(ports) > 1 else ports * len(settings.hosts), strict=True))
+
+
 async def serve(config: MessengerProcess) -> None:
     """Serve one instance until cancelled."""
     checksums.prepare()
@@ -304,14 +317,14 @@ async def serve(config: MessengerProcess) -> None:
         user_listener = stack.enter_context(listen_unix(config.worker_socket, socket.SOCK_SEQPACKET))
         peer_listener = stack.enter_context(listen_unix(config.peer_socket, socket.SOCK_STREAM))
         tcp_listeners = [
-            stack.enter_context(listen_tcp(host, config.settings.port)) for host in config.settings.hosts
+            stack.enter_context(listen_tcp(host, config.settings.port)) for host in config.settings.listens_at
         ]
-        endpoints = [listener.getsockname() for listener in tcp_listeners]
+        endpoints = _reached_at(config.settings, tcp_listeners)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         service = Service(config, tasks, endpoints, cards)
         for listener in (peer_listener, *tcp_listeners):
             tasks.create_task(service.accept_peers(listener))
-        detail = ", ".join(f"{host}:{port}" for host, port in endpoints)
+        detail = ", ".join(f"{bracketed(host)}:{port}" for host, port in endpoints)
         if config.kvcache.socket is not None:
             detail += f", clients at unix:{config.worker_socket}"
         if config.kvcache.listen is not None:

@@ -55,15 +55,20 @@ def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
         return
     good = []
     for host in config.messenger.hosts:
-        trouble = _trouble(machine, host, is_alone=config.is_alone)
+        trouble = _trouble(machine, host, is_alone=config.is_alone, is_own=not config.messenger.listen_hosts)
         if trouble is None:
             good.append(host)
         else:
             level, found = trouble
             advice = "name addresses at which the other nodes reach this one (ip addr lists this machine's)"
             yield Finding(level, "addresses", f"messenger.hosts: {host} {found}", advice)
+    for host in config.messenger.listen_hosts:
+        if not machine.has_address(host):
+            found = f"messenger.listen_hosts: {host} is no address of this machine"
+            yield Finding(Level.FAIL, "addresses", found, "name addresses of this machine, or 0.0.0.0 or ::")
     if good:
-        yield Finding(Level.OK, "addresses", f"messenger.hosts: {', '.join(good)} of this machine")
+        whose = "told to other nodes" if config.messenger.listen_hosts else "of this machine"
+        yield Finding(Level.OK, "addresses", f"messenger.hosts: {', '.join(good)} {whose}")
 
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
@@ -116,20 +121,21 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
         yield Finding(Level.OK, "tcp buffers", found)
 
 
-def _trouble(machine: Machine, host: str, *, is_alone: bool) -> tuple[Level, str] | None:
-    """Return why other nodes cannot use an address; nothing without other nodes."""
+def _trouble(machine: Machine, host: str, *, is_alone: bool, is_own: bool) -> tuple[Level, str] | None:
+    """Return why other nodes cannot use an address; nothing without other nodes.
+
+    `is_own`: whether it has to be one of this machine's.
+    """
     try:
-        found = [address for address in machine.resolve(host) if ":" not in address]
+        found = machine.resolve(host)
     except OSError as error:
         return Level.FAIL, f"is no name that resolves ({error.strerror})"
-    if not found:
-        return Level.FAIL, "is, or has, no IPv4 address: messengers use no other"
+    # Of a name only these are used.
+    found = [address for address in found if ":" not in address] or found
     foreign = [one for one in found if not machine.has_address(one)]
-    if foreign:
+    if foreign and is_own:
         which = "" if foreign == [host] else f" ({', '.join(foreign)})"
         return Level.FAIL, f"is no address of this machine{which}"
-    if any(ipaddress.ip_address(one).is_unspecified for one in found):
-        return Level.FAIL, "tells other nodes nothing"
     if not is_alone and any(ipaddress.ip_address(one).is_loopback for one in found):
         return Level.WARN, "can be reached from this machine only"
     return None

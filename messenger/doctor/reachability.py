@@ -76,10 +76,7 @@ def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
         found = f"{peer.host} does not resolve: {error.strerror}"
         yield Finding(Level.FAIL, "peer name", found, "correct the name, or enter it in DNS or /etc/hosts")
     else:
-        if all(":" in address for address in addresses):
-            found = f"{peer.host} is, or has, no IPv4 address: messengers use no other"
-            yield Finding(Level.FAIL, "peer name", found, "name one of the messenger.hosts there")
-        elif addresses != [peer.host]:
+        if addresses != [peer.host]:
             yield Finding(Level.OK, "peer name", f"{peer.host} is {', '.join(addresses)}")
 
 

@@ -27,6 +27,7 @@ from messenger.wire.checksums import LayerChecksums, copy_layers, layer_checksum
 from messenger.wire.protocol import SAME_TLS
 from mooncake.config.sections import TransportChoice
 from mooncake.doubling import Doubling
+from mooncake.endpoints import preferred
 from mooncake.errors import TransferError
 from mooncake.messages.pools import MessengerAddress
 from mooncake.node.mapping import MappedFile
@@ -132,14 +133,17 @@ def paths(
 async def connect(path: Path, tls: Tls | None) -> Stream:
     """Connect a stream. Raises OSError, or TransferError for an invalid address or a peer without the same
     TLS."""
-    family = socket.AF_UNIX if path.transport is Transport.SHM else socket.AF_INET
+    try:
+        family, address = await _resolved(path.place)
+    except ValueError as error:
+        raise TransferError(str(error)) from None
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        if family == socket.AF_INET:
+        if family != socket.AF_UNIX:
             begin_unpaced(sock)
-        await asyncio.get_running_loop().sock_connect(sock, path.place)
-        stream = Stream(tls.connect(sock) if tls is not None and family == socket.AF_INET else sock)
+        await asyncio.get_running_loop().sock_connect(sock, address)
+        stream = Stream(tls.connect(sock) if tls is not None and family != socket.AF_UNIX else sock)
     except BaseException as error:
         sock.close()
         if isinstance(error, ValueError | OverflowError):
@@ -153,6 +157,22 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
             raise TransferError(f"no TLS: {error}; {SAME_TLS}") from None
         raise
     return stream
+
+
+async def _resolved(place: str | tuple[str, int]) -> tuple[int, str | tuple[str, int]]:
+    """Return the family and address of a socket at a path, or at a host and port.
+
+    Raises OSError, ValueError.
+    """
+    if isinstance(place, str):
+        return socket.AF_UNIX, place
+    host, port = place
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:  # a name
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, address = preferred(found)
+    return family, (address, port)
 
 
 class Source(Protocol):

@@ -40,9 +40,17 @@ class ConductorConfig(Section):
         "tcp://127.0.0.1:7800",
         description="where workers and other fronts find it (ZeroMQ)",
     )
+    listen_endpoint: Endpoint | None = Field(
+        None,
+        description="where it listens for them, if that is another one: tcp://0.0.0.0:7800, or tcp://[::]:7800;"
+        " default: endpoint",
+    )
     reply_endpoint: Endpoint = Field(
         "tcp://127.0.0.1:7801",
         description="where workers send tokens to (ZeroMQ); each front has its own",
+    )
+    reply_listen_endpoint: Endpoint | None = Field(
+        None, description="where a front listens for them, if that is another one; default: reply_endpoint"
     )
     state_file: Path | None = Field(
         None,
@@ -148,3 +156,8 @@ class ConductorConfig(Section):
         description="how long an instance that is to have another role may finish what it runs; then it keeps"
         " the one that it has",
     )
+
+    @property
+    def listens_at(self) -> str:
+        """The endpoint of the Conductor's own socket."""
+        return self.listen_endpoint or self.endpoint

@@ -15,8 +15,7 @@ from mooncake.config.policies import EvictionPolicy
 
 LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
 """Pattern of host:port, or [address]:port of IPv6."""
-HOST_AND_PORT = r"^[^:/]+:\d{1,5}$"
-ENDPOINT = r"^(tcp://[^:/]+:(\d{1,5}|\*)|ipc://.+)$"
+ENDPOINT = r"^(tcp://([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5}|\*)|ipc://.+)$"
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
 URL = r"^https?://([^:/\[\]@]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
@@ -24,8 +23,7 @@ OTLP_URL = r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"
 KEY_PREFIX = r"^(/[A-Za-z0-9._-]+)+$"
 WORDS_OF_PATTERNS = {
     LISTEN: "host:port or [IPv6]:port",
-    HOST_AND_PORT: "host:port",
-    ENDPOINT: "tcp://host:port or ipc://path",
+    ENDPOINT: "tcp://host:port, tcp://[IPv6]:port or ipc://path",
     DEVICE: "auto, cpu, cuda or cuda:N",
     URL: "http://host:port or https://host:port",
     OTLP_URL: "http://host:port or https://host, maybe with a path",
@@ -60,7 +58,6 @@ def _with_port(address: str) -> str:
 
 
 Listen = Annotated[str, Field(pattern=LISTEN), AfterValidator(_with_port)]
-HostAndPort = Annotated[str, Field(pattern=HOST_AND_PORT), AfterValidator(_with_port)]
 Endpoint = Annotated[str, Field(pattern=ENDPOINT), AfterValidator(_with_port)]
 
 
@@ -129,7 +126,7 @@ class KVCacheConfig(Section):
         le=4,
         description="a disk that takes longer is left alone for a while, what was asked of it recomputed",
     )
-    listen: HostAndPort | None = Field(
+    listen: Listen | None = Field(
         None,
         description="host:port for clients of the pool on other hosts (instance i: port + i); off",
     )
@@ -188,7 +185,7 @@ class WorkerConfig(Section):
         " fit, whose passes load again what stands before them",
     )
     max_batch: int = Field(32, ge=1, description="most requests decoded together")
-    metrics_listen: HostAndPort | None = Field(
+    metrics_listen: Listen | None = Field(
         None,
         description="host:port of an instance's own /metrics and /ready (instance i: port + i); off",
     )
@@ -271,7 +268,13 @@ class MessengerConfig(Section):
     hosts: Annotated[list[str], BeforeValidator(split_values)] = Field(
         ["127.0.0.1"],
         min_length=1,
-        description="addresses for KVCache transfers over TCP, with commas; several are used together",
+        description="addresses at which others reach this node for KVCache transfers over TCP, with commas;"
+        " several are used together",
+    )
+    listen_hosts: Annotated[list[str], BeforeValidator(split_values)] = Field(
+        [],
+        description="addresses to listen at for them: one, such as 0.0.0.0 or ::, or one for each of hosts;"
+        " default: hosts",
     )
     port: Port = Field(
         0, description="port for KVCache transfers over TCP, one more for each further instance; 0: free ones"
@@ -300,6 +303,20 @@ class MessengerConfig(Section):
     arrival_timeout_s: PositiveSeconds = Field(
         60.0, description="how long after the end of prefill its KVCache may take to arrive"
     )
+
+    @property
+    def listens_at(self) -> list[str]:
+        """The addresses of the messenger's own sockets."""
+        return self.listen_hosts or self.hosts
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> "MessengerConfig":
+        if len(self.listen_hosts) not in (0, 1, len(self.hosts)):
+            raise ValueError(
+                f"messenger.listen_hosts names {len(self.listen_hosts)} addresses and messenger.hosts"
+                f" {len(self.hosts)}: listen at one, or at one for each"
+            )
+        return self
 
 
 class SecurityConfig(Section):

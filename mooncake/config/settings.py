@@ -30,6 +30,7 @@ from mooncake.config.sections import (
     WorkerConfig,
 )
 from mooncake.config.spelling import did_you_mean
+from mooncake.endpoints import is_any_address
 from mooncake.errors import ConfigError
 from mooncake.messages.workers import Role
 from mooncake.yaml_errors import what_is_wrong
@@ -170,11 +171,41 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_told(self) -> "Config":
+        """Refuse addresses that other nodes are told and that are none."""
+        if self.role == "all":
+            return self
+        conductor = self.conductor
+        told = [("conductor.endpoint", conductor.endpoint, _host_of(conductor.endpoint))]
+        if self.has_api:
+            told.append(
+                ("conductor.reply_endpoint", conductor.reply_endpoint, _host_of(conductor.reply_endpoint))
+            )
+        if self.has_pool:
+            told += [("messenger.hosts", host, host) for host in self.messenger.hosts]
+        for key, address, host in told:
+            if is_any_address(host):
+                own = {
+                    "conductor.endpoint": "conductor.listen_endpoint",
+                    "messenger.hosts": "messenger.listen_hosts",
+                }
+                raise ValueError(
+                    f"{key} {address} is what other nodes are told: name an address at which they reach this"
+                    f" one; {own.get(key, 'conductor.reply_listen_endpoint')} may be {address}"
+                )
+        return self
+
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Return the parts of `host:port`; an IPv6 address without its brackets."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _host_of(endpoint: str) -> str:
+    """Return the host of a ZeroMQ endpoint, as `host_and_port`."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
 def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import zmq
 
+from mooncake.endpoints import connect, listen
 from mooncake.errors import ConfigError, TransferError
 from mooncake.security.curve import LARGEST_FRAME_BYTES, ConnectionWatch, Gate, use_key
 from mooncake.security.keys import ClusterKey
@@ -133,11 +134,10 @@ class Router(_Socket[Incoming]):
         self._socket.router_mandatory = True
         self._socket.router_handover = True
         try:
-            self._socket.bind(endpoint)
+            self.endpoint = listen(self._socket, endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from None
-        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     @property
     def num_refused(self) -> int:
@@ -199,7 +199,7 @@ class Dealer(_Socket[Incoming]):
     def _connect(self, endpoint: str) -> None:
         self._watch.begin(endpoint)
         try:
-            self._socket.connect(endpoint)
+            connect(self._socket, endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}") from None

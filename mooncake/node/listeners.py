@@ -95,9 +95,12 @@ def _of_front(config: Config) -> Iterator[ListenAddress]:
 
 
 def _of_conductor(config: Config) -> Iterator[ListenAddress]:
-    bound = {"conductor": ("endpoint", "reply_endpoint"), "front": ("reply_endpoint",)}
-    for name in bound.get(config.role, ()):
-        yield from _of_endpoint(f"conductor.{name}", getattr(config.conductor, name))
+    bound = {"conductor": ("", "reply_"), "front": ("reply_",)}
+    for kind in bound.get(config.role, ()):
+        own = f"{kind}listen_endpoint"
+        if getattr(config.conductor, own) is None:
+            own = f"{kind}endpoint"
+        yield from _of_endpoint(f"conductor.{own}", getattr(config.conductor, own))
 
 
 def _of_parts(config: Config, parts: list[Part]) -> Iterator[ListenAddress]:
@@ -105,7 +108,7 @@ def _of_parts(config: Config, parts: list[Part]) -> Iterator[ListenAddress]:
     for index, part in enumerate(parts):
         if messenger.port:
             yield from (
-                ListenAddress("messenger.port", host, messenger.port + index) for host in messenger.hosts
+                ListenAddress("messenger.port", host, messenger.port + index) for host in messenger.listens_at
             )
         if kvcache.listen is not None:
             yield _higher(ListenAddress("kvcache.listen", *host_and_port(kvcache.listen)), index)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mooncake.config.sections import KVCacheConfig, MessengerConfig, WorkerConfig
 from mooncake.config.settings import Config
+from mooncake.endpoints import bracketed
 from mooncake.errors import ConfigError
 from mooncake.messages.workers import Role
 from mooncake.node.lives import Life
@@ -81,7 +82,12 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     if config.is_alone:
         local = {name: f"ipc://{run_dir.socket(name)}" for name in ("conductor", "reply")}
         conductor = config.conductor.model_copy(
-            update={"endpoint": local["conductor"], "reply_endpoint": local["reply"]}
+            update={
+                "endpoint": local["conductor"],
+                "listen_endpoint": None,
+                "reply_endpoint": local["reply"],
+                "reply_listen_endpoint": None,
+            }
         )
         config = config.model_copy(update={"conductor": conductor})
     http_port = config.http.port or None if config.has_api else None
@@ -229,7 +235,7 @@ def _messenger(
     if config.is_alone:
         event_endpoints = f"ipc://{sockets['events']}", f"ipc://{sockets['replay']}"
     else:
-        event_endpoints = (f"tcp://{config.messenger.hosts[0]}:*",) * 2
+        event_endpoints = (f"tcp://{bracketed(config.messenger.listens_at[0])}:*",) * 2
 
     def process(life: Life) -> str:
         return MessengerProcess(

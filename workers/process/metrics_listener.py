@@ -53,9 +53,9 @@ def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     try:
-        server = _Server(
-            host_and_port(address), partial(_Handler, registry, model_name, status), bind_and_activate=True
-        )
+        host, port = host_and_port(address)
+        handler = partial(_Handler, registry, model_name, status)
+        server = (_IPv6Server if ":" in host else _Server)((host, port), handler, bind_and_activate=True)
     except OSError as error:
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise ConfigError(f"worker.metrics_listen: {address} {reason}; choose another") from None
@@ -93,6 +93,10 @@ class _Server(ThreadingHTTPServer):
         """Log unexpected errors only, not clients that hang up or are disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
+
+
+class _IPv6Server(_Server):
+    address_family = socket.AF_INET6
 
 
 def _end(connection: socket.socket) -> None:

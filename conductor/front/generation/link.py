@@ -24,6 +24,7 @@ from conductor.front.errors import (
 )
 from conductor.front.generation.reception import Lost, Receive, Reception
 from conductor.view.placement import Reason
+from mooncake.endpoints import advertised
 from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.messages.bus import PeerGoneError, Router
 from mooncake.messages.costs import Costs
@@ -100,13 +101,18 @@ class Link:
         absence_timeout_s: float,
         on_dropped: Callable[[], None] = lambda: None,
         kept: Callable[[], Sequence[KeepContext]] = tuple,
+        reply_listen_endpoint: str | None = None,
     ) -> None:
-        """Raises ConfigError for an unusable endpoint. While the Conductor is gone, which could retry it, a
+        """Workers are told `reply_endpoint`. `reply_listen_endpoint`: where this front listens, if elsewhere.
+
+        Raises ConfigError for an unusable endpoint. While the Conductor is gone, which could retry it, a
         request fails after `absence_timeout_s` without a token. `on_dropped` is called for each stale output,
         `kept` for the context caches, of which each Conductor is told once.
         """
         self._conductor = conductor
-        self._replies: Router[Tokens] = Router(reply_endpoint, Tokens, key)
+        self._replies: Router[Tokens] = Router(reply_listen_endpoint or reply_endpoint, Tokens, key)
+        self.reply_to = advertised(reply_endpoint, self._replies.endpoint)
+        """The endpoint where workers send this front's tokens."""
         self._fingerprint = fingerprint
         self._block_size = block_size
         self._absence_timeout_s = absence_timeout_s
@@ -120,11 +126,6 @@ class Link:
         self.first_answer = asyncio.Event()
         """Set once the Conductor has answered."""
         self._ended: UnavailableError | None = None
-
-    @property
-    def reply_to(self) -> str:
-        """The endpoint where workers send this front's tokens."""
-        return self._replies.endpoint
 
     @property
     def cluster(self) -> ClusterState | None:

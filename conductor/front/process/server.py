@@ -30,6 +30,7 @@ from conductor.front.routes.shared import Front
 from conductor.telemetry.display import Display
 from mooncake import freed_memory
 from mooncake.config.settings import host_and_port
+from mooncake.endpoints import bracketed
 
 if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
@@ -106,7 +107,7 @@ async def serve(
             for server in servers:
                 server.start()
             try:
-                on_listening(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
+                on_listening(f"{scheme}://{bracketed(host)}:{port}")
                 await asyncio.Event().wait()
             finally:
                 for server in servers:

@@ -48,6 +48,7 @@ def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfi
         host=config.http.host,
         port=config.http.port,
         reply_endpoint=config.conductor.reply_endpoint,
+        reply_listen_endpoint=config.conductor.reply_listen_endpoint,
         served_model_name=config.served_model_name or model_name,
         ttft_slo_s=config.conductor.ttft_slo_s,
         tbt_slo_s=config.conductor.tbt_slo_s,

@@ -77,6 +77,7 @@ class Front:
             config.absence_timeout_s,
             self.metrics.output_dropped,
             lambda: [] if caches is None else caches.kept(now()),
+            config.reply_listen_endpoint,
         )
         self.reading = Reading(model, config.served_model_name, config.max_choices)
         self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)

@@ -23,10 +23,15 @@ def test_an_address_that_is_not_here_is_named() -> None:
         listen_tcp("192.0.2.1", 0).__enter__()
 
 
-@pytest.mark.parametrize("host", ["::1", "::"])
-def test_what_is_no_ipv4_address_is_refused_in_words(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot listen at {host}: it is, or has, no IPv4 address"):
-        listen_tcp(host, 0).__enter__()
+@pytest.mark.parametrize(("host", "caller"), [("::1", "::1"), ("::", "::1"), ("0.0.0.0", "127.0.0.1")])
+def test_a_pool_listens_at_ipv4_and_at_ipv6(host: str, caller: str) -> None:
+    with listen_tcp(host, 0) as listener:
+        socket.create_connection((caller, listener.getsockname()[1])).close()
+
+
+def test_a_name_without_an_address_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen at no\.invalid: it has no address"):
+        listen_tcp("no.invalid", 0).__enter__()
 
 
 async def test_a_crowd_at_the_door_does_not_keep_others_waiting() -> None:

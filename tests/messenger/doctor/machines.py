@@ -24,7 +24,7 @@ class FakeMachine(Machine):
         return self.outputs.get(" ".join(command))
 
     def resolve(self, host: str) -> list[str]:
-        if host not in self.hosts and not host[0].isdecimal():
+        if host not in self.hosts and not host[0].isdecimal() and ":" not in host:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return self.hosts.get(host, [host])
 

@@ -17,13 +17,14 @@ from tests.messenger.trees import add_interface, write
         ("prefill", "node-a", Level.OK),
         ("prefill", "10.0.0.9", Level.FAIL),
         ("prefill", "no-such-name", Level.FAIL),
-        ("prefill", "0.0.0.0", Level.FAIL),
+        ("prefill", "2001:db8::1", Level.OK),
     ],
 )
 def test_the_address_of_the_messenger_is_one_of_this_machine(
     machine: FakeMachine, role: str, address: str, level: Level
 ) -> None:
-    machine = FakeMachine(machine.root, hosts={"node-a": ["10.0.0.1"]}, addresses=("127.0.0.1", "10.0.0.1"))
+    own = ("127.0.0.1", "10.0.0.1", "2001:db8::1")
+    machine = FakeMachine(machine.root, hosts={"node-a": ["10.0.0.1", "2001:db8::9"]}, addresses=own)
     assert only(network.addresses(machine, config(role=role, messenger={"hosts": [address]}))).level is level
 
 
@@ -36,14 +37,20 @@ def test_each_bad_address_of_the_messenger_is_told(machine: FakeMachine) -> None
     assert (good.level, good.found) == (Level.OK, "messenger.hosts: 10.0.0.1 of this machine")
 
 
-def test_an_ipv6_address_is_not_for_messengers(machine: FakeMachine) -> None:
-    both = {"node-a": ["2001:db8::1", "10.0.0.1"]}
-    machine = FakeMachine(machine.root, hosts=both, addresses=("10.0.0.1", "2001:db8::1"))
-    settings = config(role="prefill", messenger={"hosts": ["2001:db8::1", "node-a"]})
-    bad, good = network.addresses(machine, settings)
-    assert (bad.level, good.level) == (Level.FAIL, Level.OK)
-    assert "2001:db8::1 is, or has, no IPv4 address" in bad.found
-    assert "node-a" in good.found
+def test_others_may_reach_a_messenger_at_an_address_that_is_not_of_this_machine(machine: FakeMachine) -> None:
+    machine = FakeMachine(machine.root, addresses=("10.0.0.1",))
+    told = {"hosts": ["192.0.2.9"]}
+    good = only(
+        network.addresses(machine, config(role="prefill", messenger=told | {"listen_hosts": ["0.0.0.0"]}))
+    )
+    assert (good.level, good.found) == (Level.OK, "messenger.hosts: 192.0.2.9 told to other nodes")
+    bad, _ = network.addresses(
+        machine, config(role="prefill", messenger=told | {"listen_hosts": ["10.0.0.9"]})
+    )
+    assert (bad.level, bad.found) == (
+        Level.FAIL,
+        "messenger.listen_hosts: 10.0.0.9 is no address of this machine",
+    )
 
 
 def test_the_conductor_has_no_messenger(machine: FakeMachine) -> None:

@@ -76,8 +76,18 @@ def test_defaults_need_no_source() -> None:
         ),
         ("worker: {device: tpu}", ["worker.device:", "tpu"]),
         (
+            "{role: front, conductor: {reply_endpoint: 'tcp://0.0.0.0:7801'}}",
+            [
+                "conductor.reply_endpoint tcp://0.0.0.0:7801 is what other nodes are told",
+                "reply_listen_endpoint",
+            ],
+        ),
+        ("{role: decode, conductor: {endpoint: 'tcp://[::]:7801'}}", ["conductor.listen_endpoint may be"]),
+        ("{role: decode, messenger: {hosts: '10.0.0.1,0.0.0.0'}}", ["messenger.listen_hosts may be 0.0.0.0"]),
+        ("messenger: {hosts: 'a,b,c', listen_hosts: 'a,b'}", ["listen at one, or at one for each"]),
+        (
             "conductor: {endpoint: 10.0.0.1:7800}",
-            ["conductor.endpoint: expected tcp://host:port or ipc://path, found '10.0.0.1:7800'"],
+            ["conductor.endpoint: expected tcp://host:port, tcp://[IPv6]:port or ipc://path, found"],
         ),
         ("conductor: {slo_classes: '{'}", ["conductor.slo_classes: expected a JSON object", "found '{'"]),
         ("conductor: {slo_classes: {a: {x: 1}}}", ["conductor.slo_classes.a.x: unknown key"]),
@@ -127,7 +137,10 @@ def test_bad_files_are_refused_by_key(tmp_path: Path, text: str, expected: list[
         ("tcp://10.0.0.1:1,tcp://10.0.0.2:70000", "tcp://10.0.0.2:70000 needs a port"),
         ("tcp://10.0.0.1:1,tcp://10.0.0.1:1", "tcp://10.0.0.1:1 twice"),
         ("tcp://10.0.0.1:1", "names 1 endpoints; 3 stages need 2"),
-        ("10.0.0.1:1,tcp://10.0.0.2:1", "pipeline.endpoints.0: expected tcp://host:port or ipc://path"),
+        (
+            "10.0.0.1:1,tcp://10.0.0.2:1",
+            r"pipeline.endpoints.0: expected tcp://host:port, tcp://\[IPv6\]:port or ipc://path",
+        ),
     ],
 )
 def test_stages_must_be_able_to_find_each_other(endpoints: str, message: str) -> None:

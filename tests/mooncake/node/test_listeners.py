@@ -27,15 +27,24 @@ def test_a_node_of_all_roles_takes_a_port_for_clients_alone() -> None:
 
 
 def test_ports_of_each_role() -> None:
-    endpoints = {"conductor__endpoint": "tcp://*:7800", "conductor__reply_endpoint": "tcp://10.0.0.1:7801"}
+    endpoints = {
+        "conductor__endpoint": "tcp://10.0.0.1:7800",
+        "conductor__reply_endpoint": "tcp://10.0.0.1:7801",
+    }
     front = ("http.port", 8000)
     conductor, reply = ("conductor.endpoint", 7800), ("conductor.reply_endpoint", 7801)
     assert ports(role="conductor", **endpoints) == {front, conductor, reply}
     assert ports(role="front", **endpoints) == {front, reply}
     assert ports(role="decode", **endpoints) == set()
-    assert ports(role="conductor", conductor__endpoint="ipc://x", conductor__reply_endpoint="tcp://*:*") == {
-        front
+    free = {"conductor__endpoint": "ipc://x", "conductor__reply_endpoint": "tcp://10.0.0.1:*"}
+    assert ports(role="conductor", **free) == {front}
+    own = {
+        "conductor__listen_endpoint": "tcp://*:7900",
+        "conductor__reply_listen_endpoint": "tcp://[::]:7901",
     }
+    listens = {("conductor.listen_endpoint", 7900), ("conductor.reply_listen_endpoint", 7901)}
+    assert ports(role="conductor", **endpoints, **own) == {front, *listens}
+    assert ports(role="prefill", messenger__port="7200", messenger__hosts="a,b") == {("messenger.port", 7200)}
 
 
 def test_each_part_of_a_node_takes_a_port_more() -> None:

@@ -1,0 +1,95 @@
+"""Addresses of sockets: where they listen, what others are told, IPv4 or IPv6.
+
+A name means its IPv4 addresses, or its IPv6 addresses if it has no others.
+
+TCP alone notices after a quarter of an hour that the other end has vanished without a word, and never if
+nothing is sent. ZeroMQ's sockets give such a connection up, and look the name up again, after some seconds.
+
+Owns: these rules. Does not know: the kinds of sockets, messages, keys.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+_ANY_PORT = "*"
+_CONNECT_TIMEOUT_MS = 5_000
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 4, 2, 3
+"""Seconds of silence before TCP probes, seconds between probes, and number of probes without an answer."""
+_UNACKNOWLEDGED_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES)
+"""Milliseconds after which a connection is lost if the peer's kernel takes nothing: longer than
+`conductor.peer_timeout_s` usually is, after which the peer counts as dead in any case."""
+
+
+def listen(listener: "zmq.Socket[Any]", endpoint: str) -> str:
+    """Bind a socket. Returns the endpoint with the port that it got. Raises ZMQError."""
+    _prepare(listener, endpoint)
+    listener.bind(endpoint)
+    return bytes(listener.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def connect(caller: "zmq.Socket[Any]", endpoint: str) -> None:
+    """Connect a socket. Raises ZMQError."""
+    _prepare(caller, endpoint)
+    caller.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+    caller.connect(endpoint)
+
+
+def _prepare(either: "zmq.Socket[Any]", endpoint: str) -> None:
+    either.ipv6 = needs_ipv6(endpoint)
+    either.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    either.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_IDLE_S)
+    either.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_INTERVAL_S)
+    either.setsockopt(zmq.TCP_KEEPALIVE_CNT, _NUM_KEEPALIVES)
+    either.setsockopt(zmq.TCP_MAXRT, _UNACKNOWLEDGED_MS)
+
+
+def advertised(endpoint: str, bound: str) -> str:
+    """Return the endpoint that others are told: `endpoint`, with the port of `bound` if it names none."""
+    place, _, port = endpoint.rpartition(":")
+    return f"{place}:{bound.rpartition(':')[2]}" if port == _ANY_PORT else endpoint
+
+
+def preferred(found: Sequence[tuple[Any, Any, Any, Any, Any]]) -> tuple[socket.AddressFamily, str]:
+    """Return the family and the address to use of the results of `getaddrinfo`, of which there is one."""
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
+def bracketed(host: str) -> str:
+    """Return a host as it stands in URLs and endpoints: an IPv6 address has brackets there."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_any_address(host: str) -> bool:
+    """Return whether a host stands for all addresses of this machine, which tells others nothing."""
+    try:
+        return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def needs_ipv6(endpoint: str) -> bool:
+    """Return whether the host of an endpoint is, or has, IPv6 addresses alone."""
+    if not endpoint.startswith("tcp://"):
+        return False
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return host.startswith("[") or (not _is_ipv4(host) and _has_ipv6_alone(host))
+
+
+def _is_ipv4(host: str) -> bool:
+    try:
+        return host == "*" or ipaddress.ip_address(host).version == 4
+    except ValueError:
+        return False
+
+
+def _has_ipv6_alone(name: str) -> bool:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # libzmq tries again, as long as the socket lives
+    return preferred(found)[0] == socket.AF_INET6
