@@ -319,8 +319,9 @@ class Conductor:
         """Fail the requests of a lost front, and tell the front, which may still be alive."""
         self._fronts.forget(front)
         orphans = [tracked for tracked in self.requests.values() if tracked.front == front]
-        reason = "the conductor had lost its connection to this front"
-        return [effect for tracked in orphans for effect in self._placer.fail(tracked, reason, now_s)]
+        reason = "the conductor had lost its connection to this front; try again"
+        failed = [self._placer.fail(tracked, reason, now_s, may_retry=True) for tracked in orphans]
+        return [effect for effects in failed for effect in effects]
 
     # -- workers ------------------------------------------------------------------------------------
 

@@ -299,10 +299,12 @@ class Placer:
         """End a request that its client or front does not want any more."""
         return self._requests.cut_short(tracked, RequestState.ABORTED, now_s)
 
-    def fail(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """End a request that cannot be finished."""
+    def fail(
+        self, tracked: TrackedRequest, reason: str, now_s: float, *, may_retry: bool = False
+    ) -> list[Effect]:
+        """End a request that cannot be finished. `may_retry`: the request has no part in that."""
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
-        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason))]
+        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
 
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None

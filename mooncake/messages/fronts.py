@@ -154,10 +154,11 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An accepted request could not be finished."""
+    """An accepted request could not be finished. `may_retry`: it is not the cause, and may be sent again."""
 
     request_id: str
     message: str
+    may_retry: bool = False
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):

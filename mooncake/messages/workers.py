@@ -19,7 +19,7 @@ from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 """Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
 
 

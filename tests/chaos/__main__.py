@@ -10,16 +10,13 @@ come back: see docs/failures.md. Ends with a table, and with status 1 if somethi
 import argparse
 import contextlib
 import json
-import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.debian import CannotFetchError, fetch
 from benchmarks.kvstore.rounds import print_table
 from benchmarks.servers import heeding_sigterm
 from tests.chaos.cluster import Cluster, running
@@ -94,22 +91,8 @@ def show(rounds: Sequence[Round]) -> None:
     print_table("chaos", columns, rows)
 
 
-def have_clocks_that_jump() -> None:
-    """Start this program again under libfaketime, where that can be had, so that clocks can be wrong."""
-    if "FAKETIME_NO_CACHE" in os.environ:
-        return
-    try:
-        library = next(fetch("libfaketime").glob("usr/lib/*/faketime/libfaketime.so.1"))
-    except CannotFetchError as error:
-        print(f"no clock is wrong in this run: {error}", file=sys.stderr)
-        return
-    own = {"LD_PRELOAD": str(library), "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
-    os.execve(sys.executable, [sys.executable, "-m", "tests.chaos", *sys.argv[1:]], os.environ | own)
-
-
 def main() -> None:
     """Run, print, and end with 1 if there are problems."""
-    have_clocks_that_jump()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1000))
@@ -127,7 +110,7 @@ def main() -> None:
         sys.exit(str(reason))
     show(rounds)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rounds": list(map(asdict, rounds))}))
+        arguments.json.write_text(json.dumps({"seed": arguments.seed, "rounds": list(map(vars, rounds))}))
     sys.exit(any(one.problems for one in rounds))
 
 

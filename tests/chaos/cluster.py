@@ -64,10 +64,6 @@ class Cluster:
         """A small file system that holds what the processes of a host store."""
         return self.folder / f"disk-{host}"
 
-    def clock_of(self, host: str) -> Path:
-        """A file that says how wrong the clock of a host is, if it is."""
-        return self.folder / f"clock-{host}"
-
     def fronts_on(self, host: str) -> tuple[str, ...]:
         return tuple(name for name in FRONTS if NODES[name][0] == host)
 
@@ -184,8 +180,7 @@ def running(folder: Path) -> Iterator[Cluster]:
             run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
             flags = _flags(name, network.hosts[host], role, folder / f"disk-{host}")
             port = _PORTS.get(role, 0)
-            clock = folder / f"clock-{host}"
-            node = HostServer(network.hosts[host], *shared, *flags, run_dir=run_dir, port=port, clock=clock)
+            node = HostServer(network.hosts[host], *shared, *flags, run_dir=run_dir, port=port)
             nodes[name] = node.start()
             stack.callback(partial(HostServer.__exit__, node))
         cluster = Cluster(network, folder, nodes, etcd)  # type: ignore[arg-type]

@@ -205,20 +205,6 @@ def _bits_flipped(cluster: Cluster, instance: str, rng: random.Random) -> Iterat
     yield
 
 
-def _jump_clock(cluster: Cluster, rng: random.Random) -> Fault:
-    jump_s = rng.choice((-1, 1)) * rng.choice((2, 90, 7200))
-    return Fault("wrong clock", _clock_wrong(cluster.clock_of(rng.choice(HOSTS)), jump_s))
-
-
-@contextlib.contextmanager
-def _clock_wrong(clock: Path, jump_s: int) -> Iterator[None]:
-    clock.write_text(f"{jump_s:+d}\n")
-    try:
-        yield
-    finally:
-        clock.unlink()
-
-
 def _no_memory(cluster: Cluster, rng: random.Random) -> Fault:
     victim = _victim(cluster, rng, rng.choice(("prefill", "decode", "messenger")))
     return Fault("no memory", _memory_limited(cluster, victim))
@@ -263,7 +249,6 @@ FAULTS: dict[str, Make] = {
     "apart: leader and etcd": _between("apart", with_etcd=True),
     "full disk": _fill_disk,
     "flip bits": _flip_bits,
-    **({"wrong clock": _jump_clock} if "FAKETIME_NO_CACHE" in os.environ else {}),
     **({"no memory": _no_memory} if (_CGROUPS / "memory.limit_in_bytes").exists() else {}),
 }
 """All faults by name. Each picks its victim by the cluster's state and the seed."""

@@ -16,30 +16,19 @@ _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x00020000, 0x1000, 0x4000, 0x400
 
 
 class HostServer(ForkedServer):
-    """A node on a host.
-
-    Its processes read `hosts_file` as /etc/hosts. Under libfaketime `clock` says how wrong their clock is.
-    """
+    """A node on a host. Its processes read `hosts_file` as /etc/hosts, if there is one."""
 
     def __init__(
-        self,
-        place: Place,
-        *arguments: str,
-        run_dir: Path,
-        port: int,
-        hosts_file: Path | None = None,
-        clock: Path | None = None,
+        self, place: Place, *arguments: str, run_dir: Path, port: int, hosts_file: Path | None = None
     ) -> None:
         super().__init__(*arguments, run_dir=run_dir, port=port)
-        self.place, self._hosts_file, self._clock = place, hosts_file, clock
+        self.place, self._hosts_file = place, hosts_file
 
     @property
     def url(self) -> str:
         return f"http://{self.place.bracketed}:{self.port}"
 
     def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
-        if self._clock is not None:
-            environ = {**environ, "FAKETIME_TIMESTAMP_FILE": str(self._clock)}
         with open(os.devnull) as nothing:
             return Forked(
                 _supervise_on,

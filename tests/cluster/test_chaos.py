@@ -25,7 +25,16 @@ def going() -> Iterator[Chaos]:
             pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("names", [["kill leader"], ["kill front", "kill decode"]], ids="+".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["kill leader", "one way: two hosts"],
+        pytest.param(["kill front", "kill decode"], marks=pytest.mark.soak),
+        pytest.param(["deaf host"], marks=pytest.mark.soak),
+        pytest.param(["stop messenger", "full disk"], marks=pytest.mark.soak),
+    ],
+    ids="+".join,
+)
 def test_it_comes_back(going: Chaos, names: list[str]) -> None:
     done = going.go_through(names, LONGEST_S)
     assert done.problems == []

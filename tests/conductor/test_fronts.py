@@ -86,6 +86,7 @@ def test_requests_of_a_vanished_front_end_and_it_is_told_should_it_return() -> N
     assert [effect.message for effect in aborts] == [Abort(ref()), Abort(ref())]
     assert failed.peer == FRONT
     assert isinstance(failed.message, Failed)
+    assert failed.message.may_retry
     assert conductor.num_open == 0
     # It may not have heard that.
     assert not known(conductor, 8.0)

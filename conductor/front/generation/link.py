@@ -246,8 +246,7 @@ class Link:
         for request_id, reception in list(self._in_flight.items()):
             if reception.last_s < oldest_s:
                 message = "the conductor is gone and no tokens arrive"
-                error = GenerationFailedError(message) if reception.token_ids else UnavailableError(message)
-                self._end(request_id, error)
+                self._end(request_id, UnavailableError(message))
 
     async def _ask_for_lost_tokens(self) -> None:
         for reception in list(self._in_flight.values()):
@@ -281,8 +280,9 @@ class Link:
                         waiting.set_result(answer)
                 case Interrupted(request_id):
                     await self._continue(request_id)
-                case Failed(request_id, message):
-                    self._end(request_id, GenerationFailedError(message))
+                case Failed(request_id, message, may_retry):
+                    error = UnavailableError if may_retry else GenerationFailedError
+                    self._end(request_id, error(message))
                 case Ended(request_id, num_output_tokens):
                     if (reception := self._in_flight.get(request_id)) is not None:
                         reception.num_sent = num_output_tokens  # the last ones are on their way, or lost
@@ -325,7 +325,7 @@ class Link:
             log.warning("the conductor had given this front up; %d requests fail", len(self._in_flight))
             # What it said of their end may have been lost with the connection.
             await self._give_up(
-                GenerationFailedError("the conductor had lost its connection to this front; try again")
+                UnavailableError("the conductor had lost its connection to this front; try again")
             )
         if is_first or is_another:
             with contextlib.suppress(PeerGoneError):

@@ -74,14 +74,14 @@ class Reception:
         self.last_s = self.submitted_s
 
     @property
-    def what_is_missing(self) -> RequestError:
-        """Error for a request that gets no more tokens and has not ended."""
+    def what_is_missing(self) -> UnavailableError:
+        """Error for a request that gets no more tokens and has not ended. It may be sent again."""
         num_received = len(self.token_ids)
         if self.num_sent is not None:
             missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
-            return GenerationFailedError(missing)
+            return UnavailableError(f"{missing}; try again")
         if num_received:
-            return GenerationFailedError(f"what became of it after {num_received} tokens was lost")
+            return UnavailableError(f"what became of it after {num_received} tokens was lost; try again")
         return UnavailableError("it was lost on its way to the conductor, or what became of it; try again")
 
     def beat(self) -> bool:

@@ -264,6 +264,7 @@ async def test_lost_last_tokens_are_noticed(tmp_path: Path) -> None:
         await cluster.to_front(Ended("r", 2))
         event = await inbox.get()
         assert isinstance(event, Lost)
+        assert event.error.status == 503, "it may be sent again"
         assert "lost" in str(event.error)
         assert link.num_in_flight == 0
 
@@ -279,7 +280,7 @@ async def test_a_request_that_the_conductor_does_not_have_ends(tmp_path: Path, n
         cluster.unknown.add("r")
         event = await inbox.get()
         assert isinstance(event, Lost)
-        assert (event.error.status == 503) == (not num_received)
+        assert event.error.status == 503, "it may be sent again"
         assert link.num_in_flight == 0
 
 
@@ -361,7 +362,7 @@ async def test_without_a_conductor_requests_fail_that_get_no_tokens_for_too_long
         await until(lambda: link.cluster is None)
         event = await inbox.get()
         assert isinstance(event, Lost)
-        assert isinstance(event.error, UnavailableError) == (not num_received)
+        assert isinstance(event.error, UnavailableError)
         cluster.silent = False
         await until(lambda: link.cluster is not None)
 
