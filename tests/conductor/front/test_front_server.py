@@ -72,7 +72,11 @@ def test_stop_ends_running_requests_and_frees_the_port(tmp_path: Path) -> None:
         )
         assert streamed.recv(100)
         unsent = socket.create_connection(front.address)
-        unsent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+        )
+        unsent.sendall(head)
+        assert unsent.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"  # it waits for the body now
         front.cluster.wait_until(lambda: len(front.cluster.submitted) == 2)
     refused = b"HTTP/1.1 503"
     for connection, beginning, error in (
