@@ -300,7 +300,10 @@ def test_drop_asks_on_a_terminal(pool: Pool, keys: list[BlockKey]) -> None:
         (["get", "00" * 16, "--out", "f", "--layers", "2:9"], "the blocks have the layers 0:4"),
         (["drop"], "one of the arguments"),
         (["drop", "--all", "00" * 16], "not allowed with"),
-        (["stats", "--pool", "somewhere"], "a pool's address is unix:/path/of.sock or tcp://host:port"),
+        (
+            ["stats", "--pool", "somewhere"],
+            "a pool's address is unix:/path/of.sock, tcp://host:port or tcp://[IPv6]:port",
+        ),
         ([], "COMMAND"),
     ],
 )

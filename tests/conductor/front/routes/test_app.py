@@ -258,7 +258,7 @@ def test_an_answer_with_several_choices_ends_when_the_conductor_gave_the_front_u
         cluster.wait_until(lambda: len(cluster.submitted) == 2)
         unknown = ClusterState(1, 1, 1, 1000, known=False)
         asyncio.run_coroutine_threadsafe(cluster.to_front(unknown), cluster.loop).result(DEADLINE_S)
-        assert connection.recv(100).startswith(b"HTTP/1.1 500")
+        assert connection.recv(100).startswith(b"HTTP/1.1 503")
     cluster.reset()
     assert post(front, "/v1/chat/completions", {"model": MODEL_NAME, "messages": HI}).status_code == 200
 
