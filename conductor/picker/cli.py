@@ -4,6 +4,7 @@ Owns: its options. Does not know: what they do.
 """
 
 import asyncio
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mooncake.cli.command_line import WRONG_USE, Parser
-from mooncake.config.sections import LISTEN, URL, WORDS_OF_PATTERNS
+from mooncake.config.sections import LARGEST_PORT, LISTEN, URL, WORDS_OF_PATTERNS
 from mooncake.errors import ConfigError
 
 EXAMPLES = """examples:
@@ -84,9 +85,18 @@ def parsed(arguments: Sequence[str]) -> Options:
     for url in given.clusters:
         if not re.match(URL, url):
             raise ConfigError(f"{url}: expected {WORDS_OF_PATTERNS[URL]}")
+        _check_port(url, url)
     if not re.match(LISTEN, given.listen):
         raise ConfigError(f"--listen {given.listen}: expected {WORDS_OF_PATTERNS[LISTEN]}")
+    _check_port(f"--listen {given.listen}", given.listen)
+    if not 0 <= given.finish_s < math.inf:
+        raise ConfigError(f"--finish-s {given.finish_s:g}: expected a finite number that is 0 or more")
     if (given.tls_cert is None) != (given.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key go together: name both or none")
     certificate = None if given.tls_cert is None else (given.tls_cert, given.tls_key)
     return Options(given.clusters, given.listen, certificate, given.finish_s)
+
+
+def _check_port(name: str, address: str) -> None:
+    if int(address.rpartition(":")[2]) > LARGEST_PORT:
+        raise ConfigError(f"{name}: expected a port up to {LARGEST_PORT}")

@@ -302,6 +302,11 @@ def test_a_request_counts_at_the_front_that_has_served_it() -> None:
     [
         (["mooncake:8000"], "mooncake:8000: expected http://host:port"),
         (["http://a:80", "--listen", "9002"], "--listen 9002: expected host:port"),
+        (["http://a:99999"], "http://a:99999: expected a port up to 65535"),
+        (["http://a:80", "--listen", "[::]:65536"], "--listen [::]:65536: expected a port up to 65535"),
+        (["http://a:80", "--finish-s=-1"], "--finish-s -1: expected a finite number that is 0 or more"),
+        (["http://a:80", "--finish-s", "nan"], "--finish-s nan: expected a finite number"),
+        (["http://a:80", "--finish-s", "inf"], "--finish-s inf: expected a finite number"),
         (["http://a:80", "--tls-cert", "c.pem"], "--tls-cert and --tls-key go together"),
     ],
 )
