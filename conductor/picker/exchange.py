@@ -26,7 +26,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct
 
-from conductor.picker.fronts import Fronts
+from conductor.picker.fronts import Front, Fronts
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -50,8 +50,8 @@ class Exchange:
 
     def __init__(self, fronts: Fronts) -> None:
         self._fronts = fronts
-        self._front: str | None = None
-        """The front that has the request."""
+        self._front: Front | None = None
+        """The front that has the request, if it was known then."""
         self._streams_request = self._streams_response = True
 
     def answer(self, message: ProcessingRequest) -> ProcessingResponse | None:
@@ -101,13 +101,11 @@ class Exchange:
             request_headers=HeadersResponse(response=response), dynamic_metadata=for_load_balancing
         )
 
-    def _move(self, front: str | None) -> None:
-        """Count the request at `front`, and at no other one."""
+    def _move(self, address: str | None) -> None:
+        """Count the request at the front of this address, and at no other one."""
         if self._front is not None:
             self._fronts.ends(self._front)
-        self._front = front
-        if front is not None:
-            self._fronts.begins(front)
+        self._front = None if address is None else self._fronts.begins(address)
 
 
 def _body(body: HttpBody, is_streamed: bool) -> BodyResponse:

@@ -78,17 +78,18 @@ class Fronts:
         others = [front for fronts in by_load for front in fronts[1:]]
         return [front.address for front in best + others][:MOST_ENDPOINTS]
 
-    def begins(self, address: str) -> None:
-        """Count a request at a front."""
+    def begins(self, address: str) -> Front | None:
+        """Count a request at a front, and return what `ends` takes; None for an address that is none's."""
         self._turn += 1
         if (front := self._fronts.get(address)) is not None:
             front.num_requests += 1
             front.turn = self._turn
+        return front
 
-    def ends(self, address: str) -> None:
-        """Count a request no longer. A front that was gone meanwhile has begun to count anew."""
-        if (front := self._fronts.get(address)) is not None:
-            front.num_requests = max(0, front.num_requests - 1)
+    @staticmethod
+    def ends(front: Front) -> None:
+        """Count a request no longer. A front that was gone meanwhile counts anew, without it."""
+        front.num_requests -= 1
 
 
 def _is_among(address: str, allowed: Collection[str]) -> bool:

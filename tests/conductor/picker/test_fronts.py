@@ -1,6 +1,6 @@
 """Which front is next."""
 
-from conductor.picker.fronts import MOST_ENDPOINTS, PATIENCE_S, Fronts
+from conductor.picker.fronts import MOST_ENDPOINTS, PATIENCE_S, Front, Fronts
 
 BLUE, GREEN = "http://blue:8000", "http://green:8000"
 
@@ -20,13 +20,18 @@ def fronts_of(clock: Clock, **clusters: tuple[str, int]) -> Fronts:
     return fronts
 
 
+def begin(fronts: Fronts, address: str) -> Front:
+    front = fronts.begins(address)
+    assert front is not None
+    return front
+
+
 def test_the_front_with_the_fewest_requests_is_first() -> None:
     fronts = fronts_of(Clock(), a=(BLUE, 1), b=(BLUE, 1), c=(BLUE, 1))
-    for address in ("a:8000", "a:8000", "b:8000", "c:8000", "c:8000"):
-        fronts.begins(address)
+    begun = [begin(fronts, address) for address in ("a:8000", "a:8000", "b:8000", "c:8000", "c:8000")]
     assert fronts.choose()[0] == "b:8000"
-    fronts.ends("c:8000")
-    fronts.ends("c:8000")
+    for front in begun[3:]:
+        fronts.ends(front)
     assert fronts.choose() == ["c:8000", "b:8000", "a:8000"]
 
 
@@ -35,8 +40,7 @@ def test_equal_fronts_take_turns() -> None:
     chosen = []
     for _ in range(8):
         chosen.append(fronts.choose()[0])
-        fronts.begins(chosen[-1])
-        fronts.ends(chosen[-1])
+        fronts.ends(begin(fronts, chosen[-1]))
     assert chosen == ["a:8000", "c:8000", "b:8000", "c:8000"] * 2
 
 
@@ -75,15 +79,23 @@ def test_a_front_that_waits_for_a_conductor_is_kept_for_a_while() -> None:
 
 def test_a_front_that_does_not_answer_is_chosen_no_more() -> None:
     fronts = fronts_of(Clock(), a=(BLUE, 1), b=(BLUE, 1))
-    fronts.begins("a:8000")
     fronts.is_gone("a:8000")
     fronts.is_gone("a:8000")
     assert fronts.choose() == ["b:8000"]
     assert fronts.addresses(BLUE) == {"b:8000"}
+    assert fronts.begins("a:8000") is None
+
+
+def test_what_a_front_had_before_it_was_gone_ends_without_being_counted_again() -> None:
+    fronts = fronts_of(Clock(), a=(BLUE, 1), b=(BLUE, 1))
+    before = begin(fronts, "a:8000")
+    begin(fronts, "b:8000")
+    fronts.is_gone("a:8000")
     fronts.is_ready("a:8000", BLUE, 1)
-    fronts.ends("a:8000")  # what it had before
-    fronts.begins("b:8000")
-    assert fronts.choose() == ["a:8000", "b:8000"]
+    begin(fronts, "a:8000")
+    begin(fronts, "a:8000")
+    fronts.ends(before)
+    assert fronts.choose() == ["b:8000", "a:8000"]
 
 
 def test_only_what_the_gateway_allows_is_chosen() -> None:
