@@ -30,13 +30,16 @@ async def watch(cluster: str, fronts: Fronts) -> None:
     assert url.port is not None
     # Certificates have the names that clients use, and nothing is sent or believed but that a front is ready.
     async with httpx.AsyncClient(verify=False, timeout=TIMEOUT_S, trust_env=False) as client:
+        addresses: set[str] = set()
         while True:
-            addresses = await _resolved(url.hostname, url.port)
-            if addresses is not None:
+            resolved = await _resolved(url.hostname, url.port)
+            if resolved is not None:
+                addresses = resolved
                 for address in fronts.addresses(cluster) - addresses:
                     fronts.is_gone(address)
-                asked = [_ask(client, url.scheme, address, cluster, fronts) for address in addresses]
-                await asyncio.gather(*asked)
+            # Fronts answer while names have no answer: those that were known last are asked then.
+            asked = [_ask(client, url.scheme, address, cluster, fronts) for address in addresses]
+            await asyncio.gather(*asked)
             await asyncio.sleep(PERIOD_S)
 
 
