@@ -4,10 +4,10 @@ Arguments: the address of its metrics, the most seconds to wait, and the fewest,
 requests learn that it is about to leave. It answers them meanwhile.
 """
 
+import http.client
 import ssl
 import sys
 import time
-import urllib.error
 import urllib.request
 
 PERIOD_S = 1.0
@@ -25,12 +25,18 @@ def num_requests(url: str) -> float:
 def main(url: str, longest_s: float, shortest_s: float) -> None:
     end_s = time.monotonic() + longest_s
     time.sleep(shortest_s)
-    try:
-        while (number := num_requests(url)) and time.monotonic() < end_s:
+    while time.monotonic() < end_s:
+        try:
+            number = num_requests(url)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+                sys.exit(f"the front is gone: {error}")
+            print(f"not known how many requests are left: {error!r}", flush=True)  # it may be busy with them
+        else:
+            if not number:
+                return
             print(f"requests left: {number:g}", flush=True)
-            time.sleep(PERIOD_S)
-    except (urllib.error.URLError, OSError) as error:
-        sys.exit(f"the front does not answer: {error}")
+        time.sleep(PERIOD_S)
 
 
 main(sys.argv[1], float(sys.argv[2]), float(sys.argv[3]))
