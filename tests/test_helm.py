@@ -8,8 +8,11 @@ import json
 import re
 import runpy
 import subprocess
+import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import TCPServer
 from typing import Any
 
 import kubernetes_validate
@@ -236,6 +239,64 @@ def test_gateways_find_fronts_and_their_picker(values: str) -> None:
     assert (options.certificate is not None) == tls
     mounted = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
     assert mounted == ({"/secrets/pickerTls"} if tls else set())
+
+
+@each_values
+def test_fronts_and_pickers_are_replaced_one_at_a_time(values: str) -> None:
+    for each in of_kind(values, "Deployment"):
+        assert each["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+def finished(longest_s: float, answers: list[str | int]) -> subprocess.CompletedProcess[str]:
+    """The hook of a front whose metrics are these texts, or errors, one after the other; then it is gone."""
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = left.pop(0)
+            if not left:
+                server.socket.close()
+            if isinstance(answer, int):
+                self.send_error(answer)
+            else:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answer.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    left = list(answers)
+    with TCPServer(("127.0.0.1", 0), Metrics) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}/metrics"
+        command = [sys.executable, str(ROOT / "docker/finish.py"), url, str(longest_s), "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as hook:
+            for _ in answers:
+                server.handle_request()
+            out, err = hook.communicate(timeout=DEADLINE_S)
+    return subprocess.CompletedProcess(command, hook.returncode, out, err)
+
+
+RUNNING = 'vllm:num_requests_running{model_name="m"} '
+
+
+def test_a_front_is_waited_for_though_it_could_not_answer_once() -> None:
+    done = finished(DEADLINE_S, [503, RUNNING + "x", RUNNING + "1.0", RUNNING + "0.0"])
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith("not known how many")
+    assert second.startswith("not known how many")
+    assert third == "requests left: 1"
+
+
+def test_a_front_that_is_gone_is_not_waited_for() -> None:
+    done = finished(DEADLINE_S, [RUNNING + "2.0"])
+    assert done.returncode == 1
+    assert done.stderr.startswith("the front is gone: ")
+
+
+def test_a_front_that_never_says_how_much_is_left_is_not_waited_for_longer() -> None:
+    done = finished(0.5, [503])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def _matches(selector: dict[str, Any], pod: dict[str, Any]) -> bool:
