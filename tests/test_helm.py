@@ -46,6 +46,7 @@ EVERYTHING = {
     "conductor": {"state": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}},
     "prefill": {"config": {"pipeline": {"stages": 2}}, "runtimeClassName": "nvidia", "drainSeconds": 90},
     "picker": {"enabled": True},
+    "networkPolicy": {"enabled": True, "gateways": {"name": "gateways"}},
     "image": {"pullSecrets": ["registry"]},
     "front": {"service": {"type": "LoadBalancer", "annotations": {"a": "b"}}, "podAnnotations": {"c": "d"}},
 }
@@ -239,6 +240,14 @@ def test_gateways_find_fronts_and_their_picker(values: str) -> None:
     assert (options.certificate is not None) == tls
     mounted = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
     assert mounted == ({"/secrets/pickerTls"} if tls else set())
+
+
+def test_pickers_are_open_to_the_gateways_that_are_named() -> None:
+    port = {"ports": [{"port": "grpc"}]}
+    gateways = {"from": [{"namespaceSelector": {"matchLabels": {"name": "gateways"}}}]}
+    for values, ingress in (("gpu-rdma", port), ("everything", port | gateways)):
+        policies = {each["metadata"]["name"]: each["spec"] for each in of_kind(values, "NetworkPolicy")}
+        assert policies["mooncake-picker"]["ingress"] == [ingress]
 
 
 @each_values
