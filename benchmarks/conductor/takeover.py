@@ -93,7 +93,7 @@ class Instance:
         yield Tier.DRAM, list(_keys(self._number, self._cluster.num_blocks))
 
     async def run(self) -> None:
-        """Register, send heartbeats, tell the time of an order to reserve. Never ends."""
+        """Register, send heartbeats, tell of an order to reserve. Never ends."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publisher.run())
             tasks.create_task(self._hear())

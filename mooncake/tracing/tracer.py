@@ -1,7 +1,7 @@
 """The tracer of one process, which makes spans of recorded times and sends them to a collector.
 
-Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses those that do
-not fit into its queue (`OTEL_BSP_MAX_QUEUE_SIZE`).
+Nothing here waits for the collector. A thread of the SDK sends spans that have ended, and loses the oldest
+when its queue is full (`OTEL_BSP_MAX_QUEUE_SIZE`).
 
 OTLP goes over HTTP, in JSON. Threads of gRPC survive no fork, and a front forks. The package of protobuf for
 OTLP has files of the same names as that for Envoy, which the endpoint picker needs.
@@ -47,8 +47,9 @@ log = logging.getLogger(__name__)
 class OpenSpan:
     """A span that has begun."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
+    def __init__(self, span: Span, zero_ns: int) -> None:
+        """`zero_ns`: wall-clock time at which the monotonic clock began, as of the span's beginning."""
+        self.span, self.zero_ns = span, zero_ns
         self.context = _context_in(set_span_in_context(span))
         """Context for the work below the span; None if the environment has disabled the SDK."""
 
@@ -113,8 +114,10 @@ class Tracer:
         """Begin a span whose context is needed before its end. Without a parent it begins a trace, which may
         be left out of the sample."""
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
-        began_ns = _wall_ns(at_s, _zero_ns())
-        return OpenSpan(self._tracer.start_span(name, _as_context(parent), kind=kind, start_time=began_ns))
+        zero_ns = _zero_ns()
+        began_ns = _wall_ns(at_s, zero_ns)
+        span = self._tracer.start_span(name, _as_context(parent), kind=kind, start_time=began_ns)
+        return OpenSpan(span, zero_ns)
 
     def record(self, work: EndedSpan, parent: SpanContext | None) -> None:
         """Record a piece of work below `parent`; nothing if there is none, or it is not sampled."""
@@ -124,7 +127,7 @@ class Tracer:
     def end(self, open_span: OpenSpan, work: EndedSpan) -> None:
         """End a span with what `work` says of it. Its name and beginning stay as they are."""
         if open_span.is_recorded:
-            self._end(open_span.span, work, _zero_ns())
+            self._end(open_span.span, work, open_span.zero_ns)
 
     def _record(self, work: EndedSpan, parent: Context, zero_ns: int) -> None:
         span = self._tracer.start_span(work.name, parent, start_time=_wall_ns(work.began_s, zero_ns))
@@ -159,7 +162,7 @@ class _Exporter(SpanExporter):
 
 
 class _Troubles(logging.Handler):
-    """Hears the SDK, which complains of each batch and each span, and passes its first complaint on."""
+    """Log handler that passes on the first of the SDK's complaints, which come with each batch and span."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(logging.WARNING)

@@ -1,6 +1,6 @@
 """The span of a prompt at a prefill instance, or in one stage.
 
-Owns: its form. Does not know: when it is made, who gets it.
+Owns: its form. Does not know: when it is made, where it is sent.
 """
 
 import time

@@ -15,7 +15,7 @@ constexpr int COLUMNS = TILE_VECTORS * WIDTH;
 constexpr int TILES = 4;
 // Finite, so that a row of which no key has been seen yet has no NaN.
 constexpr float LOWEST = -1e30f;
-// Keys whose weighted values are added at a time; tile registers multiply 16 words at once.
+// Weights are computed for a multiple of so many keys; tile registers multiply 16 words at once.
 template <class T>
 constexpr int KEYS_AT_ONCE = ON_TILES<T> ? 16 * PER_WORD<T> : WIDTH;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;

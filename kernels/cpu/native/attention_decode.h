@@ -92,7 +92,7 @@ template <class T, int D>
 INLINE void score_heads(const T* query, int num_heads, FewMemory<T, D>& memory) {
     if constexpr (ON_TILES<T>) {
         constexpr int WORDS = D / PER_WORD<T>;
-        multiply_tiles<KEYS / WIDTH, false>(query, WORDS, memory.keys[0], KEYS, WORDS, memory.scores[0], KEYS, [](long) {});
+        multiply_tiles<KEYS / WIDTH, false>(query, WORDS, memory.keys[0], KEYS, WORDS, memory.scores[0], KEYS);
     } else {
         with_heads<FEW_ROWS>(num_heads, [&](auto heads) { score_few<T, D, heads>(query, memory); });
     }
@@ -108,8 +108,7 @@ INLINE void add_values_of_heads(int num_heads, int num_keys, const FewMemory<T, 
         }
         const int num_words = (num_keys + KEYS_AT_ONCE<T> - 1) / KEYS_AT_ONCE<T> * KEYS_AT_ONCE<T> / PER_WORD<T>;
         for (int d = 0; d < D; d += VECTORS * WIDTH) {
-            multiply_tiles<VECTORS, true>(memory.weights, KEYS / PER_WORD<T>, &memory.values[0][d], D, num_words, out[0] + d, D,
-                                          [](long) {});
+            multiply_tiles<VECTORS, true>(memory.weights, KEYS / PER_WORD<T>, &memory.values[0][d], D, num_words, out[0] + d, D);
         }
     } else {
         const int num_words = (num_keys + PER_WORD<T> - 1) / PER_WORD<T>;

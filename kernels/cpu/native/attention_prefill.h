@@ -78,15 +78,16 @@ ALONE void store_tile(const Sequence<T, D>& s, int column, const Tile<T, D>& til
 template <class T, int D>
 ALONE void score_rows(const T* keys, const word* query, float* scores) {
     if constexpr (ON_TILES<T>) {
-        return multiply_tiles<TILE_VECTORS, false>(keys, D / PER_WORD<T>, query, COLUMNS, D / PER_WORD<T>, scores, COLUMNS, [](long) {});
-    }
-    Floats c[TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
-    }
-    multiply<T>(c, keys, D / PER_WORD<T>, 1, query, COLUMNS, D / PER_WORD<T>);
-    UNROLL for (int i = 0; i < TILE_ROWS; i++) {
-        UNROLL for (int j = 0; j < TILE_VECTORS; j++) store(scores + i * COLUMNS + j * WIDTH, c[i][j]);
+        multiply_tiles<TILE_VECTORS, false>(keys, D / PER_WORD<T>, query, COLUMNS, D / PER_WORD<T>, scores, COLUMNS);
+    } else {
+        Floats c[TILE_ROWS][TILE_VECTORS];
+        UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+            UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
+        }
+        multiply<T>(c, keys, D / PER_WORD<T>, 1, query, COLUMNS, D / PER_WORD<T>);
+        UNROLL for (int i = 0; i < TILE_ROWS; i++) {
+            UNROLL for (int j = 0; j < TILE_VECTORS; j++) store(scores + i * COLUMNS + j * WIDTH, c[i][j]);
+        }
     }
 }
 
@@ -96,16 +97,19 @@ ALONE void load_values(const Block<T, D>& block, word* values) {
     constexpr int NUM_WORDS = KEYS / PER_WORD<T>;
     Block<T, D> none;
     none.num_keys = 0;
-    if constexpr (!ON_TILES<T>) return pack_values(block, none, values);
-    alignas(64) word packed[NUM_WORDS][D];
-    pack_values(block, none, packed[0]);
-    for (int k = 0; k < NUM_WORDS; k += WIDTH) {
-        for (int d = 0; d < D; d += WIDTH) {
-            Words r[WIDTH];
-            UNROLL for (int i = 0; i < WIDTH; i++) r[i] = load_words(&packed[k + i][d]);
-            transpose(r);
-            UNROLL for (int i = 0; i < WIDTH; i++) store_words(values + (d + i) * NUM_WORDS + k, r[i]);
+    if constexpr (ON_TILES<T>) {
+        alignas(64) word packed[NUM_WORDS][D];
+        pack_values(block, none, packed[0]);
+        for (int k = 0; k < NUM_WORDS; k += WIDTH) {
+            for (int d = 0; d < D; d += WIDTH) {
+                Words r[WIDTH];
+                UNROLL for (int i = 0; i < WIDTH; i++) r[i] = load_words(&packed[k + i][d]);
+                transpose(r);
+                UNROLL for (int i = 0; i < WIDTH; i++) store_words(values + (d + i) * NUM_WORDS + k, r[i]);
+            }
         }
+    } else {
+        pack_values(block, none, values);
     }
 }
 
@@ -121,7 +125,7 @@ ALONE void add_values(int d, int num_keys, PrefillMemory<T, D>& memory, float* o
             }
         }
         multiply_tiles<TILE_VECTORS, true>(memory.values + d * (KEYS / PER_WORD<T>), KEYS / PER_WORD<T>, memory.weights[0], COLUMNS,
-                                           num_words, out, COLUMNS, [](long) {});
+                                           num_words, out, COLUMNS);
     } else {
         Floats c[TILE_ROWS][TILE_VECTORS];
         UNROLL for (int i = 0; i < TILE_ROWS; i++) {

@@ -10,7 +10,7 @@
 
 namespace {
 
-// Whether products of this type are of tile registers.
+// Whether products of T use tile registers.
 template <class T>
 constexpr bool ON_TILES = false;
 
@@ -18,7 +18,7 @@ constexpr bool ON_TILES = false;
 template <class T>
 constexpr int ROWS_AT_ONCE = TILE_ROWS;
 
-// The registers of this thread while the object lives, for products with so many left rows.
+// Configures this thread's tile registers for so many left rows, and releases them when it is destroyed.
 template <class T>
 struct TileRegisters {
     explicit TileRegisters(long) {}
@@ -60,9 +60,9 @@ struct TileRegisters<bf16> {
 // sums[i][j] = sum over k < depth of rows[i][k] * panel[k][j], plus what was in `sums` if ADDS, for as many i as the
 // registers have rows, and VECTORS * TILE_SIDE columns. Depth, a multiple of TILE_SIDE, and the steps of rows and panel
 // count words. Calls `before_step(k)` every TILE_SIDE words.
-template <int VECTORS, bool ADDS, class F>
+template <int VECTORS, bool ADDS, class F = void (*)(long)>
 INLINE void multiply_tiles(const void* rows, long row_step, const word* panel, long panel_step, long depth, float* sums,
-                           long sums_step, F before_step) {
+                           long sums_step, F before_step = [](long) {}) {
     static_assert(VECTORS <= 4 && WIDTH == TILE_SIDE);
     constexpr long bytes = sizeof(word);
     if constexpr (ADDS) {
@@ -101,8 +101,8 @@ INLINE void multiply_tiles(const void* rows, long row_step, const word* panel, l
     if constexpr (VECTORS > 3) _tile_stored(3, sums + 3 * WIDTH, sums_step * bytes);
 }
 #else
-template <int VECTORS, bool ADDS, class F>
-void multiply_tiles(const void*, long, const word*, long, long, float*, long, F) = delete;
+template <int VECTORS, bool ADDS, class F = void (*)(long)>
+void multiply_tiles(const void*, long, const word*, long, long, float*, long, F = nullptr) = delete;
 #endif
 
 }  // namespace

@@ -64,6 +64,19 @@ def test_recorded_work_arrives_below_its_parent(collector: Collector) -> None:
     assert request.began_ns < work_span.began_ns < work_span.ended_ns < request.ended_ns <= time.time_ns()
 
 
+def test_a_clock_that_is_set_changes_no_duration(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer, began_s, time_ns = Tracer(collector.url, 1.0, "front"), time.monotonic(), time.time_ns
+    with tracer.exporting():
+        open_span = tracer.begin("request", SAMPLED, began_s)
+        monkeypatch.setattr(time, "time_ns", lambda: time_ns() - 3600 * 10**9)
+        tracer.end(open_span, EndedSpan("request", began_s, began_s + 1))
+        monkeypatch.undo()
+    request = collector.wait_for("request")
+    assert request.ended_ns - request.began_ns == pytest.approx(1e9, abs=1e3)
+
+
 def test_work_that_took_no_time_ends_when_it_began(collector: Collector) -> None:
     now_s = time.monotonic()
     at_once = [EndedSpan(f"part {number}", now_s, now_s) for number in range(20)]
