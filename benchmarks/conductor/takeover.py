@@ -56,7 +56,7 @@ _DEADLINE_S = 120.0
 
 
 class Cluster(NamedTuple):
-    """What all simulated instances share."""
+    """The settings that all simulated instances share."""
 
     endpoint: str
     """The Conductor's."""

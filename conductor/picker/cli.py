@@ -28,7 +28,7 @@ def main() -> None:
 
 
 class Options(NamedTuple):
-    """What was asked for."""
+    """The command's arguments."""
 
     clusters: Sequence[str]
     listen: str

@@ -32,10 +32,10 @@ REQUEST, PLACE, MIGRATE = "conductor.request", "conductor.place", "conductor.mig
 
 
 class Decision(NamedTuple):
-    """What was decided for a request, once."""
+    """A placement of a request, or its rejection."""
 
     at_s: float
-    """The time when the decision was there."""
+    """The time at which the decision was made."""
     attributes: Attributes
 
 
@@ -44,10 +44,10 @@ class _Traced:
     span: "OpenSpan"
     began_s: float
     placements: list[Decision] = field(default_factory=list)
-    """Its placements in order."""
+    """The request's placements in order."""
     rejection: Decision | None = None
     migrations: list[EndedSpan] = field(default_factory=list)
-    """Its migrations that have ended."""
+    """The request's migrations that have ended."""
 
 
 class RequestSpans:

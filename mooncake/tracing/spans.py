@@ -38,3 +38,12 @@ class EndedSpan(NamedTuple):
     error: str = ""
     """Why it has failed; empty: it has not."""
     parts: Sequence["EndedSpan"] = ()
+
+
+def step_span(
+    name: str, began_s: float | None, ended_s: float | None, attributes: Attributes = MappingProxyType({})
+) -> EndedSpan | None:
+    """Return the span of a step; None for a step that has not begun or not ended."""
+    if began_s is None or ended_s is None:
+        return None
+    return EndedSpan(name, began_s, ended_s, attributes)

@@ -32,7 +32,8 @@ def draws(rng: random.Random, names: Sequence[str]) -> Iterator[list[str]]:
     """Yield the faults of each round: each once before one comes again, and sometimes two at once."""
     while True:
         for name in rng.sample(names, len(names)):
-            yield [name, rng.choice(names)] if rng.random() < _TWO_AT_ONCE else [name]
+            others = [other for other in names if other != name]
+            yield [name, rng.choice(others)] if others and rng.random() < _TWO_AT_ONCE else [name]
 
 
 def go(cluster: Cluster, arguments: argparse.Namespace) -> list[Round]:

@@ -96,6 +96,8 @@ def _node_killed(cluster: Cluster, name: str) -> Iterator[None]:
     children = cluster.nodes[name].children().values()
     cluster.nodes[name].process.kill()
     yield
+    for pid in children:  # one that another fault has stopped does not see that its supervisor has ended
+        signal_process(pid, signal.SIGCONT)
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "its processes end")
     cluster.restart_node(name)
 

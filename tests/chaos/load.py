@@ -115,6 +115,8 @@ class Asking:
             outcome.end, outcome.detail, outcome.reached = "cut", repr(error), False
         except httpx.HTTPError as error:
             outcome.end, outcome.detail = "cut", repr(error)
+        except (ValueError, KeyError) as error:
+            outcome.end, outcome.wrong = "failed", f"{known.kind} got what is no answer: {error!r}"
         else:
             if outcome.end == "completed" and answer != known.answer:
                 outcome.wrong = f"{known.kind} gave {answer!r} instead of {known.answer!r}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.debian import CannotFetchError, environment, fetch
 from tests.deadline import DEADLINE_S
-from tests.kvstore.forked import enter
+from tests.kvstore.forked import entered
 
 _TABLE = "bridge chaos"
 _HUB_NUMBER = 254
@@ -43,15 +43,9 @@ class Place:
         """The address as it stands in a URL."""
         return f"[{self.address}]" if ":" in self.address else self.address
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Threads and processes that are started within are here; not those of `tests.forked`."""
-        with open("/proc/self/ns/net") as home:
-            enter(self.network)
-            try:
-                yield
-            finally:
-                enter(Path(f"/proc/self/fd/{home.fileno()}"))
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Threads and processes that are started within are here."""
+        return entered(self.network)
 
     def pids(self) -> set[int]:
         """Ids of all processes that are here."""

@@ -70,13 +70,13 @@ class Chaos:
         faults = [FAULTS[name](self._cluster, self._rng) for name in names]
         hold_s = self._rng.uniform(longest_s / 4, longest_s) if any(fault.lasts for fault in faults) else 0.0
         record = Round(" + ".join(fault.name for fault in faults), hold_s)
-        began_s = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            for fault in faults:
-                stack.enter_context(fault.applied)
-            time.sleep(hold_s)  # that is how long it lasts
-        ended_s = time.monotonic()
+        began_s = ended_s = time.monotonic()
         try:
+            with contextlib.ExitStack() as stack:
+                for fault in faults:
+                    stack.enter_context(fault.applied)
+                time.sleep(hold_s)  # that is how long it lasts
+            ended_s = time.monotonic()
             record.answered_s = self._load.wait_for_answer_since(began_s)
             self._calm_down()
         except AssertionError as error:

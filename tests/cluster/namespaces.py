@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mooncake.config.sections import MessengerConfig
 from tests.deadline import DEADLINE_S
-from tests.kvstore.forked import enter
+from tests.kvstore.forked import entered
 from tests.kvstore.nodes import SEGMENT_PAGE_BYTES, Node
 
 LINKS = ("link0", "link1")
@@ -44,15 +44,9 @@ class Host:
         shown = json.loads(_ip("-n", self.namespace, "-s", "-j", "link", "show"))
         return {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in shown if link["ifname"] in LINKS}
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Processes that are started within are on this host; not those of `tests.forked`."""
-        with open("/proc/self/ns/net") as home:
-            enter(self.network)
-            try:
-                yield
-            finally:
-                enter(Path(f"/proc/self/fd/{home.fileno()}"))
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Processes that are started within are on this host."""
+        return entered(self.network)
 
 
 class HostNode(Node):

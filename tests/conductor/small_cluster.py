@@ -1,5 +1,8 @@
 """A Conductor with one instance of each role, and the messages of its peers."""
 
+from collections.abc import Callable
+from typing import Any
+
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
@@ -11,13 +14,19 @@ from mooncake.messages.fronts import (
     FrontHello,
     Rejected,
 )
+from mooncake.messages.migration import HandedOver, PreCopied, Prepared
+from mooncake.messages.operators import Migrate
 from mooncake.messages.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats
-from mooncake.messages.requests import Ref, Request, SamplingParams
+from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
+    Finished,
     Heartbeat,
+    Prefilled,
     Register,
+    Reserved,
     Role,
+    WorkFailed,
 )
 
 EPOCH = 7
@@ -117,6 +126,20 @@ def two_decode_instances(limits: Limits | None = None) -> Conductor:
     conductor = new_conductor(limits or Limits(tbt_slo_s=TBT_SLO_S))
     conductor.handle(D1, registration("d1", Role.DECODE), 0.0)
     return conductor
+
+
+def move_at_the_second_try(hear: Callable[[bytes, Any, float], object]) -> None:
+    """A request at "d0" is refused by "d1" from 3 to 4 s, moves there from 5 to 9 s, and ends at 10 s."""
+    hear(D0, Reserved(ref(), GRANT), 1.0)
+    hear(P0, Prefilled(ref(), 1, 0), 2.0)
+    hear(FRONT, Migrate(1, "r", "d1"), 3.0)
+    hear(D1, WorkFailed(ref(2), "no room", True), 4.0)
+    hear(FRONT, Migrate(1, "r", "d1"), 5.0)
+    hear(D0, PreCopied(ref(), [1]), 6.0)
+    hear(D1, Prepared(ref(3), 8), 7.0)
+    hear(D0, PreCopied(ref(), [1]), 8.0)
+    hear(D0, HandedOver(ref(), [1, 2]), 9.0)
+    hear(D1, Finished(ref(3), FinishReason.STOP, 4), 10.0)
 
 
 def rejections_when_time_passes(conductor: Conductor, *moments_s: float) -> list[tuple[float, Rejected]]:

@@ -3,8 +3,10 @@
 Owns: what is a messenger's alone. Does not know: what its configuration says.
 """
 
+import contextlib
 import ctypes
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.server import service
@@ -47,6 +49,17 @@ def _serve(network: Path | None, segment_fd: int) -> None:
         await service.serve(config.model_copy(update={"segment_fd": segment_fd}))
 
     child_main(MessengerProcess, serve, service.event_loop)
+
+
+@contextlib.contextmanager
+def entered(network: Path) -> Iterator[None]:
+    """Threads and processes that are started within are in that namespace; not those of `tests.forked`."""
+    with open("/proc/self/ns/net") as home:
+        enter(network)
+        try:
+            yield
+        finally:
+            enter(Path(f"/proc/self/fd/{home.fileno()}"))
 
 
 def enter(network: Path) -> None:

@@ -5,7 +5,7 @@ Owns: its form. Does not know: when it is made, where it is sent.
 
 import time
 
-from mooncake.tracing.spans import Attributes, EndedSpan, SpanEvent
+from mooncake.tracing.spans import EndedSpan, SpanEvent, step_span
 from workers.decode.sequence import CopyTimes, Sequence
 
 DECODE = "decode"
@@ -17,15 +17,21 @@ def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
     sought_s = sequence.reserved_s if sequence.is_inlined else sequence.arrived_s
     computed_s = sequence.prefilled_s if sequence.is_inlined else sequence.joined_s
     steps = [
-        _step("reserve", sequence.received_s, sequence.reserved_s),
-        _step("await_prefill", None if sequence.is_inlined else sequence.reserved_s, sequence.ordered_s),
-        _step("turn", sequence.ordered_s, sequence.turn_s),
-        _step("receive", sequence.turn_s, sequence.arrived_s),
+        step_span("decode.reserve", sequence.received_s, sequence.reserved_s),
+        step_span(
+            "decode.await_prefill",
+            None if sequence.is_inlined else sequence.reserved_s,
+            sequence.ordered_s,
+        ),
+        step_span("decode.turn", sequence.ordered_s, sequence.turn_s),
+        step_span("decode.receive", sequence.turn_s, sequence.arrived_s),
         *(_copy(copy) for copy in sequence.copies),
-        _step("join", sought_s, sequence.joined_s),
-        _step("prefill", sequence.joined_s, sequence.prefilled_s),
-        _step("run", computed_s, sequence.left_s, {"mooncake.preemptions": sequence.num_preemptions}),
-        _step("seal", sequence.left_s, now_s),
+        step_span("decode.join", sought_s, sequence.joined_s),
+        step_span("decode.prefill", sequence.joined_s, sequence.prefilled_s),
+        step_span(
+            "decode.run", computed_s, sequence.left_s, {"mooncake.preemptions": sequence.num_preemptions}
+        ),
+        step_span("decode.seal", sequence.left_s, now_s),
     ]
     moments = [("first token", sequence.first_sent_s or sequence.prefilled_s)]
     if sequence.finish_reason is not None:
@@ -51,14 +57,8 @@ def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
     )
 
 
-def _step(
-    name: str, began_s: float | None, ended_s: float | None, attributes: Attributes | None = None
-) -> EndedSpan | None:
-    if began_s is None or ended_s is None:
-        return None
-    return EndedSpan(f"{DECODE}.{name}", began_s, ended_s, attributes or {})
-
-
 def _copy(copy: CopyTimes) -> EndedSpan | None:
     """A round of a migration: of its source, or of its destination."""
-    return _step(copy.name, copy.began_s, copy.ended_s, {"mooncake.tokens": copy.num_tokens})
+    return step_span(
+        f"{DECODE}.{copy.name}", copy.began_s, copy.ended_s, {"mooncake.tokens": copy.num_tokens}
+    )

@@ -5,7 +5,7 @@ Owns: its form. Does not know: when it is made, where it is sent.
 
 import time
 
-from mooncake.tracing.spans import Attributes, EndedSpan, SpanEvent
+from mooncake.tracing.spans import EndedSpan, SpanEvent, step_span
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.prefill.job import PrefillJob
 from workers.prefill.prompt_times import PassTimes
@@ -20,12 +20,12 @@ def prompt_span(job: PrefillJob) -> EndedSpan:
     computed_s = times.passes[-1].ended_s if times.passes else None
     sent = {"mooncake.bytes": len(job.order.grant.pages) * block_bytes}
     steps = [
-        _step("queue", times.received_s, times.turn_s),
-        _step("reserve", times.turn_s, times.memory_s),
+        step_span("prefill.queue", times.received_s, times.turn_s),
+        step_span("prefill.reserve", times.turn_s, times.memory_s),
         None if job.fetch is None else _fetch(job.fetch, job.layout.layer_bytes),
         *(_pass(of_pass, block_bytes) for of_pass in times.passes),
-        _step("store", computed_s, times.stored_s),
-        _step("send", times.stored_s, times.sent_s, sent),
+        step_span("prefill.store", computed_s, times.stored_s),
+        step_span("prefill.send", times.stored_s, times.sent_s, sent),
     ]
     return EndedSpan(
         PREFILL,
@@ -44,17 +44,9 @@ def prompt_span(job: PrefillJob) -> EndedSpan:
     )
 
 
-def _step(
-    name: str, began_s: float | None, ended_s: float | None, attributes: Attributes | None = None
-) -> EndedSpan | None:
-    if began_s is None or ended_s is None:
-        return None
-    return EndedSpan(f"{PREFILL}.{name}", began_s, ended_s, attributes or {})
-
-
 def _fetch(fetch: PrefixFetch, layer_bytes: int) -> EndedSpan | None:
-    return _step(
-        "fetch",
+    return step_span(
+        "prefill.fetch",
         fetch.begun_s,
         fetch.heard_s,
         {
@@ -74,4 +66,4 @@ def _pass(of_pass: PassTimes, block_bytes: int) -> EndedSpan:
         "mooncake.stored_bytes": of_pass.num_stored_blocks * block_bytes,
     }
     error = "" if of_pass.is_computed else "given up: aborted, or blocks that were to be reused did not come"
-    return EndedSpan(f"{PREFILL}.pass", of_pass.began_s, of_pass.ended_s, attributes, error=error)
+    return EndedSpan("prefill.pass", of_pass.began_s, of_pass.ended_s, attributes, error=error)

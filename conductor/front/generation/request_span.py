@@ -55,7 +55,7 @@ def _span_of_client(headers: list[tuple[bytes, bytes]]) -> SpanContext | None:
 
 
 class RequestSpan:
-    """What becomes of one HTTP request. `status` is its HTTP status, once that is known; `error` says why it
+    """The span of one HTTP request. `status` is its HTTP status, once that is known; `error` says why it
     has failed."""
 
     def __init__(self, tracer: "Tracer", path: str, client: SpanContext | None, model_name: str) -> None:

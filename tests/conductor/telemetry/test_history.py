@@ -8,8 +8,6 @@ from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
 from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submit
-from mooncake.messages.migration import HandedOver, PreCopied, Prepared
-from mooncake.messages.operators import Migrate
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
@@ -28,12 +26,12 @@ from mooncake.messages.workers import (
 from tests.conductor.small_cluster import (
     B0,
     D0,
-    D1,
     EPOCH,
     FRONT,
     GRANT,
     HEARTBEAT,
     P0,
+    move_at_the_second_try,
     new_conductor,
     ref,
     registration,
@@ -205,16 +203,7 @@ def test_messages_of_instances_that_have_nothing_to_do_with_requests_are_ignored
 def test_a_migration_shows_on_which_instances_the_request_ran() -> None:
     cluster = Watched(conductor=two_decode_instances(Limits()))
     cluster.hear(FRONT, Submit(request()), 0.0)
-    cluster.hear(D0, Reserved(ref(), GRANT), 1.0)
-    cluster.hear(P0, Prefilled(ref(), 1, 0), 2.0)
-    cluster.hear(FRONT, Migrate(1, "r", "d1"), 3.0)
-    cluster.hear(D1, WorkFailed(ref(2), "no room", True), 4.0)
-    cluster.hear(FRONT, Migrate(1, "r", "d1"), 5.0)
-    cluster.hear(D0, PreCopied(ref(), [1]), 6.0)
-    cluster.hear(D1, Prepared(ref(3), 8), 7.0)
-    cluster.hear(D0, PreCopied(ref(), [1]), 8.0)
-    cluster.hear(D0, HandedOver(ref(), [1, 2]), 9.0)
-    cluster.hear(D1, Finished(ref(3), FinishReason.STOP, 4), 10.0)
+    move_at_the_second_try(cluster.hear)
     timeline = cluster.timeline()
     assert cluster.steps()[-3:] == [
         (2.0, "transferring", "d0"),

@@ -9,7 +9,6 @@ from conductor.rules import Limits
 from conductor.telemetry.history import History
 from conductor.telemetry.request_spans import RequestSpans
 from mooncake.messages.fronts import Cancel, Continue, Interrupted, Resume, Submit
-from mooncake.messages.migration import HandedOver, PreCopied, Prepared
 from mooncake.messages.operators import Migrate
 from mooncake.messages.requests import FinishReason, Request, SpanContext
 from mooncake.messages.workers import Finished, Leave, Prefill, Prefilled, Reserve, Reserved, Role, WorkFailed
@@ -17,10 +16,10 @@ from mooncake.tracing.spans import EndedSpan
 from tests.conductor.small_cluster import (
     B0,
     D0,
-    D1,
     FRONT,
     GRANT,
     P0,
+    move_at_the_second_try,
     new_conductor,
     ref,
     registration,
@@ -140,20 +139,11 @@ def test_each_attempt_has_its_decision(traced: Traced) -> None:
 def test_each_migration_tells_its_reason_and_outcome() -> None:
     traced = Traced(conductor=two_decode_instances(Limits()))
     traced.hear(FRONT, Submit(traced_request()), 0.0)
-    traced.hear(D0, Reserved(ref(), GRANT), 1.0)
-    traced.hear(P0, Prefilled(ref(), 1, 0), 2.0)
-    traced.hear(FRONT, Migrate(1, "r", "d1"), 3.0)
-    traced.hear(D1, WorkFailed(ref(2), "no room", True), 4.0)
-    traced.hear(FRONT, Migrate(1, "r", "d1"), 15.0)
-    traced.hear(D0, PreCopied(ref(), [1]), 16.0)
-    traced.hear(D1, Prepared(ref(3), 8), 17.0)
-    traced.hear(D0, PreCopied(ref(), [1]), 18.0)
-    traced.hear(D0, HandedOver(ref(), [1, 2]), 19.0)
-    traced.hear(D1, Finished(ref(3), FinishReason.STOP, 4), 20.0)
+    move_at_the_second_try(traced.hear)
     [span] = traced.tracer.ended
     refused, moved = [part for part in span.parts if part.name == "conductor.migrate"]
     assert (refused.began_s, refused.ended_s, refused.error) == (3.0, 4.001, "refused")
-    assert (moved.began_s, moved.ended_s, moved.error) == (15.0, 19.001, "")
+    assert (moved.began_s, moved.ended_s, moved.error) == (5.0, 9.001, "")
     assert moved.attributes == {
         "mooncake.reason": "by_hand",
         "mooncake.outcome": "moved",
