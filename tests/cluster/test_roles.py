@@ -99,7 +99,7 @@ def test_roles_change_while_streams_run(server: Server) -> None:
             assert (shown["role"], shown["state"]) == (role, "serving")
         streams.wait_until_all_run()
     assert num_failed(server) == 0
-    assert metric(server, "mooncake_instances", role="both") == 1
+    eventually(lambda: metric(server, "mooncake_instances", role="both") == 1, "its role is shown")
     wait_until_idle(server, instances=("prefill-0", "prefill-1", "decode-0", "decode-1"))
 
 
