@@ -4,13 +4,12 @@ import contextlib
 import signal
 import socket
 import subprocess
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.cluster.harness import eventually
 from tests.debian import fetched
-from tests.kvstore.forked import enter
+from tests.kvstore.forked import entered
 from tests.ports import free_port
 
 
@@ -37,11 +36,9 @@ class EtcdServer:
         command = [str(self._program), f"--data-dir={self._folder / 'data'}", *self._flags]
         command += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
         command += ["--listen-peer-urls=http://127.0.0.1:0"]
-        there = None if self._network is None else partial(enter, self._network)
-        with (self._folder / "etcd.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=there
-            )
+        there = contextlib.nullcontext() if self._network is None else entered(self._network)
+        with (self._folder / "etcd.log").open("ab") as log, there:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         eventually(self._listens, "etcd listens")
 
     def _listens(self) -> bool:

@@ -4,11 +4,9 @@ Owns: the QEMU process. Does not know: how the image was made, what the command 
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import shlex
-import signal
 import socket
 import subprocess
 import tempfile
@@ -27,7 +25,6 @@ KERNEL_OPTIONS = (
     "console=ttyS0 loglevel=4 panic=-1 mitigations=off nokaslr audit=0 tsc=reliable no_timer_check"
     " random.trust_cpu=on random.trust_bootloader=on"
 )
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class MachineError(Exception):
@@ -59,6 +56,7 @@ def run_command(
         for name in ("output", "control"):
             ports[name], their_ports[name] = map(stack.enter_context, socket.socketpair())
         arguments = [
+            *("setpriv", "--pdeathsig", "KILL"),  # it dies with this thread
             *_qemu(image),
             *("-machine", "q35,vmport=off,hpet=off", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", CPU),
             *("-smp", str(NUM_CPUS), "-m", str(MEMORY_MIB), "-nodefaults", "-no-user-config", "-no-reboot"),
@@ -88,7 +86,6 @@ def run_command(
             stdin=subprocess.DEVNULL,
             stdout=stack.enter_context(open(log, "wb")),
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent,
             pass_fds=[port.fileno() for port in their_ports.values()],
         )
         stack.callback(_end, qemu)
@@ -138,10 +135,6 @@ def _qemu(image: Path) -> list[str]:
         *("--library-path", libraries, str(home / "usr/bin/qemu-system-x86_64")),
         *(word for folder in firmware for word in ("-L", str(folder))),
     ]
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _end(qemu: "subprocess.Popen[bytes]") -> None:
