@@ -16,7 +16,7 @@ import msgspec
 from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
 from conductor.requests.migration import Migration
-from conductor.telemetry.history import FAILED, QUEUED, REJECTED, RESERVING, Timeline
+from conductor.telemetry.history import ABORTED, FAILED, QUEUED, REJECTED, RESERVING, Timeline
 from conductor.view.decision_stats import MigrationOutcome
 from conductor.view.placement import Placement
 from mooncake.messages.fronts import Continue, Rejected, Resume, Submit
@@ -145,15 +145,17 @@ def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
 
 
 def _placings(timeline: Timeline, traced: _Traced) -> list[EndedSpan]:
-    """Each decision about the request, with the time that it waited for it."""
+    """Each decision about the request with the wait for it, and the wait in which the request has ended."""
     parts, decisions = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
+        waited = moment.step == QUEUED and moment.at_s < following.at_s
+        decision = None
         if following.step == RESERVING:
             decision = next(decisions, None)
         elif following.step == REJECTED:
             decision = traced.rejection
-        else:
-            continue
+        elif following.step in (ABORTED, FAILED) and waited:
+            decision = Decision(following.at_s, {})
         if decision is not None:
             began_s = moment.at_s if moment.step == QUEUED else following.at_s
             ended_s = max(following.at_s, decision.at_s)

@@ -40,10 +40,26 @@ class EndedSpan(NamedTuple):
     parts: Sequence["EndedSpan"] = ()
 
 
-def step_span(
-    name: str, began_s: float | None, ended_s: float | None, attributes: Attributes = MappingProxyType({})
-) -> EndedSpan | None:
-    """Return the span of a step; None for a step that has not begun or not ended."""
-    if began_s is None or ended_s is None:
-        return None
-    return EndedSpan(name, began_s, ended_s, attributes)
+class End(NamedTuple):
+    """The end of a request's time at an instance."""
+
+    at_s: float
+    error: str = ""
+    """Why the time ends early; empty: it does not."""
+
+    def step(
+        self,
+        name: str,
+        began_s: float | None,
+        ended_s: float | None,
+        attributes: Attributes = MappingProxyType({}),
+    ) -> EndedSpan | None:
+        """Return the span of a step of the request; None for a step that has not begun.
+
+        A step without an end of its own has this one: in it the request has failed, or was aborted.
+        """
+        if began_s is None:
+            return None
+        if ended_s is None:
+            return EndedSpan(name, began_s, self.at_s, attributes, error=self.error)
+        return EndedSpan(name, began_s, ended_s, attributes)

@@ -37,3 +37,8 @@ def total(span: EndedSpan, step: str, attribute: str) -> int:
     ]
     assert all(isinstance(number, int) for number in numbers)
     return sum(numbers)  # type: ignore[arg-type]
+
+
+def errors(span: EndedSpan) -> dict[str, str]:
+    """Errors of the parts that have failed, by name."""
+    return {part.name.removeprefix(f"{span.name}."): part.error for part in span.parts if part.error}

@@ -34,14 +34,22 @@ class SequenceState(Enum):
     OUT = auto()  # without pages
 
 
+PRE_COPY, PREPARE = "pre_copy", "prepare"
+
+
 class CopyTimes(NamedTuple):
-    """A round of a migration: `pre_copy` at its source, `prepare` at its destination."""
+    """A round of a migration: `PRE_COPY` at its source, `PREPARE` at its destination."""
 
     name: str
     began_s: float
-    ended_s: float
-    num_tokens: int
+    ended_s: float | None = None
+    """None until the round has ended."""
+    num_tokens: int | None = None
     """Tokens of the sequence whose KVCache has been copied by then."""
+
+    def ended(self, at_s: float, num_tokens: int) -> "CopyTimes":
+        """Return the round once it has ended."""
+        return self._replace(ended_s=at_s, num_tokens=num_tokens)
 
 
 @dataclass(slots=True, eq=False)

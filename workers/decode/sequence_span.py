@@ -5,33 +5,37 @@ Owns: its form. Does not know: when it is made, where it is sent.
 
 import time
 
-from mooncake.tracing.spans import EndedSpan, SpanEvent, step_span
-from workers.decode.sequence import CopyTimes, Sequence
+from mooncake.tracing.spans import End, EndedSpan, SpanEvent
+from workers.decode.sequence import PREPARE, Sequence
 
 DECODE = "decode"
 
 
 def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
     """Return the span of a sequence whose time at `instance` ends now. `error`: why it ends early."""
-    now_s, request = time.monotonic(), sequence.request
-    sought_s = sequence.reserved_s if sequence.is_inlined else sequence.arrived_s
-    computed_s = sequence.prefilled_s if sequence.is_inlined else sequence.joined_s
+    end, request = End(time.monotonic(), error), sequence.request
+    moves_here = any(copy.name == PREPARE for copy in sequence.copies)
+    joins = sequence.joined_s is not None or sequence.finish_reason is None
+    if sequence.is_inlined:
+        awaited_s, sought_s = None, sequence.reserved_s
+        prompt_s, computed_s = sequence.joined_s, sequence.prefilled_s
+    else:
+        awaited_s, sought_s = sequence.reserved_s, sequence.arrived_s if joins else None
+        prompt_s, computed_s = None, sequence.joined_s
+    left_s, preempted = sequence.left_s, {"mooncake.preemptions": sequence.num_preemptions}
     steps = [
-        step_span("decode.reserve", sequence.received_s, sequence.reserved_s),
-        step_span(
-            "decode.await_prefill",
-            None if sequence.is_inlined else sequence.reserved_s,
-            sequence.ordered_s,
+        end.step("decode.reserve", None if moves_here else sequence.received_s, sequence.reserved_s),
+        end.step("decode.await_prefill", awaited_s, sequence.ordered_s),
+        end.step("decode.turn", sequence.ordered_s, sequence.turn_s),
+        end.step("decode.receive", sequence.turn_s, sequence.arrived_s),
+        *(
+            end.step(f"{DECODE}.{name}", began_s, ended_s, {"mooncake.tokens": num_tokens})
+            for name, began_s, ended_s, num_tokens in sequence.copies
         ),
-        step_span("decode.turn", sequence.ordered_s, sequence.turn_s),
-        step_span("decode.receive", sequence.turn_s, sequence.arrived_s),
-        *(_copy(copy) for copy in sequence.copies),
-        step_span("decode.join", sought_s, sequence.joined_s),
-        step_span("decode.prefill", sequence.joined_s, sequence.prefilled_s),
-        step_span(
-            "decode.run", computed_s, sequence.left_s, {"mooncake.preemptions": sequence.num_preemptions}
-        ),
-        step_span("decode.seal", sequence.left_s, now_s),
+        end.step("decode.join", sought_s, sequence.joined_s or left_s),
+        end.step("decode.prefill", prompt_s, sequence.prefilled_s or left_s),
+        end.step("decode.run", computed_s, left_s, preempted),
+        end.step("decode.seal", left_s, None),
     ]
     moments = [("first token", sequence.first_sent_s or sequence.prefilled_s)]
     if sequence.finish_reason is not None:
@@ -39,7 +43,7 @@ def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
     return EndedSpan(
         DECODE,
         sequence.received_s,
-        now_s,
+        end.at_s,
         {
             "mooncake.instance": instance,
             "mooncake.request_id": request.request_id,
@@ -52,13 +56,6 @@ def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
             "mooncake.handed_over": sequence.is_wanted_elsewhere and sequence.finish_reason is None,
         },
         [SpanEvent(at_s, name) for name, at_s in moments if at_s is not None],
-        error,
+        end.error,
         [step for step in steps if step is not None],
-    )
-
-
-def _copy(copy: CopyTimes) -> EndedSpan | None:
-    """A round of a migration: of its source, or of its destination."""
-    return step_span(
-        f"{DECODE}.{copy.name}", copy.began_s, copy.ended_s, {"mooncake.tokens": copy.num_tokens}
     )

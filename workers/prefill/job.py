@@ -218,7 +218,7 @@ class PrefillJob:
             is_dropped=self.is_dropped,
         )
         self._pass_ended.clear()
-        self.times.note_pass()
+        self.times.note_pass(self._part)
         return self._part
 
     def _num_to_load(self, start: int, page_size: int) -> int:

@@ -5,7 +5,7 @@ Owns: its form. Does not know: when it is made, where it is sent.
 
 import time
 
-from mooncake.tracing.spans import EndedSpan, SpanEvent, step_span
+from mooncake.tracing.spans import End, EndedSpan, SpanEvent
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.prefill.job import PrefillJob
 from workers.prefill.prompt_times import PassTimes
@@ -16,21 +16,21 @@ PREFILL = "prefill"
 def prompt_span(job: PrefillJob) -> EndedSpan:
     """Return the span of a prompt whose time here ends now."""
     times, request = job.times, job.order.request
-    block_bytes = job.layout.block_bytes
-    computed_s = times.passes[-1].ended_s if times.passes else None
+    end, block_bytes = End(time.monotonic(), times.error), job.layout.block_bytes
+    computed_s = None if job.progress.num_left else times.passes[-1].ended_s
     sent = {"mooncake.bytes": len(job.order.grant.pages) * block_bytes}
     steps = [
-        step_span("prefill.queue", times.received_s, times.turn_s),
-        step_span("prefill.reserve", times.turn_s, times.memory_s),
+        end.step("prefill.queue", times.queued_s, times.turn_s),
+        end.step("prefill.reserve", times.turn_s, times.memory_s),
         None if job.fetch is None else _fetch(job.fetch, job.layout.layer_bytes),
-        *(_pass(of_pass, block_bytes) for of_pass in times.passes),
-        step_span("prefill.store", computed_s, times.stored_s),
-        step_span("prefill.send", times.stored_s, times.sent_s, sent),
+        *(_pass(of_pass, block_bytes, end) for of_pass in times.passes),
+        end.step("prefill.store", computed_s, times.stored_s),
+        end.step("prefill.send", times.stored_s, times.sent_s, sent),
     ]
     return EndedSpan(
         PREFILL,
         times.received_s,
-        time.monotonic(),
+        end.at_s,
         {
             "mooncake.instance": job.instance,
             "mooncake.request_id": request.request_id,
@@ -39,13 +39,13 @@ def prompt_span(job: PrefillJob) -> EndedSpan:
             "mooncake.cached_tokens": job.num_cached_tokens,
         },
         [] if computed_s is None or times.stored_s is None else [SpanEvent(computed_s, "first token")],
-        times.error,
+        end.error,
         [step for step in steps if step is not None],
     )
 
 
-def _fetch(fetch: PrefixFetch, layer_bytes: int) -> EndedSpan | None:
-    return step_span(
+def _fetch(fetch: PrefixFetch, layer_bytes: int) -> EndedSpan:
+    return EndedSpan(
         "prefill.fetch",
         fetch.begun_s,
         fetch.heard_s,
@@ -57,7 +57,7 @@ def _fetch(fetch: PrefixFetch, layer_bytes: int) -> EndedSpan | None:
     )
 
 
-def _pass(of_pass: PassTimes, block_bytes: int) -> EndedSpan:
+def _pass(of_pass: PassTimes, block_bytes: int, end: End) -> EndedSpan | None:
     attributes = {
         "mooncake.start": of_pass.start,
         "mooncake.tokens": of_pass.num_tokens,
@@ -65,5 +65,7 @@ def _pass(of_pass: PassTimes, block_bytes: int) -> EndedSpan:
         "mooncake.loaded_bytes": of_pass.num_loaded_blocks * block_bytes,
         "mooncake.stored_bytes": of_pass.num_stored_blocks * block_bytes,
     }
-    error = "" if of_pass.is_computed else "given up: aborted, or blocks that were to be reused did not come"
-    return EndedSpan("prefill.pass", of_pass.began_s, of_pass.ended_s, attributes, error=error)
+    span = end.step("prefill.pass", of_pass.began_s, of_pass.ended_s, attributes)
+    if span is None or span.error or of_pass.is_computed:
+        return span
+    return span._replace(error="given up: aborted, or blocks that were to be reused did not come")

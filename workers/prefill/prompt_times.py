@@ -14,7 +14,8 @@ class PassTimes(NamedTuple):
     """One pass, as far as it is the prompt's."""
 
     began_s: float
-    ended_s: float
+    ended_s: float | None
+    """None in a pass that runs."""
     start: int
     """Position in the prompt from which the pass computes."""
     num_tokens: int
@@ -22,9 +23,9 @@ class PassTimes(NamedTuple):
     """Blocks that the pass brings from the pool to the device, layer by layer."""
     num_stored_blocks: int
     """Blocks of which the pass stores layers in the pool."""
-    load_wait_s: float
+    load_wait_s: float = 0.0
     """Seconds for which the pass has waited for loads."""
-    is_computed: bool
+    is_computed: bool = False
 
 
 @dataclass(slots=True)
@@ -32,12 +33,12 @@ class PromptTimes:
     """The times of one prompt. None for steps that have not been taken."""
 
     received_s: float = field(default_factory=time.monotonic)
+    queued_s: float | None = None
+    """Time when the prompt began to wait for its turn; None in stages that have no queue."""
     turn_s: float | None = None
     """Time when the prompt might get memory."""
     memory_s: float | None = None
     """Time when it had its pages."""
-    pass_began_s: float = 0.0
-    """Beginning of the present pass, or of the latest one."""
     passes: list[PassTimes] = field(default_factory=list)
     stored_s: float | None = None
     """Time when the pool had the last block."""
@@ -45,6 +46,10 @@ class PromptTimes:
     """Time when the decode side had it."""
     error: str = ""
     """Why the prompt's time here has ended before."""
+
+    def note_queued(self) -> None:
+        """Record that the prompt waits for its turn."""
+        self.queued_s = time.monotonic()
 
     def note_turn(self) -> None:
         """Record that the prompt may get memory."""
@@ -54,23 +59,16 @@ class PromptTimes:
         """Record that the prompt has its pages."""
         self.memory_s = time.monotonic()
 
-    def note_pass(self) -> None:
-        """Record that a pass begins."""
-        self.pass_began_s = time.monotonic()
+    def note_pass(self, part: PassPart) -> None:
+        """Record that a pass begins of which `part` is the prompt's."""
+        start, num_tokens = part.chunk.start, len(part.chunk.token_ids)
+        begun = PassTimes(time.monotonic(), None, start, num_tokens, len(part.loads), len(part.stores))
+        self.passes.append(begun)
 
     def note_pass_end(self, part: PassPart, *, is_computed: bool) -> None:
         """Record that the pass has ended of which `part` was the prompt's."""
-        self.passes.append(
-            PassTimes(
-                self.pass_began_s,
-                time.monotonic(),
-                part.chunk.start,
-                len(part.chunk.token_ids),
-                len(part.loads),
-                len(part.stores),
-                part.load_wait_s,
-                is_computed,
-            )
+        self.passes[-1] = self.passes[-1]._replace(
+            ended_s=time.monotonic(), load_wait_s=part.load_wait_s, is_computed=is_computed
         )
 
     def note_stored(self) -> None:

@@ -130,6 +130,7 @@ class PrefillRunner:
             is_alone=order.alone,
         )
         job = stage.job(next(self._job_ids), order, queued)
+        job.times.note_queued()
         self._job_of[queued] = job
         try:
             async with stage.serving(job):

@@ -196,6 +196,17 @@ def test_a_request_that_is_not_sampled_has_no_span(traced: Traced, span: SpanCon
     assert traced.tracer.begun == traced.tracer.ended == []
 
 
+def test_a_wait_in_which_the_request_was_aborted_is_told() -> None:
+    traced = Traced(Limits(return_grace_s=10.0))
+    traced.conductor.peer_gone(D0, 0.5)
+    traced.hear(FRONT, Submit(traced_request()), 1.0)
+    traced.hear(FRONT, Cancel("r"), 3.0)
+    [span] = traced.tracer.ended
+    [place] = span.parts
+    assert (place.name, place.began_s, place.ended_s) == ("conductor.place", 1.0, 3.0)
+    assert place.error == span.events[-1].attributes["mooncake.note"]
+
+
 def test_a_duplicate_does_not_end_the_span_of_the_request_that_runs(traced: Traced) -> None:
     traced.hear(FRONT, Submit(traced_request()), 1.0)
     traced.hear(FRONT, Submit(traced_request()), 2.0)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.workers.prefill_lab import BLOCK_SIZE, Setting, StartLab
-from tests.workers.recorded_spans import steps, total
+from tests.workers.recorded_spans import errors, steps, total
 from tests.workers.references import prompt_of
 
 pytestmark = pytest.mark.cluster
@@ -66,8 +66,9 @@ async def test_an_aborted_prompt_is_told_as_such(start_lab: StartLab) -> None:
         lab.executor.kv.free(taken)
         await receiving.release()
         span = lab.spans.of("p", "r1")
+        assert steps(span) == ["queue", "reserve"]
+        assert errors(span) == {"reserve": "aborted"}
         assert span.error == "aborted"
-        assert "pass" not in steps(span)
 
 
 async def test_each_stage_has_a_span(start_lab: StartLab) -> None:

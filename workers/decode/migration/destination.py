@@ -13,7 +13,7 @@ from mooncake.messages.migration import Prepare, Prepared, TakeOver
 from mooncake.messages.requests import Ref
 from workers.decode.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
-from workers.decode.sequence import CopyTimes, Sequence
+from workers.decode.sequence import PREPARE, CopyTimes, Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns
 from workers.errors import NoRoomError
 from workers.execution.executor import Executor
@@ -70,7 +70,7 @@ class MigrationDestination:
             self._taken_over.discard(first.ref)
 
     async def _prepare(self, sequence: Sequence, order: Prepare) -> None:
-        began_s = self._now_s()
+        sequence.copies.append(CopyTimes(PREPARE, self._now_s()))
         sequence.continue_behind(order.request)
         if not self._batch.prepare(sequence):
             raise NoRoomError(
@@ -83,7 +83,7 @@ class MigrationDestination:
             raise TransferError(f"its KVCache did not come within {order.timeout_s:g} s") from None
         except PoolFullError as full:
             raise NoRoomError(f"the pool has no room for a request that is to move here: {full}") from None
-        sequence.copies.append(CopyTimes("prepare", began_s, self._now_s(), sequence.num_cached_tokens))
+        sequence.copies[-1] = sequence.copies[-1].ended(self._now_s(), sequence.num_cached_tokens)
         await self._send(Prepared(sequence.ref, sequence.num_cached_tokens))
 
     async def _load(self, sequence: Sequence, order: Prepare) -> None:

@@ -16,7 +16,7 @@ from mooncake.messages.migration import HandOver, PreCopied, PreCopy
 from mooncake.messages.requests import Ref
 from workers.decode.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
-from workers.decode.sequence import CopyTimes, Sequence
+from workers.decode.sequence import PRE_COPY, CopyTimes, Sequence
 
 
 class MigrationSource:
@@ -67,15 +67,15 @@ class MigrationSource:
 
         A pool without room is no failure: the destination then finds fewer blocks.
         """
-        output, began_s = sequence.output, self._now_s()
-        num_tokens = sequence.num_kv_tokens
+        output, num_tokens = sequence.output, sequence.num_kv_tokens
+        sequence.copies.append(CopyTimes(PRE_COPY, self._now_s()))
         if sequence.pages:
             try:
                 await self._blocks.store(sequence, is_parked=False)
             except PoolError:
                 if self._pool_closed.is_set():
                     raise
-        sequence.copies.append(CopyTimes("pre_copy", began_s, self._now_s(), num_tokens))
+        sequence.copies[-1] = sequence.copies[-1].ended(self._now_s(), num_tokens)
         if sequence.finish_reason is None and sequence.error is None:
             await self._send(PreCopied(sequence.ref, output))
 
