@@ -6,11 +6,10 @@ when its queue is full (`OTEL_BSP_MAX_QUEUE_SIZE`).
 OTLP goes over HTTP, in JSON. Threads of gRPC survive no fork, and a front forks. The package of protobuf for
 OTLP has files of the same names as that for Envoy, which the endpoint picker needs.
 
-Owns: the SDK, wall-clock times of spans, what is logged of the collector. Does not know: what is traced.
+Owns: the SDK, wall-clock times of spans. Does not know: what is traced, what is logged of lost spans.
 """
 
 import contextlib
-import logging
 import socket
 import threading
 import time
@@ -35,13 +34,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from mooncake.errors import ConfigError
 from mooncake.messages.requests import SpanContext
+from mooncake.tracing.losses import Losses
 from mooncake.tracing.spans import Attributes, EndedSpan, Value
 
 SERVICE = "mooncake-serve"
 _LAST_SPANS_S = 0.5
 """Seconds that the last spans of a process may take to leave."""
 _PROPAGATOR = TraceContextTextMapPropagator()
-log = logging.getLogger(__name__)
 
 
 class OpenSpan:
@@ -91,22 +90,21 @@ class Tracer:
         At the end the last spans have `_LAST_SPANS_S`, or no time if the collector did not take others.
         Raises ConfigError for a variable OTEL_* that the SDK refuses.
         """
+        losses = Losses(self._endpoint)
         try:
-            exporter = _Exporter(self._endpoint)
+            exporter = _Exporter(self._endpoint, losses)
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
         except ValueError as error:
             raise ConfigError(f"tracing: a variable OTEL_* has a wrong value: {error}") from None
-        sdk_log = logging.getLogger("opentelemetry")
-        sdk_log.handlers, sdk_log.propagate = [exporter.troubles], False
-        try:
-            yield
-        finally:
-            if exporter.troubles.is_in_trouble:
-                exporter.shutdown()
-            ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
-            ending.start()
-            ending.join(_LAST_SPANS_S)
-            sdk_log.handlers = [logging.NullHandler()]
+        with losses.heard():
+            try:
+                yield
+            finally:
+                if losses.is_refused:
+                    exporter.shutdown()
+                ending = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
+                ending.start()
+                ending.join(_LAST_SPANS_S)
 
     def begin(
         self, name: str, parent: SpanContext | None, at_s: float, *, is_server: bool = False
@@ -145,41 +143,22 @@ class Tracer:
 
 
 class _Exporter(SpanExporter):
-    """Passes spans on, and has the log say when the collector does not take them, and when it does again."""
+    """Passes spans on, and tells which batches the collector takes."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.troubles = _Troubles(endpoint)
+    def __init__(self, endpoint: str, losses: Losses) -> None:
         self._exporter: SpanExporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces")
+        self._losses = losses
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
-            self.troubles.end()
+            self._losses.taken()
+        else:
+            self._losses.failed()
         return result
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
-
-
-class _Troubles(logging.Handler):
-    """Log handler that passes on the first of the SDK's complaints, which come with each batch and span."""
-
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(logging.WARNING)
-        self._endpoint = endpoint
-        self.is_in_trouble = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self.is_in_trouble:
-            self.is_in_trouble = True
-            log.warning(
-                "spans do not reach %s, and are lost meanwhile: %s", self._endpoint, record.getMessage()
-            )
-
-    def end(self) -> None:
-        if self.is_in_trouble:
-            self.is_in_trouble = False
-            log.warning("spans reach %s again", self._endpoint)
 
 
 def _as_context(span: SpanContext | None) -> Context:

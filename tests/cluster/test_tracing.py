@@ -108,6 +108,7 @@ def test_a_dead_collector_delays_neither_requests_nor_the_end(
     tiny: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1.5")  # then a batch is lost
     url = f"http://127.0.0.1:{free_port()}"
     with tiny_server(tiny, run_dir, TRANSFERS, f"--tracing-otlp-endpoint={url}") as server:
         for number in range(20):

@@ -12,7 +12,7 @@ import pytest
 from mooncake.config.sections import TracingConfig
 from mooncake.errors import ConfigError
 from mooncake.messages.requests import SpanContext
-from mooncake.tracing import tracer as tracer_module
+from mooncake.tracing import losses
 from mooncake.tracing.opening import open_tracer
 from mooncake.tracing.spans import EndedSpan, SpanEvent
 from mooncake.tracing.tracer import Tracer
@@ -39,7 +39,7 @@ def work(name: str = "work", **fields: object) -> EndedSpan:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the product has logged."""
-    return [record.getMessage() for record in caplog.records if record.name == tracer_module.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == losses.__name__]
 
 
 def test_recorded_work_arrives_below_its_parent(collector: Collector) -> None:
@@ -141,6 +141,7 @@ def test_a_dead_collector_is_told_of_once_and_one_that_is_back_again(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2.5")  # two tries
     caplog.set_level(logging.INFO)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -154,10 +155,36 @@ def test_a_dead_collector_is_told_of_once_and_one_that_is_back_again(
         [message] = said(caplog)
         assert message.startswith(f"spans do not reach {url}, and are lost meanwhile: ")
         assert "refused" in message
+        monkeypatch.setattr(losses, "QUIET_S", 0.0)
         later.enter_context(running_collector(port)).wait_for("work")
         while len(said(caplog)) < 2:
             tracer.record(work(), SAMPLED)
-        assert said(caplog)[1:] == [f"spans reach {url} again"]
+        assert said(caplog)[1] == f"spans reach {url} again"
+
+
+def test_a_slow_collector_is_told_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, collector: Collector
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    sdk_log = logging.getLogger("opentelemetry.sdk._shared_internal")
+    monkeypatch.setattr(sdk_log, "filters", [])  # all that it has to say, also if another test had it say so
+    tracer = Tracer(collector.url, 1.0, "front")
+    with tracer.exporting():
+        for number in range(1, 6):
+            with collector.changed:  # its answers wait
+                for _ in range(100):
+                    tracer.record(work(), SAMPLED)
+            tracer.record(work(f"last {number}"), SAMPLED)
+            collector.wait_for(f"last {number}")
+            assert len(said(caplog)) == 1
+        monkeypatch.setattr(losses, "QUIET_S", 0.0)
+        while len(said(caplog)) < 2:
+            tracer.record(work(), SAMPLED)
+    lost, over = said(caplog)[:2]
+    assert lost.startswith(f"spans do not reach {collector.url}, and are lost meanwhile: Queue full")
+    assert over == f"spans reach {collector.url} again"
 
 
 def test_a_collector_that_hangs_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""What the log says of spans that are lost on their way to the collector.
+
+The SDK complains of each try to send a batch, and the next one may succeed. The log here says once that spans
+are lost, and once that this is over.
+
+Owns: which complaints of the SDK are losses, when a trouble is over. Does not know: spans, how they are sent.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+QUIET_S = 30.0
+"""Seconds without a loss after which a trouble is over. The SDK tells of a full queue at most once in 20."""
+_OF_EXPORTER, _OF_QUEUE = "opentelemetry.exporter", "opentelemetry.sdk._shared_internal"
+"""Loggers of the SDK: complaints of an export, which may succeed in the end; lost spans."""
+log = logging.getLogger(__name__)
+
+
+class Losses(logging.Handler):
+    """Log handler that tells losses from other complaints of the SDK, and logs where a trouble begins and
+    ends."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: the collector's URL, for the log."""
+        super().__init__(logging.WARNING)
+        self._endpoint, self._changing = endpoint, threading.Lock()
+        self._lost_s: float | None = None
+        """Time of the newest loss; None unless there is a trouble."""
+        self._complaint = ""
+        """First complaint of the export that runs, or of those that have failed since the last success."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the collector has not taken the newest spans, as far as is known."""
+        return self._complaint != ""
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Make a context in which the SDK's complaints come here and not into the log."""
+        loggers = [logging.getLogger(name) for name in (_OF_EXPORTER, _OF_QUEUE)]
+        for each in loggers:
+            each.handlers, each.propagate = [self], False
+        try:
+            yield
+        finally:
+            for each in loggers:  # a thread that has not ended may still complain
+                each.handlers = [logging.NullHandler()]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a complaint of the SDK."""
+        if record.name == _OF_QUEUE:
+            self._lost(record.getMessage())
+        elif not self._complaint:
+            self._complaint = record.getMessage()
+
+    def failed(self) -> None:
+        """Record that the collector has not taken a batch, which is lost."""
+        self._lost(self._complaint)
+
+    def taken(self) -> None:
+        """Record that the collector has taken a batch."""
+        self._complaint = ""
+        with self._changing:
+            if self._lost_s is not None and time.monotonic() - self._lost_s >= QUIET_S:
+                self._lost_s = None
+                log.warning("spans reach %s again", self._endpoint)
+
+    def _lost(self, reason: str) -> None:
+        with self._changing:
+            if self._lost_s is None:
+                log.warning("spans do not reach %s, and are lost meanwhile: %s", self._endpoint, reason)
+            self._lost_s = time.monotonic()
