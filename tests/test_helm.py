@@ -159,8 +159,6 @@ def test_files_of_the_configuration_are_mounted(values: str, tmp_path: Path) -> 
         config, pod = config_of(values, component, tmp_path), pods(values)[component]
         mounts = {mount["mountPath"]: mount["name"] for mount in pod["spec"]["containers"][0]["volumeMounts"]}
         needed = set(_paths(config.model_dump(mode="json")))
-        if component != "conductor":
-            needed.discard("/state/conductor.db")
         assert needed
         for path in needed:
             assert any(path.startswith(f"{mount}/") or path == mount for mount in mounts), (
@@ -175,6 +173,29 @@ def test_files_of_the_configuration_are_mounted(values: str, tmp_path: Path) -> 
         volumes = [volume["name"] for volume in pod["spec"]["volumes"]]
         assert len(set(volumes)) == len(volumes)
         assert set(mounts.values()) == claims | set(volumes)
+
+
+def test_pods_get_the_secrets_that_they_read() -> None:
+    """By file or by variable: no pod that is broken into gives away what another one needs."""
+    of_all = {"a-clusterkey", "a-etcdca", "a-etcdcert", "a-etcdpassword", "a-hubtoken"}
+    of_api = of_all | {"a-apikeys", "a-adminkeys", "a-httptls"}
+    instance = of_all | {"a-clustertls"}
+    assert {component: secrets_of(pod) for component, pod in pods("everything").items()} == {
+        **{"conductor": of_api, "front": of_api, "prefill": instance, "decode": instance},
+        "picker": {"a-pickertls"},
+    }
+    assert secrets_of(pods("one-node-cpu")["front"]) == {"mooncake"}
+
+
+def secrets_of(pod: dict[str, Any]) -> set[str]:
+    volumes = [volume["secret"]["secretName"] for volume in pod["spec"]["volumes"] if "secret" in volume]
+    variables = [
+        variable["valueFrom"]["secretKeyRef"]["name"]
+        for container in pod["spec"]["containers"]
+        for variable in container.get("env", [])
+        if "secretKeyRef" in variable.get("valueFrom", {})
+    ]
+    return {*volumes, *variables}
 
 
 def _paths(node: object) -> Iterator[str]:

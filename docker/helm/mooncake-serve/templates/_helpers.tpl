@@ -16,50 +16,74 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 
-{{/* What the chart sets of the configuration for all pods: where things are in a pod. */}}
+{{/* The Secrets that processes of (dict "root" $ "component" NAME) read as files, each by its name in the values. */}}
+{{- define "mooncake.secrets" -}}
+{{- $etcd := .root.Values.etcd -}}
+{{- $read := list "clusterKey" -}}
+{{- if has .component (list "conductor" "front") -}}
+{{- $read = concat $read (list "apiKeys" "adminKeys" "httpTls") -}}
+{{- else -}}
+{{- $read = append $read "clusterTls" -}}
+{{- end -}}
+{{- if $etcd.endpoints -}}
+{{- $read = concat $read (list "etcdCa" "etcdCert") -}}
+{{- if $etcd.user -}}
+{{- $read = append $read "etcdPassword" -}}
+{{- end -}}
+{{- end -}}
+{{- range $name := $read }}
+{{- with get $.root.Values.secrets $name }}
+{{ $name }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* What the chart sets of the configuration of (dict "root" $ "component" NAME): where things are in its pods. */}}
 {{- define "mooncake.config" -}}
+{{- $etcd := .root.Values.etcd -}}
+{{- $secrets := include "mooncake.secrets" . | fromYaml -}}
 http:
   host: 0.0.0.0
   port: 8000
   admin_listen: 0.0.0.0:8010
-  {{- with .Values.secrets }}
-  {{- if .apiKeys }}
+  {{- if $secrets.apiKeys }}
   api_keys_file: /secrets/apiKeys/clients.yaml
   {{- end }}
-  {{- if .adminKeys }}
+  {{- if $secrets.adminKeys }}
   admin_keys_file: /secrets/adminKeys/admins.yaml
   {{- end }}
-  {{- if .httpTls }}
+  {{- if $secrets.httpTls }}
   tls_cert: /secrets/httpTls/tls.crt
   tls_key: /secrets/httpTls/tls.key
   {{- end }}
-  {{- end }}
+{{- if eq .component "conductor" }}
 conductor:
   state_file: /state/conductor.db
+{{- end }}
 messenger:
   port: 7900
 worker:
   metrics_listen: 0.0.0.0:9100
 security:
   key_file: /secrets/clusterKey/cluster.key
-  {{- if .Values.secrets.clusterTls }}
+  {{- if $secrets.clusterTls }}
   tls_cert: /secrets/clusterTls/tls.crt
   tls_key: /secrets/clusterTls/tls.key
   tls_ca: /secrets/clusterTls/ca.crt
   {{- end }}
-{{- if .Values.etcd.endpoints }}
+{{- with $etcd.endpoints }}
 cluster:
-  etcd_endpoints: {{ toJson .Values.etcd.endpoints }}
-  etcd_prefix: {{ .Values.etcd.prefix | default (printf "/mooncake/%s/%s" .Release.Namespace .Release.Name) }}
-  {{- if .Values.secrets.etcdCa }}
+  etcd_endpoints: {{ toJson . }}
+  etcd_prefix: {{ $etcd.prefix | default (printf "/mooncake/%s/%s" $.root.Release.Namespace $.root.Release.Name) }}
+  {{- if $secrets.etcdCa }}
   etcd_ca: /secrets/etcdCa/ca.crt
   {{- end }}
-  {{- if .Values.secrets.etcdCert }}
+  {{- if $secrets.etcdCert }}
   etcd_cert: /secrets/etcdCert/tls.crt
   etcd_key: /secrets/etcdCert/tls.key
   {{- end }}
-  {{- if .Values.etcd.user }}
-  etcd_user: {{ .Values.etcd.user }}
+  {{- with $etcd.user }}
+  etcd_user: {{ . }}
   etcd_password_file: /secrets/etcdPassword/password
   {{- end }}
 {{- end }}
@@ -75,7 +99,7 @@ cluster:
 {{- $files := (include (print .root.Template.BasePath "/config.yaml") .root | fromYaml).data -}}
 labels: {{- include "mooncake.selector" . | nindent 2 }}
 annotations:
-  checksum/config: {{ get $files .config | sha256sum }}
+  checksum/config: {{ get $files (printf "%s.yaml" .component) | sha256sum }}
   {{- with .values.podAnnotations }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end -}}
 
@@ -121,11 +145,9 @@ volumes:
     configMap: {name: {{ include "mooncake.name" .root }}}
   - name: home # compiled kernels, models of a hub
     emptyDir: {}
-  {{- range $name, $secret := .root.Values.secrets }}
-  {{- if and $secret (not (has $name (list "hubToken" "pickerTls"))) }}
+  {{- range $name, $secret := include "mooncake.secrets" . | fromYaml }}
   - name: {{ lower $name }}
     secret: {secretName: {{ $secret }}, defaultMode: 0400}
-  {{- end }}
   {{- end }}
   {{- with .root.Values.modelVolume }}
   - name: models
@@ -133,15 +155,14 @@ volumes:
   {{- end }}
 {{- end -}}
 
-{{/* Fields of each container but ports and probes, of the same with "config" FILE. `volumeMounts` is last: others can
-     follow. */}}
+{{/* Fields of each container but ports and probes, of the same. `volumeMounts` is last: others can follow. */}}
 {{- define "mooncake.container" -}}
 {{- $root := .root -}}
 {{- $name := include "mooncake.name" $root -}}
 name: mooncake
 image: {{ $root.Values.image.repository }}:{{ $root.Values.image.tag | default $root.Chart.AppVersion }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-args: [--config, /config/{{ .config }}]
+args: [--config, /config/{{ .component }}.yaml]
 securityContext:
   allowPrivilegeEscalation: false
   capabilities: {drop: [ALL]{{ if .values.rdma }}, add: [IPC_LOCK]{{ end }}}
@@ -168,10 +189,8 @@ env:
 volumeMounts:
   - {name: config, mountPath: /config, readOnly: true}
   - {name: home, mountPath: /home/mooncake}
-  {{- range $secret, $name := $root.Values.secrets }}
-  {{- if and $name (not (has $secret (list "hubToken" "pickerTls"))) }}
+  {{- range $secret, $_ := include "mooncake.secrets" . | fromYaml }}
   - {name: {{ lower $secret }}, mountPath: /secrets/{{ $secret }}, readOnly: true}
-  {{- end }}
   {{- end }}
   {{- if $root.Values.modelVolume }}
   - {name: models, mountPath: /models, readOnly: true}
