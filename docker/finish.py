@@ -1,7 +1,7 @@
 """Wait until a front has no request left: a hook before its container is told to end.
 
-Arguments: the address of its metrics, the most seconds to wait, and the fewest, in which those that send it
-requests learn that it is about to leave. It answers them meanwhile.
+Arguments: the address of its metrics; the seconds in which those that send it requests learn that it is about
+to leave, while it takes them; the most seconds to wait afterwards.
 """
 
 import http.client
@@ -22,9 +22,9 @@ def num_requests(url: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(REQUESTS))
 
 
-def main(url: str, longest_s: float, shortest_s: float) -> None:
-    end_s = time.monotonic() + longest_s
-    time.sleep(shortest_s)
+def main(url: str, leave_s: float, finish_s: float) -> None:
+    time.sleep(leave_s)
+    end_s = time.monotonic() + finish_s
     while time.monotonic() < end_s:
         try:
             number = num_requests(url)

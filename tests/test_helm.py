@@ -22,6 +22,7 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 from conductor.picker.cli import parsed
+from conductor.picker.watching import PERIOD_S
 from mooncake.config.settings import Config, load_config
 from tests.deadline import DEADLINE_S
 from tests.debian import fetched
@@ -32,6 +33,8 @@ HELM = ROOT / "docker/helm"
 CHART = HELM / "mooncake-serve"
 ALERTS = ROOT / "docker/prometheus/alerts.yml"
 CUSTOM = {"ScaledObject": ScaledObject, "PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule}
+DNS_KEEPS_S = 30
+"""Seconds for which caches keep the addresses of a headless Service, by CoreDNS as kubeadm sets it up."""
 KUBERNETES = ("1.29", "1.37")
 """The oldest one of Chart.yaml and a recent one."""
 EVERYTHING = {
@@ -181,7 +184,10 @@ def test_pods_get_the_secrets_that_they_read() -> None:
     of_api = of_all | {"a-apikeys", "a-adminkeys", "a-httptls"}
     instance = of_all | {"a-clustertls"}
     assert {component: secrets_of(pod) for component, pod in pods("everything").items()} == {
-        **{"conductor": of_api, "front": of_api, "prefill": instance, "decode": instance},
+        "conductor": of_api,
+        "front": of_api,
+        "prefill": instance,
+        "decode": instance,
         "picker": {"a-pickertls"},
     }
     assert secrets_of(pods("one-node-cpu")["front"]) == {"mooncake"}
@@ -217,10 +223,10 @@ def test_nothing_is_killed_that_still_drains(values: str, tmp_path: Path) -> Non
         if component == "picker":
             assert grace_s > parsed(pod["spec"]["containers"][0]["args"]).finish_s + 6
         if component == "front":
-            *_, longest_s, shortest_s = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"][
-                "command"
-            ]
-            assert grace_s > float(longest_s) + 6 > float(shortest_s)
+            hook = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            leave_s, finish_s = map(float, hook[-2:])
+            assert leave_s > DNS_KEEPS_S + PERIOD_S
+            assert grace_s > leave_s + finish_s + 6
 
 
 @each_values
@@ -277,7 +283,7 @@ def test_fronts_and_pickers_are_replaced_one_at_a_time(values: str) -> None:
         assert each["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
 
 
-def finished(longest_s: float, answers: list[str | int]) -> subprocess.CompletedProcess[str]:
+def finished(finish_s: float, answers: list[str | int]) -> subprocess.CompletedProcess[str]:
     """The hook of a front whose metrics are these texts, or errors, one after the other; then it is gone."""
 
     class Metrics(BaseHTTPRequestHandler):
@@ -298,7 +304,7 @@ def finished(longest_s: float, answers: list[str | int]) -> subprocess.Completed
     left = list(answers)
     with TCPServer(("127.0.0.1", 0), Metrics) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}/metrics"
-        command = [sys.executable, str(ROOT / "docker/finish.py"), url, str(longest_s), "0"]
+        command = [sys.executable, str(ROOT / "docker/finish.py"), url, "0", str(finish_s)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as hook:
             for _ in answers:
                 server.handle_request()

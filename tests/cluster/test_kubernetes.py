@@ -187,7 +187,7 @@ def test_a_front_finishes_before_it_is_told_to_end(release: Release) -> None:
     front, decode = release.pods["front"], release.pods["decode"]
     program, script, *arguments = front.container["lifecycle"]["preStop"]["exec"]["command"]
     assert (program, script) == ("python", "/usr/local/lib/mooncake-finish.py")
-    url, longest, _ = arguments
+    url, _, finish = arguments
     with ThreadPoolExecutor(1) as client:
         decode.signal_all(signal.SIGSTOP)
         try:
@@ -195,7 +195,7 @@ def test_a_front_finishes_before_it_is_told_to_end(release: Release) -> None:
             eventually(lambda: release.num_waiting() == 1, "a request waits for a decode instance")
             with front.host.entered():
                 hook = subprocess.Popen(
-                    [sys.executable, ROOT / "docker/finish.py", url, longest, "0"],
+                    [sys.executable, ROOT / "docker/finish.py", url, "0", finish],
                     stdout=subprocess.PIPE,
                     text=True,
                 )
