@@ -20,7 +20,8 @@ OF_THE_CHART = {
     *("conductor.endpoint", "conductor.reply_endpoint", "conductor.state_file"),
     *("kvcache.ssd_dirs", "kvcache.ssd_bytes"),
     *("worker.device", "worker.metrics_listen", "worker.drain_timeout_s"),  # the device is the image's
-    *("messenger.hosts", "messenger.port", "cluster", "security", "pipeline.stage", "pipeline.endpoints"),
+    *("messenger.hosts", "messenger.port", "cluster", "security"),
+    *("pipeline.stage", "pipeline.endpoints", "pipeline.listen_endpoint"),
 }
 """Keys and sections that `config` does not take."""
 

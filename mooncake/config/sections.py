@@ -224,9 +224,14 @@ class PipelineConfig(Section):
     endpoints: Annotated[list[Annotated[str, Field(pattern=ENDPOINT)]], BeforeValidator(split_values)] = (
         Field(
             [],
-            description="where each stage but the last listens for the next one (ZeroMQ), with commas;"
+            description="where each stage but the last is found by the next one (ZeroMQ), with commas;"
             " needed if stages are on several nodes",
         )
+    )
+    listen_endpoint: Endpoint | None = Field(
+        None,
+        description="where the stage of this node listens for the next one, if that is another one; default:"
+        " its own of endpoints",
     )
     chunks: Literal["balanced", "fixed"] = Field(
         "balanced",
@@ -249,6 +254,11 @@ class PipelineConfig(Section):
             raise ValueError(
                 f"pipeline.endpoints names {len(self.endpoints)} endpoints;"
                 f" {self.stages} stages need {self.stages - 1}, one for each but the last"
+            )
+        if self.listen_endpoint is not None and self.stage in (None, self.stages - 1):
+            raise ValueError(
+                "pipeline.listen_endpoint is for a stage with another one behind it:"
+                " name it in pipeline.stage"
             )
         for endpoint in self.endpoints:
             place, _, port = endpoint.rpartition(":")

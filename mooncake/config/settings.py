@@ -38,6 +38,13 @@ from mooncake.yaml_errors import what_is_wrong
 ENV_PREFIX = "MOONCAKE_"
 # Kubernetes gives every container the addresses of its services; one may be called mooncake.
 KUBERNETES_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?=|_PORT=\w+://|_PORT_\d+_(TCP|UDP)(_\w+)?=")
+_LISTENED_AT = {
+    "conductor.endpoint": "conductor.listen_endpoint",
+    "conductor.reply_endpoint": "conductor.reply_listen_endpoint",
+    "messenger.hosts": "messenger.listen_hosts",
+    "pipeline.endpoints": "pipeline.listen_endpoint",
+}
+"""Keys that say where a node listens, by those that others are told."""
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
 """Variables that are no keys: between a supervisor and its children, and for the CPU's kernels."""
@@ -184,15 +191,12 @@ class Config(Section):
             )
         if self.has_pool:
             told += [("messenger.hosts", host, host) for host in self.messenger.hosts]
+        told += [("pipeline.endpoints", endpoint, _host_of(endpoint)) for endpoint in self.pipeline.endpoints]
         for key, address, host in told:
             if is_any_address(host):
-                own = {
-                    "conductor.endpoint": "conductor.listen_endpoint",
-                    "messenger.hosts": "messenger.listen_hosts",
-                }
                 raise ValueError(
                     f"{key} {address} is what other nodes are told: name an address at which they reach this"
-                    f" one; {own.get(key, 'conductor.reply_listen_endpoint')} may be {address}"
+                    f" one; {_LISTENED_AT[key]} may be {address}"
                 )
         return self
 

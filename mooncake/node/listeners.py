@@ -119,7 +119,9 @@ def _of_parts(config: Config, parts: list[Part]) -> Iterator[ListenAddress]:
             listen = host_and_port(config.worker.metrics_listen)
             yield _higher(ListenAddress("worker.metrics_listen", *listen), index)
         if part.stage < len(config.pipeline.endpoints):
-            yield from _of_endpoint("pipeline.endpoints", config.pipeline.endpoints[part.stage])
+            own = config.pipeline.listen_endpoint
+            key = "pipeline.endpoints" if own is None else "pipeline.listen_endpoint"
+            yield from _of_endpoint(key, own or config.pipeline.endpoints[part.stage])
 
 
 def _higher(place: ListenAddress, num_ports: int) -> ListenAddress:

@@ -163,7 +163,17 @@ def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
         ]
         here = range(num_stages) if pipeline.stage is None else [pipeline.stage]
         parts += [
-            _Part(name, role, StageConfig(number=stage, num_stages=num_stages, endpoints=endpoints), rank)
+            _Part(
+                name,
+                role,
+                StageConfig(
+                    number=stage,
+                    num_stages=num_stages,
+                    endpoints=endpoints,
+                    listen_endpoint=pipeline.listen_endpoint,
+                ),
+                rank,
+            )
             for stage in here
             for rank in _ranks(config.worker.tensor_parallel, index, run_dir)
         ]

@@ -68,12 +68,19 @@ class MessengerProcess(_Process):
 class StageConfig(Section):
     """A worker's stage in its instance.
 
-    `endpoints` are those at which each stage but the last one listens.
+    `endpoints` are those at which each stage but the last one is found by the next. This one listens at
+    `listen_endpoint`, if that is another one.
     """
 
     number: int = 0
     num_stages: int = 1
     endpoints: list[str] = Field(default_factory=list)
+    listen_endpoint: str | None = None
+
+    @property
+    def listens_at(self) -> str:
+        """The endpoint of this stage's own socket, if there is a stage behind."""
+        return self.listen_endpoint or self.endpoints[self.number]
 
     def part_of(self, instance: str) -> str:
         """Return the name of this part of an instance, which has a messenger of its own."""

@@ -128,6 +128,7 @@ def test_stages_on_different_nodes_find_each_other_again_after_one_was_stopped_f
         ]
         for number in range(2)
     ]
+    stages[0].append(f"--pipeline-listen-endpoint=tcp://0.0.0.0:{link}")
     waiting = "waiting for stage 0"
     folders = [run_dir / name for name in ("a", "b", "c")]
     for folder in folders:

@@ -46,7 +46,7 @@ def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None
     if stage.number + 1 == stage.num_stages:
         return None
     return NextStage(
-        stage.endpoints[stage.number],
+        stage.listens_at,
         process.cluster_key,
         stage=stage.number + 1,
         num_stages=stage.num_stages,

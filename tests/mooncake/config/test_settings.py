@@ -84,6 +84,14 @@ def test_defaults_need_no_source() -> None:
         ),
         ("{role: decode, conductor: {endpoint: 'tcp://[::]:7801'}}", ["conductor.listen_endpoint may be"]),
         ("{role: decode, messenger: {hosts: '10.0.0.1,0.0.0.0'}}", ["messenger.listen_hosts may be 0.0.0.0"]),
+        (
+            "{role: prefill, instance: p, pipeline: {stages: 2, stage: 0, endpoints: 'tcp://0.0.0.0:7900'}}",
+            ["pipeline.listen_endpoint may be tcp://0.0.0.0:7900"],
+        ),
+        (
+            "pipeline: {stages: 2, stage: 1, endpoints: 'tcp://h:7900', listen_endpoint: 'tcp://*:7900'}",
+            ["pipeline.listen_endpoint is for a stage with another one behind it"],
+        ),
         ("messenger: {hosts: 'a,b,c', listen_hosts: 'a,b'}", ["listen at one, or at one for each"]),
         (
             "conductor: {endpoint: 10.0.0.1:7800}",

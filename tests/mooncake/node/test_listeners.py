@@ -78,6 +78,8 @@ def test_a_stage_listens_for_the_one_behind_it() -> None:
     assert ports(**flags, pipeline__stage="0") == {("pipeline.endpoints", 7301), metrics}
     assert ports(**flags, pipeline__stage="1") == {("pipeline.endpoints", 7302)}
     assert ports(**flags, pipeline__stage="2") == set()
+    own = {"pipeline__stage": "1", "pipeline__listen_endpoint": "tcp://0.0.0.0:7400"}
+    assert ports(**flags, **own) == {("pipeline.listen_endpoint", 7400)}
 
 
 @pytest.mark.parametrize(

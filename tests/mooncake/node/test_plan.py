@@ -9,7 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from mooncake.config.conductor_section import ConductorConfig
-from mooncake.config.sections import HttpConfig, KVCacheConfig, MessengerConfig, SecurityConfig, WorkerConfig
+from mooncake.config.sections import (
+    HttpConfig,
+    KVCacheConfig,
+    MessengerConfig,
+    PipelineConfig,
+    SecurityConfig,
+    WorkerConfig,
+)
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError
 from mooncake.node.lives import Life
@@ -112,6 +119,26 @@ def test_each_rank_has_a_messenger_and_knows_where_to_find_the_first(run_directo
         assert len({tuple(worker.rank.endpoints) for worker in group}) == 1
     assert len({endpoint for worker in workers for endpoint in worker.rank.endpoints}) == 4
     assert len({worker.messenger_socket for worker in workers}) == 6
+
+
+def test_a_stage_may_listen_elsewhere_than_it_is_found(run_directory: RunDirectory, tmp_path: Path) -> None:
+    ClusterKey.generate().save(tmp_path / "key")
+    config = Config(
+        role="prefill",
+        instance="p",
+        kvcache=KVCacheConfig(pool_bytes=SIZE),
+        pipeline=PipelineConfig(
+            stages=3,
+            stage=1,
+            endpoints=["tcp://a:7301", "tcp://b:7302"],
+            listen_endpoint="tcp://0.0.0.0:7400",
+        ),
+        security=SecurityConfig(key_file=tmp_path / "key"),
+    )
+    [spec] = [spec for spec in plan_node(config, run_directory) if spec.name == "p.1"]
+    stage = WorkerProcess.model_validate_json(spec.config(Life(1))).stage
+    assert (stage.endpoints, stage.listens_at) == (["tcp://a:7301", "tcp://b:7302"], "tcp://0.0.0.0:7400")
+    assert stage.model_copy(update={"listen_endpoint": None}).listens_at == "tcp://b:7302"
 
 
 def test_a_front_is_alone_on_its_node_and_has_a_name_of_its_own(
