@@ -9,7 +9,7 @@ Owns: what was last heard of each front, its requests. Does not know: how fronts
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-PATIENCE_S = 10.0
+READY_FOR_S = 10.0
 """Seconds for which a front counts as ready after it has last said so, though it says now that it is not, or
 nothing. A front keeps requests while one Conductor follows another, and says by itself if that takes long."""
 MOST_ENDPOINTS = 5
@@ -17,7 +17,7 @@ MOST_ENDPOINTS = 5
 
 
 @dataclass(slots=True)
-class Front:
+class WatchedFront:
     """A front that answers."""
 
     address: str
@@ -32,18 +32,18 @@ class Front:
     """The number of its latest request, of all requests: equal fronts take turns."""
 
 
-class Fronts:
+class WatchedFronts:
     """All fronts that answer."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._fronts: dict[str, Front] = {}
+        self._fronts: dict[str, WatchedFront] = {}
         self._turn = 0
 
     def is_ready(self, address: str, cluster: str, num_decode: int) -> None:
         """Record that a front is ready."""
         now_s = self._now()
-        front = self._fronts.setdefault(address, Front(address, cluster, 1, now_s))
+        front = self._fronts.setdefault(address, WatchedFront(address, cluster, 1, now_s))
         front.cluster, front.num_decode, front.ready_s = cluster, max(1, num_decode), now_s
 
     def is_gone(self, address: str) -> None:
@@ -63,14 +63,14 @@ class Fronts:
         Args:
             allowed: The addresses, or IPs alone, to choose from; None: all.
         """
-        since_s = self._now() - PATIENCE_S
+        since_s = self._now() - READY_FOR_S
         able = [
             front
             for front in self._fronts.values()
             if front.ready_s >= since_s and (allowed is None or _is_among(front.address, allowed))
         ]
         able.sort(key=lambda front: (front.num_requests, front.turn))
-        of_clusters: dict[str, list[Front]] = {}
+        of_clusters: dict[str, list[WatchedFront]] = {}
         for front in able:
             of_clusters.setdefault(front.cluster, []).append(front)
         by_load = sorted(of_clusters.values(), key=_load)
@@ -78,7 +78,7 @@ class Fronts:
         others = [front for fronts in by_load for front in fronts[1:]]
         return [front.address for front in best + others][:MOST_ENDPOINTS]
 
-    def begins(self, address: str) -> Front | None:
+    def begins(self, address: str) -> WatchedFront | None:
         """Count a request at a front, and return what `ends` takes; None for an address that is none's."""
         self._turn += 1
         if (front := self._fronts.get(address)) is not None:
@@ -87,7 +87,7 @@ class Fronts:
         return front
 
     @staticmethod
-    def ends(front: Front) -> None:
+    def ends(front: WatchedFront) -> None:
         """Count a request no longer. A front that was gone meanwhile counts anew, without it."""
         front.num_requests -= 1
 
@@ -96,7 +96,7 @@ def _is_among(address: str, allowed: Collection[str]) -> bool:
     return address in allowed or address.rpartition(":")[0].strip("[]") in allowed
 
 
-def _load(fronts: list[Front]) -> tuple[float, int]:
+def _load(fronts: list[WatchedFront]) -> tuple[float, int]:
     """Return a cluster's requests for each decode instance, and its latest turn."""
     num_requests = sum(front.num_requests for front in fronts)
     return num_requests / max(front.num_decode for front in fronts), max(front.turn for front in fronts)

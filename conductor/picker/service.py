@@ -1,6 +1,7 @@
 """The picker's gRPC server: external processing for gateways, health for the kubelet.
 
-Owns: this server. Does not know: Envoy's messages (`conductor.picker.exchange`), which fronts there are.
+Owns: this server. Does not know: messages of Envoy (`conductor.picker.processing_stream`), which fronts there
+are.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 
-from conductor.picker.exchange import Exchange
-from conductor.picker.fronts import Fronts
+from conductor.picker.fronts import WatchedFronts
+from conductor.picker.processing_stream import ProcessingStream
 from conductor.picker.watching import watch
 from mooncake.errors import ConfigError
 
@@ -32,17 +33,17 @@ READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 class Picker(ExternalProcessorServicer):  # type: ignore[misc]
     """Answers gateways: a stream for each HTTP request."""
 
-    def __init__(self, fronts: Fronts) -> None:
+    def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
 
     async def Process(
         self, request_iterator: AsyncIterator[ProcessingRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[ProcessingResponse]:
         """Answer the messages of one HTTP request."""
-        with contextlib.closing(Exchange(self._fronts)) as exchange:
+        with contextlib.closing(ProcessingStream(self._fronts)) as stream:
             async for message in request_iterator:
                 try:
-                    answer = exchange.answer(message)
+                    answer = stream.answer(message)
                 except ValueError as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 if answer is not None:
@@ -52,7 +53,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
 class Health(HealthServicer):  # type: ignore[misc]
     """Says that the picker lives, and whether there is a front to choose."""
 
-    def __init__(self, fronts: Fronts) -> None:
+    def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
 
     async def Check(
@@ -80,7 +81,7 @@ async def serve(
     Raises:
         ConfigError: The address or the certificate cannot be used.
     """
-    fronts = Fronts(asyncio.get_running_loop().time)
+    fronts = WatchedFronts(asyncio.get_running_loop().time)
     stopping = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)

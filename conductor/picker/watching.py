@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from conductor.picker.fronts import Fronts
+from conductor.picker.fronts import WatchedFronts
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0
@@ -18,7 +18,7 @@ NOT_READY = 503
 log = logging.getLogger(__name__)
 
 
-async def watch(cluster: str, fronts: Fronts) -> None:
+async def watch(cluster: str, fronts: WatchedFronts) -> None:
     """Follow the fronts of a cluster, for ever.
 
     Args:
@@ -57,7 +57,9 @@ async def _resolved(host: str, port: int) -> set[str] | None:
     return {f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts}
 
 
-async def _ask(client: httpx.AsyncClient, scheme: str, address: str, cluster: str, fronts: Fronts) -> None:
+async def _ask(
+    client: httpx.AsyncClient, scheme: str, address: str, cluster: str, fronts: WatchedFronts
+) -> None:
     try:
         answer = await client.get(f"{scheme}://{address}/ready")
         if answer.is_success:

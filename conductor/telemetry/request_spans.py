@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 REQUEST, PLACE, MIGRATE = "conductor.request", "conductor.place", "conductor.migrate"
 
 
-class Decision(NamedTuple):
-    """A placement of a request, or its rejection."""
+class Verdict(NamedTuple):
+    """The decision about a request: a placement, or its rejection."""
 
     at_s: float
     """The time at which the decision was made."""
@@ -43,9 +43,9 @@ class Decision(NamedTuple):
 class _Traced:
     span: "OpenSpan"
     began_s: float
-    placements: list[Decision] = field(default_factory=list)
+    placements: list[Verdict] = field(default_factory=list)
     """The request's placements in order."""
-    rejection: Decision | None = None
+    rejection: Verdict | None = None
     migrations: list[EndedSpan] = field(default_factory=list)
     """The request's migrations that have ended."""
 
@@ -85,10 +85,10 @@ class RequestSpans:
                     if tracked is not None and tracked.migration is not None:
                         self._migrating[ref.request_id] = tracked.migration
                 case Reserve(ref=ref) if traced := self._traced.get(ref.request_id):
-                    traced.placements.append(Decision(decided_s, self._chosen(ref)))
+                    traced.placements.append(Verdict(decided_s, self._chosen(ref)))
                 case Rejected(request_id, reason, status) if traced := self._traced.get(request_id):
                     rejected: Attributes = {"mooncake.rejection": reason, "http.response.status_code": status}
-                    traced.rejection = Decision(decided_s, rejected)
+                    traced.rejection = Verdict(decided_s, rejected)
 
     def _end_migrations(self, now_s: float) -> None:
         """Make the spans of migrations that have ended."""
@@ -146,20 +146,20 @@ def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
 
 def _placings(timeline: Timeline, traced: _Traced) -> list[EndedSpan]:
     """Each decision about the request with the wait for it, and the wait in which the request has ended."""
-    parts, decisions = list[EndedSpan](), iter(traced.placements)
+    parts, verdicts = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
         waited = moment.step == QUEUED and moment.at_s < following.at_s
-        decision = None
+        verdict = None
         if following.step == RESERVING:
-            decision = next(decisions, None)
+            verdict = next(verdicts, None)
         elif following.step == REJECTED:
-            decision = traced.rejection
+            verdict = traced.rejection
         elif following.step in (ABORTED, FAILED) and waited:
-            decision = Decision(following.at_s, {})
-        if decision is not None:
+            verdict = Verdict(following.at_s, {})
+        if verdict is not None:
             began_s = moment.at_s if moment.step == QUEUED else following.at_s
-            ended_s = max(following.at_s, decision.at_s)
-            parts.append(EndedSpan(PLACE, began_s, ended_s, decision.attributes, error=following.note))
+            ended_s = max(following.at_s, verdict.at_s)
+            parts.append(EndedSpan(PLACE, began_s, ended_s, verdict.attributes, error=following.note))
     return parts
 
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from conductor.front.generation.http_span import HttpSpan
 from conductor.front.generation.link import Link
 from conductor.front.generation.reception import Event, Lost, Receive, Received
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
-from conductor.front.generation.request_span import RequestSpan
 from conductor.front.generation.text import TextStream
 from conductor.front.metrics import Metrics
 from conductor.front.openai.model import ServedModel
@@ -78,7 +78,7 @@ class Generation:
         request_log: RequestLog,
         recorder: Recorder | None,
         arrived_s: float,
-        span: RequestSpan | None = None,
+        span: HttpSpan | None = None,
     ) -> None:
         self._job, self._link, self._metrics, self._arrived_s = job, link, metrics, arrived_s
         self._request_log, self._recorder, self._span = request_log, recorder, span

@@ -21,7 +21,7 @@ from conductor.front.access.admin_access import AdminAccess
 from conductor.front.access.key_ring import KeyRing
 from conductor.front.errors import RateLimitedError
 from conductor.front.generation.answer import AnswerFormat
-from conductor.front.generation.request_span import TracedRequests
+from conductor.front.generation.http_span import TracedRequests
 from conductor.front.generation.response import GenerationResponse, outcome_of
 from conductor.front.http.boundary import Boundary, answer_errors, response_to
 from conductor.front.metrics import Denial, RequestOutcome

@@ -22,10 +22,10 @@ from conductor.front.caches.context_caches import (
 from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError
 from conductor.front.generation.generation import Generation
+from conductor.front.generation.http_span import HttpSpan
 from conductor.front.generation.link import ConductorPeer, Link
 from conductor.front.generation.recording import Recorder
 from conductor.front.generation.request_log import RequestLog
-from conductor.front.generation.request_span import RequestSpan
 from conductor.front.http.boundary import read_body
 from conductor.front.metrics import Metrics
 from conductor.front.openai.body import ReceivedBody
@@ -142,7 +142,7 @@ class Front:
             job = msgspec.structs.replace(job, cache_use=CacheUse(found[-1], job.num_shared))
         return fit_into_pool(job, self.cluster(), self.model.block_size)
 
-    def generation(self, job: Job, arrived_s: float, span: RequestSpan | None = None) -> Generation:
+    def generation(self, job: Job, arrived_s: float, span: HttpSpan | None = None) -> Generation:
         """Return the generation of a job. `arrived_s`: the loop's time of its HTTP request. `span`: its span,
         if it is traced."""
         return Generation(

@@ -1,6 +1,6 @@
 """Which front is next."""
 
-from conductor.picker.fronts import MOST_ENDPOINTS, PATIENCE_S, Front, Fronts
+from conductor.picker.fronts import MOST_ENDPOINTS, READY_FOR_S, WatchedFront, WatchedFronts
 
 BLUE, GREEN = "http://blue:8000", "http://green:8000"
 
@@ -12,15 +12,15 @@ class Clock:
         return self.now_s
 
 
-def fronts_of(clock: Clock, **clusters: tuple[str, int]) -> Fronts:
+def fronts_of(clock: Clock, **clusters: tuple[str, int]) -> WatchedFronts:
     """Fronts that are ready: `a=(BLUE, 2)` is at a:8000, in a cluster with 2 decode instances."""
-    fronts = Fronts(clock)
+    fronts = WatchedFronts(clock)
     for name, (cluster, num_decode) in clusters.items():
         fronts.is_ready(f"{name}:8000", cluster, num_decode)
     return fronts
 
 
-def begin(fronts: Fronts, address: str) -> Front:
+def begin(fronts: WatchedFronts, address: str) -> WatchedFront:
     front = fronts.begins(address)
     assert front is not None
     return front
@@ -69,7 +69,7 @@ def test_no_more_addresses_are_told_than_a_gateway_tries() -> None:
 def test_a_front_that_waits_for_a_conductor_is_kept_for_a_while() -> None:
     clock = Clock()
     fronts = fronts_of(clock, a=(BLUE, 1))
-    clock.now_s += PATIENCE_S
+    clock.now_s += READY_FOR_S
     assert fronts.choose() == ["a:8000"]
     clock.now_s += 0.1
     assert fronts.choose() == []

@@ -31,8 +31,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from conductor.picker.cli import run
-from conductor.picker.exchange import Exchange
-from conductor.picker.fronts import Fronts
+from conductor.picker.fronts import WatchedFronts
+from conductor.picker.processing_stream import ProcessingStream
 from tests.cluster.harness import eventually
 from tests.conductor.picker.running import PROGRAM, ROOT, picker
 from tests.conductor.picker.stub_fronts import StubFront
@@ -278,22 +278,22 @@ def test_gateways_reach_it_by_tls(tmp_path: Path) -> None:
 
 def test_a_request_counts_at_the_front_that_has_served_it() -> None:
     """Destination Endpoint Served."""
-    fronts = Fronts(lambda: 0.0)
+    fronts = WatchedFronts(lambda: 0.0)
     for name in ("a:80", "b:80"):
         fronts.is_ready(name, f"http://{name}", 1)
-    exchange = Exchange(fronts)
-    answer = exchange.answer(ProcessingRequest(request_headers=HEADERS))
+    stream = ProcessingStream(fronts)
+    answer = stream.answer(ProcessingRequest(request_headers=HEADERS))
     assert answer is not None
     first, second = destinations(answer)
     assert fronts.choose()[0] == second
     struct = Struct()
     struct.update({"x-gateway-destination-endpoint-served": second})
     metadata = Metadata(filter_metadata={"envoy.lb": struct})
-    exchange.answer(ProcessingRequest(response_headers=HttpHeaders(), metadata_context=metadata))
+    stream.answer(ProcessingRequest(response_headers=HttpHeaders(), metadata_context=metadata))
     assert fronts.choose()[0] == first
     fronts.begins(first)
-    exchange.close()
-    exchange.close()
+    stream.close()
+    stream.close()
     assert fronts.choose()[0] == second
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from conductor.picker import watching
-from conductor.picker.fronts import PATIENCE_S, Fronts
+from conductor.picker.fronts import READY_FOR_S, WatchedFronts
 from tests.conductor.picker.stub_fronts import StubFront
 from tests.deadline import DEADLINE_S
 
@@ -35,7 +35,7 @@ def test_fronts_stay_ready_while_no_names_are_known(
     front: StubFront, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, now_s = Names(), 0.0
-    fronts = Fronts(lambda: now_s)
+    fronts = WatchedFronts(lambda: now_s)
 
     async def until(addresses: list[str]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -47,7 +47,7 @@ def test_fronts_stay_ready_while_no_names_are_known(
         watch = asyncio.create_task(watching.watch(f"http://fronts:{front.address.split(':')[1]}", fronts))
         await until([front.address])
         names.answers = False
-        now_s = 2 * PATIENCE_S
+        now_s = 2 * READY_FOR_S
         assert fronts.choose() == []
         await until([front.address])
         front.ready_status = 404

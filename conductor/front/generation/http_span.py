@@ -22,7 +22,7 @@ _ENDS = frozenset({"stop", "length", "aborted"})
 
 
 class TracedRequests:
-    """ASGI: gives each POST request for one of `paths` a `RequestSpan`, as `scope["state"]["span"]`."""
+    """ASGI: gives each POST request for one of `paths` an `HttpSpan`, as `scope["state"]["span"]`."""
 
     def __init__(self, app: ASGIApp, tracer: "Tracer", paths: frozenset[str], model_name: str) -> None:
         self._app, self._tracer, self._paths, self._model_name = app, tracer, paths, model_name
@@ -33,7 +33,7 @@ class TracedRequests:
             return
         state = scope["state"]
         client = _span_of_client(scope["headers"])
-        span = state["span"] = RequestSpan(self._tracer, scope["path"], client, self._model_name)
+        span = state["span"] = HttpSpan(self._tracer, scope["path"], client, self._model_name)
 
         async def noting_status(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -54,7 +54,7 @@ def _span_of_client(headers: list[tuple[bytes, bytes]]) -> SpanContext | None:
     return SpanContext(given[_PARENT], given.get(_STATE, "")) if _PARENT in given else None
 
 
-class RequestSpan:
+class HttpSpan:
     """The span of one HTTP request. `status` is its HTTP status, once that is known; `error` says why it
     has failed."""
 

@@ -26,7 +26,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.struct_pb2 import Struct
 
-from conductor.picker.fronts import Front, Fronts
+from conductor.picker.fronts import WatchedFront, WatchedFronts
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -45,12 +45,12 @@ NO_FRONT = {
 RETRY_AFTER_S = 1
 
 
-class Exchange:
+class ProcessingStream:
     """One request and its response. `close` when it has ended."""
 
-    def __init__(self, fronts: Fronts) -> None:
+    def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
-        self._front: Front | None = None
+        self._front: WatchedFront | None = None
         """The front that has the request, if it was known then."""
         self._streams_request = self._streams_response = True
 
