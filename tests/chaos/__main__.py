@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.kvstore.rounds import print_table
 from benchmarks.servers import heeding_sigterm
+from tests.chaos.clocks import Clocks
 from tests.chaos.cluster import Cluster, running
 from tests.chaos.faults import FAULTS
 from tests.chaos.network import Unavailable
@@ -105,8 +106,10 @@ def main() -> None:
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     print(f"seed {arguments.seed}", file=sys.stderr)
     try:
-        with heeding_sigterm(), tempfile.TemporaryDirectory() as folder, running(Path(folder)) as cluster:
-            rounds = go(cluster, arguments)
+        with heeding_sigterm(), tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            with running(folder, Clocks(folder)) as cluster:
+                rounds = go(cluster, arguments)
     except Unavailable as reason:
         sys.exit(str(reason))
     show(rounds)

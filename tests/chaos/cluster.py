@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from mooncake.security.keys import ClusterKey
+from tests.chaos.clocks import Clocks
 from tests.chaos.host_server import HostServer
 from tests.chaos.network import Network, Place, hosts
 from tests.cluster.harness import Server, eventually
@@ -53,9 +54,15 @@ class Cluster:
     """All nodes by name, and etcd."""
 
     def __init__(
-        self, network: Network, folder: Path, nodes: dict[str, HostServer], etcd: EtcdServer
+        self,
+        network: Network,
+        folder: Path,
+        nodes: dict[str, HostServer],
+        etcd: EtcdServer,
+        clocks: Clocks | None,
     ) -> None:
         self.network, self.folder, self.nodes, self.etcd = network, folder, nodes, etcd
+        self.clocks = clocks
 
     def host_of(self, node: str) -> str:
         return NODES[node][0]
@@ -160,8 +167,11 @@ def _num_serving(conductor: Server) -> int:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Cluster]:
-    """Run a cluster. Within, new threads are in the network of the hub, as clients. Raises Unavailable."""
+def running(folder: Path, clocks: Clocks | None = None) -> Iterator[Cluster]:
+    """Run a cluster. Within, new threads are in the network of the hub, as clients.
+
+    `clocks`: of the nodes' processes, if they shall be wrong at times. Raises Unavailable.
+    """
     model = folder / "tiny"
     tiny_model("smollm2", model, max_position_embeddings=2 * LONGEST_TOKENS)
     write_tiny_tokenizer(model)
@@ -183,7 +193,7 @@ def running(folder: Path) -> Iterator[Cluster]:
             node = HostServer(network.hosts[host], *shared, *flags, run_dir=run_dir, port=port)
             nodes[name] = node.start()
             stack.callback(partial(HostServer.__exit__, node))
-        cluster = Cluster(network, folder, nodes, etcd)  # type: ignore[arg-type]
+        cluster = Cluster(network, folder, nodes, etcd, clocks)  # type: ignore[arg-type]
         cluster.wait_until_whole()
         yield cluster
 

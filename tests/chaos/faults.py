@@ -18,6 +18,7 @@ HOSTS = tuple(dict.fromkeys(host for host, _ in NODES.values()))
 _LOST_PERCENT = 15
 _CGROUPS, _MORE_MEMORY_BYTES = Path("/sys/fs/cgroup/memory"), 1 << 20
 _SLOW_RATE, _LONGEST_WAIT = "400kbit", "400ms"
+_JUMPS_S = (-86_400, -3_600, -30, 30, 3_600, 86_400)
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,12 @@ def _memory_limited(cluster: Cluster, victim: str) -> Iterator[None]:
         group.rmdir()
 
 
+def _jump(cluster: Cluster, rng: random.Random) -> Fault:
+    assert cluster.clocks is not None
+    _, pid = rng.choice(sorted(cluster.processes().items()))
+    return Fault("clock jumps", cluster.clocks.wrong(pid, rng.choice(_JUMPS_S)))
+
+
 FAULTS: dict[str, Make] = {
     **{
         f"kill {kind}": _kill(kind)
@@ -249,6 +256,7 @@ FAULTS: dict[str, Make] = {
     "apart: two hosts": _between("apart", with_etcd=False),
     "one way: leader and etcd": _between("one way", with_etcd=True),
     "apart: leader and etcd": _between("apart", with_etcd=True),
+    "clock jumps": _jump,
     "full disk": _fill_disk,
     "flip bits": _flip_bits,
     **({"no memory": _no_memory} if (_CGROUPS / "memory.limit_in_bytes").exists() else {}),
