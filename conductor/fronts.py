@@ -3,11 +3,23 @@
 Owns: which fronts there are, the state of the cluster as they see it. Does not know: their requests.
 """
 
+from dataclasses import dataclass
+
 from conductor.effects import Effect
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instances
 from mooncake.messages.fronts import ClusterState, FrontHello
-from mooncake.messages.workers import PROTOCOL_VERSION, STAGES, RegisterRefused, Role
+from mooncake.messages.workers import SPOKEN, STAGES, RegisterRefused, Role
+from mooncake.versions import Versions
+
+
+@dataclass(slots=True)
+class Front:
+    """A front that has said hello."""
+
+    last_seen_s: float
+    version: int
+    """Version of the messages that both speak: nothing newer is sent to the front."""
 
 
 class Fronts:
@@ -16,46 +28,52 @@ class Fronts:
     def __init__(self, epoch: int, fingerprint: str, instances: Instances, view: ClusterView) -> None:
         self._epoch, self._fingerprint = epoch, fingerprint
         self._instances, self._view = instances, view
-        self._last_seen_s: dict[bytes, float] = {}
-        """The time of each front's last message, by its identity."""
+        self._by_identity: dict[bytes, Front] = {}
         self._max_sequence_blocks = 0
         """The longest sequence that a pair could hold when there last was an expected pair."""
 
     def __contains__(self, identity: bytes) -> bool:
-        return identity in self._last_seen_s
+        return identity in self._by_identity
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of the messages that each front and the Conductor both speak."""
+        return [front.version for front in self._by_identity.values()]
 
     def hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:
         """Add a front, or refuse it if it does not fit the cluster."""
-        reason = why_unfit("this front", hello.protocol_version, hello.fingerprint, self._fingerprint)
+        reason = why_unfit("this front", hello.versions, hello.fingerprint, self._fingerprint)
         if reason is not None:
             return Effect(sender, RegisterRefused(reason))
         known = sender in self
-        self.seen(sender, now_s)
-        return Effect(sender, self._cluster_state(known=known))
+        version = SPOKEN.common(hello.versions)
+        assert version is not None, "it fits"
+        self._by_identity[sender] = Front(now_s, version)
+        return Effect(sender, self._cluster_state(version, known=known))
 
     def seen(self, identity: bytes, now_s: float) -> None:
         """Record that a front is alive."""
-        self._last_seen_s[identity] = now_s
+        self._by_identity[identity].last_seen_s = now_s
 
     def forget(self, identity: bytes) -> None:
         """Forget a front. Idempotent."""
-        self._last_seen_s.pop(identity, None)
+        self._by_identity.pop(identity, None)
 
     def silent_since(self, deadline_s: float) -> list[bytes]:
         """The fronts that were last heard before `deadline_s`."""
-        return [identity for identity, seen_s in self._last_seen_s.items() if seen_s < deadline_s]
+        return [identity for identity, front in self._by_identity.items() if front.last_seen_s < deadline_s]
 
     def forgive(self, silence_s: float, now_s: float) -> None:
         """Do not count a time in which the Conductor did not listen as silence of the fronts."""
-        for identity, seen_s in self._last_seen_s.items():
-            self._last_seen_s[identity] = min(seen_s + silence_s, now_s)
+        for front in self._by_identity.values():
+            front.last_seen_s = min(front.last_seen_s + silence_s, now_s)
 
     def tell(self) -> list[Effect]:
         """Tell all fronts the state of the cluster."""
-        state = self._cluster_state()
-        return [Effect(identity, state) for identity in self._last_seen_s]
+        states = {version: self._cluster_state(version) for version in self.versions}
+        return [Effect(identity, states[front.version]) for identity, front in self._by_identity.items()]
 
-    def _cluster_state(self, *, known: bool = True) -> ClusterState:
+    def _cluster_state(self, version: int, *, known: bool = True) -> ClusterState:
         instances = self._instances
         self._max_sequence_blocks = instances.max_sequence_blocks() or self._max_sequence_blocks
         num_serving = {stage: len(instances.serving(stage)) for stage in STAGES}
@@ -68,16 +86,15 @@ class Fronts:
             known,
             {stage: len(instances.able(stage)) - num_serving[stage] for stage in STAGES},
             instances.num_expected,
+            version,
         )
 
 
-def why_unfit(peer: str, protocol_version: int, fingerprint: str, own_fingerprint: str) -> str | None:
+def why_unfit(peer: str, versions: Versions, fingerprint: str, own_fingerprint: str) -> str | None:
     """The reason why a peer does not fit the cluster; None if it does."""
-    if protocol_version != PROTOCOL_VERSION:
-        return (
-            f"protocol version differs: the conductor speaks {PROTOCOL_VERSION}, "
-            f"{peer} speaks {protocol_version}; run the same release everywhere"
-        )
+    if SPOKEN.common(versions) is None:
+        advice = SPOKEN.advice("the conductor", versions, peer)
+        return f"protocol version differs: the conductor speaks {SPOKEN}, {peer} speaks {versions}; {advice}"
     if fingerprint != own_fingerprint:
         return (
             f"model fingerprint differs: the conductor has {own_fingerprint}, {peer} has "

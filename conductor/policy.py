@@ -7,6 +7,7 @@ Owns: which part reacts to which message, ticks. Does not know: sockets, the tex
 decide.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 from conductor.admission.overload import Admission
@@ -135,6 +136,12 @@ class Conductor:
     def num_queued(self) -> int:
         """The length of the admission queue."""
         return len(self._requests.admission_queue)
+
+    @property
+    def versions(self) -> dict[str, Counter[int]]:
+        """The number of peers with which the Conductor speaks each version of the messages, by their kind."""
+        instances = Counter(instance.version for instance in self.instances)
+        return {"front": Counter(self._fronts.versions), "instance": instances}
 
     @property
     def quotas(self) -> Quotas:

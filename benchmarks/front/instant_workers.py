@@ -38,7 +38,13 @@ from mooncake.messages.pools import (
     Tier,
     TierStats,
 )
-from mooncake.messages.requests import FinishReason, Ref, Request
+from mooncake.messages.requests import (
+    FinishReason,
+    Held,
+    HeldStep,
+    Ref,
+    Request,
+)
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
@@ -47,8 +53,6 @@ from mooncake.messages.workers import (
     FromWorker,
     Heartbeat,
     HeartbeatAck,
-    Held,
-    HeldStep,
     Prefill,
     Prefilled,
     Register,

@@ -38,8 +38,7 @@ from benchmarks.prefill.pipeline import SIZES as PIPELINE_TOKENS
 from benchmarks.prefill.pipeline import pipeline
 from benchmarks.servers import heeding_sigterm
 from kvstore.client.worker_client import WorkerClient
-from mooncake.messages.pools import PoolShard
-from mooncake.messages.workers import PrefixSource
+from mooncake.messages.pools import PoolShard, PrefixSource
 
 OVERLAP_TOKENS = (1024, 2048, 4096, 8160)
 REUSE_TOKENS, REUSED_SHARE = 4096, 0.95

@@ -21,9 +21,9 @@ from kvstore.client.worker_client import WorkerClient
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from mooncake.config.sections import KVCacheConfig, MessengerConfig
 from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.messages.pools import Grant
+from mooncake.messages.pools import Grant, PrefixSource
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from mooncake.messages.workers import Prefill, Prefilled, PrefixSource, WorkFailed
+from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
 from mooncake.node.process_config import MessengerProcess
 from mooncake.security.keys import ClusterKey
 from workers.engine.kvcache import DeviceKVCache

@@ -53,9 +53,7 @@ class Membership:
         if earlier is not None and earlier.registration.incarnation > register.incarnation:
             refusal = f"a newer {register.instance} is registered; give each instance its own --instance"
             return [Effect(sender, RegisterRefused(refusal, retryable=True))]
-        unfit = why_unfit(
-            register.instance, register.protocol_version, register.fingerprint, self._fingerprint
-        )
+        unfit = why_unfit(register.instance, register.versions, register.fingerprint, self._fingerprint)
         if unfit is None and self._profiled_device is not None:
             unfit = why_other_device(self._profiled_device, register.instance, register.device)
         if unfit is not None:
@@ -64,13 +62,13 @@ class Membership:
             effects = self.drop([earlier] if earlier is not None else [], "has lost its connection", now_s)
             refusal = "its connection to the conductor broke, which may have swallowed orders"
             return [*effects, Effect(sender, RegisterRefused(refusal, retryable=True))]
-        registered = Registered(self._requests.epoch)
+        instance = Instance(register, sender, last_seen_s=now_s)
+        registered = Registered(self._requests.epoch, instance.version)
         if earlier is not None and earlier.identity == sender:
             earlier.last_seen_s = now_s
             # It had not received the first answer yet.
             return [Effect(sender, registered), *self._roles.ordered_again(earlier, register)]
         effects = self.drop([earlier] if earlier is not None else [], "has restarted", now_s)
-        instance = Instance(register, sender, last_seen_s=now_s)
         ordered = self._roles.registered(instance)
         try:
             self._view.add(instance, now_s)

@@ -16,14 +16,16 @@ from conductor.telemetry.changes import InstanceChanges
 from conductor.view.placement import Reason
 from mooncake.messages.fronts import Cancel, Ended, Failed, InFlight, Rejected, Resume, Submit
 from mooncake.messages.migration import TakeOver
-from mooncake.messages.requests import Ref
+from mooncake.messages.requests import (
+    Held,
+    HeldStep,
+    Ref,
+)
 from mooncake.messages.workers import (
     Abort,
     Decode,
     Finished,
     Heartbeat,
-    Held,
-    HeldStep,
     Joining,
     Prefill,
     Prefilled,

@@ -35,6 +35,7 @@ from conductor.view.decision_stats import (
 )
 from conductor.view.placement import Reason, Reuse
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
+from mooncake.messages.workers import SPOKEN
 
 MAX_TENANTS = 256
 """Tenants with metrics of their own."""
@@ -82,6 +83,15 @@ class ConductorMetrics(Collector):
             "accepted requests that wait for load to fall, while their TTFT SLO allows it",
             conductor.num_queued,
         )
+        versions = GaugeMetricFamily(
+            "mooncake_protocol_version_peers",
+            "fronts and instances by the version of the protocol that the conductor speaks with them",
+            labels=["kind", "version"],
+        )
+        for kind, counts in conductor.versions.items():
+            for version in range(SPOKEN.oldest, SPOKEN.newest + 1):
+                versions.add_metric([kind, str(version)], counts[version])
+        yield versions
         yield gauges(
             "mooncake_stage_load",
             "what is predicted of a stage's instances in relation to its SLO, on average",

@@ -20,8 +20,8 @@ from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Prediction
 from mooncake.messages.aging import due_s
 from mooncake.messages.costs import prefill_quantities
+from mooncake.messages.pools import PrefixSource
 from mooncake.messages.requests import Request
-from mooncake.messages.workers import PrefixSource
 
 
 @dataclass(slots=True)

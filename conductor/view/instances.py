@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from conductor.rules import Rules
-from mooncake.messages.workers import STAGES, Heartbeat, InstanceState, Register, Role
+from mooncake.messages.workers import SPOKEN, STAGES, Heartbeat, InstanceState, Register, Role
 
 _NEXT = {
     InstanceState.SERVING: frozenset(
@@ -67,6 +67,13 @@ class Instance:
     def name(self) -> str:
         """The name, which stays the same over restarts, unlike the identity."""
         return self.registration.instance
+
+    @property
+    def version(self) -> int:
+        """The version of the messages that both Conductor and instance speak: nothing newer is sent to it."""
+        version = SPOKEN.common(self.registration.versions)
+        assert version is not None, "it was not refused"
+        return version
 
     @property
     def num_assigned_tokens(self) -> int:

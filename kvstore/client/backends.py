@@ -18,7 +18,7 @@ from typing import TypeVar
 from kvstore.client.connections import Place, PoolConnection
 from kvstore.client.mapped import MappedConnection, Mapping
 from kvstore.client.streamed import StreamedConnection
-from kvstore.protocol.calls import Connect
+from kvstore.protocol.calls import SPOKEN, Connect
 from mooncake.errors import ConfigError, MismatchError, MooncakeError, PoolError
 from mooncake.messages.blocks import KVLayout
 from mooncake.security.keys import ClusterKey
@@ -160,7 +160,7 @@ class Backend:
             was_unsettled = self._num_unsettled > 0
             self._num_unsettled -= was_unsettled
         try:
-            connect = Connect(0, self.fingerprint, self.layout, serial, may_format)
+            connect = Connect(0, self.fingerprint, self.layout, serial, may_format, *SPOKEN)
             if self.place.tcp is not None:
                 assert self._key is not None
                 return StreamedConnection.open(self.place, connect, timeout_s, self._key)

@@ -22,10 +22,13 @@ class Attached(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connected(msgspec.Struct, tag=True, frozen=True):
+    """Answer to `Connect`. `version` is the newest that both speak; pools of version 1 do not tell it."""
+
     call_id: int
     address: MessengerAddress
     fingerprint: str
     layout: KVLayout
+    version: int = 1
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):

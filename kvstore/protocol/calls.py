@@ -20,10 +20,15 @@ from kvstore.pool.pages import COPIER_SERIAL
 from messenger.sender.requests import Urgency
 from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Grant, PoolShard
+from mooncake.versions import Versions
 
 MAX_MESSAGE_BYTES = 384 * 1024
 """Most bytes of a message or answer. It fits into the socket buffer that Linux grants by default; 4,096 keys
 take 72 KiB."""
+
+SPOKEN = Versions(1, 2)
+"""Versions of this language that a messenger and its users speak (`mooncake.versions`). A messenger and its
+worker are of one release."""
 
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 
@@ -50,7 +55,7 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
     `fingerprint` and `layout` describe the client's blocks; None accepts those of the pool. A pool without a
     layout takes that of a client that `may_format`: a client whose user has given the layout, not one that
-    has learned it from an earlier pool.
+    has learned it from an earlier pool. Clients of version 1 do not name the versions that they speak.
     """
 
     call_id: int
@@ -58,6 +63,8 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
     layout: KVLayout | None
     serial: Serial
     may_format: bool = False
+    oldest_version: int = 1
+    newest_version: int = 1
 
 
 # -- reservations: pages to write -------------------------------------------------------------------

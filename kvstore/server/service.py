@@ -21,7 +21,7 @@ from kvstore.events.vllm import VllmPublisher
 from kvstore.pool.pages import PageWriter
 from kvstore.pool.segment import Segment
 from kvstore.protocol.answers import Attached, CallFailed, Connected, FromRemotePool
-from kvstore.protocol.calls import Attach, Connect, ToPool
+from kvstore.protocol.calls import SPOKEN, Attach, Connect, ToPool
 from kvstore.protocol.packets import ServerConnection
 from kvstore.server.client_session import ClientSession, User
 from kvstore.server.listeners import accept, listen_clients, listen_tcp, listen_unix
@@ -42,6 +42,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress
 from mooncake.node.process import Ready, child_main, report
 from mooncake.node.process_config import MessengerProcess
+from mooncake.versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -178,9 +179,14 @@ class Service:
         """Open a client's session. Returns the answer to the client's first message, and the session, whose
         answers go to `send`.
 
-        `writer` is None for a client that writes no page itself. Raises MismatchError, or PoolError if the
-        pool has no layout yet and another must give it one.
+        `writer` is None for a client that writes no page itself. Raises MismatchError, or PoolError if there
+        is no common version, or the pool has no layout yet and another must give it one.
         """
+        theirs = Versions(connect.oldest_version, connect.newest_version)
+        version = SPOKEN.common(theirs)
+        if version is None:
+            advice = SPOKEN.advice("the pool", theirs, "the client")
+            raise PoolError(f"the pool speaks versions {SPOKEN}, this client {theirs}; {advice}")
         if self.store is None and not connect.may_format:
             raise PoolError(
                 f"{self._config.instance} has no pool yet: no worker or engine has brought a layout, and this"
@@ -192,7 +198,7 @@ class Service:
             name = f"client {writer.serial} of process {writer.pid}"
         session = self._open_session(store, name, writer, send)
         header = store.segment.header
-        return Connected(connect.call_id, self.address, header.fingerprint, header.layout), session
+        return Connected(connect.call_id, self.address, header.fingerprint, header.layout, version), session
 
     def _open_session(
         self, store: Store, name: str, writer: PageWriter | None, send: Callable[[FromRemotePool], None]

@@ -18,7 +18,7 @@ from messenger.wire.messages import (
     Refused,
     Welcome,
 )
-from messenger.wire.protocol import PROTOCOL_VERSION, SAME_TLS, check_identity, check_version, encode_frame
+from messenger.wire.protocol import SAME_TLS, SPOKEN, check_identity, common_version, encode_frame
 from messenger.wire.rdma_info import EndpointInfo, Scratch
 from mooncake.errors import MismatchError, TransferError
 from mooncake.security.keys import ClusterKey
@@ -64,7 +64,7 @@ async def introduce(
     """
     stream = frames.stream
     visitor = ConnectingSide(key, _LABELS)
-    await stream.send([encode_frame(Hello(PROTOCOL_VERSION, visitor.nonce))])
+    await stream.send([encode_frame(Hello(SPOKEN.oldest, visitor.nonce, SPOKEN.newest))])
     try:
         challenge = _accepted(await read_message(frames))
     except OSError as error:
@@ -77,6 +77,8 @@ async def introduce(
         raise AuthenticationError(
             "the messenger there has another cluster key; give all nodes the same key file"
         )
+    if not SPOKEN.oldest <= challenge.version <= SPOKEN.newest:
+        raise TransferError(f"the messenger there speaks version {challenge.version}, not {SPOKEN}")
     introduction = Introduction(
         visitor.proof(challenge.nonce),
         identity,
@@ -94,16 +96,16 @@ async def introduce(
 
 
 async def admit(frames: Frames, key: ClusterKey) -> Introduction:
-    """Authenticate a sender. Raises AuthenticationError, or MismatchError for another protocol version."""
+    """Authenticate a sender. Raises AuthenticationError, or MismatchError if there is no common version."""
     stream = frames.stream
     try:
         hello = await read_message(frames)
         assert isinstance(hello, Hello)
-        check_version(hello.protocol_version)
+        version = common_version(hello)
         if len(hello.nonce) != NONCE_BYTES:
             raise AuthenticationError(f"a nonce of {len(hello.nonce)} bytes")
         doorkeeper = AcceptingSide(key, _LABELS, hello.nonce)
-        await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof))])
+        await stream.send([encode_frame(Challenge(doorkeeper.nonce, doorkeeper.proof, version))])
         introduction = await read_message(frames)
         assert isinstance(introduction, Introduction)
     except MismatchError as error:

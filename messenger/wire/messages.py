@@ -52,17 +52,25 @@ def brief(text: str) -> str:
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First frame of the sender."""
+    """First frame of the sender: the versions of this protocol that it speaks, and its nonce.
 
-    protocol_version: int
+    A `newest_version` of None: the oldest one. Senders of version 6 name one version, by its other name.
+    """
+
+    oldest_version: int = msgspec.field(name="protocol_version")
     nonce: bytes
+    newest_version: int | None = None
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The receiver's answer. `proof` covers both nonces: see `handshake`."""
+    """The receiver's answer. `proof` covers both nonces: see `handshake`.
+
+    `version` is the newest that both speak; receivers of version 6 do not tell it.
+    """
 
     nonce: bytes
     proof: bytes
+    version: int = 6
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True):

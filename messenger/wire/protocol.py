@@ -33,8 +33,10 @@ from messenger.wire.messages import (
     WriteAck,
 )
 from mooncake.errors import MismatchError, TransferError
+from mooncake.versions import Versions
 
-PROTOCOL_VERSION = 6
+SPOKEN = Versions(6, 7)
+"""Versions of this protocol that messengers speak (`mooncake.versions`)."""
 MAX_META_BYTES = 1 << 20
 """Most bytes of a message: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
 MAX_GREETING_BYTES = 4096
@@ -164,10 +166,14 @@ class FrameReader:
             self._most_meta_bytes = MAX_META_BYTES
 
 
-def check_version(theirs: int) -> None:
-    """Raise MismatchError, naming both versions, unless they are equal."""
-    if theirs != PROTOCOL_VERSION:
-        raise MismatchError("messenger protocol version", PROTOCOL_VERSION, theirs)
+def common_version(hello: Hello) -> int:
+    """Return the newest version that both sides speak. Raises MismatchError, naming both sides', if none."""
+    theirs = Versions.named(hello.oldest_version, hello.newest_version)
+    version = SPOKEN.common(theirs)
+    if version is None:
+        advice = SPOKEN.advice("the receiver", theirs, "the sender")
+        raise MismatchError("messenger protocol version", SPOKEN, theirs, advice)
+    return version
 
 
 def check_identity(ours: Identity, theirs: Identity) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.messages.workers import SPOKEN
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 
@@ -33,8 +34,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def add_version(self) -> None:
-        """Add `--version`, of the distribution that all commands belong to."""
-        self.add_argument("--version", action="version", version=f"%(prog)s {version('mooncake-serve')}")
+        """Add `--version`, of the distribution of all commands, and of the protocol between nodes."""
+        text = f"%(prog)s {version('mooncake-serve')}, protocol {SPOKEN}"
+        self.add_argument("--version", action="version", version=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all arguments; an unknown one ends the program."""

@@ -13,6 +13,7 @@ from mooncake.messages.operators import OperatorAnswer, OperatorOrder
 from mooncake.messages.quantities import Count, PositiveCount, Seconds, TokenId
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
 from mooncake.messages.workers import RegisterRefused, Role
+from mooncake.versions import Versions
 
 # -- front <-> Conductor ----------------------------------------------------------------------------
 
@@ -93,12 +94,20 @@ class DropContext(msgspec.Struct, tag=True, frozen=True):
 class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
-    protocol_version: int
+    oldest_version: int = msgspec.field(name="protocol_version")
+    """Oldest version of these messages that the front speaks; release 27 knows it by its other name."""
     fingerprint: str
     epoch: int = 0
     """Epoch of the Conductor whose state the front has; 0 before the first one."""
     num_instances: Count = 0
     """`ClusterState.num_instances` in that state."""
+    newest_version: int | None = None
+    """Newest version that the front speaks; None: the oldest one."""
+
+    @property
+    def versions(self) -> Versions:
+        """Versions that the front speaks."""
+        return Versions.named(self.oldest_version, self.newest_version)
 
 
 class InFlight(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +146,8 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     known: bool = True
     num_draining: dict[Role, Count] = {}
     num_instances: Count = 0
+    version: int = 27
+    """Version that both speak; a Conductor of release 27 does not say so."""
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):

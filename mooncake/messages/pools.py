@@ -31,6 +31,13 @@ class PoolShard(msgspec.Struct, frozen=True):
     layout: KVLayout
 
 
+class PrefixSource(msgspec.Struct, frozen=True):
+    """The instance that is believed to hold the first `num_blocks` blocks of a prompt, by its shards."""
+
+    shards: tuple[PoolShard, ...]
+    num_blocks: int
+
+
 class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
     """A page of the granting pool to which the prompt's block `block_index` may be written."""
 

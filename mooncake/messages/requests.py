@@ -1,6 +1,6 @@
 """Requests as they pass through the cluster: prompt tokens in, parameters of the draws.
 
-Owns: requests, their attempts and spans, why an output ends. Does not know: instances, messages.
+Owns: requests, their attempts, steps and spans, why an output ends. Does not know: instances, messages.
 """
 
 from enum import StrEnum
@@ -28,6 +28,26 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     request_id: str
     attempt: int
+
+
+class HeldStep(StrEnum):
+    """The step of a request, ordered by an earlier Conductor, at the instance that holds it."""
+
+    PROMPT = "prompt"
+    """The prefill instance has the prompt, and its first token is yet to be told, or is told again now."""
+    RESERVED = "reserved"
+    """The decode instance has pages for the prompt, or waits for them; another instance computes it."""
+    INLINED = "inlined"
+    """The decode instance computes the prompt itself, or is about to."""
+    DECODING = "decoding"
+    """The prompt is computed, and tokens follow."""
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A request that an instance goes on with, under the name that an earlier Conductor gave it."""
+
+    ref: Ref
+    step: HeldStep
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -15,12 +15,18 @@ import msgspec
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.migration import FromMigration, MigrationOrder
-from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats
+from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats, PrefixSource
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
-from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
+from mooncake.messages.requests import FinishReason, Held, Ref, Request, TokenLogprobs
+from mooncake.versions import Versions
 
-PROTOCOL_VERSION = 27
-"""Version of the messages among Conductor, fronts and workers; a change of any of them raises it."""
+PROTOCOL_VERSION = 28
+"""Version of the messages among Conductor, fronts, workers and stages, and of KV events.
+
+It is that of the release before, or one more if any of the messages has changed since (`mooncake.versions`).
+"""
+SPOKEN = Versions(27, PROTOCOL_VERSION)
+"""Versions that Conductor, fronts and workers speak. Stages and ranks of one instance have one version."""
 
 
 class Role(StrEnum):
@@ -53,30 +59,11 @@ class InstanceState(StrEnum):
 # -- worker -> Conductor ----------------------------------------------------------------------------
 
 
-class HeldStep(StrEnum):
-    """The step of a request, ordered by an earlier Conductor, at the instance that holds it."""
-
-    PROMPT = "prompt"
-    """The prefill instance has the prompt, and its first token is yet to be told, or is told again now."""
-    RESERVED = "reserved"
-    """The decode instance has pages for the prompt, or waits for them; another instance computes it."""
-    INLINED = "inlined"
-    """The decode instance computes the prompt itself, or is about to."""
-    DECODING = "decoding"
-    """The prompt is computed, and tokens follow."""
-
-
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A request that an instance goes on with, under the name that an earlier Conductor gave it."""
-
-    ref: Ref
-    step: HeldStep
-
-
 class Register(msgspec.Struct, tag=True, frozen=True):
     """The first message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
 
-    protocol_version: int
+    oldest_version: int = msgspec.field(name="protocol_version")
+    """Oldest version of these messages that the worker speaks; release 27 knows it by its other name."""
     instance: str
     incarnation: int
     role: Role
@@ -103,6 +90,13 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     num_connections: Count = 1
     """Connections of the worker to Conductors so far. A registration that is repeated over another connection
     is refused, too."""
+    newest_version: int | None = None
+    """Newest version that the worker speaks; None: the oldest one."""
+
+    @property
+    def versions(self) -> Versions:
+        """Versions that the worker speaks."""
+        return Versions.named(self.oldest_version, self.newest_version)
 
 
 class MixedIterations(msgspec.Struct, frozen=True):
@@ -276,6 +270,8 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
     """The instance is part of the cluster of the Conductor with this epoch."""
 
     epoch: int
+    version: int = 27
+    """Version that both speak; a Conductor of release 27 does not say so."""
 
 
 class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
@@ -319,13 +315,6 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     shares_cores: bool = False
     alone: bool = False
     inline: bool = False
-
-
-class PrefixSource(msgspec.Struct, frozen=True):
-    """The instance that is believed to hold the first `num_blocks` blocks of a prompt, by its shards."""
-
-    shards: tuple[PoolShard, ...]
-    num_blocks: int
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):

@@ -89,7 +89,7 @@ def test_requests_of_a_silent_instance_wait_for_its_return() -> None:
     d0_again = peer_identity("d0", 2)
     effects = conductor.handle(d0_again, registration("d0", Role.DECODE, 2), 6.0)
     assert effects[:2] == [
-        Effect(d0_again, Registered(EPOCH)),
+        Effect(d0_again, Registered(EPOCH, PROTOCOL_VERSION)),
         Effect(d0_again, Reserve(ref(2), order, may_refuse=False)),
     ]
 
@@ -167,7 +167,9 @@ def test_an_earlier_life_is_fenced_off() -> None:
 def test_a_repeated_registration_of_the_same_life_costs_nothing() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [Effect(D0, Registered(EPOCH))]
+    assert conductor.handle(D0, registration("d0", Role.DECODE), 1.5) == [
+        Effect(D0, Registered(EPOCH, PROTOCOL_VERSION))
+    ]
     assert conductor.handle(D0, Reserved(ref(), GRANT), 2.0) == [Effect(P0, Prefill(ref(), request(), GRANT))]
 
 
@@ -234,7 +236,11 @@ def test_prefill_may_die_once_its_part_is_done() -> None:
     ("changed", "words"),
     [
         ({"fingerprint": "other"}, ["fingerprint", "model", "other", "--dtype"]),
-        ({"protocol_version": 99}, ["protocol version", "99", "same release"]),
+        (
+            {"oldest_version": 99},
+            ["protocol version", "99", "upgrade the conductor to a release that speaks 99"],
+        ),
+        ({"oldest_version": 26}, ["protocol version", "26", "upgrade p9 to a release that speaks 27 first"]),
     ],
 )
 def test_workers_that_do_not_fit_are_refused_by_name(changed: dict[str, object], words: list[str]) -> None:

@@ -76,7 +76,14 @@ from mooncake.messages.pools import (
     PoolStats,
     Tier,
 )
-from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
+from mooncake.messages.requests import (
+    FinishReason,
+    Held,
+    HeldStep,
+    Ref,
+    Request,
+    SamplingParams,
+)
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
@@ -86,8 +93,6 @@ from mooncake.messages.workers import (
     Finished,
     Heartbeat,
     HeartbeatAck,
-    Held,
-    HeldStep,
     Prefill,
     Prefilled,
     Refused,

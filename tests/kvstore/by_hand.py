@@ -10,7 +10,7 @@ import xxhash
 
 from messenger.wire.identity import Identity
 from messenger.wire.messages import Challenge, Hello, Introduction, Message, Open, Write, WriteEntry
-from messenger.wire.protocol import PROTOCOL_VERSION, encode_frame
+from messenger.wire.protocol import SPOKEN, encode_frame
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Grant, MessengerAddress
 from mooncake.security.keys import ClusterKey
@@ -42,7 +42,7 @@ class HandMadeSender:
             self.sock.settimeout(DEADLINE_S)
             self.sock.connect(address.unix_path)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self.send(Hello(PROTOCOL_VERSION, nonce))
+        self.send(Hello(SPOKEN.newest, nonce))
         challenge = self.receive()
         assert isinstance(challenge, Challenge)
         proof = key.proof(b"messenger sender", challenge.nonce, nonce)

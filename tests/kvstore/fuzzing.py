@@ -36,7 +36,7 @@ from messenger.wire.messages import (
     WriteAck,
     WriteEntry,
 )
-from messenger.wire.protocol import MAX_FRAME_BYTES, PROTOCOL_VERSION, encode_frame
+from messenger.wire.protocol import MAX_FRAME_BYTES, SPOKEN, encode_frame
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
 from mooncake.security.keys import ClusterKey
@@ -131,7 +131,7 @@ class Wire:
     def greet(self, session: bytes, lane: int, segment_bytes: int | None) -> Introduction:
         """Says hello. Returns what is to be said next."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self.sock.sendall(encode_frame(Hello(PROTOCOL_VERSION, nonce)))
+        self.sock.sendall(encode_frame(Hello(SPOKEN.newest, nonce)))
         challenge = self.next()
         assert isinstance(challenge, Challenge)
         proof = CLUSTER_KEY.proof(b"messenger sender", challenge.nonce, nonce)
@@ -362,7 +362,7 @@ class Stranger:
 
     def _say(self, wire: Wire) -> None:
         random, mutator, sock = self._random, self._mutator, wire.sock
-        hello = Hello(PROTOCOL_VERSION, random.randbytes(NONCE_BYTES))
+        hello = Hello(SPOKEN.newest, random.randbytes(NONCE_BYTES))
         introduced = wire.greet(bytes(16), 0, 1 << 20) if random.random() < 0.5 else None
         greeting: Message = hello if introduced is None else introduced
         match random.randrange(8):

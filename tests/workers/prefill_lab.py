@@ -20,9 +20,9 @@ from kvstore.pool.segment import Segment
 from mooncake.config.sections import KVCacheConfig, TransportChoice
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
-from mooncake.messages.pools import Capacity, Grant, MessengerAddress, PoolShard, PoolStats
+from mooncake.messages.pools import Capacity, Grant, MessengerAddress, PoolShard, PoolStats, PrefixSource
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from mooncake.messages.workers import PROTOCOL_VERSION, Prefill, Prefilled, PrefixSource, WorkFailed
+from mooncake.messages.workers import PROTOCOL_VERSION, Prefill, Prefilled, WorkFailed
 from mooncake.node.process_config import StageConfig
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S, Node
 from tests.workers.engine.ranks import ThreadGroup

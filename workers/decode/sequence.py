@@ -9,8 +9,13 @@ from typing import NamedTuple
 from mooncake.messages.aging import rank_s
 from mooncake.messages.blocks import BlockKey, extended_keys
 from mooncake.messages.fronts import TokenOutput
-from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
-from mooncake.messages.workers import HeldStep
+from mooncake.messages.requests import (
+    FinishReason,
+    HeldStep,
+    Ref,
+    Request,
+    TokenLogprobs,
+)
 from mooncake.model.grammar import GrammarState
 from workers.engine.logit_changes import LogitRules
 from workers.execution.draws import rules_of

@@ -189,7 +189,7 @@ class NextStage:
         ):
             if ours != theirs:
                 raise MismatchError(
-                    what, ours, theirs, f"start all {self._kind}s with the same configuration"
+                    what, ours, theirs, f"start all {self._kind}s with the same release and configuration"
                 )
 
     async def _answer(self, sender: bytes, message: msgspec.Struct) -> None:

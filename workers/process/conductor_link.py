@@ -20,13 +20,16 @@ from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.bus import PeerGoneError, peer_identity
 from mooncake.messages.migration import MigrationOrder
+from mooncake.messages.requests import (
+    Held,
+)
 from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
     Abort,
     Decode,
     FromWorker,
     Heartbeat,
     HeartbeatAck,
-    Held,
     Leave,
     Prefill,
     Prefilled,
@@ -128,9 +131,9 @@ class ConductorLink:
                         self._unheard.answered()
                     elif self.is_registered:
                         raise SessionLostError("the conductor had given this worker up")
-                case Registered(epoch=epoch):
+                case Registered(epoch=epoch, version=version):
                     if not self.is_registered:
-                        await self._registered(epoch)
+                        await self._registered(epoch, version)
                 case SwitchRole(role=role):
                     log.info("the role is %s from now on, and was %s", role.value, self._status.role.value)
                     self._status.role = role
@@ -145,7 +148,9 @@ class ConductorLink:
                 case _:
                     return message
 
-    async def _registered(self, epoch: int) -> None:
+    async def _registered(self, epoch: int, version: int) -> None:
+        if version < PROTOCOL_VERSION:
+            log.warning("the conductor speaks protocol %d: so does this instance", version)
         self._status.is_registered = True
         self._epoch, self._num_connections = epoch, self._conductor.num_connections
         self._report_ready()

@@ -18,12 +18,14 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.requests import (
+    Held,
+)
 from mooncake.messages.workers import (
-    PROTOCOL_VERSION,
+    SPOKEN,
     Abort,
     Decode,
     Heartbeat,
-    Held,
     Leave,
     Prefill,
     Register,
@@ -233,7 +235,7 @@ class LeaderSession:
 
     def _registration(self, pool: WorkerClient) -> Register:
         return Register(
-            PROTOCOL_VERSION,
+            SPOKEN.oldest,
             self._process.instance,
             self._incarnation,
             self._status.role,
@@ -248,6 +250,7 @@ class LeaderSession:
             self._executor.model.idle_cores,
             self._executor.device_name,
             self._can_decode,
+            newest_version=SPOKEN.newest,
         )
 
     def _take_held(self) -> list[Held]:

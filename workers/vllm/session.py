@@ -13,13 +13,15 @@ from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.requests import (
+    Held,
+)
 from mooncake.messages.workers import (
-    PROTOCOL_VERSION,
+    SPOKEN,
     Abort,
     Decode,
     DecodeLoad,
     Heartbeat,
-    Held,
     Prefill,
     Register,
     Reserve,
@@ -133,7 +135,7 @@ class VllmSession:
 
     def _registration(self) -> Register:
         return Register(
-            PROTOCOL_VERSION,
+            SPOKEN.oldest,
             self._process.instance,
             self._incarnation,
             self._status.role,
@@ -143,6 +145,7 @@ class VllmSession:
             Capacity(self._pool.num_pages, self._load.num_pages, self._process.config.worker.max_batch),
             _ENGINE,
             device=_ENGINE,
+            newest_version=SPOKEN.newest,
         )
 
     def _take_held(self) -> list[Held]:

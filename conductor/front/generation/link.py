@@ -50,7 +50,7 @@ from mooncake.messages.fronts import (
 )
 from mooncake.messages.operators import InstanceList, Migrates, OperatorAnswer, OperatorOrder, Ordered
 from mooncake.messages.requests import Request
-from mooncake.messages.workers import PROTOCOL_VERSION, RegisterRefused
+from mooncake.messages.workers import PROTOCOL_VERSION, SPOKEN, RegisterRefused
 from mooncake.security.keys import ClusterKey
 
 HEARTBEAT_S = 1.0
@@ -235,11 +235,9 @@ class Link:
             self._must_beat.set()
 
     def _hello(self) -> FrontHello:
-        if self._cluster is None:
-            return FrontHello(PROTOCOL_VERSION, self._fingerprint)
-        return FrontHello(
-            PROTOCOL_VERSION, self._fingerprint, self._cluster.epoch, self._cluster.num_instances
-        )
+        state = self._cluster
+        epoch, num_instances = (0, 0) if state is None else (state.epoch, state.num_instances)
+        return FrontHello(SPOKEN.oldest, self._fingerprint, epoch, num_instances, SPOKEN.newest)
 
     def _fail_what_has_waited_too_long(self) -> None:
         oldest_s = _now() - self._absence_timeout_s
@@ -317,6 +315,8 @@ class Link:
         is_another = self._cluster is not None and self._cluster.epoch != cluster.epoch
         self._cluster, self._num_unanswered = cluster, 0
         self.first_answer.set()
+        if (is_first or is_another) and cluster.version < PROTOCOL_VERSION:
+            log.warning("the conductor speaks protocol %d: so does this front", cluster.version)
         if is_another:
             log.warning("there is another conductor; %d requests go on under it", len(self._in_flight))
             with contextlib.suppress(PeerGoneError):  # gone again

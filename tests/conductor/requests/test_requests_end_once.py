@@ -29,7 +29,12 @@ from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
 from mooncake.messages.operators import ChangeRole, Drain, Migrate
 from mooncake.messages.pools import Tier
-from mooncake.messages.requests import FinishReason, Ref
+from mooncake.messages.requests import (
+    FinishReason,
+    Held,
+    HeldStep,
+    Ref,
+)
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     STAGES,
@@ -37,8 +42,6 @@ from mooncake.messages.workers import (
     DecodeLoad,
     Finished,
     Heartbeat,
-    Held,
-    HeldStep,
     Prefill,
     Prefilled,
     Refused,

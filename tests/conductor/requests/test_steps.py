@@ -17,7 +17,7 @@ from mooncake.messages.fronts import (
     Rejected,
     Submit,
 )
-from mooncake.messages.pools import Grant, GrantedPage, PoolShard
+from mooncake.messages.pools import Grant, GrantedPage, PoolShard, PrefixSource
 from mooncake.messages.requests import FinishReason, TokenLogprobs
 from mooncake.messages.workers import (
     Abort,
@@ -25,7 +25,6 @@ from mooncake.messages.workers import (
     Finished,
     Prefill,
     Prefilled,
-    PrefixSource,
     Refused,
     Reserve,
     Reserved,

@@ -18,7 +18,7 @@ from messenger.transport.handshake import Segment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Transport
 from messenger.wire.messages import Challenge, FetchDone, Hello, Introduction, Message, Open, Refused, Welcome
-from messenger.wire.protocol import MAX_GREETING_BYTES, PROTOCOL_VERSION, encode_frame
+from messenger.wire.protocol import MAX_GREETING_BYTES, SPOKEN, encode_frame
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 from mooncake.security.keys import ClusterKey
@@ -28,7 +28,7 @@ from tests.messenger.proxy import listen
 from tests.messenger.wire import Wire
 
 NONCE = b"n" * NONCE_BYTES
-HELLO = Hello(PROTOCOL_VERSION, NONCE)
+HELLO = Hello(SPOKEN.newest, NONCE)
 PATIENCE_S = 1.0
 """of a receiver with a stranger"""
 
@@ -73,7 +73,8 @@ async def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
         await wire.say(Hello(99, NONCE))
         answer = await wire.hear()
         assert answer == Refused(
-            f"messenger protocol version differs: ours is {PROTOCOL_VERSION}, theirs is 99"
+            f"messenger protocol version differs: ours is {SPOKEN}, theirs is 99; upgrade the receiver to a"
+            " release that speaks 99 first: one version is upgraded at a time"
         )
         await wire.assert_closed()
         wire.close()
@@ -124,7 +125,7 @@ async def test_a_proof_cannot_be_thrown_back(tmp_path: Path) -> None:
         await wire.say(HELLO)
         challenge = await wire.hear()
         assert isinstance(challenge, Challenge)
-        await oracle.say(Hello(PROTOCOL_VERSION, challenge.nonce))
+        await oracle.say(Hello(SPOKEN.newest, challenge.nonce))
         borrowed = await oracle.hear()
         assert isinstance(borrowed, Challenge)
         for stolen in (challenge.proof, borrowed.proof):
@@ -148,7 +149,7 @@ STRANGE_BYTES = {
     "too long": (MAX_GREETING_BYTES + 1).to_bytes(4, "little") + bytes(MAX_GREETING_BYTES + 5),
     "as long as may be": MAX_GREETING_BYTES.to_bytes(4, "little") + bytes(MAX_GREETING_BYTES + 4),
     "with payload": encode_frame(HELLO, 4) + b"1234",
-    "short nonce": encode_frame(Hello(PROTOCOL_VERSION, b"short")),
+    "short nonce": encode_frame(Hello(SPOKEN.newest, b"short")),
     "no greeting": encode_frame(Open(1, 1, "grant 1")),
     "the end first": encode_frame(FetchDone()),
     "twice hello": encode_frame(HELLO) * 2,

@@ -22,13 +22,13 @@ from messenger.wire.messages import (
 from messenger.wire.protocol import (
     EXPECTED,
     MAX_GREETING_BYTES,
-    PROTOCOL_VERSION,
+    SPOKEN,
     Frame,
     FrameReader,
     Phase,
     Side,
     check_identity,
-    check_version,
+    common_version,
     encode_frame,
 )
 from mooncake.errors import MismatchError, TransferError
@@ -37,7 +37,7 @@ from mooncake.security.proofs import NONCE_BYTES
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="bfloat16")
 IDENTITY = Identity("prefill-0", 3, "host", "fingerprint-a", LAYOUT)
-HELLO = Hello(PROTOCOL_VERSION, b"n" * NONCE_BYTES)
+HELLO = Hello(SPOKEN.newest, b"n" * NONCE_BYTES)
 CHALLENGE = Challenge(b"n" * NONCE_BYTES, b"p" * 32)
 INTRODUCTION = Introduction(b"p" * 32, IDENTITY, b"s" * 16, 0, 4096)
 WRITE = Write(1, 99, [WriteEntry(7, 2, 0, 2, b"\1" * 16, 8192)])
@@ -133,9 +133,20 @@ def test_who_has_been_welcomed_may_send_long_frames() -> None:
     assert len(feed(FrameReader(Side.RECEIVER), frames, 10_000)) == 3
 
 
-def test_other_version_is_refused_by_name() -> None:
-    with pytest.raises(MismatchError, match=f"ours is {PROTOCOL_VERSION}, theirs is {PROTOCOL_VERSION + 1}"):
-        check_version(PROTOCOL_VERSION + 1)
+def test_the_version_before_is_spoken_and_the_next_one_may_come() -> None:
+    ours, before, nonce = SPOKEN.newest, SPOKEN.oldest, b"n" * NONCE_BYTES
+    assert common_version(Hello(before, nonce)) == before
+    assert common_version(Hello(before, nonce, ours)) == ours
+    assert common_version(Hello(ours, nonce, ours + 1)) == ours
+
+
+@pytest.mark.parametrize(
+    ("distance", "words"), [(-2, "upgrade the sender to"), (2, "upgrade the receiver to")]
+)
+def test_other_versions_are_refused_by_name(distance: int, words: str) -> None:
+    oldest, newest = (version + distance for version in SPOKEN)
+    with pytest.raises(MismatchError, match=f"ours is {SPOKEN}, theirs is {oldest} and {newest}; {words}"):
+        common_version(Hello(oldest, b"n" * NONCE_BYTES, newest))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mooncake.messages.pools import PeerStats
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import DecodeLoad, DecodeStats, FromWorker, Heartbeat, Prefilled, Refused
 
-NAMES_ONLY = {"protocol_version", "incarnation", "epoch", "attempt", "grant_id"}
+NAMES_ONLY = {"protocol_version", "newest_version", "version", "incarnation", "epoch", "attempt", "grant_id"}
 """compared with one's own, and with nothing else"""
 OF_DRAWS = {"SamplingParams", "TokenLogprobs"}
 """go through the Conductor as they are, from front to worker or back"""

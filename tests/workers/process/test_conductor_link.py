@@ -8,13 +8,15 @@ from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.settings import Config
 from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.bus import Router
-from mooncake.messages.requests import Ref
+from mooncake.messages.requests import (
+    Held,
+    HeldStep,
+    Ref,
+)
 from mooncake.messages.workers import (
     FromWorker,
     Heartbeat,
     HeartbeatAck,
-    Held,
-    HeldStep,
     Register,
     Registered,
     Role,

@@ -18,8 +18,9 @@ from benchmarks.tools.simulator.cluster.machines.network import Transfer
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import ANY_TOKEN, SimulatedRequest
 from mooncake.messages.block_orders import Replicate
+from mooncake.messages.pools import PrefixSource
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import Abort, Prefill, Prefilled, PrefixSource
+from mooncake.messages.workers import Abort, Prefill, Prefilled
 from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
 
 

@@ -5,8 +5,15 @@ import asyncio
 import pytest
 
 from mooncake.messages.migration import HandedOver, PreCopied, Prepared, TakeOver
-from mooncake.messages.requests import Ref, SamplingParams
-from mooncake.messages.workers import Held, HeldStep, WorkFailed
+from mooncake.messages.requests import (
+    Held,
+    HeldStep,
+    Ref,
+    SamplingParams,
+)
+from mooncake.messages.workers import (
+    WorkFailed,
+)
 from tests.workers.decode.test_inlined_prompts import Constant
 from tests.workers.decode.test_runner import more_tokens, until
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab

@@ -1,0 +1,47 @@
+"""Versions of a protocol, and how processes of two releases agree on one.
+
+A release speaks its own version of each protocol and that of the release before, so a cluster is upgraded
+node by node, in any order, and back. The side that opens a conversation names the versions that it speaks;
+both sides then speak the newest one that both know. What keeps two versions compatible:
+
+- A reader ignores fields that it does not know, and has a default for fields that an older peer does not
+  send.
+- A message, an enumeration's value or a larger number that the version before does not have is sent only to
+  a peer that speaks the new version. So is a field that must not be ignored: one that changes an answer or
+  what is written to a page. A broadcast (KV events), and tokens, whose readers name no version, have the form
+  of the oldest version that is spoken.
+- Reading the form of a version ends with the release after the next one, when that version is not spoken any
+  more.
+
+`tests/compatibility` compares the messages with those of the release before, and says what to do.
+
+Owns: the choice. Does not know: messages.
+"""
+
+from typing import NamedTuple
+
+
+class Versions(NamedTuple):
+    """The versions of a protocol that a process speaks, both included."""
+
+    oldest: int
+    newest: int
+
+    @classmethod
+    def named(cls, oldest: int, newest: int | None) -> "Versions":
+        """Return what a peer has named. A `newest` of None: it is of a release that spoke one version."""
+        return cls(oldest, oldest if newest is None else newest)
+
+    def common(self, theirs: "Versions") -> int | None:
+        """Return the newest version that both sides speak; None if there is none."""
+        newest = min(self.newest, theirs.newest)
+        return newest if newest >= max(self.oldest, theirs.oldest) else None
+
+    def advice(self, us: str, theirs: "Versions", them: str) -> str:
+        """Return what to do where there is no common version. Both sides are named for people."""
+        is_ours_older = self.newest < theirs.oldest
+        older, needed = (us, theirs.oldest) if is_ours_older else (them, self.oldest)
+        return f"upgrade {older} to a release that speaks {needed} first: one version is upgraded at a time"
+
+    def __str__(self) -> str:
+        return " and ".join(str(version) for version in range(self.oldest, self.newest + 1)) or "none"
