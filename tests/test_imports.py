@@ -26,7 +26,7 @@ ALLOWED = {
 }
 LAYERS = {
     "mooncake": """
-        doubling, endpoints, errors, freed_memory, yaml_errors | native, security | messages | config, model
+        doubling, endpoints, errors, freed_memory, versions, yaml_errors | native, security | messages | config, model
         | leadership, tracing | node | cli | __main__
     """,
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",

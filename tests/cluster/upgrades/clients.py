@@ -1,0 +1,68 @@
+"""Clients that ask a cluster for the same answers again and again, whatever happens to its nodes."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.cluster.harness import eventually
+from tests.cluster.tiny_cluster import body, post, streaming, text_in, text_of
+from tests.cluster.upgrades.cluster import Cluster
+
+NUM_TOKENS = 120
+PROMPTS = [[3 + index, *range(10, 80 + 10 * index)] for index in range(4)]
+DRAWN = {"temperature": 0.8, "top_k": 20, "seed": 5}
+
+
+class Clients:
+    """One client for each prompt. Use as a context manager, at whose end all answers were right."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._is_enough = threading.Event()
+        self._num_answers = [0] * len(PROMPTS)
+
+    def __enter__(self) -> "Clients":
+        """Return when each has been answered twice: first by a quiet cluster."""
+        self._expected = [self._ask(index, None) for index in range(len(PROMPTS))]
+        self._threads = ThreadPoolExecutor(len(PROMPTS))
+        self._clients = [self._threads.submit(self._keep_asking, index) for index in range(len(PROMPTS))]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_enough.set()
+        self._threads.shutdown()
+        for client in self._clients:
+            client.result()
+
+    def _ask(self, index: int, salt: str | None) -> str:
+        """The text of an answer. A salt makes the blocks of its prompt new ones."""
+        fields: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        if index % 2:
+            fields |= DRAWN
+        with self._cluster.asked() as front:
+            if index < 2:
+                answer = post(front, body(PROMPTS[index], NUM_TOKENS, **fields))
+                assert answer.status_code == 200, answer.text
+                return text_of(answer.json())
+            with streaming(front, prompt=PROMPTS[index], num_tokens=NUM_TOKENS, **fields) as events:
+                return "".join(map(text_in, events))
+
+    def _keep_asking(self, index: int) -> None:
+        rng = random.Random(index)
+        while not self._is_enough.is_set():
+            salt = f"{rng.random()}" if rng.random() < 0.5 else None
+            assert self._ask(index, salt) == self._expected[index]
+            self._num_answers[index] += 1
+
+    def wait_for_more(self, num_more: int = 2) -> None:
+        """Wait until each has got further answers, the first of which may have begun before."""
+        goals = [num + num_more for num in self._num_answers]
+
+        def have_more() -> bool:
+            for client in self._clients:
+                if client.done():
+                    client.result()
+            return all(now >= goal for now, goal in zip(self._num_answers, goals, strict=True))
+
+        eventually(have_more, "each client gets more answers")
