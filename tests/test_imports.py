@@ -26,8 +26,8 @@ ALLOWED = {
 }
 LAYERS = {
     "mooncake": """
-        doubling, endpoints, errors, freed_memory, versions, yaml_errors | native, security | messages | config, model
-        | leadership, tracing | node | cli | __main__
+        doubling, endpoints, errors, freed_memory, versions, yaml_errors | native, security | messages
+        | config, model | leadership, tracing | node | cli | __main__
     """,
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
     "kvstore": "events | pool | protocol, ssd | client, transfer | connectors, server",
