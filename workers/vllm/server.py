@@ -33,6 +33,11 @@ _MODEL = "model"
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _EVENT = "data: "
+_SERVED = {
+    *("max_tokens", "min_tokens", "stop_token_ids", "logit_bias"),
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+}
+"""Fields of `SamplingParams` that `completion_body` passes on."""
 
 
 class _Choice(msgspec.Struct):
@@ -247,15 +252,8 @@ def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int)
 def check_served(sampling: SamplingParams) -> None:
     """Raise RequestError, which names it, for a parameter that is not served: see docs/vllm.md."""
     plain = SamplingParams(sampling.max_tokens)
-    for name in (
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "bad_words",
-        "grammar",
-        "num_logprobs",
-    ):
-        if getattr(sampling, name) != getattr(plain, name):
+    for name in SamplingParams.__struct_fields__:
+        if name not in _SERVED and getattr(sampling, name) != getattr(plain, name):
             raise RequestError(f"{name} is not served by vLLM's instances")
 
 
