@@ -34,7 +34,8 @@ from conductor.scheduling.native import new_scheduler
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance, Instances
-from conductor.view.placement import Reason, why_too_large
+from conductor.view.placement import why_too_large
+from conductor.view.rejection import Reason
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,

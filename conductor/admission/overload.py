@@ -22,7 +22,8 @@ from conductor.view.assignments import Assignment
 from conductor.view.cluster_view import ClusterView
 from conductor.view.corrections import NEAR_TBT_SLO
 from conductor.view.instances import Instance
-from conductor.view.placement import Placement, Reason, Rejection
+from conductor.view.placement import Placement
+from conductor.view.rejection import Reason, Rejection
 from conductor.view.timeline import Work
 from mooncake.config.policies import Overload
 from mooncake.messages.costs import tbt_margin_s

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.view.placement import Reason
+from conductor.view.rejection import Reason
 from mooncake.messages.fronts import QuotaClaim
 
 

@@ -14,7 +14,8 @@ from conductor.requests.preemption import Preemption
 from conductor.requests.registry import Requests
 from conductor.scheduling.algorithm1 import Scheduler
 from conductor.view.instances import Instance
-from conductor.view.placement import Placement, Reason, Rejection, why_too_large
+from conductor.view.placement import Placement, why_too_large
+from conductor.view.rejection import Reason, Rejection
 from mooncake.messages.fronts import Failed, Rejected
 from mooncake.messages.workers import STAGES
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from conductor.effects import Effect, ToConductor
 from conductor.telemetry.changes import InstanceChanges
-from conductor.view.placement import Reason
+from conductor.view.rejection import Reason
 from mooncake.messages.fronts import Cancel, Ended, Failed, InFlight, Rejected, Resume, Submit
 from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import (

@@ -33,7 +33,8 @@ from conductor.view.decision_stats import (
     MigrationReason,
     MigrationStats,
 )
-from conductor.view.placement import Reason, Reuse
+from conductor.view.placement import Reuse
+from conductor.view.rejection import Reason
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.workers import SPOKEN
 

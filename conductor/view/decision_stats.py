@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from conductor.view.placement import Placement, Reason, Reuse
+from conductor.view.placement import Placement, Reuse
+from conductor.view.rejection import Reason
 
 ERROR_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 

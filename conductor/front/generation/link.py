@@ -23,7 +23,7 @@ from conductor.front.errors import (
     UnavailableError,
 )
 from conductor.front.generation.reception import Lost, Receive, Reception
-from conductor.view.placement import Reason
+from conductor.view.rejection import Reason
 from mooncake.endpoints import advertised
 from mooncake.errors import ConfigError, OverloadedError, RequestError
 from mooncake.messages.bus import PeerGoneError, Router

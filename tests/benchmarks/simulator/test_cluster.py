@@ -17,7 +17,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome, Results, Simula
 from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.traces.mixes import Mix, RequestClass, mixed
 from benchmarks.tools.traces.request import TraceRequest, in_blocks
-from conductor.view.placement import Reason
+from conductor.view.rejection import Reason
 from mooncake.config.policies import Overload, Scheduling
 from mooncake.messages.fronts import Cancel
 from tests.benchmarks.simulator.loads import SMALL, conversations

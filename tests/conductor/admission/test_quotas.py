@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from conductor.admission.quotas import Quotas
 from conductor.policy import Conductor
 from conductor.rules import Limits
-from conductor.view.placement import Reason
+from conductor.view.rejection import Reason
 from mooncake.messages.fronts import Cancel, FrontHello, QuotaClaim, Rejected, Submit
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import PROTOCOL_VERSION, Finished, Prefilled, Refused, Reserved

@@ -1,0 +1,53 @@
+"""Reasons for which a request is rejected, with the HTTP status and the text for the client. Pure values."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Reason(StrEnum):
+    """Reason for which a request is rejected. SLOs are named by their keys in the configuration."""
+
+    UNREADY = "unready"
+    DUPLICATE = "duplicate"
+    TOO_LARGE = "too_large"
+    TOO_MANY = "max_running_requests"
+    MAX_CONCURRENT = "max_concurrent"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
+    TOO_MANY_WAIT = "max_waiting"
+    TTFT = "ttft_slo_s"
+    TBT = "tbt_slo_s"
+    DOUBLE_CHECK = "double_check"
+    NEVER_PLACED = "placement_timeout_s"
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return _STATUS.get(self, 429)
+
+
+_STATUS = {Reason.UNREADY: 503, Reason.NEVER_PLACED: 503, Reason.DUPLICATE: 409, Reason.TOO_LARGE: 400}
+_WOULD_TAKE = {Reason.TTFT: "its first token would take", Reason.TBT: "a token would take"}
+_KEPT_FOR = {Reason.TTFT: "for longer prompts", Reason.TBT: "as a margin"}
+
+
+class Rejection(NamedTuple):
+    """Algorithm 1, line 26: the prediction misses an SLO."""
+
+    reason: Reason
+    predicted_s: float
+    slo_s: float
+    retry_after_s: float
+    """The time after which the request may fit."""
+    prompt_s: float = 0.0
+    """The predicted time of the prompt by itself, for a TTFT SLO."""
+    kept_s: float = 0.0
+    """The part of the SLO that is kept free: headroom for longer prompts, or the margin of a TBT."""
+
+    @property
+    def message(self) -> str:
+        """The text for the client."""
+        kept = f", {1000 * self.kept_s:.1f} ms of them {_KEPT_FOR[self.reason]}" if self.kept_s else ""
+        return (
+            f"the cluster is overloaded: {_WOULD_TAKE[self.reason]} {1000 * self.predicted_s:.1f} ms, at most"
+            f" {1000 * self.slo_s:g} ms are allowed (conductor.{self.reason}){kept}; come back later"
+        )
