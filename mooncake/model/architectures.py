@@ -1,7 +1,7 @@
 """The architectures that are served, by their class in transformers, and how each computes a decoder layer.
 
-The class of a `config.json` implies properties that the file does not state. They are in this table. A new
-architecture is a row.
+The class of a `config.json` implies properties that the file does not state. They are in this table, in which
+an architecture that computes nothing in a new way is a row.
 
 Owns: this table. Does not know: a model's sizes, files, what computes the model.
 """
