@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,25 +198,27 @@ class Load:
         self._changed = threading.Condition()
         self._asks = self._is_over = False
         self._num_idle = 0
-        self._threads = [
-            threading.Thread(
-                target=self._keep_asking, args=[front, random.Random(f"{seed} {front} {number}")]
-            )
-            for front in urls
-            for number in range(num_clients_each)
-        ]
+        self._num_clients_each = num_clients_each
+        self._clients: list[Future[None]] = []
 
     def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(self._num_clients_each * len(self._urls))
+        for front in self._urls:
+            for number in range(self._num_clients_each):
+                rng = random.Random(f"{self._seed} {front} {number}")
+                self._clients.append(self._pool.submit(self._keep_asking, front, rng))
+                self._clients[-1].add_done_callback(self._client_ended)
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
+
+    def _client_ended(self, _: Future[None]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def resume(self) -> None:
         with self._changed:
@@ -226,7 +229,7 @@ class Load:
         """Wait until each request has ended; no client asks then."""
         with self._changed:
             self._asks = False
-        self._wait_for(lambda: self._num_idle == len(self._threads), "all requests have ended")
+        self._wait_for(lambda: self._num_idle == len(self._clients), "all requests have ended")
 
     def wait_for_answers(self, num: int) -> None:
         """Wait until clients of each front have so many more answers."""
@@ -254,8 +257,16 @@ class Load:
         return first_s - began_s
 
     def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Raises AssertionError if that does not come, or a client has ended, which only an error does."""
+
+        def has_ended() -> bool:
+            return any(client.done() for client in self._clients)
+
         with self._changed:
-            assert self._changed.wait_for(condition, timeout=2 * LONGEST_REQUEST_S), f"never: {what}"
+            came = self._changed.wait_for(lambda: has_ended() or condition(), timeout=2 * LONGEST_REQUEST_S)
+        errors = [repr(client.exception()) for client in self._clients if client.done()]
+        assert not errors, f"clients have ended: {', '.join(errors)}"
+        assert came, f"never: {what}"
 
     def _may_ask(self) -> bool:
         """Wait until clients are to ask. Returns whether they still are to."""

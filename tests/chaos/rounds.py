@@ -65,13 +65,14 @@ class Chaos:
     def go_through(self, names: Sequence[str], longest_s: float) -> Round:
         """Apply faults at once, for up to so many seconds if they last, and check all invariants then."""
         first = len(self._load.outcomes)
-        self._load.resume()
-        self._load.wait_for_answers(_ANSWERS_BEFORE)
         faults = [FAULTS[name](self._cluster, self._rng) for name in names]
         hold_s = self._rng.uniform(longest_s / 4, longest_s) if any(fault.lasts for fault in faults) else 0.0
         record = Round(" + ".join(fault.name for fault in faults), hold_s)
         began_s = ended_s = time.monotonic()
         try:
+            self._load.resume()
+            self._load.wait_for_answers(_ANSWERS_BEFORE)
+            began_s = ended_s = time.monotonic()
             with contextlib.ExitStack() as stack:
                 for fault in faults:
                     stack.enter_context(fault.applied)
