@@ -130,9 +130,6 @@ class Side(NamedTuple):
             scale_lengths=load.scale_lengths,
             context_len=self.context_len,
             token_ids=(1000, 30_000),
-            as_text=False,
-            ignore_eos=True,
-            timeout_s=300.0,
         )
 
 

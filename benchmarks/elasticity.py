@@ -86,16 +86,9 @@ def under_load(
         url=url,
         model=find_server(url, None, None).model,
         source=PhasesSource(phases),
-        rate_per_s=None,
-        concurrency=None,
         seed=seed,
-        num_requests=None,
         duration_s=duration_s,
-        scale_lengths=1.0,
-        context_len=None,
         token_ids=(0, VOCAB_SIZE),
-        as_text=False,
-        ignore_eos=True,
         timeout_s=120.0,
     )
     return summarize(clients.run(run, lambda _: None), SLO)

@@ -68,19 +68,10 @@ def counting_s() -> float:
 def streams() -> Run:
     """The requests; of which server, and how many, is to be said."""
     return Run(
-        url="",
-        model="",
         source=MixSource(Mix((RequestClass(1.0, NUM_INPUT, NUM_OUTPUT),), 1.0, 1.0), 1.0),
-        rate_per_s=None,
         concurrency=CONCURRENCY,
-        seed=0,
-        num_requests=None,
-        duration_s=None,
-        scale_lengths=1.0,
-        context_len=None,
         token_ids=(1000, 30_000),
         as_text=True,
-        ignore_eos=True,
         timeout_s=600.0,
     )
 

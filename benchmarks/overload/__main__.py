@@ -80,15 +80,9 @@ def under_load(clients: Clients, url: str, rate_per_s: float, seconds: float, se
         model=find_server(url, None, None).model,
         source=MixSource(MIX, burstiness=1.0),
         rate_per_s=rate_per_s,
-        concurrency=None,
         seed=seed,
-        num_requests=None,
         duration_s=seconds,
-        scale_lengths=1.0,
-        context_len=None,
         token_ids=(0, VOCAB_SIZE),
-        as_text=False,
-        ignore_eos=True,
         timeout_s=120.0,
     )
     before = servers_histogram(url)

@@ -55,15 +55,8 @@ def a_run(url: str = "", num_input: int = 10, num_output: int = 3, **changes: An
         model="fake/model",
         source=MixSource(mix, 0.0),
         rate_per_s=100.0,
-        concurrency=None,
-        seed=0,
         num_requests=10,
-        duration_s=None,
-        scale_lengths=1.0,
-        context_len=None,
         token_ids=(1000, 2000),
-        as_text=False,
-        ignore_eos=True,
         timeout_s=DEADLINE_S,
     )
     return replace(run, **changes)

@@ -4,23 +4,18 @@ import contextlib
 import os
 import random
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
 
-from mooncake.security.keys import ClusterKey
-from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
-from tests.cluster.streams import MOST_TOKENS, PROMPTS, Streams
+from tests.cluster.separate_nodes import SeparateNodes, wait_until_instances_idle
+from tests.cluster.streams import PROMPTS, Streams
 from tests.cluster.tiny_cluster import (
-    ONE_THREAD,
-    TRANSFERS,
     body,
     complete,
     is_ready,
@@ -28,17 +23,11 @@ from tests.cluster.tiny_cluster import (
     post,
     samples,
     text_of,
-    wait_until_idle,
 )
 from tests.deadline import DEADLINE_S
 from tests.ports import free_port
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-POOLS = ("--kvcache-block-size=8", "--kvcache-pool-bytes=128MiB", "--kvcache-device-bytes=128MiB", ONE_THREAD)
-NUM_PAGES = (128 << 20) // (8 * 4 * 1 * 2 * 16 * 4)
-INSTANCES = ("p0", "d0", "d1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +68,16 @@ class Nodes:
 
     def wait_until_idle(self) -> None:
         eventually(lambda: is_ready(self.conductor), "all instances are back")
-        wait_until_idle(self.conductor, num_pages=NUM_PAGES, instances=INSTANCES)
+        wait_until_instances_idle(self.conductor)
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    folder = tmp_path_factory.mktemp("model")
-    model = folder / "tiny"
-    tiny_model("smollm2", model, max_position_embeddings=2 * MOST_TOKENS)
-    write_tiny_tokenizer(model)
-    ClusterKey.generate().save(folder / "key")
-    shared = [f"--model={model}", *POOLS, TRANSFERS, f"--security-key-file={folder / 'key'}"]
-    shared += [f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"]
-    # A busy machine is not silent for so long, and workers have started again by then.
-    shared += ["--conductor-peer-timeout-s=20", f"--conductor-placement-timeout-s={DEADLINE_S}"]
-    shared += ["--conductor-reply-endpoint=tcp://127.0.0.1:*"]
+    endpoint = f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:
-
-        def node(role: str, *flags: str, until: str = "^ready in") -> Server:
-            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
-            return stack.enter_context(
-                ForkedServer(f"--role={role}", *shared, *flags, run_dir=run_dir, until=until)
-            )
-
-        conductor, front = node("conductor"), node("front")
-        roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
-        workers = {name: node(role, f"--instance={name}") for name, role in roles.items()}
+        cluster = SeparateNodes(stack, tmp_path_factory.mktemp("model"), endpoint)
+        conductor, front = cluster.start("conductor"), cluster.start("front")
+        workers = cluster.start_instances()
         eventually(lambda: is_ready(front), "there is a pair")
         yield Nodes(conductor, front, workers)
 

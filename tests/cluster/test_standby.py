@@ -3,38 +3,27 @@
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 
-from mooncake.security.keys import ClusterKey
-from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
-from tests.cluster.streams import MOST_TOKENS, PROMPTS, Streams
+from tests.cluster.separate_nodes import SeparateNodes, wait_until_instances_idle
+from tests.cluster.streams import PROMPTS, Streams
 from tests.cluster.tiny_cluster import (
-    ONE_THREAD,
-    TRANSFERS,
     complete,
     is_ready,
     metric,
-    wait_until_idle,
 )
 from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
 from tests.ports import free_port
-from tests.tiny_models import tiny_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-POOLS = ("--kvcache-block-size=8", "--kvcache-pool-bytes=128MiB", "--kvcache-device-bytes=128MiB", ONE_THREAD)
-NUM_PAGES = (128 << 20) // (8 * 4 * 1 * 2 * 16 * 4)
 LEASE_S = 10
-INSTANCES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +53,23 @@ class Nodes:
         return other
 
     def wait_until_idle(self) -> None:
-        wait_until_idle(self.leader(), num_pages=NUM_PAGES, instances=tuple(INSTANCES))
+        wait_until_instances_idle(self.leader())
 
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     folder = tmp_path_factory.mktemp("model")
-    model = folder / "tiny"
-    tiny_model("smollm2", model, max_position_embeddings=2 * MOST_TOKENS)
-    write_tiny_tokenizer(model)
-    ClusterKey.generate().save(folder / "key")
     with EtcdServer(folder) as etcd, contextlib.ExitStack() as stack:
-        shared = [f"--model={model}", *POOLS, TRANSFERS, f"--security-key-file={folder / 'key'}"]
-        shared += [f"--cluster-etcd-endpoints={etcd.url}", "--conductor-reply-endpoint=tcp://127.0.0.1:*"]
-        # A busy machine is not silent for so long, and workers have started again by then.
-        shared += ["--conductor-peer-timeout-s=20", f"--conductor-placement-timeout-s={DEADLINE_S}"]
-        # It is stopped, not hung; what is stopped is silent for longer than a busy machine.
-        shared += ["--hang-timeout-s=never", f"--cluster-etcd-lease-s={LEASE_S}"]
-
-        def node(role: str, *flags: str) -> Server:
-            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
-            return stack.enter_context(ForkedServer(f"--role={role}", *shared, *flags, run_dir=run_dir))
+        in_etcd = (f"--cluster-etcd-endpoints={etcd.url}", f"--cluster-etcd-lease-s={LEASE_S}")
+        # What is stopped is not hung, though silent for longer than a busy machine.
+        cluster = SeparateNodes(stack, folder, *in_etcd, "--hang-timeout-s=never")
 
         def conductor() -> Server:
-            return node("conductor", f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}")
+            return cluster.start("conductor", f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}")
 
         conductors = conductor(), conductor()
-        for name, role in INSTANCES.items():
-            node(role, f"--instance={name}")
-        front = node("front")
+        cluster.start_instances()
+        front = cluster.start("front")
         eventually(lambda: is_ready(front), "there is a pair")
         yield Nodes(etcd, conductors, front)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from mooncake.errors import MooncakeError
@@ -74,8 +74,19 @@ async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
         for task in tasks:
             task.cancel()
 
+    first, second = await results_of(tasks, stop)
+    return first, second
+
+
+async def results_of(futures: Sequence[asyncio.Future[T]], stop: Callable[[], object]) -> list[T]:
+    """Wait until all futures have ended, and return their results.
+
+    `stop` is called when one fails, or the caller is cancelled; the others end soon afterwards. Raises the
+    first error.
+    """
+
     async def settled() -> None:
-        _, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        _, late = await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
         if late:
             stop()
             await asyncio.wait(late)
@@ -83,11 +94,11 @@ async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
     try:
         await wait_to_end(asyncio.ensure_future(settled()), on_cancel=stop)
     finally:
-        errors = [task.exception() for task in tasks if not task.cancelled()]
+        errors = [future.exception() for future in futures if not future.cancelled()]
     for error in errors:
         if error is not None:
             raise error
-    return tasks[0].result(), tasks[1].result()
+    return [future.result() for future in futures]
 
 
 async def wait_to_end(ended: "asyncio.Future[T]", on_cancel: Callable[[], object] | None = None) -> T:

@@ -17,7 +17,7 @@ from mooncake.errors import MooncakeError, PoolError, PoolFullError, TransferErr
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import SessionLostError
-from workers.execution.jobs import wait_to_end
+from workers.execution.jobs import results_of
 from workers.groups.next_stage import NextStage
 from workers.groups.rank_messages import (
     Call,
@@ -143,21 +143,10 @@ class Followers:
         def stop() -> None:
             self._outbox.put_nowait(StopCall(call_id))
 
-        async def settled() -> None:
-            _, late = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-            if late:
-                stop()
-                await asyncio.wait(late)
-
         try:
-            await wait_to_end(asyncio.ensure_future(settled()), on_cancel=stop)
+            return await results_of(answers, stop)
         finally:
             del self._answers[call_id]
-            errors = [answer.exception() for answer in answers if not answer.cancelled()]
-        for error in errors:
-            if error is not None:
-                raise error
-        return [answer.result() for answer in answers]
 
     # -- messages of the followers ------------------------------------------------------------------
 

@@ -69,16 +69,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     run = Run(
-        url="",
-        model="",
         source=source,
-        rate_per_s=None,
-        concurrency=None,
         seed=options.seed,
         num_requests=options.num_requests,
         duration_s=options.duration,
         scale_lengths=options.scale_lengths,
-        context_len=None,
         token_ids=options.token_ids,
         as_text=options.text,
         ignore_eos=not options.no_ignore_eos,

@@ -75,26 +75,26 @@ class PhasesSource:
         return in_phases(self.phases, burstiness=1.0, seed=seed)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """One server under one load. With a `concurrency` requests follow each other, whatever their arrivals."""
 
-    url: str
-    model: str
+    url: str = ""
+    model: str = ""
     source: Source
-    rate_per_s: float | None
-    concurrency: int | None
-    seed: int
-    num_requests: int | None
-    duration_s: float | None
-    scale_lengths: float
-    context_len: int | None
+    rate_per_s: float | None = None
+    concurrency: int | None = None
+    seed: int = 0
+    num_requests: int | None = None
+    duration_s: float | None = None
+    scale_lengths: float = 1.0
+    context_len: int | None = None
     """Tokens of the longest prompt and answer that the server takes; longer ones are left out."""
     token_ids: tuple[int, int]
     """Half-open range of the token ids that prompts are drawn from."""
-    as_text: bool
-    ignore_eos: bool
-    timeout_s: float
+    as_text: bool = False
+    ignore_eos: bool = True
+    timeout_s: float = 300.0
 
 
 class Load(NamedTuple):

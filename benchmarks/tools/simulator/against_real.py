@@ -72,19 +72,12 @@ class Replay:
     def requests(self) -> Iterator[TraceRequest]:
         """Yield the requests as the server gets them: blocks are its own, of the tokens that are sent."""
         run = Run(
-            url="",
-            model="",
             source=TraceSource(self.trace, self.speed, 3.0),
-            rate_per_s=None,
-            concurrency=None,
             seed=self.seed,
-            num_requests=None,
             duration_s=self.duration_s,
             scale_lengths=self.scale_lengths,
             context_len=self.context_len,
             token_ids=TOKEN_IDS,
-            as_text=False,
-            ignore_eos=True,
             timeout_s=600.0,
         )
         prompts, root = PromptMaker(TOKEN_IDS, self.seed, self.scale_lengths), root_key("simulated")

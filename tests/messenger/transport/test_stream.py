@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -229,24 +230,31 @@ async def test_an_outbox_whose_peer_has_gone_shuts_its_stream_down() -> None:
             Outbox(near).post(b"too late")
 
 
+@asynccontextmanager
+async def counted_turns() -> AsyncIterator[Counter[str]]:
+    """Count how often others have their turn within."""
+    turns = Counter[str]()
+
+    async def count() -> None:
+        while True:
+            turns["others"] += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    try:
+        yield turns
+    finally:
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+
+
 async def test_others_have_their_turn_while_bytes_come_fast() -> None:
-    async with pair() as (near, far):
-        num_turns = 0
-
-        async def count() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
+    async with pair() as (near, far), counted_turns() as turns:
         into = memoryview(bytearray(16 * MIB))
         sending = asyncio.create_task(near.send([bytes(16 * MIB)]))
         await far.receive_into([into])
         await sending
-        counting.cancel()
-        await asyncio.gather(counting, return_exceptions=True)
-        assert num_turns >= 16
+    assert turns.total() >= 16
 
 
 async def test_a_turn_is_given_when_it_is_time() -> None:
@@ -324,22 +332,11 @@ async def test_an_error_of_who_takes_ends_the_waiting() -> None:
 
 
 async def test_sending_counts_as_a_turn() -> None:
-    async with pair() as (near, far):
-        num_turns = 0
-
-        async def count() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
+    async with pair() as (near, far), counted_turns() as turns:
         into = memoryview(bytearray(100_000))
         for _ in range(100):
             rest = near.send_now([memoryview(bytes(100_000))])
             await near.take_turns()
             await near.send(rest)
             await far.receive_into([into])
-        counting.cancel()
-        await asyncio.gather(counting, return_exceptions=True)
-        assert num_turns >= 100 * 100_000 // MIB
+    assert turns.total() >= 100 * 100_000 // MIB

@@ -48,6 +48,13 @@ async def goes_on(lab: DecodeLab, decoded: Decoded, reference: Reference) -> Non
     assert kv.num_free_pages == kv.num_pages
 
 
+async def arrives(lab: DecodeLab, decoded: Decoded, move: Move, reference: Reference) -> None:
+    """The destination takes the request over, its answer is right, and nothing is left anywhere."""
+    assert await move.finish()
+    assert await tokens_of(decoded.answer) == reference(decoded.request.token_ids, 300)
+    await lab.assert_nothing_is_held()
+
+
 async def end(lab: DecodeLab, *all_decoded: Decoded) -> None:
     for decoded in all_decoded:
         lab.abort(decoded)
@@ -137,9 +144,7 @@ async def test_later_rounds_fetch_and_load_new_blocks_only(
             await more_tokens(decoded.answer, 20)
             await move.pre_copy()
         assert received == loaded
-        assert await move.finish()
-        assert await tokens_of(decoded.answer) == reference(decoded.request.token_ids, 300)
-        await lab.assert_nothing_is_held()
+        await arrives(lab, decoded, move, reference)
 
 
 async def test_blocks_that_the_destination_has_do_not_travel(
@@ -155,9 +160,7 @@ async def test_blocks_that_the_destination_has_do_not_travel(
         stats = await lab.decodes[1].pool.stats()
         num_received = sum(stats.received_bytes.values()) // lab.layout.block_bytes
         assert num_received == prepared.num_tokens // 8 - LENGTH // 8
-        assert await move.finish()
-        assert await tokens_of(decoded.answer) == reference(decoded.request.token_ids, 300)
-        await lab.assert_nothing_is_held()
+        await arrives(lab, decoded, move, reference)
 
 
 async def test_blocks_that_do_not_come_are_computed(
@@ -172,9 +175,7 @@ async def test_blocks_that_do_not_come_are_computed(
         await lab.decodes[0].pool.drop_idle(keys[3:])
         prepared = await move.prepare()
         assert prepared == Prepared(move.ref, 24)
-        assert await move.finish()
-        assert await tokens_of(decoded.answer) == reference(decoded.request.token_ids, 300)
-        await lab.assert_nothing_is_held()
+        await arrives(lab, decoded, move, reference)
 
 
 async def test_a_source_that_is_gone_ends_the_migration(
