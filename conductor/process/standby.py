@@ -20,8 +20,8 @@ from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError
 from conductor.front.http.boundary import response_to
 from conductor.front.http.certificate import Certificate
-from conductor.front.http.connection import Timeouts
 from conductor.front.http.server import HttpServer, listen
+from conductor.front.http.timers import Timeouts
 from conductor.telemetry.leadership_metrics import register_leadership, register_reach
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.settings import host_and_port

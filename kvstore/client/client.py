@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from kvstore.client.arguments import bytes_of, checked_layers
 from kvstore.client.backends import Backend, Backends, Unreachable, connect_all, no_answer
 from kvstore.client.connections import CopyLayers, Place, PoolConnection, key_for
 from kvstore.client.leases import Lease
@@ -123,7 +124,7 @@ class KVCachePool:
         waits up to `timeout_s` for room in it. Then it raises PoolFullError; the blocks before that have been
         stored.
         """
-        views = [self._view(block, self.layout.num_layers) for block in blocks]
+        views = [bytes_of(block, self.layout, self.layout.num_layers) for block in blocks]
         self._check(keys, len(views))
         if not 0 <= timeout_s <= LONGEST_WAIT_S:
             raise PoolError(f"a timeout of {timeout_s} s; it must be 0 to {LONGEST_WAIT_S:g} s")
@@ -155,8 +156,8 @@ class KVCachePool:
         True in the answer: the block was read and verified. False: the block is not there, or was damaged and
         has been dropped; its buffer may have been written to.
         """
-        layers = self._checked(layers)
-        views = [self._view(buffer, len(layers), writable=True) for buffer in out]
+        layers = checked_layers(layers, self.layout)
+        views = [bytes_of(buffer, self.layout, len(layers), writable=True) for buffer in out]
         self._check(keys, len(views))
         is_there = [False] * len(keys)
         for part in self._batches(len(keys), len(layers)):
@@ -361,31 +362,6 @@ class KVCachePool:
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise PoolError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
-
-    def _checked(self, layers: range | None) -> range:
-        all_layers = range(self.layout.num_layers)
-        if layers is None:
-            return all_layers
-        if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(all_layers):
-            raise PoolError(f"consecutive layers within {all_layers} can be read, not {layers}")
-        return layers
-
-    def _view(self, buffer: "ReadableBuffer", num_layers: int, *, writable: bool = False) -> memoryview:
-        """Return the bytes of a caller's buffer. Raises PoolError for one of another size."""
-        try:
-            view = memoryview(buffer).cast("B")
-        except TypeError as error:
-            raise PoolError(f"a block must lie in one piece: {error}") from None
-        wanted_bytes = num_layers * self.layout.layer_bytes
-        if len(view) != wanted_bytes:
-            relation = "larger than a page" if len(view) > wanted_bytes else "shorter than a block"
-            raise PoolError(
-                f"a buffer of {len(view)} bytes is {relation}: {num_layers} layers of this layout take"
-                f" {wanted_bytes} bytes"
-            )
-        if writable and view.readonly:
-            raise PoolError("a buffer that is to be filled is read-only")
-        return view
 
 
 def _list_blocks(backend: Backend) -> Iterator[tuple[str, BlockInfo]]:

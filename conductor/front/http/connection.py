@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
@@ -30,22 +29,11 @@ from conductor.front.http.request_parser import (
     TunnelRequestedError,
 )
 from conductor.front.http.sharing import ConnectionTable, PipelineTurns, UploadBudget
+from conductor.front.http.timers import Timeouts, Timer
 from mooncake.errors import RequestError
 
 _MAX_BUFFERED_BYTES = 1 << 16
 """Bytes of a request's body that wait for the application before the client has to wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds for which a server waits for a client."""
-
-    request_s: float
-    """Seconds from the connection, or a request's first byte, to its last byte."""
-    send_s: float
-    """Seconds within which the client must take a part of the bytes that wait for it."""
-    idle_s: float
-    """Seconds from a response to the next request."""
 
 
 @dataclass(slots=True)
@@ -62,28 +50,6 @@ class Serving:
     """Requests that the application answers."""
     is_ending: bool = False
     """Whether the server ends, so that each connection closes behind its next response."""
-
-
-class _Timer:
-    """A deadline that can be started and stopped."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self) -> None:
-        self._handle: asyncio.TimerHandle | None = None
-
-    def start(
-        self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., None], *args: Any
-    ) -> None:
-        """Call `callback` after `delay_s`, unless the timer runs already. The callback must stop the
-        timer."""
-        if self._handle is None:
-            self._handle = loop.call_later(delay_s, callback, *args)
-
-    def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
 
 
 class Connection(asyncio.Protocol):
@@ -112,7 +78,7 @@ class Connection(asyncio.Protocol):
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._is_reading = True
-        self._request_timer, self._idle_timer, self._send_timer = _Timer(), _Timer(), _Timer()
+        self._request_timer, self._idle_timer, self._send_timer = Timer(), Timer(), Timer()
         serving.table.accepted(self)
 
     # -- the transport ----------------------------------------------------------------------------

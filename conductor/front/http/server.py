@@ -12,8 +12,9 @@ import ssl
 
 from starlette.types import ASGIApp
 
-from conductor.front.http.connection import Connection, Serving, Timeouts
+from conductor.front.http.connection import Connection, Serving
 from conductor.front.http.sharing import ConnectionTable, UploadBudget
+from conductor.front.http.timers import Timeouts
 from mooncake.errors import ConfigError
 
 HANDSHAKE_S = 60.0

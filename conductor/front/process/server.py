@@ -21,8 +21,8 @@ from conductor.front.errors import UnavailableError
 from conductor.front.generation.link import ConductorPeer
 from conductor.front.http.boundary import RequestIds
 from conductor.front.http.certificate import Certificate
-from conductor.front.http.connection import Timeouts
 from conductor.front.http.server import HttpServer, listen
+from conductor.front.http.timers import Timeouts
 from conductor.front.openai.model import ServedModel
 from conductor.front.routes.admin import create_admin_app
 from conductor.front.routes.app import create_app

@@ -10,9 +10,10 @@ from unittest.mock import Mock
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from conductor.front.http.connection import Connection, Serving, Timeouts
+from conductor.front.http.connection import Connection, Serving
 from conductor.front.http.exchange import RESPONSE_STREAM, ResponseStream
 from conductor.front.http.sharing import ConnectionTable, UploadBudget
+from conductor.front.http.timers import Timeouts
 
 SEND_TIMEOUT_S = 60.0
 LONG_S = 1e9

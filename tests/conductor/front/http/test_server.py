@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from conductor.front.http import server, sharing
-from conductor.front.http.connection import Timeouts
 from conductor.front.http.server import HttpServer
+from conductor.front.http.timers import Timeouts
 from mooncake.messages.requests import Request
 from tests.conductor.front.access.test_access import certificate
 from tests.conductor.front.fakes import MODEL_NAME, FakeCluster, answer_hello, byte_model, running_front
