@@ -21,23 +21,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.reproduction.experiment import Experiment, Trace
-from benchmarks.reproduction.experiments import (
-    banaserve,
+from benchmarks.reproduction.experiments.cache import formulas, hit_rate, pools, workload
+from benchmarks.reproduction.experiments.disaggregation import (
     coupled,
     datasets,
     elasticity,
-    formulas,
-    hit_rate,
     inlining,
     interconnects,
     interference,
-    overload,
     planner,
-    pools,
-    prefill_groups,
-    scheduling,
-    workload,
 )
+from benchmarks.reproduction.experiments.placement import banaserve, overload, prefill_groups, scheduling
 from benchmarks.reproduction.page import Found, Run, section, write_page
 from benchmarks.tools.arguments import count
 from mooncake.cli.command_line import FAILED, WRONG_USE

@@ -8,10 +8,11 @@ import pytest
 
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
 from benchmarks.reproduction.experiment import Outcome, Table, Trace
-from benchmarks.reproduction.experiments import banaserve, inlining, interconnects, scheduling
-from benchmarks.reproduction.experiments.coupled import capacity_per_s
-from benchmarks.reproduction.experiments.formulas import needed_bytes_per_s
-from benchmarks.reproduction.experiments.workload import block_hits
+from benchmarks.reproduction.experiments.cache.formulas import needed_bytes_per_s
+from benchmarks.reproduction.experiments.cache.workload import block_hits
+from benchmarks.reproduction.experiments.disaggregation import inlining, interconnects
+from benchmarks.reproduction.experiments.disaggregation.coupled import capacity_per_s
+from benchmarks.reproduction.experiments.placement import banaserve, scheduling
 from benchmarks.reproduction.page import Run, write_page
 from benchmarks.tools.simulator.cluster.machines.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.cluster.requests import Outcome as Ended

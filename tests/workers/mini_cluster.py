@@ -51,8 +51,8 @@ from tests.workers.engine.ranks import ThreadGroup
 from tests.workers.followed import FollowedGroup, FollowingRank
 from tests.workers.recorded_spans import SPAN, RecordedSpans
 from workers.decode.blocks.block_transfers import BlockTransfers
-from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.tensor_parallel import TensorShard, kv_heads_of

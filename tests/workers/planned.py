@@ -1,6 +1,6 @@
 """Chunks of an iteration, as a test plans them."""
 
-from workers.decode.iterations import PlannedChunk
+from workers.decode.batching.iterations import PlannedChunk
 from workers.decode.sequence import Sequence
 
 

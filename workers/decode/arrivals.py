@@ -9,15 +9,15 @@ import asyncio
 
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Decode, Reserve, Reserved
-from workers.decode.batch import DecodeBatch
 from workers.decode.batch_loop import Emit
+from workers.decode.batching.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
 from workers.decode.blocks.reserving_turns import ReservingTurns
-from workers.decode.double_check import DoubleCheck, HeldTokens
 from workers.decode.meter import DecodeMeter
-from workers.decode.pauses import DecodePauses
 from workers.decode.sequence import Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns
+from workers.decode.tbt_slo.double_check import DoubleCheck, HeldTokens
+from workers.decode.tbt_slo.pauses import DecodePauses
 from workers.execution.executor import Executor
 from workers.kvcache.shared_prefixes import PrefixTurns
 

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 
 from mooncake.errors import GrammarError
 from mooncake.messages.fronts import TokenOutput
-from workers.decode.batch import DecodeBatch
-from workers.decode.double_check import HeldTokens
-from workers.decode.inlining import PromptChunks
-from workers.decode.iterations import Iterations
+from workers.decode.batching.batch import DecodeBatch
+from workers.decode.batching.iterations import Iterations
 from workers.decode.meter import DecodeMeter
-from workers.decode.pauses import DecodePauses
+from workers.decode.tbt_slo.double_check import HeldTokens
+from workers.decode.tbt_slo.inlining import PromptChunks
+from workers.decode.tbt_slo.pauses import DecodePauses
 
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 """Callback that sends the pairs of (front's endpoint, output) of one iteration."""

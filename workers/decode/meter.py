@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from time import thread_time
 
 from mooncake.messages.workers import DecodeStats, MixedIterations
-from workers.decode.iterations import Iteration
-from workers.decode.tbt import IterationPredictors
+from workers.decode.batching.iterations import Iteration
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DecodeMeter:

@@ -30,23 +30,23 @@ from mooncake.messages.workers import (
     WorkFailed,
 )
 from workers.decode.arrivals import Arrivals
-from workers.decode.batch import DecodeBatch
 from workers.decode.batch_loop import BatchLoop, Emit
+from workers.decode.batching.batch import DecodeBatch
+from workers.decode.batching.iterations import Iterations
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.blocks.group_blocks import GroupBlocks
 from workers.decode.blocks.reserving_turns import ReservingTurns
 from workers.decode.blocks.sequence_blocks import SequenceBlocks
-from workers.decode.double_check import DoubleCheck, HeldTokens, TooSlowError
-from workers.decode.inlining import PromptChunks
-from workers.decode.iterations import Iterations
 from workers.decode.meter import DecodeMeter
 from workers.decode.migration.destination import MigrationDestination
 from workers.decode.migration.source import MigrationSource
-from workers.decode.pauses import DecodePauses
-from workers.decode.prompt_budget import ChunkLimits, PromptBudget
 from workers.decode.sequence import Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns
 from workers.decode.sequence_span import sequence_span
+from workers.decode.tbt_slo.double_check import DoubleCheck, HeldTokens, TooSlowError
+from workers.decode.tbt_slo.inlining import PromptChunks
+from workers.decode.tbt_slo.pauses import DecodePauses
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget
 from workers.engine.kvcache import OutOfPages
 from workers.errors import NoRoomError, SessionLostError
 from workers.execution.executor import Executor

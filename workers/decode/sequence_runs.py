@@ -28,13 +28,13 @@ from mooncake.messages.workers import (
 )
 from mooncake.model.grammar import GrammarState
 from mooncake.tracing.spans import why_ended
-from workers.decode.batch import DecodeBatch
 from workers.decode.batch_loop import Emit
+from workers.decode.batching.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
-from workers.decode.double_check import HeldTokens
 from workers.decode.meter import DecodeMeter
 from workers.decode.migration.source import MigrationSource
 from workers.decode.sequence import Sequence, SequenceState
+from workers.decode.tbt_slo.double_check import HeldTokens
 from workers.execution.jobs import wait_to_end
 from workers.kvcache.shared_prefixes import PrefixTurns
 

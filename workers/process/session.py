@@ -34,8 +34,8 @@ from mooncake.messages.workers import (
 )
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.blocks.block_transfers import BlockTransfers
-from workers.decode.prompt_budget import ChunkLimits
 from workers.decode.runner import DecodeRunner
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits
 from workers.errors import SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs

@@ -8,7 +8,7 @@ import pytest
 
 import conductor.policy
 import kvstore.pool.allocator
-import workers.decode.prompt_budget
+import workers.decode.tbt_slo.prompt_budget
 import workers.prefill.queue
 from benchmarks.tools.simulator.cluster import prefill
 from benchmarks.tools.simulator.cluster.cluster import FRONT, DisaggregatedCluster
@@ -41,7 +41,7 @@ def test_drives_the_servers_own_code() -> None:
     assert type(cluster.conductor) is conductor.policy.Conductor
     assert type(cluster.prefills[0].node.pool.allocator) is kvstore.pool.allocator.PageAllocator
     assert prefill.PrefillQueue is workers.prefill.queue.PrefillQueue
-    assert inlining.PromptBudget is workers.decode.prompt_budget.PromptBudget
+    assert inlining.PromptBudget is workers.decode.tbt_slo.prompt_budget.PromptBudget
 
 
 def test_needs_no_torch() -> None:

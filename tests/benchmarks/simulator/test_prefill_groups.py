@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reproduction.experiment import Trace
-from benchmarks.reproduction.experiments import prefill_groups
-from benchmarks.reproduction.experiments.prefill_groups import NUM_NODES, WAYS, Arrival, nodes_with
+from benchmarks.reproduction.experiments.placement import prefill_groups
+from benchmarks.reproduction.experiments.placement.prefill_groups import NUM_NODES, WAYS, Arrival, nodes_with
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
 from benchmarks.tools.simulator.prefill_groups import STEP_S, Attention, PrefillNodes
 

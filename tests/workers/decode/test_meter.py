@@ -2,9 +2,9 @@
 
 import pytest
 
-from workers.decode.iterations import Iteration
+from workers.decode.batching.iterations import Iteration
 from workers.decode.meter import DecodeMeter
-from workers.decode.tbt import MIN_ITERATIONS
+from workers.decode.tbt_slo.tbt import MIN_ITERATIONS
 
 
 class Ended(Iteration):

@@ -11,7 +11,7 @@ import asyncio
 from mooncake.errors import PoolFullError, TransferError
 from mooncake.messages.migration import Prepare, Prepared, TakeOver
 from mooncake.messages.requests import Ref
-from workers.decode.batch import DecodeBatch
+from workers.decode.batching.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
 from workers.decode.sequence import PREPARE, CopyTimes, Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from mooncake.errors import PoolError
 from mooncake.messages.migration import HandOver, PreCopied, PreCopy
 from mooncake.messages.requests import Ref
-from workers.decode.batch import DecodeBatch
+from workers.decode.batching.batch import DecodeBatch
 from workers.decode.blocks.group_blocks import GroupBlocks
 from workers.decode.sequence import PRE_COPY, CopyTimes, Sequence
 

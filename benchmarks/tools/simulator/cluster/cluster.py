@@ -47,7 +47,7 @@ from mooncake.messages.workers import (
     SwitchRole,
     ToWorker,
 )
-from workers.decode.prompt_budget import ChunkLimits
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits
 from workers.prefill.queue import PrefillQueue
 
 FRONT = b"front"

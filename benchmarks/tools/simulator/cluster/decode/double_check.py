@@ -1,10 +1,10 @@
-"""The rule of the double check, as in `workers.decode.double_check`, which needs torch.
+"""The rule of the double check, as in `workers.decode.tbt_slo.double_check`, which needs torch.
 
 Owns: the predicted TBT of a batch, and whether it is too long. Does not know: who waits or is refused.
 """
 
 from mooncake.messages.costs import batch_share, tbt_margin_s
-from workers.decode.tbt import IterationPredictors
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DoubleCheck:

@@ -31,8 +31,8 @@ from mooncake.messages.workers import (
     Prefilled,
     Reserve,
 )
-from workers.decode.prompt_budget import ChunkLimits
-from workers.decode.tbt import IterationPredictors
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DecodeInstance:
@@ -93,7 +93,7 @@ class DecodeInstance:
 
     @property
     def load(self) -> DecodeLoad:
-        """The load for heartbeats, as `workers.decode.double_check` reports it."""
+        """The load for heartbeats, as `workers.decode.tbt_slo.double_check` reports it."""
         num_kv_tokens = self.batch.num_kv_tokens + self._sequences.num_outside_tokens
         tbt_s = self._double_check.tbt_s(self.num_sequences, num_kv_tokens)
         num_left = sum(s.prompt.num_left for s in self._sequences if s.prompt is not None)

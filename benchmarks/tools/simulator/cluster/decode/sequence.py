@@ -29,7 +29,7 @@ class Sequence:
     take_back: Callable[[], None] | None = None
     """Callback that takes back its wish for pages."""
     holds_first: bool = False
-    """Whether the first token is held, with both SLOs: as `workers.decode.double_check.HeldTokens`."""
+    """Whether the first token is held, with both SLOs (`workers.decode.tbt_slo.double_check.HeldTokens`)."""
     due_s: float | None = None
     """Time when the first token is due."""
     held_until_s: float | None = None

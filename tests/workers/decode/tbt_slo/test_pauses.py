@@ -5,10 +5,10 @@ import pytest
 from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.workers.planned import decoded
-from workers.decode.iterations import PlannedChunk
-from workers.decode.pauses import MAX_PAUSE_S, DecodePauses, pause_s
+from workers.decode.batching.iterations import PlannedChunk
 from workers.decode.sequence import Sequence
-from workers.decode.tbt import IterationPredictors
+from workers.decode.tbt_slo.pauses import MAX_PAUSE_S, DecodePauses, pause_s
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 MAX_BATCH = 8
 

@@ -9,9 +9,9 @@ Owns: the tokens of each sequence in the next iteration, and which sequences sha
 many tokens of prompts are too many, the clock, pools, pages.
 """
 
-from workers.decode.iterations import PlannedChunk
-from workers.decode.prompt_budget import PromptBudget, divide_budget
+from workers.decode.batching.iterations import PlannedChunk
 from workers.decode.sequence import Sequence
+from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
 
 
 class PromptChunks:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mooncake.messages.costs import TBT_SLO_SHARE
-from workers.decode.iterations import PlannedChunk
-from workers.decode.tbt import IterationPredictors
+from workers.decode.batching.iterations import PlannedChunk
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 MAX_PAUSE_S = 0.1
 

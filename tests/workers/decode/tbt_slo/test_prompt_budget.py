@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.decode.prompt_budget import ChunkLimits, divide_budget, prompt_budget
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits, divide_budget, prompt_budget
 
 LIMITS = ChunkLimits(least=16, mixed=100, most=512)
 

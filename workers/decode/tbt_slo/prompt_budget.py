@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mooncake.messages.costs import TBT_SLO_SHARE
-from workers.decode.tbt import IterationPredictors
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from mooncake.messages.costs import HOLD_SHARE, batch_share, tbt_margin_s
 from mooncake.messages.fronts import TokenOutput
 from mooncake.messages.workers import DecodeLoad
 from workers.decode.sequence import Sequence
-from workers.decode.tbt import IterationPredictors
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class TooSlowError(Exception):

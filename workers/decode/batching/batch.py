@@ -2,8 +2,8 @@
 
 Sequences are ordered by arrival, and a step of the priority number is worth a minute of it: the first in this
 order is admitted first and preempted last, so none starves. Among sequences of one priority, tenants have
-equal shares of the batch, and so have the answers of a tenant (`workers.decode.batch_shares`): the tenant
-with less is served first, and if the batch is full, a sequence of the tenant with more is preempted. A
+equal shares of the batch, and so have the answers of a tenant (`workers.decode.batching.batch_shares`): the
+tenant with less is served first, and if the batch is full, a sequence of the tenant with more is preempted. A
 sequence that gets no page skips an iteration while pages of other sequences are about to become free.
 
 Owns: the batch and its device pages. Does not know: tokens, time, how anything is copied or computed.
@@ -12,7 +12,7 @@ Owns: the batch and its device pages. Does not know: tokens, time, how anything 
 from bisect import insort
 from operator import attrgetter
 
-from workers.decode.batch_shares import BatchShares
+from workers.decode.batching.batch_shares import BatchShares
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 

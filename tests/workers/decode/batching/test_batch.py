@@ -7,7 +7,7 @@ import torch
 
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.tiny_models import tiny_model
-from workers.decode.batch import DecodeBatch
+from workers.decode.batching.batch import DecodeBatch
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 from workers.engine.spec import ModelSpec

@@ -6,9 +6,9 @@ import pytest
 
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import DecodeLoad
-from workers.decode.double_check import DoubleCheck, TooSlowError
 from workers.decode.sequence import Sequence
-from workers.decode.tbt import IterationPredictors
+from workers.decode.tbt_slo.double_check import DoubleCheck, TooSlowError
+from workers.decode.tbt_slo.tbt import IterationPredictors
 
 REQUEST_S, SLO_S = 0.01, 0.035
 LONG_S = 1000.0

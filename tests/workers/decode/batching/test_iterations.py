@@ -13,7 +13,7 @@ import torch
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.planned import decoded
-from workers.decode.iterations import Iterations, PlannedChunk
+from workers.decode.batching.iterations import Iterations, PlannedChunk
 from workers.decode.sequence import Sequence as DecodedSequence
 from workers.engine.batch import Chunk
 from workers.execution.draws import Drawn, Draws

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from workers.decode.tbt import (
+from workers.decode.tbt_slo.tbt import (
     MAX_MIXED_IN_A_ROW,
     MIN_ITERATIONS,
     IterationPredictors,

@@ -4,10 +4,10 @@ import pytest
 
 from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from workers.decode.inlining import PromptChunks
-from workers.decode.prompt_budget import ChunkLimits, PromptBudget
 from workers.decode.sequence import Sequence
-from workers.decode.tbt import MIN_ITERATIONS, IterationPredictors
+from workers.decode.tbt_slo.inlining import PromptChunks
+from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget
+from workers.decode.tbt_slo.tbt import MIN_ITERATIONS, IterationPredictors
 
 LIMITS = ChunkLimits(least=16, mixed=100, most=512)
 SLO_S = 0.1 / TBT_SLO_SHARE

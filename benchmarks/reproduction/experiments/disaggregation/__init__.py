@@ -1,0 +1,1 @@
+"""Prefill and decode apart or together, and how many instances of each."""

@@ -1,0 +1,1 @@
+"""Which instances get a request, and which requests are refused."""

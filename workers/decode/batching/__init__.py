@@ -1,0 +1,1 @@
+"""The batch of running sequences: who is in it, with which share, and its iterations."""
