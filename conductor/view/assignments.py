@@ -193,8 +193,11 @@ class Assignments:
         return PrefixSource(source.registration.shards, num_blocks)
 
     def _source(self, placement: Placement, num_held_blocks: int) -> tuple[Instance | None, int]:
-        """The placement's source, or the decode instance if that turns out to hold more."""
-        if not self._rules.fetches_prefixes:
+        """Choose the placement's source, or the decode instance if that turns out to hold more.
+
+        An instance that inlines the prompt fetches nothing.
+        """
+        if placement.is_inlined or not self._rules.fetches_prefixes:
             return None, 0
         own = self._view.balancing.threshold * placement.num_local_blocks
         if num_held_blocks > max(own, placement.num_source_blocks):

@@ -189,7 +189,9 @@ class Pool:
         self.evictor.require(len(blocks))
         old_pages = [block.page for block in blocks]
         writer = self.table.writer(old_pages[0]) if blocks else None
-        for block, page in zip(blocks, self.allocator.take(len(blocks), writer), strict=True):
+        pages = self.allocator.take(len(blocks), writer)
+        self.allocator.shares.move(old_pages, pages)
+        for block, page in zip(blocks, pages, strict=True):
             del reservation.by_page[block.page]
             block.page, block.generation, block.arrived = page, self.table.generation(page), 0
             reservation.by_page[page] = block

@@ -58,6 +58,11 @@ class Shares:
             unowned = np.asarray(found)[self._tenant_of[found] == NO_TENANT]
             self._tenant_of[unowned] = number
 
+    def move(self, pages: Sequence[int], to_pages: Sequence[int]) -> None:
+        """Record that what was in `pages`, in the same order, is in `to_pages` now."""
+        self._tenant_of[to_pages] = self._tenant_of[pages]
+        self._tenant_of[pages] = NO_TENANT
+
     def tick(self, now_s: float) -> None:
         """Let time pass: tenants lose their shares."""
         self.now_s = now_s

@@ -144,6 +144,21 @@ def test_predictions_are_compared_with_what_happened() -> None:
     assert value("mooncake_tbt_prediction_error_seconds_sum") == pytest.approx(0.08)
 
 
+def test_an_inlined_prompt_is_no_fetch_whatever_its_pool_turns_out_to_hold() -> None:
+    transcript = Transcript()
+    for line in (
+        "cluster prefill=0 decode=0 both=1",
+        "submit r1 tokens=100 prompt=a",
+        "reserved r1 held=25",
+        "prefilled r1 cached=96",
+    ):
+        transcript.run(line)
+    value = scraped(transcript).get_sample_value
+    assert value("mooncake_placements_total", {"prefix": "none"}) == 1
+    assert value("mooncake_ordered_fetches_total") == 0
+    assert value("mooncake_ordered_fetch_blocks_total") == 0
+
+
 def test_the_index_is_told_by_the_pools_that_are_followed() -> None:
     prefixes, streams = PrefixIndex(), {name: EventStream(name, 1) for name in ("p0.0", "p0.1")}
     prefixes.add_instance("p0", list(streams))

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +124,25 @@ def test_what_runs_goes_before_shares() -> None:
     reservation = pool.reserve(1, [key("b", number) for number in range(60)], 0, tenant="b")
     assert len(reservation.blocks) == 60
     assert held(pool)["a"] == 4
+
+
+def test_renewed_pages_are_their_tenants() -> None:
+    """Also while a transfer may still write the old ones."""
+    pool = new_pool(8)
+    reservation = pool.reserve(1, [key("a", 0), key("a", 1)], 0, tenant="a")
+    old_pages = [block.page for block in reservation.blocks]
+    for page in old_pages:
+        pool.hold(page)
+    pool.renew_pages(reservation, reservation.blocks)
+    new_pages = [block.page for block in reservation.blocks]
+    assert not set(new_pages) & set(old_pages)
+    tenants_of = pool.allocator.shares.tenants_of
+    assert tenants_of(np.asarray(new_pages)).tolist() == [pool.allocator.shares.enter("a")] * 2
+    assert pool.allocator.shares.num_pages_of("a") == 2, "the old ones are nobody's"
+    pool.release(reservation.reservation_id)
+    for page in old_pages:
+        pool.unhold(page)
+    assert pool.check_integrity() is None
 
 
 def test_names_are_forgotten_with_their_blocks() -> None:
