@@ -110,6 +110,9 @@ class Pages:
         size = self._page_bytes
         return [(page, Range(page * size, size)) for page in range(self.num_pages)], lambda: None
 
+    def is_open(self, grant_id: int) -> bool:
+        return True
+
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         self._checksums[self._places(entry.page, range(entry.layer_begin, entry.layer_end))] = entry.checksums
         return False

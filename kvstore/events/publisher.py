@@ -125,7 +125,7 @@ class Publisher(ABC):
 
     def _ignore(self, request: list[bytes]) -> None:
         self._num_malformed += 1
-        if self._warnings.has_come(self._num_malformed):
+        if self._warnings.is_due(self._num_malformed):
             text = str([frame[:LOGGED_CHARS] for frame in request[:4]])[:LOGGED_CHARS]
             log.warning(
                 "ignored %d malformed requests so far on %s, the last one: %s",

@@ -14,6 +14,7 @@ Owns: open grants. Does not know: sockets.
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,8 +28,11 @@ from messenger.receiver.served_pool import GrantWriter, WriteRefused
 from messenger.shm.copy_table import CopyTable
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.wire.messages import WriteEntry
+from mooncake.doubling import Doubling
 from mooncake.errors import PoolError, TransferError
 from mooncake.messages.pools import Grant, GrantedPage, MessengerAddress
+
+log = logging.getLogger(__name__)
 
 _NUM_COMPLETED = 1024
 """Completed grants that are remembered."""
@@ -65,6 +69,9 @@ class Grants:
         self._by_reservation: dict[int, _OpenGrant] = {}
         self._completed: dict[int, None] = {}
         """Grants whose last acknowledgements may have been lost with a connection."""
+        self.num_unlisted = 0
+        """Grants that peers of this host could not write to themselves, as the copy table was full."""
+        self._unlisted = Doubling(1)
 
     # -- the worker's side ------------------------------------------------------------------------
 
@@ -196,6 +203,9 @@ class Grants:
         block_bytes = self._segment.layout.block_bytes
         return [(page, Range(self._segment.page_offset(page), block_bytes)) for page in pages], on_closed
 
+    def is_open(self, grant_id: int) -> bool:
+        return grant_id in self._open
+
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         grant = self._open.get(grant_id)
         if grant is None:
@@ -250,12 +260,20 @@ class Grants:
     def _new_id(self) -> int:
         """Choose a random id, and open the grant to writers of this host, if the copy table has a free entry.
 
+        Without an entry writers of this host leave the copying to this messenger, as writers without a slot.
         Ids are random, so that ids of an earlier life of this messenger are unknown.
         """
         for _ in range(_NUM_TRIES):
             grant_id = secrets.randbits(63)
             if self._copy_table is None or self._copy_table.open(grant_id):
-                break
+                return grant_id
+        self.num_unlisted += 1
+        if self._unlisted.is_due(self.num_unlisted):
+            log.warning(
+                "%d grants had no entry in the copy table, as too many are open: this messenger copies what"
+                " peers of this host write to them",
+                self.num_unlisted,
+            )
         return grant_id
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
@@ -279,6 +297,8 @@ class Grants:
             self._completed[grant.grant_id] = None
             if len(self._completed) > _NUM_COMPLETED:
                 del self._completed[next(iter(self._completed))]
+            for writer in grant.writers:
+                writer.completed(grant.grant_id)
             grant.arrived.set_result(None)
 
     def _fail(self, grant: _OpenGrant, reason: str) -> None:

@@ -216,11 +216,11 @@ class IncomingLane:
             return
         async with asyncio.timeout(self._served_pool.settings.ack_timeout_s):
             opened = await self._exposures.expose(transfer_id, pages, on_closed)
-        if transfer_id in self._session.grants:
-            self.post(encode_frame(Exposed(transfer_id, opened)))
-        else:
+        failure = None if transfer_id in self._session.grants else "the transfer has ended"
+        if failure is not None or not self._served_pool.target.is_open(grant_id):  # it has ended meanwhile
             self.conceal(transfer_id)
-            self.post(encode_frame(Exposed(transfer_id, [], "the transfer has ended")))
+            opened = []
+        self.post(encode_frame(Exposed(transfer_id, opened, failure)))
 
     # -- writes -----------------------------------------------------------------------------------
 
@@ -285,8 +285,6 @@ class IncomingLane:
             placing.abandon()
             self._acknowledge(WriteAck(RefusalKind.STALE, brief(str(error))), num_bytes)
             return
-        if is_last:
-            self._session.conceal(write.transfer_id)
         if write.is_placed and not is_last:
             self._acks.append(_ACK)
             if len(self._acks) >= _MOST_ACKS:

@@ -119,6 +119,12 @@ class IncomingSession:
             self.post(Ended(transfer_id, brief(reason)))
             self._conceal_in_time(transfer_id)
 
+    def completed(self, grant_id: int) -> None:
+        """Close the pages of a complete grant to writes by RDMA. Its transfers stay open: a write may come
+        again."""
+        for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
+            self.conceal(transfer_id)
+
     def post(self, message: Message) -> None:
         """Send a message over the first lane."""
         for lane in self.lanes.values():

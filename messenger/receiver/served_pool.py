@@ -30,6 +30,9 @@ class GrantWriter(Protocol):
     def revoke(self, grant_id: int, reason: str) -> None:
         """Tell the peer to stop writing to this grant."""
 
+    def completed(self, grant_id: int) -> None:
+        """Close the pages of this grant to the peer, as all of them are complete."""
+
 
 class WriteTarget(Protocol):
     """Owner of the pages that remote writes go to.
@@ -56,9 +59,12 @@ class WriteTarget(Protocol):
         The pages are given to no other owner until the callback is called. Raises WriteRefused.
         """
 
+    def is_open(self, grant_id: int) -> bool:
+        """Return whether the grant lacks bytes still, and has not failed."""
+
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         """Record that the bytes of `entry` are placed and verified. Returns whether the grant is complete
-        now. Raises WriteRefused if they are not wanted any more."""
+        now; then its writers have been told. Raises WriteRefused if the bytes are not wanted any more."""
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         """Give up `entry`: no more of its bytes will be placed, and those in the page are invalid."""

@@ -84,7 +84,7 @@ class Traffic:
         """Count an unauthenticated connection. It is logged only each time that the number has doubled, as
         anybody who reaches a port can connect any number of times."""
         self.num_unauthenticated += 1
-        if self._unauthenticated_lines.has_come(self.num_unauthenticated):
+        if self._unauthenticated_lines.is_due(self.num_unauthenticated):
             log.info(
                 "%d unauthenticated connections have been refused so far, the last one: %s",
                 self.num_unauthenticated,

@@ -158,12 +158,12 @@ class Gate:
         self._zap.send_multipart([version, request_id, *status, b"", b""])
 
     def _warn(self) -> None:
-        if self._refusals.has_come(num_refused := self.num_refused):
+        if self._refusals.is_due(num_refused := self.num_refused):
             log.warning(
                 "refused %d connections so far: they do not have this cluster's key (security.key_file)",
                 num_refused,
             )
-        if self._unfinished.has_come(num_unfinished := self.num_unfinished):
+        if self._unfinished.is_due(num_unfinished := self.num_unfinished):
             log.warning(
                 "%d connections so far ended in the middle of their handshake, with whatever key: the other"
                 " side hung up, it took more than %g s (is this machine too busy?), or more than %d had shown"
@@ -217,7 +217,7 @@ class ConnectionWatch:
     def _on_event(self, event: int, _: int) -> None:
         if event == zmq.EVENT_DISCONNECTED and self._is_in_handshake:
             self._num_failures += 1
-            if self._warnings.has_come(self._num_failures):
+            if self._warnings.is_due(self._num_failures):
                 log.warning(
                     "%s has closed %d connections in their handshake, one after the other: it has another"
                     " cluster key than this node's (key id %s; give all nodes the same security.key_file), or"

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -162,3 +164,24 @@ async def test_a_grant_is_open_to_be_written_until_it_is_complete(fd: int) -> No
         assert is_last == (layer == LAYOUT.num_layers - 1)
     assert node.pool.find(key) == granted.page
     assert pages.place(write, LAYOUT.layer_bytes) is None
+
+
+async def test_a_grant_without_an_entry_in_the_table_is_left_to_the_receiver(
+    fd: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(fd)
+    keys = prompt_keys(3)
+    ids = itertools.count(128, 128)  # all of one entry
+    monkeypatch.setattr(secrets, "randbits", lambda _num_bits: next(ids))
+    grants = [node.grants.grant(node.pool.reserve(OWNER, [key], 0)) for key in keys]
+    assert node.grants.num_unlisted == 2
+    assert caplog.text.count("no entry in the copy table") == 2
+    (granted,) = grants[1].pages
+    slot = node.shared_segment.take_slot(os.getpid())
+    assert slot is not None
+    data = memoryview(bytearray(block_bytes(keys[1], 0)))
+    checksum = layer_checksums(data, LAYOUT.layer_bytes)
+    entry = WriteEntry(granted.page, granted.generation, 0, 1, checksum, 0)
+    pages = SharedPages(node.segment.buffer, slot, LAYOUT, data)
+    assert pages.place(Write(1, grants[1].grant_id, [entry]), LAYOUT.layer_bytes) is None
+    assert node.grants.begin(grants[1].grant_id, entry, None) is not None

@@ -202,6 +202,9 @@ class Pages:
         block_bytes = self.memory.layout.block_bytes
         return [(page, Range(self.memory.offset(page, 0), block_bytes)) for page in pages], on_closed
 
+    def is_open(self, grant_id: int) -> bool:
+        return self.grants[grant_id].failure is None and not self.grants[grant_id].is_complete
+
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
         grant = self._end(grant_id, entry)
         layers = range(entry.layer_begin, entry.layer_end)
@@ -216,6 +219,8 @@ class Pages:
         grant.is_complete = len(grant.arrived) == len(grant.pages) * self.memory.layout.num_layers
         if grant.is_complete:
             self._close_to_copiers(grant_id)
+            for writer in grant.writers:
+                writer.completed(grant_id)
         return grant.is_complete
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:

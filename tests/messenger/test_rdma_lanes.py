@@ -14,6 +14,7 @@ from messenger.rdma.cards import open_cards
 from messenger.rdma.devices import FoundDevices
 from messenger.rdma.errors import Remedy
 from messenger.sender.outgoing_session import OutgoingSession
+from messenger.sender.requests import WriteOutcome
 from messenger.transport.transports import Transport
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
@@ -81,6 +82,28 @@ async def test_an_aborted_transfer_leaves_the_queue_pair_to_the_others(
         await until(lambda: node.pages.num_exposed == 0)
         assert list(peer.lanes) == lanes
         await node.assert_works()
+
+
+async def test_pages_of_a_complete_grant_are_closed_to_all_of_its_writers(
+    tmp_path: Path, network: FakeNetwork
+) -> None:
+    both = network.cards(device("a")), network.cards(device("b"))
+    async with fabric(tmp_path, transport="rdma", cards=both) as node:
+        first, last = [
+            await node.peers_with(KEY, instance=name).peer(node.address) for name in ("rank 0", "rank 1")
+        ]
+        node.pages.grant(1, [0, 1])
+        with (
+            first.transfer(1, "first", lambda: None) as one,
+            last.transfer(1, "last", lambda: None) as other,
+        ):
+            outcomes: list[WriteOutcome] = []
+            for page, transfer in enumerate((one, other)):
+                await transfer.write([node.entry(page)], node.layout.block_bytes, outcomes.append)
+                await until(lambda n=page: len(outcomes) == n + 1)  # type: ignore[misc]
+                assert node.pages.num_exposed == (1 if page == 0 else 0)
+        assert outcomes == [WriteOutcome.PLACED] * 2
+        node.assert_written([0, 1])
 
 
 async def test_pages_are_closed_in_time_to_a_sender_that_does_not_stop(
