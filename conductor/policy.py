@@ -253,17 +253,13 @@ class Conductor:
             return []  # it has had another Conductor, and will resume the request under this one
         tracked = self._requests.new(sender, submit.request, now_s)
         refusal = self._reason_to_reject(tracked, submit.claim, now_s)
-        preempted: list[Effect] = []
-        if refusal is not None and refusal[0] is Reason.TOO_MANY:
-            # A tenant within its equal part is accepted even if no request yields: those that have begun end.
-            # So at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
-            preempted = self._placer.preempt_for(tracked, now_s)
-            if preempted or self._requests.is_within_equal_part(submit.request.tenant):
-                refusal = None
         if refusal is not None:
-            if refusal[0] is Reason.TOO_MANY:
-                self.elasticity.submitted(tracked, now_s)
             return [self._placer.tell_rejected(sender, tracked.request_id, *refusal)]
+        preempted = self._preempt_running(tracked, now_s)
+        if preempted is None:
+            self.elasticity.submitted(tracked, now_s)
+            message = f"{self.num_open} requests are running, the limit is {self.limits.max_running_requests}"
+            return [self._placer.tell_rejected(sender, tracked.request_id, Reason.TOO_MANY, message)]
         self._fronts.seen(sender, now_s)
         if submit.claim is not None:
             tracked.num_charged_tokens = submit.claim.num_tokens
@@ -274,10 +270,27 @@ class Conductor:
         self.elasticity.submitted(tracked, now_s)
         return effects
 
+    def _preempt_running(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
+        """Let a running request yield to a new one if no more may run. Returns None if the new one must be
+        rejected.
+
+        A tenant within its equal part is accepted even if no request yields: those that have begun end. So
+        at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
+        """
+        if self.num_open < self.limits.max_running_requests:
+            return []
+        preempted = self._placer.preempt_for(tracked, now_s)
+        if preempted or self._requests.is_within_equal_part(tracked.request.tenant):
+            return preempted
+        return None
+
     def _reason_to_reject(
         self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
     ) -> tuple[Reason, str, float | None] | None:
-        """The reason, the text for the client, and the time after which to retry if it is known."""
+        """Return why a new request is rejected, whatever else runs.
+
+        The reason, the text for the client, and the time after which to retry if it is known.
+        """
         if tracked.request_id in self.requests:
             return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running", None
         for stage in STAGES:
@@ -290,9 +303,6 @@ class Conductor:
             num_elsewhere = self._requests.num_elsewhere(tenant, tracked.front)
             if (beyond := self.quotas.refusal(tenant, claim, num_elsewhere, now_s)) is not None:
                 return beyond
-        most = self.limits.max_running_requests
-        if self.num_open >= most:
-            return Reason.TOO_MANY, f"{self.num_open} requests are running, the limit is {most}", None
         return None
 
     def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:

@@ -117,6 +117,16 @@ class Admission:
                 tbt_s = self._tbt_then_s(now_s + known_s, freed.work, num_tokens, now_s)
         return self._check_mean_tbt(tbt_s, slos.tbt_s, now_s)
 
+    def check_wait(self, slos: SLOs, waited_s: float) -> Rejection | None:
+        """Check a request for which no pair has room, so that there is no prediction.
+
+        Returns:
+            Why it is rejected; None unless it has waited for longer than its TTFT SLO allows.
+        """
+        if slos.ttft_s is None or waited_s <= slos.ttft_s:
+            return None
+        return Rejection(Reason.TTFT, waited_s, slos.ttft_s, _SHORTEST_RETRY_S)
+
     def learn_rejection(self, request: Request, rejection: Rejection, now_s: float) -> None:
         """Learn that a request was rejected."""
         if rejection.reason is Reason.TTFT:

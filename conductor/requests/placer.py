@@ -41,8 +41,18 @@ class Placer:
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
     def preempt_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a running request in favour of a new one, as no more may run. No effects if none yields."""
-        other = self._preemption.first(tracked, now_s)
+        """Reject a running request in favour of a new one, as no more may run.
+
+        No effects if no request yields, or if the new one would get no pair all the same.
+        """
+        placement = self._schedule(tracked, now_s)
+        if placement is None:
+            return []
+        placement, rejection = self._checked(tracked, placement, now_s)
+        if rejection is None:
+            other = self._preemption.first(tracked, now_s)
+        else:  # it needs the room of these, too
+            other = next(iter(self._victims(tracked, placement, rejection, now_s)), None)
         if other is None:
             return []
         self._stats.num_preempted += 1
@@ -179,7 +189,17 @@ class Placer:
         if now_s - tracked.waiting_since_s > self._limits.placement_timeout_s:
             message = f"no pair of instances came back in time{tracked.why_it_waits}"
             return self._give_up(tracked, Reason.NEVER_PLACED, message, now_s)
-        return []
+        return self._reject_if_overdue(tracked, now_s)
+
+    def _reject_if_overdue(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+        """Reject a request for which no pair has room, once its first token is late wherever it will be
+        computed."""
+        if not tracked.must_meet_slos:
+            return []
+        rejection = self._admission.check_wait(tracked.slos, now_s - tracked.submitted_s)
+        if rejection is None:
+            return []
+        return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 
     # -- the admission queue ------------------------------------------------------------------------
 
@@ -234,10 +254,11 @@ class Placer:
     def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a queued request that is held up if it has no slack any more."""
         placement = self._schedule(tracked, now_s)
-        if placement is not None:
-            placement, rejection = self._checked(tracked, placement, now_s)
-            if rejection is not None and not self._may_queue(tracked, placement, now_s):
-                return self.reject_by_slo(tracked, rejection, now_s)
+        if placement is None:
+            return self._reject_if_overdue(tracked, now_s)
+        placement, rejection = self._checked(tracked, placement, now_s)
+        if rejection is not None and not self._may_queue(tracked, placement, now_s):
+            return self.reject_by_slo(tracked, rejection, now_s)
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
