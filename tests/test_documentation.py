@@ -87,6 +87,14 @@ def test_what_tests_do_not_run_is_a_command_all_the_same(page: Path) -> None:
         assert block.needs is None or block.needs in NEEDS, block.needs
 
 
+def test_a_requests_path_can_be_read_in_an_afternoon() -> None:
+    """The page names at most 40 files; a folder counts as all that it has."""
+    text = (ROOT / "docs/request-path.md").read_text()
+    named = {ROOT / path for path in re.findall(r"`((?:\w+/)+[\w.]*)`", text)}
+    files = {file for path in named for file in (path.rglob("*.*") if path.is_dir() else [path])}
+    assert 30 <= len(files) <= 40, sorted(str(file.relative_to(ROOT)) for file in files)
+
+
 def test_readme_links_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", README.read_text()))
     assert {page.name for page in PAGES if page != README} - linked == set()
