@@ -34,6 +34,9 @@ _MOST_OF_MEAN = 4.0
 """The amount, in means, at which requests of one kind and second stop to be a surprise."""
 
 
+Floats = npt.NDArray[np.float64]
+
+
 @dataclass(slots=True)
 class _Arrivals:
     """The requests of one kind that have arrived in one second of the clock."""
@@ -108,7 +111,7 @@ class Demand:
         self._began_s = self._forget(max(self._began_s, math.ceil(now_s - WINDOW_S)))
         kinds = {of.kind for of in self._arrivals}
         means = self.lengths.means(kinds, running, self._began_s)
-        if (changed_s := self._latest_change(means, self._began_s, now_s)) is not None:
+        if (changed_s := self._clearest_change(means, self._began_s, now_s)) is not None:
             self.num_changes += 1
             self._began_s = self._forget(changed_s)
             means = self.lengths.means(kinds, running, self._began_s)
@@ -130,11 +133,11 @@ class Demand:
             self._arrivals.popleft()
         return began_s
 
-    def _latest_change(self, means: dict[Kind, float], began_s: float, now_s: float) -> float | None:
-        """The time of the latest change of the load; None if it has been the same since `began_s`.
+    def _clearest_change(self, means: dict[Kind, float], began_s: float, now_s: float) -> float | None:
+        """Find the time of the change of the load that is the least like chance; None if the load has been
+        the same since `began_s`.
 
-        The latest seconds, however many, are compared with those before them, by the work of both stages. The
-        sum of n amounts that arrive at random has a variance of the sum of their squares.
+        The latest seconds, however many, are compared with those before them, by the work of both stages.
         """
         now, first = math.floor(now_s), math.floor(began_s)
         nums = np.array([of.num_requests for of in self._arrivals])
@@ -145,15 +148,15 @@ class Demand:
             return None
         ages = now - np.array([of.second for of in self._arrivals])
 
-        def by_border(amounts: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-            """The amounts that have arrived from each border on, and before it."""
+        def by_border(amounts: npt.NDArray[Any]) -> tuple[Floats, Floats]:
+            """Sum the amounts that have arrived from each border on, and before it."""
             sums = np.bincount(ages, amounts, now - first + 1).cumsum()
             recent = sums[1 : len(borders) + 1]
             return recent, sums[-1] - recent
 
         recent_s, before_s = now_s - borders, borders - began_s
-        recent, before = by_border(nums)
-        is_seen = np.maximum(recent, before * recent_s / before_s) >= _FEWEST_ARRIVALS
+        num_recent, num_before = by_border(nums)
+        is_seen = np.maximum(num_recent, num_before * recent_s / before_s) >= _FEWEST_ARRIVALS
         outputs = nums * np.array([means[of.kind] for of in self._arrivals])
         best, changed_s = _SIGNIFICANT, None
         for sums, squares in (
@@ -166,17 +169,39 @@ class Demand:
             most = _MOST_OF_MEAN * sums.sum() / nums.sum()
             squares = np.where(sums > most * nums, most**2 * nums, squares)
             recent, before = by_border(np.minimum(sums, most * nums))
-            recent, before = recent / recent_s, before / before_s
-            # Both are compared as if they were one load: few arrivals do not look sure of being none.
-            mean_square = squares.sum() / (now_s - began_s)
-            deviation = np.sqrt(mean_square * (1 / recent_s + 1 / before_s))
-            surprise = np.abs(recent - before) / np.maximum(deviation, 1e-12)
-            larger, smaller = np.maximum(recent, before), np.minimum(recent, before)
-            surprise[(larger < _LEAST_CHANGE * smaller) | ~is_seen] = 0.0
-            found = int(surprise.argmax())
-            if surprise[found] > best:
-                best, changed_s = float(surprise[found]), float(borders[found])
+            surprises = _surprises(recent, before, recent_s, before_s, float(squares.sum()))
+            surprises[~is_seen] = 0.0
+            found = int(surprises.argmax())
+            if surprises[found] > best:
+                best, changed_s = float(surprises[found]), float(borders[found])
         return changed_s
+
+
+def _surprises(
+    recent: Floats, before: Floats, recent_s: Floats, before_s: Floats, sum_of_squares: float
+) -> Floats:
+    """Compare the rates at which work has arrived from each border on, and before it.
+
+    The sum of n amounts that arrive at random has a variance of the sum of their squares. Both parts are
+    compared as if they were one load: few arrivals do not look sure of being none.
+
+    Args:
+        recent: Work since each border, `[n]`.
+        before: Work before it, `[n]`.
+        recent_s: Seconds since each border, `[n]`.
+        before_s: Seconds before it, `[n]`; both together are the same for all borders.
+        sum_of_squares: The squares of all amounts of work, summed.
+
+    Returns:
+        The differences of the rates in standard deviations, `[n]`; 0 for those too small to matter.
+    """
+    recent_rates, before_rates = recent / recent_s, before / before_s
+    mean_square = sum_of_squares / (recent_s[0] + before_s[0])
+    deviations = np.sqrt(mean_square * (1 / recent_s + 1 / before_s))
+    surprises: Floats = np.abs(recent_rates - before_rates) / np.maximum(deviations, 1e-12)
+    larger, smaller = np.maximum(recent_rates, before_rates), np.minimum(recent_rates, before_rates)
+    surprises[larger < _LEAST_CHANGE * smaller] = 0.0
+    return surprises
 
 
 class Past(NamedTuple):

@@ -93,7 +93,7 @@ class State(NamedTuple):
     """Requests so far that were rejected because of the load."""
 
     def serving(self, role: Role) -> list[Member]:
-        """The instances that take requests of this role."""
+        """Return the instances with exactly this role that take requests. BOTH is a role of its own."""
         return [member for member in self.members if member.role is role and member.takes_requests]
 
     @property

@@ -73,7 +73,8 @@ class EventStream:
         return self._next_sequence is None
 
     def is_loading(self, now_s: float) -> bool:
-        """Whether a snapshot is in flight, as far as is known."""
+        """Return whether a snapshot was asked for, and the stream has heard of its messenger within
+        `ANSWER_TIMEOUT_S`."""
         return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
 
     def tick(self, now_s: float) -> Step:

@@ -59,7 +59,10 @@ _ALLOWED = {state: frozenset() if state in _ENDS else _NEXT[state] | _CUT_SHORT 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """An accepted request. Only `conductor.requests.registry` changes its state and its assignment."""
+    """A request as the registry knows it, accepted or about to be.
+
+    Only `conductor.requests.registry` makes it, and changes its state and its assignment.
+    """
 
     request: Request
     front: bytes

@@ -51,8 +51,10 @@ class _Loss:
 
 
 class Suspicion:
-    """All losses of which a running request is suspected. Ending `max_attempts` lives of one instance is
-    proof."""
+    """The losses of which a running request is suspected, and those of which reports may still come.
+
+    Where only one instance can take a request, `max_attempts` failed lives of it are proof.
+    """
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts

@@ -254,7 +254,7 @@ class Scheduler:
         """Lines 2 to 23: estimate the TTFT on each instance, and find the least."""
         loads = self._view.loads
         behind_s = loads.behind_s(prompt.priority)
-        queue_s, rest_s, ttft_s, is_remote, again_s = no_candidates(loads.num_slots)
+        queue_s, rest_s, ttft_s, is_remote, again_s = zeroed_candidates(loads.num_slots)
         prefill_time = partial(self._estimate_prefill_execution_time, prompt)
         least_cost_s, p = math.inf, 0  # lines 2 and 3
         for instance in range(loads.num_slots):  # line 5
@@ -364,9 +364,9 @@ class Scheduler:
         return best
 
 
-def no_candidates(
+def zeroed_candidates(
     num_slots: int,
 ) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]], Floats]:
-    """The arrays of `Candidates`, to be filled."""
+    """Return the arrays of `Candidates` in order, all fields but the last (`p`), to be filled."""
     queue_s, rest_s, ttft_s, again_s = np.zeros((4, num_slots))
     return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_), again_s

@@ -23,7 +23,7 @@ from conductor.scheduling.algorithm1 import (
     Inlined,
     Prompt,
     Scheduler,
-    no_candidates,
+    zeroed_candidates,
 )
 from conductor.scheduling.choices import Candidates
 from conductor.view.cluster_view import ClusterView
@@ -52,7 +52,7 @@ class NativeScheduler(Scheduler):
         self._code = _with_types(library)
         self._num_changes: int | None = None
         """The view's number of changes when the addresses of its arrays were taken."""
-        self._found = no_candidates(0)
+        self._found = zeroed_candidates(0)
         self._columns: list[NDArray[np.generic]] = []
         """The arrays at these addresses, kept alive here."""
         self._addresses = b""
@@ -109,7 +109,7 @@ class NativeScheduler(Scheduler):
         if self._num_changes != view.num_changes:
             self._num_changes = view.num_changes
             num_slots, loads = view.loads.num_slots, view.loads
-            self._found = no_candidates(num_slots)
+            self._found = zeroed_candidates(num_slots)
             self._columns = columns = [
                 *self._found,
                 loads.is_prefill,

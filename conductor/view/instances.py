@@ -130,9 +130,11 @@ class Instances:
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """Expect the next life of a lost instance for longer, as it is about to serve.
+        """Expect the next life of a lost instance until `until_s`, sooner or later than before, as the
+        instance has said that it is about to serve.
 
-        One that is not known may have been lost under an earlier Conductor.
+        One that is not known may have been lost under an earlier Conductor; then all are expected until that
+        time at least.
         """
         if name in self._lost:
             self._lost[name] = (self._lost[name][0], until_s)

@@ -258,7 +258,8 @@ class Loads:
         return bool(self._prefills[slot].ordered)
 
     def has_begun(self, slot: int, request_id: str) -> bool:
-        """Whether the instance has begun to compute this prompt."""
+        """Return whether the instance is believed to have begun to compute this prompt: whether it has been
+        the first in order. The instance itself does not tell."""
         prefill = self._prefills[slot].ordered.get(request_id)
         return prefill is not None and prefill.has_begun
 

@@ -172,7 +172,10 @@ class KVCachePool:
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the tier of each block; None for a block that no instance has. Uses no block."""
+        """Return the tier of each block; None for a block that no reachable instance has. Uses no block.
+
+        A pool that cannot be reached counts as one without the blocks.
+        """
         self._check(keys)
         tiers: list[Tier | None] = [None] * len(keys)
         for part in self._batches(len(keys), 0):

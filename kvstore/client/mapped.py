@@ -96,7 +96,7 @@ class MappedConnection(PoolConnection):
     def open(
         cls, place: Place, connect: Connect, timeout_s: float, known: Mapping | None
     ) -> "MappedConnection":
-        """Connect. The mapping `known` is used if it is of this pool's segment.
+        """Connect to the pool at `place`, and map its segment, unless `known` maps it already.
 
         Raises OSError if nothing answers or no descriptor is left, else the error with which the pool
         refuses.

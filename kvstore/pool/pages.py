@@ -277,7 +277,8 @@ class PageTable:
         return copy
 
     def assign(self, writer: PageWriter) -> None:
-        """Record, after the owner's death, that `writer` may be writing to any page that is not SEALED."""
+        """Record, after the owner's death, that `writer` may be writing to any page that is neither FREE nor
+        SEALED, and has no writer of its own."""
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 

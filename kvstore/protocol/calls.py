@@ -71,7 +71,7 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservePages(msgspec.Struct, tag=True, frozen=True):
-    """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reserved`.
+    """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reservation`.
 
     The pages count to the share of `tenant`; empty: to nobody's.
     """

@@ -127,7 +127,8 @@ class Answer:
         self.is_there.set()
 
     async def settled(self) -> None:
-        """Wait for the result, however often the waiter is cancelled meanwhile."""
+        """Wait for the result. Cancellations of the waiter meanwhile are swallowed: who calls this is being
+        cancelled already, and raises that itself."""
         while not self.is_there.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await self.is_there.wait()

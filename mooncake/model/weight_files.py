@@ -96,10 +96,11 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 
 
 def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> None:
-    """Refuse tensors that are no weights of `model`.
+    """Refuse tensors that show the file to be of another model than `model`. Names are not compared.
 
-    Integers without their scales would be taken for weights, and layers beyond the last would be left out,
-    and the model would produce nonsense. Raises ModelError.
+    Layers beyond the last would be left out, and integers without their scales be taken for weights: the
+    model would produce nonsense. A tensor with more numbers than the whole model is refused before memory
+    is taken for it. Raises ModelError.
     """
     for name, dtype, shape in tensors:
         layer = _LAYER.match(name)

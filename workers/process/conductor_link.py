@@ -104,7 +104,7 @@ class ConductorLink:
         return self._status.is_registered
 
     async def close(self) -> None:
-        """Leave the Conductor."""
+        """Leave the Conductor, and close the connections to it and to the fronts."""
         self._status.is_registered = False
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(Leave())

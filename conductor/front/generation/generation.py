@@ -145,7 +145,7 @@ class Generation:
         return Delta(choice.index, plain.push(event.token_ids), event.token_ids, None)
 
     async def end(self, request_id: str, reason: FinishReason) -> None:
-        """Record that a choice has all of its tokens."""
+        """Record that a choice has all of its tokens, and cancel what may still be computed of it."""
         choice = self._running.pop(request_id)
         await self._link.cancel(request_id)
         self._metrics.choice_ended(started=True)
