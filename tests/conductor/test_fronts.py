@@ -1,5 +1,9 @@
 """Fronts that come and go, and what they and the Conductor know of their requests."""
 
+from collections import Counter
+
+import pytest
+
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits
@@ -19,7 +23,9 @@ from mooncake.messages.fronts import (
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
+    SPOKEN,
     Abort,
+    Leave,
     RegisterRefused,
     Reserve,
     Returning,
@@ -68,6 +74,25 @@ def test_a_request_that_its_front_does_not_have_ends_at_the_second_heartbeat() -
         Abort(ref(request_id="cancelled"))
     }
     assert set(conductor.requests) == {"other"}
+
+
+@pytest.mark.parametrize(
+    ("offer", "version"),
+    [
+        ((SPOKEN.oldest, None), SPOKEN.oldest),
+        ((SPOKEN.oldest - 1, SPOKEN.oldest), SPOKEN.oldest),
+        (SPOKEN, SPOKEN.newest),
+        ((SPOKEN.newest, SPOKEN.newest + 1), SPOKEN.newest),
+    ],
+)
+def test_a_front_hears_the_newest_common_version(offer: tuple[int, int | None], version: int) -> None:
+    conductor, front = new_conductor(), b"front#2"
+    hello = FrontHello(offer[0], "model", newest_version=offer[1])
+    [effect] = conductor.handle(front, hello, 1.0)
+    effects = [effect, *conductor.handle(D0, Leave(), 1.5)]
+    told = [of.message.version for of in effects if isinstance(of.message, ClusterState) and of.peer == front]
+    assert told == [version, version]
+    assert conductor.versions["front"] == Counter([SPOKEN.newest, version])
 
 
 def test_fronts_that_do_not_fit_are_refused() -> None:

@@ -1,5 +1,7 @@
 """Instances that come, go, restart and drain."""
 
+from collections import Counter
+
 import msgspec
 import pytest
 
@@ -21,6 +23,7 @@ from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
+    SPOKEN,
     Abort,
     Finished,
     HeartbeatAck,
@@ -248,6 +251,16 @@ def test_workers_that_do_not_fit_are_refused_by_name(changed: dict[str, object],
     [effect] = new_conductor().handle(peer_identity("p9", 1), Register(**{**fields, **changed}), 1.0)
     assert isinstance(effect.message, RegisterRefused)
     assert all(word in effect.message.message for word in [*words, "p9"])
+
+
+@pytest.mark.parametrize("newest", [None, SPOKEN.oldest, SPOKEN.newest, SPOKEN.newest + 1])
+def test_the_newest_common_version_is_spoken_with_an_instance(newest: int | None) -> None:
+    conductor, peer = new_conductor(), peer_identity("p9", 1)
+    offer = {"oldest_version": SPOKEN.oldest, "newest_version": newest}
+    effects = conductor.handle(peer, msgspec.structs.replace(registration("p9", Role.PREFILL), **offer), 1.0)
+    version = min(newest or SPOKEN.oldest, SPOKEN.newest)
+    assert effects[0] == Effect(peer, Registered(EPOCH, version))
+    assert conductor.versions["instance"] == Counter([SPOKEN.newest, SPOKEN.newest, version])
 
 
 def test_a_request_of_a_lost_instance_that_yields_to_another_of_it_is_rejected() -> None:

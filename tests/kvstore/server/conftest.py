@@ -8,6 +8,7 @@ import pytest
 from kvstore.pool.pages import record_bytes
 from kvstore.pool.segment import ALIGNMENT
 from kvstore.protocol.calls import (
+    SPOKEN,
     RemoveBlocks,
     UnpinBlocks,
 )
@@ -30,8 +31,8 @@ def join(node: Node, capfd: pytest.CaptureFixture[str]) -> Iterator[Join]:
     """Users of a messenger that must outlive the test, with nothing in use and no traceback in its log."""
     users = []
 
-    def join(serial: int = 1) -> HandMadeUser:
-        users.append(HandMadeUser(node, serial))
+    def join(serial: int = 1, versions: tuple[int, int] = SPOKEN) -> HandMadeUser:
+        users.append(HandMadeUser(node, serial, versions))
         return users[-1]
 
     yield join

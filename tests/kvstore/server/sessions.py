@@ -17,6 +17,7 @@ from kvstore.protocol.answers import (
 )
 from kvstore.protocol.calls import (
     MAX_MESSAGE_BYTES,
+    SPOKEN,
     Commit,
     Connect,
     GetStats,
@@ -37,7 +38,7 @@ ALL_LAYERS = range(LAYOUT.num_layers)
 class HandMadeUser:
     """Sends what it likes and reads what comes. Each call is named by the next number."""
 
-    def __init__(self, node: Node, serial: int = 1) -> None:
+    def __init__(self, node: Node, serial: int = 1, versions: tuple[int, int] = SPOKEN) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(DEADLINE_S)
         while True:
@@ -47,7 +48,7 @@ class HandMadeUser:
             except (FileNotFoundError, ConnectionRefusedError):
                 assert node.process is not None
                 assert node.process.poll() is None
-        self.first_answer = self.call(Connect(0, FINGERPRINT, LAYOUT, serial, may_format=True))
+        self.first_answer = self.call(Connect(0, FINGERPRINT, LAYOUT, serial, True, *versions))
 
     def tell(self, message: msgspec.Struct | bytes) -> None:
         self.sock.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))

@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.protocol.answers import (
     CallFailed,
+    Connected,
     Count,
     Done,
     ErrorKind,
@@ -16,6 +17,7 @@ from kvstore.protocol.answers import (
     Verified,
 )
 from kvstore.protocol.calls import (
+    SPOKEN,
     Attach,
     AwaitArrived,
     AwaitSent,
@@ -281,6 +283,19 @@ def test_who_is_connected_cannot_introduce_himself_again(join: Join) -> None:
         answer = user.call(first)
         assert isinstance(answer, CallFailed)
         assert "attached already" in answer.message
+
+
+@pytest.mark.parametrize(("offer", "version"), [((1, 1), 1), (SPOKEN, 2), ((2, 3), 2)])
+def test_the_newest_common_version_is_spoken(join: Join, offer: tuple[int, int], version: int) -> None:
+    answer = join(versions=offer).first_answer
+    assert isinstance(answer, Connected)
+    assert answer.version == version
+
+
+def test_a_client_two_versions_away_is_told_what_to_upgrade(join: Join) -> None:
+    answer = join(versions=(3, 4)).first_answer
+    assert isinstance(answer, CallFailed)
+    assert "upgrade the pool to a release that speaks 3 first" in answer.message
 
 
 def granted_for(index: int) -> Grant:
