@@ -14,7 +14,7 @@ import httpx
 from mooncake.security.keys import ClusterKey
 from tests.cluster.forked import ForkedServer
 from tests.cluster.harness import Server, eventually
-from tests.cluster.tiny_cluster import SMALL, TRANSFERS, is_ready, metric, wait_until_idle
+from tests.cluster.tiny_cluster import SMALL, TRANSFERS, is_ready, metric, samples, wait_until_idle
 from tests.cluster.upgrades.last_release import LastRelease, OldServer
 from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
@@ -47,7 +47,11 @@ class Cluster:
         ]
         # A busy machine is not silent for so long.
         self._flags += ["--conductor-peer-timeout-s=20", f"--conductor-placement-timeout-s={DEADLINE_S}"]
-        self._flags += ["--cluster-etcd-lease-s=10", "--hang-timeout-s=never"]
+        self._flags += [
+            "--cluster-etcd-lease-s=10",
+            "--hang-timeout-s=never",
+            "--conductor-rebalancing=false",
+        ]
         self._nodes: dict[str, Server] = {}
         self._stack = contextlib.ExitStack()
         self._balancer = _Balancer()
@@ -120,11 +124,31 @@ class Cluster:
         """The instances that the leader has."""
         return sum(metric(self.leader(), "mooncake_instances", role=role) for role in ("prefill", "decode"))
 
-    def migrate_all(self) -> None:
-        """Order all running requests to other decode instances; some end before."""
-        url = self.leader().url
-        for request in httpx.get(f"{url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]:
-            httpx.post(f"{url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
+    def wait_for_transfers(self, name: str) -> None:
+        """Wait until an instance that is new has exchanged KVCache with others."""
+
+        def has_some() -> bool:
+            [transfers] = samples(self.leader(), "mooncake_transfer_bytes_total")
+            return any(num for labels, num in transfers.items() if f'instance="{name}"' in labels)
+
+        eventually(has_some, f"{name} has exchanged KVCache with others")
+
+    def wait_for_moves(self) -> None:
+        """Order running requests to other decode instances until one has moved; some end before."""
+        leader = self.leader()
+
+        def num_moved() -> float:
+            return metric(leader, "mooncake_migrations_total", reason="by_hand", outcome="moved")
+
+        def has_one_more() -> bool:
+            shown = httpx.get(f"{leader.url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]
+            for request in (one for one in shown if not one["is_over"]):
+                url = f"{leader.url}/admin/requests/{request['id']}/migrate"
+                httpx.post(url, timeout=DEADLINE_S)
+            return num_moved() > num_before
+
+        num_before = num_moved()
+        eventually(has_one_more, "a request has moved")
 
     def wait_until_idle(self) -> None:
         wait_until_idle(self.leader(), instances=INSTANCES)

@@ -1,16 +1,23 @@
 """A cluster is upgraded node by node, and back, under load: no request is lost, and each answer is right."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from conductor.front.generation import link
+from mooncake.messages.workers import SPOKEN
+from mooncake.versions import Versions
+from tests.cluster.forked import ForkedServer, supervise
 from tests.cluster.tiny_cluster import metric
 from tests.cluster.upgrades.clients import Clients
-from tests.cluster.upgrades.cluster import ROLES, Cluster
+from tests.cluster.upgrades.cluster import INSTANCES, ROLES, Cluster
 from tests.cluster.upgrades.last_release import LastRelease, checked_out
+from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
+from tests.forked import Forked
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -28,18 +35,50 @@ def cluster(tiny: Path, tmp_path: Path, release: LastRelease) -> Iterator[Cluste
 
 
 def replace(cluster: Cluster, clients: Clients, name: str, *, is_old: bool = False) -> None:
-    """Replace a node under load, and let it take part."""
-    cluster.migrate_all()
+    """Replace a node under load, and let it take part: KVCache and requests go to and from others."""
     cluster.replace(name, is_old=is_old)
     clients.wait_for_more()
+    if name in INSTANCES:
+        cluster.wait_for_transfers(name)
+    if ROLES[name] == "decode":
+        cluster.wait_for_moves()
 
 
-def test_one_node_of_each_kind_is_upgraded_and_one_goes_back(cluster: Cluster) -> None:
+def test_one_node_of_each_kind_is_upgraded_and_the_last_one_goes_back(cluster: Cluster) -> None:
     with Clients(cluster) as clients:
-        for name in ("d0", "c1", "c0", "f0", "p0"):
+        for name in ("p0", "c1", "c0", "f0", "d0"):
             replace(cluster, clients, name)
-        replace(cluster, clients, "p0", is_old=True)
+        assert_another_version_is_refused(cluster)
+        replace(cluster, clients, "d0", is_old=True)
     cluster.wait_until_idle()
+
+
+def assert_another_version_is_refused(cluster: Cluster) -> None:
+    """A front two versions ahead says what is to be done, and ends."""
+    what = f"upgrade the conductor to a release that speaks {SPOKEN.newest + 1} first"
+    with AnotherFront(*cluster.node_flags("f0"), run_dir=cluster.run_dir(), until=what) as server:
+        server.process.wait(DEADLINE_S)
+    assert server.process.returncode == 1
+
+
+class AnotherFront(ForkedServer):
+    """A front that names later versions; all else is as in this tree."""
+
+    def _launch(self, arguments: list[str], environ: dict[str, str], output: int) -> Forked:
+        with open(os.devnull) as nothing:
+            return Forked(
+                _supervise_another_version,
+                arguments,
+                stdin=nothing.fileno(),
+                stdout=output,
+                stderr=output,
+                environ=environ,
+            )
+
+
+def _supervise_another_version(arguments: list[str]) -> None:
+    link.SPOKEN = Versions(SPOKEN.newest + 1, SPOKEN.newest + 2)  # type: ignore[attr-defined]
+    supervise(arguments)
 
 
 @pytest.mark.soak
@@ -52,4 +91,5 @@ def test_all_nodes_are_upgraded_in_any_order_and_the_last_one_goes_back(cluster:
         replace(cluster, clients, order[-1])
     cluster.wait_until_idle()
     for kind, number in (("front", 3), ("instance", 4)):
-        assert metric(cluster.leader(), "mooncake_protocol_version_peers", kind=kind, version="28") == number
+        labels = {"kind": kind, "version": str(SPOKEN.newest)}
+        assert metric(cluster.leader(), "mooncake_protocol_version_peers", **labels) == number
