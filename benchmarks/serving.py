@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httpx
@@ -27,19 +26,11 @@ NUM_INPUT, NUM_OUTPUT = 128, 64
 """Tokens of a request in the closed loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Times of one request, from its start: first token and end, in seconds."""
-
-    ttft_s: float
-    total_s: float
-
-
 class Completes(Protocol):
     """Client that sends a server completions with random prompts."""
 
-    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
-        """One streamed request."""
+    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
+        """Have one answer streamed, and return its TTFT in seconds."""
 
     def close(self) -> None: ...
 
@@ -55,8 +46,8 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
-        """One streamed request."""
+    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
+        """Have one answer streamed, and return its TTFT in seconds."""
         body = {
             "model": self._model,
             "prompt": [self._rng.randrange(1000, 40000) for _ in range(num_prompt_tokens)],
@@ -71,10 +62,11 @@ class Client:
 
 def timed(
     http: httpx.Client, body: object, num_output_tokens: int, num_tokens_of: Callable[[Any], int]
-) -> Timing:
-    """Send a completion and read its stream. `num_tokens_of` an event: those that it brings, or tells of.
+) -> float:
+    """Send a completion, read its stream, and return its TTFT in seconds.
 
-    Raises RuntimeError if they are not `num_output_tokens` in all.
+    `num_tokens_of` an event: those that it brings, or tells of. Raises RuntimeError if they are not
+    `num_output_tokens` in all.
     """
     started_s = time.perf_counter()
     ttft_s = None
@@ -87,17 +79,15 @@ def timed(
                 num_tokens += num_tokens_of(json.loads(line.removeprefix("data: ")))
     if num_tokens != num_output_tokens or ttft_s is None:
         raise RuntimeError(f"expected {num_output_tokens} tokens, got {num_tokens}")
-    return Timing(ttft_s, time.perf_counter() - started_s)
+    return ttft_s
 
 
-def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple[float, list[Timing]]:
-    """Output tokens a second with so many requests under way, and the timings of all."""
+def closed_loop(client: Completes, concurrency: int, num_requests: int) -> tuple[float, list[float]]:
+    """Return the output tokens a second with so many requests in flight, and the TTFTs of all in seconds."""
     started_s = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as threads:
-        timings = list(
-            threads.map(lambda _: client.complete(NUM_INPUT, NUM_OUTPUT), range(num_requests)),
-        )
-    return NUM_OUTPUT * num_requests / (time.perf_counter() - started_s), timings
+        ttfts_s = list(threads.map(lambda _: client.complete(NUM_INPUT, NUM_OUTPUT), range(num_requests)))
+    return NUM_OUTPUT * num_requests / (time.perf_counter() - started_s), ttfts_s
 
 
 def our_command(port: int, flags: Sequence[str]) -> list[str]:
@@ -110,14 +100,14 @@ def measure(client: Client) -> None:
     client.complete(64, 4)  # first calls allocate
     print("| prompt tokens | TTFT p50 | prefill tok/s |\n|---|---|---|")
     for num_prompt_tokens in PROMPT_LENS:
-        ttft_s = statistics.median(client.complete(num_prompt_tokens, 2).ttft_s for _ in range(NUM_ROUNDS))
+        ttft_s = statistics.median(client.complete(num_prompt_tokens, 2) for _ in range(NUM_ROUNDS))
         print(
             f"| {num_prompt_tokens} | {1000 * ttft_s:.0f} ms | {num_prompt_tokens / ttft_s:.0f} |", flush=True
         )
     print(f"\n| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | output tok/s | TTFT p50 |\n|---|---|---|")
     for concurrency in CONCURRENCIES:
-        rate, timings = closed_loop(client, concurrency, 3 * concurrency)
-        ttft_s = statistics.median(timing.ttft_s for timing in timings)
+        rate, ttfts_s = closed_loop(client, concurrency, 3 * concurrency)
+        ttft_s = statistics.median(ttfts_s)
         print(f"| {concurrency} | {rate:.0f} | {1000 * ttft_s:.0f} ms |", flush=True)
 
 

@@ -75,7 +75,7 @@ class Side(NamedTuple):
                 "ignore_eos": True,
                 "return_token_ids": True,
             }
-            return timed(http, body, 2, lambda event: len(event["choices"][0]["token_ids"])).ttft_s
+            return timed(http, body, 2, lambda event: len(event["choices"][0]["token_ids"]))
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ class Measured:
         with contextlib.closing(client):
             for concurrency in concurrencies:
                 closed_loop(client, concurrency, concurrency)
-                rate, timings = closed_loop(client, concurrency, per_client * concurrency + FURTHER_REQUESTS)
-                ttft_s = statistics.median(timing.ttft_s for timing in timings)
+                rate, ttfts_s = closed_loop(client, concurrency, per_client * concurrency + FURTHER_REQUESTS)
+                ttft_s = statistics.median(ttfts_s)
                 self._samples[concurrency].append(Sample(rate, ttft_s))
 
     def medians(self, concurrency: int) -> Sample:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from benchmarks.kvstore.rounds import progress
 from benchmarks.peers.hf_directory import hf_directory
 from benchmarks.peers.installing import run
-from benchmarks.serving import Timing, timed
+from benchmarks.serving import timed
 from mooncake.model.checkpoint import open_checkpoint
 
 PACKAGE = f"transformers[serving]=={importlib.metadata.version('transformers')}"
@@ -94,8 +94,8 @@ class TextClient:
     def close(self) -> None:
         self._http.close()
 
-    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> Timing:
-        """One streamed request."""
+    def complete(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
+        """Have one answer streamed, and return its TTFT in seconds."""
         generation = {"max_new_tokens": num_output_tokens, "do_sample": False, "eos_token_id": None}
         body = {
             "model": self._model,
