@@ -70,7 +70,7 @@ class Fronts:
 
     def tell(self) -> list[Effect]:
         """Tell all fronts the state of the cluster."""
-        states = {version: self._cluster_state(version) for version in self.versions}
+        states = {version: self._cluster_state(version) for version in set(self.versions)}
         return [Effect(identity, states[front.version]) for identity, front in self._by_identity.items()]
 
     def _cluster_state(self, version: int, *, known: bool = True) -> ClusterState:

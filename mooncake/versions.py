@@ -44,4 +44,6 @@ class Versions(NamedTuple):
         return f"upgrade {older} to a release that speaks {needed} first: one version is upgraded at a time"
 
     def __str__(self) -> str:
-        return " and ".join(str(version) for version in range(self.oldest, self.newest + 1)) or "none"
+        if self.oldest == self.newest:
+            return str(self.oldest)
+        return f"{self.oldest} {'and' if self.newest == self.oldest + 1 else 'to'} {self.newest}"

@@ -38,13 +38,7 @@ from mooncake.messages.pools import (
     Tier,
     TierStats,
 )
-from mooncake.messages.requests import (
-    FinishReason,
-    Held,
-    HeldStep,
-    Ref,
-    Request,
-)
+from mooncake.messages.requests import FinishReason, Held, HeldStep, Ref, Request
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,

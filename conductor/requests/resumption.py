@@ -22,14 +22,8 @@ from conductor.requests.registry import Requests
 from conductor.requests.worker_reports import FromWork, WorkerReports
 from conductor.view.instances import Instance
 from mooncake.messages.fronts import Interrupted
-from mooncake.messages.requests import (
-    Held,
-    HeldStep,
-    Ref,
-)
-from mooncake.messages.workers import (
-    Abort,
-)
+from mooncake.messages.requests import Held, HeldStep, Ref
+from mooncake.messages.workers import Abort
 
 
 @dataclass(slots=True)

@@ -16,11 +16,7 @@ from conductor.telemetry.changes import InstanceChanges
 from conductor.view.rejection import Reason
 from mooncake.messages.fronts import Cancel, Ended, Failed, InFlight, Rejected, Resume, Submit
 from mooncake.messages.migration import TakeOver
-from mooncake.messages.requests import (
-    Held,
-    HeldStep,
-    Ref,
-)
+from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import (
     Abort,
     Decode,

@@ -76,14 +76,7 @@ from mooncake.messages.pools import (
     PoolStats,
     Tier,
 )
-from mooncake.messages.requests import (
-    FinishReason,
-    Held,
-    HeldStep,
-    Ref,
-    Request,
-    SamplingParams,
-)
+from mooncake.messages.requests import FinishReason, Held, HeldStep, Ref, Request, SamplingParams
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,

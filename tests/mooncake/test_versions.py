@@ -37,4 +37,4 @@ def test_the_older_side_is_to_be_upgraded(theirs: Versions, advice: str) -> None
 
 
 def test_versions_are_named_for_people() -> None:
-    assert f"{Versions(27, 27)}, {OURS}" == "27, 27 and 28"
+    assert f"{Versions(27, 27)}, {OURS}, {Versions(1, 1 << 62)}" == f"27, 27 and 28, 1 to {1 << 62}"

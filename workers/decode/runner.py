@@ -17,18 +17,8 @@ from typing import TYPE_CHECKING
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
 from mooncake.messages.migration import HandOver, MigrationOrder, PreCopy, Prepare, TakeOver
-from mooncake.messages.requests import (
-    Held,
-    Ref,
-)
-from mooncake.messages.workers import (
-    Decode,
-    DecodeLoad,
-    Joining,
-    Refused,
-    Reserve,
-    WorkFailed,
-)
+from mooncake.messages.requests import Held, Ref
+from mooncake.messages.workers import Decode, DecodeLoad, Joining, Refused, Reserve, WorkFailed
 from workers.decode.arrivals import Arrivals
 from workers.decode.batch_loop import BatchLoop, Emit
 from workers.decode.batching.batch import DecodeBatch

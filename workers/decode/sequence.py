@@ -9,13 +9,7 @@ from typing import NamedTuple
 from mooncake.messages.aging import rank_s
 from mooncake.messages.blocks import BlockKey, extended_keys
 from mooncake.messages.fronts import TokenOutput
-from mooncake.messages.requests import (
-    FinishReason,
-    HeldStep,
-    Ref,
-    Request,
-    TokenLogprobs,
-)
+from mooncake.messages.requests import FinishReason, HeldStep, Ref, Request, TokenLogprobs
 from mooncake.model.grammar import GrammarState
 from workers.engine.logit_changes import LogitRules
 from workers.execution.draws import rules_of

@@ -15,16 +15,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from mooncake.errors import GrammarError, MooncakeError, TransferError
-from mooncake.messages.requests import (
-    Held,
-    HeldStep,
-    Ref,
-)
-from mooncake.messages.workers import (
-    Prefill,
-    Prefilled,
-    WorkFailed,
-)
+from mooncake.messages.requests import Held, HeldStep, Ref
+from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
 from workers.engine.kvcache import OutOfPages
 from workers.errors import SessionLostError
 from workers.execution.draws import FirstToken

@@ -20,9 +20,7 @@ from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.bus import PeerGoneError, peer_identity
 from mooncake.messages.migration import MigrationOrder
-from mooncake.messages.requests import (
-    Held,
-)
+from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,

@@ -9,13 +9,8 @@ Owns: the first tokens that were sent and not confirmed. Does not know: sockets.
 
 from collections import deque
 
-from mooncake.messages.requests import (
-    Held,
-    HeldStep,
-)
-from mooncake.messages.workers import (
-    Prefilled,
-)
+from mooncake.messages.requests import Held, HeldStep
+from mooncake.messages.workers import Prefilled
 
 
 class UnheardPrompts:

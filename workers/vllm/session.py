@@ -13,9 +13,7 @@ from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
-from mooncake.messages.requests import (
-    Held,
-)
+from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
     SPOKEN,
     Abort,

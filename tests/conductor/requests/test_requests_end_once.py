@@ -29,12 +29,7 @@ from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
 from mooncake.messages.operators import ChangeRole, Drain, Migrate
 from mooncake.messages.pools import Tier
-from mooncake.messages.requests import (
-    FinishReason,
-    Held,
-    HeldStep,
-    Ref,
-)
+from mooncake.messages.requests import FinishReason, Held, HeldStep, Ref
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     STAGES,

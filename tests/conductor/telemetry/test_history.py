@@ -8,11 +8,7 @@ from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
 from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submit
-from mooncake.messages.requests import (
-    FinishReason,
-    Held,
-    HeldStep,
-)
+from mooncake.messages.requests import FinishReason, Held, HeldStep
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Finished,

@@ -7,11 +7,7 @@ import pytest
 
 from kvstore.pool.pages import record_bytes
 from kvstore.pool.segment import ALIGNMENT
-from kvstore.protocol.calls import (
-    SPOKEN,
-    RemoveBlocks,
-    UnpinBlocks,
-)
+from kvstore.protocol.calls import SPOKEN, RemoveBlocks, UnpinBlocks
 from tests.kvstore.nodes import LAYOUT, Node
 from tests.kvstore.server.sessions import KEYS, NUM_PAGES, HandMadeUser, Join
 

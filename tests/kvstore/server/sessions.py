@@ -15,14 +15,7 @@ from kvstore.protocol.answers import (
     Reservation,
     Stats,
 )
-from kvstore.protocol.calls import (
-    MAX_MESSAGE_BYTES,
-    SPOKEN,
-    Commit,
-    Connect,
-    GetStats,
-    ReservePages,
-)
+from kvstore.protocol.calls import MAX_MESSAGE_BYTES, SPOKEN, Commit, Connect, GetStats, ReservePages
 from kvstore.server.client_session import ClientSession, User
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import PoolStats

@@ -8,19 +8,8 @@ from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.settings import Config
 from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.bus import Router
-from mooncake.messages.requests import (
-    Held,
-    HeldStep,
-    Ref,
-)
-from mooncake.messages.workers import (
-    FromWorker,
-    Heartbeat,
-    HeartbeatAck,
-    Register,
-    Registered,
-    Role,
-)
+from mooncake.messages.requests import Held, HeldStep, Ref
+from mooncake.messages.workers import FromWorker, Heartbeat, HeartbeatAck, Register, Registered, Role
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
 from tests.conductor.small_cluster import registration

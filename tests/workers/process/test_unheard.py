@@ -1,12 +1,7 @@
 """First tokens are told again to another Conductor unless the one before has surely heard them."""
 
-from mooncake.messages.requests import (
-    HeldStep,
-    Ref,
-)
-from mooncake.messages.workers import (
-    Prefilled,
-)
+from mooncake.messages.requests import HeldStep, Ref
+from mooncake.messages.workers import Prefilled
 from workers.process.unheard import UnheardPrompts
 
 

@@ -5,15 +5,8 @@ import asyncio
 import pytest
 
 from mooncake.messages.migration import HandedOver, PreCopied, Prepared, TakeOver
-from mooncake.messages.requests import (
-    Held,
-    HeldStep,
-    Ref,
-    SamplingParams,
-)
-from mooncake.messages.workers import (
-    WorkFailed,
-)
+from mooncake.messages.requests import Held, HeldStep, Ref, SamplingParams
+from mooncake.messages.workers import WorkFailed
 from tests.workers.decode.test_inlined_prompts import Constant
 from tests.workers.decode.test_runner import more_tokens, until
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
