@@ -141,7 +141,7 @@ class Demand:
         """
         now, first = math.floor(now_s), math.floor(began_s)
         nums = np.array([of.num_requests for of in self._arrivals])
-        borders = np.arange(now - 1, math.ceil(began_s), -1)
+        borders = np.arange(now - 1, math.ceil(began_s), -1, dtype=np.float64)
         """The seconds at which the latest part may begin that is compared with the time before, latest
         first."""
         if not len(borders) or nums.sum() < _FEWEST_ARRIVALS:
