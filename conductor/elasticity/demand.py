@@ -34,7 +34,7 @@ _MOST_OF_MEAN = 4.0
 """The amount, in means, at which requests of one kind and second stop to be a surprise."""
 
 
-Floats = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.floating[Any]]
 
 
 @dataclass(slots=True)

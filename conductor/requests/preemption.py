@@ -61,7 +61,7 @@ def _yields(other: Claim, claim: Claim, shares_s: Mapping[str, float]) -> bool:
 
 
 class Preemption:
-    """Chooses the requests that yield, among all accepted ones. These are in order of arrival."""
+    """Chooses the requests that yield, among all accepted ones."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests

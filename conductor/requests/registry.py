@@ -132,7 +132,7 @@ class Requests:
             self.admission_queue[tracked.request_id] = tracked
 
     def assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> Effect:
-        """Give the request this pair, and order pages from its decode instance."""
+        """Give the request this pair as a new attempt. Returns the order of pages for the decode instance."""
         request, prefill, decode = tracked.request, placement.prefill, placement.decode
         self.admission_queue.pop(tracked.request_id, None)
         tracked.ref = tracked.new_ref(self.epoch)

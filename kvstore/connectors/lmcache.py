@@ -37,13 +37,19 @@ log = logging.getLogger(__name__)
 
 
 class MooncakeServeL2Adapter(L2AdapterInterface):
-    """An adapter over one or more pools. LMCache makes it from `adapter_params`, and calls it from any
-    thread."""
+    """The second level (L2) of LMCache's storage, in one or more pools.
+
+    LMCache makes it with the `adapter_params` of its configuration, and calls it from any thread.
+    """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        """`params`: `pool`, one address or a list of them, and for addresses on other hosts `key_file`.
+        """Make an adapter. No pool needs to be there yet, and each may end and come back.
 
-        Raises ConfigError for anything else. Pools may come later, and end.
+        Args:
+            params: `pool`, one address or a list of them, and for addresses on other hosts `key_file`.
+            l1_memory_desc: LMCache's description of its own memory, which is not used.
+
+        Raises ConfigError for other params.
         """
         super().__init__()
         self._pools = _Pools(params)

@@ -141,7 +141,10 @@ class PageAllocator:
         assert self.num_users[pages].all()
 
     def unseal(self, page: int) -> None:
-        """Remove the block in `page` from the index: it is QUARANTINED until its last user has gone."""
+        """Remove the block in `page` from the index: it is QUARANTINED until its last user has gone.
+
+        The caller frees a page that has no users; nothing else would.
+        """
         if self.num_users_of[page] == 0:
             self.num_idle -= 1
         self.table.quarantine(page)

@@ -6,13 +6,17 @@
                 |
                 +--> FREE     (a private page, or one whose write was given up)
 
-Invariant: a page is SEALED only while all of its layers, their checksums and its key are in place, so a
-SEALED page of a dead process can be adopted. Therefore a page's state is always written last when it
-becomes SEALED and first when it ceases to be. A process may die between any two of these writes.
+A process may die between any two writes to the table. So each transition writes in one order:
 
-A QUARANTINED page has been given up while transfers or readers still use it; it is freed when the last of
-them ends. The generation of a page is bumped before the page is freed, so a late write that names the old
-generation is refused, even if the owner died in between.
+    to RESERVED       writer, state
+    to SEALED         layers and their checksums, key, state
+    to QUARANTINED    state
+    to FREE           generation, state
+
+Invariants that follow: a page is SEALED only while all of its layers, their checksums and its key are in
+place, so a SEALED page of a dead process can be adopted; and a late write that names an old generation is
+refused, even if the owner died in between. A QUARANTINED page has been given up while transfers or readers
+still use it; it is freed when the last of them ends.
 
 The same table describes the slots of a slab file (`kvstore.ssd.slab`). There the machine may lose power
 between a record and its data: `seal` is the xxh3-64 of key and checksums together, so a record that was half

@@ -340,7 +340,8 @@ class Pool:
             self._free(page)
         if self._num_holds:
             for page in pages:
-                # Given up by all but transfers: their bytes must not reach the page's next owner.
+                # Only transfers have the page still, as its reservation is gone. It is out of use until they
+                # end: their bytes must not reach its next owner. (A SEALED page is only read by them.)
                 if (
                     self.table.state_of[page] == RESERVED
                     and self._num_holds[page] == self.allocator.num_users_of[page]

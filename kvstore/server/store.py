@@ -221,6 +221,8 @@ def open_store(
     table = segment.page_table()
     copy_table = shared_segment.copy_table if shared_segment is not None else None
     copiers = [PageWriter.copier(pid) for pid in copy_table.former_copiers] if copy_table is not None else []
+    # Any process that was copying may be writing any granted page, of which the table names one writer only.
+    # So the pages are quarantined as the first one's, and `keep_aside` adds the others until each is quiet.
     for copier in copiers[:1]:
         table.assign(copier)
     catalogue = segment.catalogue()

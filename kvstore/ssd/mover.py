@@ -37,8 +37,8 @@ class _Promotion:
     reservation: PageReservation
     task: asyncio.Task[None] = field(init=False)
     num_waiting: int = 0
-    is_wanted: bool = True
-    """Whether the block is still wanted: False if it was removed meanwhile."""
+    is_current: bool = True
+    """Whether the tier below still has the block: False if it was removed meanwhile."""
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ class Mover:
         """Remove a block from every tier, and stop its demotion or promotion. Returns whether it was
         there."""
         if (promotion := self._promotions.pop(key, None)) is not None:
-            promotion.is_wanted = False
+            promotion.is_current = False
         was_in_dram = self._pool.remove(key)
         was_on_ssd = self._ssd is not None and self._ssd.forget(key)
         return was_in_dram or was_on_ssd
@@ -241,7 +241,7 @@ class Mover:
                 self._pool.unhold(page, used=False)
             for promotion in claims.promotions:
                 promotion.num_waiting -= 1
-                self._end_if_unwanted(promotion)
+                self._release_if_unclaimed(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
         """Tell whether all of `keys` that any tier has are in DRAM."""
@@ -303,7 +303,7 @@ class Mover:
         reservation = promotion.reservation
         page = reservation.blocks[0].page
         loaded = await self._ssd.load(key, self._segment.stride_view(page), self._segment.layout.layer_bytes)
-        if promotion.is_wanted:
+        if promotion.is_current:
             del self._promotions[key]
             if loaded is not None:
                 self._pool.finish_promotion(reservation, loaded.checksums, loaded.num_uses)
@@ -311,6 +311,6 @@ class Mover:
         if not promotion.num_waiting:
             self._pool.release(reservation.reservation_id)
 
-    def _end_if_unwanted(self, promotion: _Promotion) -> None:
+    def _release_if_unclaimed(self, promotion: _Promotion) -> None:
         if not promotion.num_waiting and promotion.task.done():
             self._pool.release(promotion.reservation.reservation_id)

@@ -173,8 +173,11 @@ class SsdTier:
             disk.give_back(slot)
 
     async def verify(self, key: BlockKey) -> list[bool | None]:
-        """Verify a block. One answer for each disk that has it: intact, damaged (and dropped now), or None:
-        not readable now. Counts as no use."""
+        """Compare each copy of a block with its checksums. A damaged copy is dropped. Counts as no use.
+
+        Returns:
+            For each disk that has the block: whether the copy is intact; None if it cannot be read now.
+        """
         copies = [(disk, slot) for disk in self.disks if (slot := disk.allocator.index.get(key)) is not None]
         return [await self._is_intact(disk, slot, key) for disk, slot in copies]
 

@@ -44,8 +44,9 @@ _NUM_TRIES = 8
 class _OpenGrant:
     grant_id: int
     reservation: PageReservation
-    incomplete: dict[int, int]
-    """Masks by incomplete page: the layers that are being received, or are in `partial_layers`."""
+    incomplete_pages: dict[int, int]
+    """The pages that are not complete. Each has a mask of the layers that are being received, or have come in
+    part (`partial_layers`)."""
     pages: list[int]
     """All pages that were granted."""
     partial_layers: PartialLayers
@@ -85,7 +86,7 @@ class Grants:
         grant = _OpenGrant(
             grant_id=self._new_id(),
             reservation=reservation,
-            incomplete={block.page: 0 for _, block in missing},
+            incomplete_pages={block.page: 0 for _, block in missing},
             pages=[block.page for _, block in missing],
             partial_layers=PartialLayers(self._segment.layout.num_kv_heads),
             arrived=asyncio.get_running_loop().create_future(),
@@ -145,12 +146,12 @@ class Grants:
                 return None
             what = f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page}"
             raise self._other_is_there(grant, entry.page, what)
-        receiving = grant.incomplete[entry.page]
+        receiving = grant.incomplete_pages[entry.page]
         if (receiving | block.arrived) & layer_mask(layers):
             raise WriteRefused(
                 f"layers [{entry.layer_begin}, {entry.layer_end}) of page {entry.page} were written before"
             )
-        grant.incomplete[entry.page] = receiving | layer_mask(layers)
+        grant.incomplete_pages[entry.page] = receiving | layer_mask(layers)
         self._pool.hold(entry.page)
         return self._segment.layers_view(entry.page, layers)
 
@@ -174,10 +175,11 @@ class Grants:
             if layer_checksums(view, len(view)) == entry.checksums:
                 return None
             raise self._other_is_there(grant, page, what)
-        is_whole = grant.incomplete[page] & layer_mask(layers) and not grant.partial_layers.knows(page, layer)
+        is_begun = grant.incomplete_pages[page] & layer_mask(layers)
+        is_whole = is_begun and not grant.partial_layers.knows(page, layer)
         if is_whole or not grant.partial_layers.begin(page, layer, positions):
             raise WriteRefused(f"{what} were written before")
-        grant.incomplete[page] |= layer_mask(layers)
+        grant.incomplete_pages[page] |= layer_mask(layers)
         self._pool.hold(page)
         return view
 
@@ -192,7 +194,7 @@ class Grants:
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
         if grant_id in self._completed:
             return [], lambda: None
-        pages = list(self._find(grant_id).incomplete)
+        pages = list(self._find(grant_id).incomplete_pages)
         for page in pages:
             self._pool.hold(page)
 
@@ -221,11 +223,11 @@ class Grants:
         block = grant.reservation.by_page[entry.page]
         self._pool.record_arrival(grant.reservation, block, layers, checksums)
         self._pool.unhold(entry.page)
-        grant.incomplete[entry.page] &= ~layer_mask(layers)
+        grant.incomplete_pages[entry.page] &= ~layer_mask(layers)
         if self._pool.is_complete(block):
-            del grant.incomplete[entry.page]
+            del grant.incomplete_pages[entry.page]
             self._finish_if_complete(grant)
-        return not grant.incomplete
+        return not grant.incomplete_pages
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
         grant = self._open.get(grant_id)
@@ -234,7 +236,7 @@ class Grants:
             if heads is None or grant.partial_layers.abandon(
                 entry.page, layers.start, layout.head_positions(heads)
             ):
-                grant.incomplete[entry.page] &= ~layer_mask(layers)
+                grant.incomplete_pages[entry.page] &= ~layer_mask(layers)
         self._pool.unhold(entry.page)
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
@@ -291,7 +293,7 @@ class Grants:
                 self._pool.hold(page)
 
     def _finish_if_complete(self, grant: _OpenGrant) -> None:
-        if not grant.incomplete:
+        if not grant.incomplete_pages:
             self._close_to_copiers(grant)
             del self._open[grant.grant_id]
             self._completed[grant.grant_id] = None

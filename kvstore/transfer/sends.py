@@ -117,8 +117,9 @@ class Send:
         self._targets = [
             _Target(_block_at(reservation, granted.block_index), granted) for granted in grant.pages
         ]
-        self._num_unsubmitted = self._num_unacknowledged = 0
-        """Number of layers of all blocks that are still to be sent, once the receiver's shard is known."""
+        self._num_unsubmitted = self._num_unplaced = 0
+        """Number of layers of all blocks that are still to be submitted, and that are not in their pages yet,
+        once the receiver's shard is known."""
         self._heads: range | None = None
         """Heads of the model that are sent; None if the receiver has the same as this pool."""
         self._layer_bytes = segment.layout.layer_bytes
@@ -162,12 +163,12 @@ class Send:
         skipped = layer_mask(range(ours.num_layers)) & ~layer_mask(ours.positions(layers))
         for target in self._targets:
             target.submitted = skipped
-        self._num_unsubmitted = self._num_unacknowledged = len(self._targets) * len(layers)
+        self._num_unsubmitted = self._num_unplaced = len(self._targets) * len(layers)
         if ours.heads != theirs.heads:
             self._heads, self._layer_bytes = heads, len(heads) * ours.head_bytes
 
     async def _stream(self, transfer: Transfer, frame_bytes: int) -> None:
-        while self._num_unacknowledged or not transfer.is_confirmed:
+        while self._num_unplaced or not transfer.is_confirmed:
             transfer.check()
             self._changed.clear()
             ranges = self._take_ready(frame_bytes)
@@ -236,7 +237,7 @@ class Send:
         for r in ranges:
             page = r.page
             if outcome is WriteOutcome.PLACED:
-                self._num_unacknowledged -= len(r.layers)
+                self._num_unplaced -= len(r.layers)
             if outcome is WriteOutcome.CORRUPT:
                 checksums = self._pool.table.checksums(page, r.layers)
                 if not self._segment.is_intact(page, r.layers, checksums):

@@ -129,7 +129,11 @@ def look(all_checks: Iterable[Check]) -> list[Finding]:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Sort findings for reading: the worst last, and of equally bad ones those that others may depend on."""
+    """Sort findings for a terminal, whose last lines are read first: good ones, warnings, failures.
+
+    Good findings are in the order of the checks, the others in reverse: an early check may be the cause of
+    what later ones find, so of equally bad findings it stands last.
+    """
     good = [finding for finding in findings if finding.level is Level.OK]
     bad = [finding for finding in reversed(findings) if finding.level is not Level.OK]
     return good + sorted(bad, key=lambda finding: finding.level)

@@ -112,7 +112,8 @@ class RemoteReads:
 
 
 class InPlace:
-    """An inlet for bytes that the peer has already written when its frame arrives."""
+    """The receiver's inlet for writes by RDMA: the peer has placed the bytes before its frame comes, so they
+    are only verified."""
 
     transport = Transport.RDMA
 

@@ -141,6 +141,7 @@ class OutgoingSession:
             for lane in self._lanes:
                 lane.forget(transfer_id)
         if self._lanes and (transfer.is_known or reason is not None):
+            # Opened only to be closed, if the peer does not know it: the grant is to fail, for this reason.
             self._announce_one(transfer)
             self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
 

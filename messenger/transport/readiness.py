@@ -1,4 +1,4 @@
-"""Waiting until a socket can be read or written.
+"""Attempts to read from a socket, or to write to it, that are repeated until the socket is ready.
 
 Owns: when an attempt is repeated. Does not know: the data.
 """
@@ -14,9 +14,10 @@ Result = TypeVar("Result")
 
 
 class Readiness:
-    """Readiness of one direction of a socket.
+    """The wait for one direction of a socket: to be readable, or to be writable.
 
-    It stays registered from one wait to the next, until an event comes during no wait.
+    The socket stays registered with the event loop between two waits, as registering takes system calls. An
+    event that comes while nothing waits ends that.
     """
 
     def __init__(

@@ -64,8 +64,11 @@ class Tls:
 
 
 class TlsSocket:
-    """A non-blocking socket with TLS and the interface of a plain socket: it raises BlockingIOError where it
-    would wait. Takes `sock` over."""
+    """A non-blocking socket with TLS, and with those methods of a plain socket that `Stream` uses.
+
+    Like a plain socket it raises BlockingIOError instead of waiting; ssl's own errors say in which direction
+    it would wait, which may be the other one during a handshake. It owns the socket that it is made of.
+    """
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:
         self._ssl = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)

@@ -1,6 +1,7 @@
-"""A profile: the costs of one kind of worker, as `mooncake-serve profile` has measured them.
+"""A profile: costs of prefill and decode of one model on one device, as `mooncake-serve profile` measures.
 
-Owns: the file, and which models and devices it is of. Does not know: how anything is measured, or predicted.
+Owns: the file's format, the check that a profile is of this model and device. Does not know: how costs are
+measured, or predicted.
 """
 
 from pathlib import Path

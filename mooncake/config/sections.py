@@ -62,7 +62,7 @@ Endpoint = Annotated[str, Field(pattern=ENDPOINT), AfterValidator(_with_port)]
 
 
 class HttpConfig(Section):
-    """The OpenAI-compatible API."""
+    """The HTTP server of a front: the OpenAI-compatible API, and the pages for administrators."""
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(8000, description="port to listen on")

@@ -1,7 +1,7 @@
-"""News of which Conductor leads, for those that talk to it.
+"""The Conductor that leads, as fronts and workers learn of it: from the configuration, or from etcd.
 
-Owns: the leader that is known, and who waits for the next one. Does not know: how a Conductor becomes leader
-(`mooncake.leadership.terms`).
+Owns: the leader that is known, the tasks that wait for the next one. Does not know: how a Conductor becomes
+leader (`mooncake.leadership.terms`).
 """
 
 import asyncio

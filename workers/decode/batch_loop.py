@@ -58,7 +58,7 @@ class BatchLoop:
                     self._plan()
                     if outputs:
                         await self._emit(outputs)
-                    self._batch.settle()
+                    self._batch.release_left()
         finally:
             await self._iterations.close()
 

@@ -55,10 +55,13 @@ class CopyTimes(NamedTuple):
 class Sequence:
     """A request in the decode batch.
 
-    Invariants: `tokens` is the prompt followed by the output, that of earlier attempts included. The newest
-    token has no KVCache yet; of an inlined prompt only the cached and the computed tokens have, until its
-    first token is drawn. `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING; until then
-    the KVCache is in the pool or in host memory (`SequenceBlocks`).
+    Invariants:
+
+    - `tokens` is the prompt followed by the output, that of earlier attempts included.
+    - The newest token has no KVCache yet. Until the first token of an inlined prompt is drawn, only its
+      cached and its computed tokens have KVCache.
+    - `pages` is empty unless `state` is LOADING, PREPARED, RUNNING or LEAVING. In other states the KVCache is
+      in the pool or in host memory (`SequenceBlocks`).
     """
 
     number: int

@@ -95,7 +95,7 @@ class Followers:
 
     @property
     def engine(self) -> str:
-        """The followers' engines, for people."""
+        """Devices and kernels of the followers, as a text for people."""
         return " + ".join(link.engine for link in self._links)
 
     @property

@@ -18,10 +18,15 @@ class FollowerStage(Stage):
     """A stage whose device pages are chosen by the leader and come with each prompt (`Begin`)."""
 
     async def follow(self, announced: PrefillPass, jobs: Sequence[PrefillJob | None]) -> list[bool]:
-        """Compute a pass with all ranks. Return which shares have been computed.
+        """Compute a pass with all ranks.
 
-        A share without a job here was dropped on this rank: it is computed as far as the other ranks compute
-        it, and counts as dropped in all ranks.
+        Args:
+            announced: The pass, with one chunk for each prompt that has a part of it.
+            jobs: This rank's job of each chunk; None if it was dropped here. Such a chunk is computed as far
+                as the other ranks compute it, and counts as dropped in all ranks.
+
+        Returns:
+            Whether each chunk has been computed.
         """
         chunks = [Chunk(chunk.token_ids, chunk.start, chunk.pages) for chunk in announced.chunks]
         parts = [

@@ -57,7 +57,7 @@ class PrefillJob:
         """Set when all stages have computed the prompt, and all behind this one have stored it."""
         self.sent_behind = asyncio.Event()
         """Set when the decode side has the blocks of the stages behind this one."""
-        self.left_behind = asyncio.Event()
+        self.left_by_ranks = asyncio.Event()
         """Set when no other rank uses the prompt's device pages any more."""
         self.is_dropped = False
         """Whether the prompt was aborted or has failed."""
@@ -71,19 +71,21 @@ class PrefillJob:
         """Pool pages whose bytes were found damaged by loads."""
         self._pool, self._layers, self._is_windowed = pool, layers, is_windowed
         self._loop = asyncio.get_running_loop()
-        self.begin_round(0)
         self._blocks: list[PromptBlock] = []
         self._part: PassPart | None = None
         """The prompt's part of the pass that runs now."""
         self._pass_ended = asyncio.Event()
         self._pass_ended.set()
         self._must_load = False
+        """Whether the next pass has to load the reused blocks: none of this round has been computed. Later
+        passes find them in the device pages."""
         self._num_cached_blocks = 0
         self._num_expected_blocks = 0
         """Number of blocks that count as cached while a fetch brings them."""
         self._storing: deque[Future[None]] = deque()
         self._commits = Commits(layers, self.layout.layer_bytes, self._commit)
         self._committing: deque[Future[None]] = deque()
+        self.begin_round(0)
 
     # -- rounds -------------------------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ class Stage:
                     job.sent_behind.set()
             case PromptLeft():
                 if job is not None:
-                    job.left_behind.set()
+                    job.left_by_ranks.set()
 
     # -- memory -------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Stage:
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
         """Wait, even if cancelled, until followers have left the prompt's device pages or are lost."""
-        ends = [asyncio.ensure_future(event.wait()) for event in (job.left_behind, followers.lost)]
+        ends = [asyncio.ensure_future(event.wait()) for event in (job.left_by_ranks, followers.lost)]
         while not any(end.done() for end in ends):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -82,7 +82,11 @@ class Reading:
     async def job(
         self, endpoint: Endpoint, body: ReceivedBody, key: ApiKey | None, find_cache: FindCache
     ) -> Job:
-        """Return the valid job in `body`, whose grammar compiles. Raises RequestError."""
+        """Read the job in `body`, and check that its grammar compiles. Raises RequestError.
+
+        A context cache is looked up here, as the processes that read long bodies do not have it: such a body
+        is read until it names one, and then again with that.
+        """
         cache = None
         if len(body) <= MAX_BRIEF_BYTES:
             request = read_request(endpoint, body.whole(), self._model, self._name)

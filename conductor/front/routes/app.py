@@ -1,6 +1,7 @@
-"""The routes.
+"""The HTTP application of a front: its middleware, and the routes of inference.
 
-Owns: paths, readiness. Does not know: how an answer comes about (`generation`, `response`).
+Owns: which paths there are, and the order in which middleware sees a request. Does not know: how the answer
+of a model is made and sent (`generation`, `response`), when a front is ready (`shared`).
 """
 
 import asyncio

@@ -110,8 +110,9 @@ class DecodeBatch:
             self._kv.free(sequence.pages)
             sequence.pages = []
 
-    def settle(self) -> None:
-        """Tell sequences that have left the batch that no iteration computes with their pages."""
+    def release_left(self) -> None:
+        """Let the tasks of sequences that have left the batch go on, once no iteration computes with their
+        pages."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
                 sequence.note_left()

@@ -67,7 +67,8 @@ class SequenceBlocks:
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:
-        """Return how many pool pages a sequence's reservation added to the pages that the pool held."""
+        """Return how many pool pages were reserved for a sequence: those of blocks that the pool did not
+        have."""
         holding = self._holdings.get(number)
         if holding is None or holding.reservation is None:
             return 0

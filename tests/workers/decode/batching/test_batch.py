@@ -65,7 +65,7 @@ class Batch:
         states: list[SequenceState] = []
         while states != (states := [sequence.state for sequence in sequences]):
             self.batch.plan()
-            self.batch.settle()
+            self.batch.release_left()
             for sequence in sequences:
                 if sequence.state is SequenceState.LOADING:
                     self.batch.join(sequence)
@@ -128,7 +128,7 @@ def test_newest_gives_way_and_comes_back_before_later_ones(spec: ModelSpec) -> N
     later = batch.entered(5)
     assert batch.grown(old, new) == []  # none of both has a page until the other's are free
     assert new.state is SequenceState.LEAVING
-    batch.batch.settle()
+    batch.batch.release_left()
     assert new.left.is_set()
     batch.batch.free(new)
     assert batch.iterate() == [old]
@@ -146,7 +146,7 @@ def test_lower_priority_numbers_are_admitted_first_and_give_way_last(spec: Model
     later, sooner = batch.entered(5), batch.entered(5, priority=-1)
     assert batch.grown(old, new) == []
     assert old.state is SequenceState.LEAVING
-    batch.batch.settle()
+    batch.batch.release_left()
     batch.batch.free(old)
     batch.batch.enter(old)
     batch.batch.leave(new)
@@ -190,10 +190,10 @@ def test_pages_of_an_iteration_in_flight_are_kept(spec: ModelSpec) -> None:
     sequence = batch.joined(5)
     sequence.in_flight_until = len(sequence.tokens)
     batch.batch.leave(sequence)
-    batch.batch.settle()
+    batch.batch.release_left()
     assert not sequence.left.is_set()
     sequence.in_flight_until = None
-    batch.batch.settle()
+    batch.batch.release_left()
     assert sequence.left.is_set()
     assert batch.kv.num_free_pages == 4
     batch.batch.free(sequence)
@@ -220,7 +220,7 @@ def test_what_never_fits_fails_instead_of_waiting(spec: ModelSpec, num_tokens: i
     batch.batch.plan()
     batch.batch.join(sequence)
     batch.grown(sequence)
-    batch.batch.settle()
+    batch.batch.release_left()
     assert isinstance(sequence.error, OutOfPages)
     assert sequence.admitted.is_set()
     assert sequence.left.is_set()
