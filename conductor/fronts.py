@@ -60,7 +60,7 @@ class Fronts:
         self._by_identity.pop(identity, None)
 
     def silent_since(self, deadline_s: float) -> list[bytes]:
-        """The fronts that were last heard before `deadline_s`."""
+        """Return the fronts that were last heard before `deadline_s`."""
         return [identity for identity, front in self._by_identity.items() if front.last_seen_s < deadline_s]
 
     def forgive(self, silence_s: float, now_s: float) -> None:
@@ -91,7 +91,7 @@ class Fronts:
 
 
 def why_unfit(peer: str, versions: Versions, fingerprint: str, own_fingerprint: str) -> str | None:
-    """The reason why a peer does not fit the cluster; None if it does."""
+    """Return the reason why a peer does not fit the cluster; None if it does."""
     if SPOKEN.common(versions) is None:
         advice = SPOKEN.advice("the conductor", versions, peer)
         return f"protocol version differs: the conductor speaks {SPOKEN}, {peer} speaks {versions}; {advice}"

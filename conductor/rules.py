@@ -44,13 +44,14 @@ class Rules:
     """Prompt tokens that an instance computes in an iteration of other requests without a TBT SLO."""
 
     def can(self, role: Role, stage: Role) -> bool:
-        """Whether an instance of this role can do its part of a request in `stage`, one of `STAGES`."""
+        """Return whether an instance of this role can do its part of a request in `stage`, one of
+        `STAGES`."""
         if stage is Role.DECODE:
             return role is not Role.PREFILL
         return role is not Role.DECODE or self.has_inlining
 
     def inlines(self, role: Role) -> bool:
-        """Whether an instance of this role computes prompts that it decodes."""
+        """Return whether an instance of this role computes prompts that it decodes."""
         return self.can(role, Role.PREFILL) and self.can(role, Role.DECODE)
 
     @property
@@ -99,5 +100,5 @@ class Limits:
         object.__setattr__(self, "slos", SLOs(self.ttft_slo_s, self.tbt_slo_s))
 
     def slos_of(self, request: Request) -> SLOs:
-        """The SLOs of a request's class."""
+        """Return the SLOs of a request's class."""
         return self.slo_classes.get(request.slo_class) or self.slos

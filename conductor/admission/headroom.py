@@ -54,7 +54,7 @@ class Headroom:
         refused.append(_Refused(now_s, prefill_s))
 
     def kept_s(self, terms: Terms, prefill_s: float, factor: float, came_s: float, now_s: float) -> float:
-        """The part of its TTFT SLO that a prompt must leave free, beside its own time.
+        """Return the part of its TTFT SLO that a prompt must leave free, beside its own time.
 
         Args:
             terms: The prompt's.

@@ -205,12 +205,13 @@ class Admission:
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
-        """The mean time after which the requests that are decoded now have ended."""
+        """Return the mean time after which the requests that are decoded now have ended."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
-        """The least TBT of a decode instance with one more request; None if an instance has nothing to do."""
+        """Return the least TBT of a decode instance with one more request; None if an instance has nothing to
+        do."""
         loads = self._view.loads
         (slots,) = loads.is_decode.nonzero()
         if not loads.num_decoding[slots].all():
@@ -223,13 +224,14 @@ class Admission:
         )
 
     def _next_step_s(self) -> float:
-        """The mean predicted step of the decode instances, each with one more request."""
+        """Return the mean predicted step of the decode instances, each with one more request."""
         pool = self._view.decode_pool()
         assert pool is not None
         return float(self._view.next_step_s.dot(pool.members)) / pool.num_instances
 
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
-        """Seconds until some instance has computed all its prompts that go before one of `priority`.
+        """Return the seconds until some instance has computed all its prompts that go before one of
+        `priority`.
 
         No request that has yet to arrive is decoded before that time, so a forecast for it lacks no request.
         It is the horizon of all prompts. A horizon at the end of a prompt's own prefill would let long
@@ -240,7 +242,7 @@ class Admission:
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
 
     def _tbt_then_s(self, known_until_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
-        """The TBT at the horizon, or when the last accepted prefill ends, if that is more.
+        """Predict the TBT at the horizon, or when the last accepted prefill ends, if that is more.
 
         None if some instance decodes nothing then.
         """
@@ -256,7 +258,8 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: Work, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """The TBT with this work, spread evenly, and the request; None if the work leaves some instance idle.
+        """Predict the TBT with this work, spread evenly, and the request; None if the work leaves some
+        instance idle.
 
         The `num_absent` requests that have ended by then, or come later, are random ones of all, so one
         instance keeps more requests than the others by chance.

@@ -36,7 +36,7 @@ class Tokens:
     """The charged tokens of requests that were rejected later."""
 
     def left(self, now_s: float) -> float:
-        """The tokens that are left at `now_s`: those of a whole minute at most, less than 0 after long
+        """Return the tokens that are left at `now_s`: those of a whole minute at most, less than 0 after long
         outputs."""
         gained = max(0.0, now_s - self.at_s) * self.tokens_per_minute / 60
         return min(self.tokens_per_minute, self.num_left + gained)
@@ -50,7 +50,7 @@ class Quotas:
         """Tenants in the order in which they were first seen."""
 
     def refusal(self, tenant: str, claim: QuotaClaim, num_elsewhere: int, now_s: float) -> Refusal | None:
-        """The reason why a request exceeds its tenant's quota; None if it does not. Changes nothing.
+        """Return the reason why a request exceeds its tenant's quota; None if it does not. Changes nothing.
 
         Args:
             tenant: The tenant of the request.
@@ -94,7 +94,8 @@ class Quotas:
             tokens.num_refunded += num_tokens
 
     def _renewed(self, tenant: str, per_minute: float, now_s: float) -> Tokens:
-        """The tenant's tokens with what the time has brought, under its present limit. New ones are full."""
+        """Return the tenant's tokens with what the time has brought, under its present limit. New ones are
+        full."""
         tokens = self.by_tenant.get(tenant)
         if tokens is None:
             tokens = self.by_tenant[tenant] = Tokens(per_minute, per_minute, now_s)

@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, num_prompt_tokens: int, max_tokens: int) -> "Kind":
-        """The kind of a request."""
+        """Return the kind of a request."""
         return cls(num_prompt_tokens.bit_length(), max_tokens.bit_length())
 
 
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
     """The time at which it has so many: of its end, or now."""
 
     def num_tokens_at(self, past_s: float) -> float:
-        """The number of tokens that it had at an earlier time, if they were drawn at an even pace."""
+        """Return the number of tokens that it had at an earlier time, if they were drawn at an even pace."""
         share = (past_s - self.began_s) / max(self.at_s - self.began_s, 1e-9)
         return self.num_tokens * min(max(share, 0.0), 1.0)
 
@@ -67,7 +67,7 @@ class AnswerLengths:
             self._by_kind.popitem(last=False)
 
     def means(self, kinds: Iterable[Kind], running: Iterable[Answer], since_s: float) -> dict[Kind, float]:
-        """The expected length of each kind's answers.
+        """Return the expected length of each kind's answers.
 
         Args:
             kinds: The kinds that are asked for.

@@ -105,7 +105,8 @@ class Batch:
         return bool(slos_s) and self.tbt_s > min(slos_s)
 
     def is_within(self, share: float = 1.0) -> bool:
-        """Whether the predicted TBT with all coming requests is within `share` of the strictest SLO."""
+        """Return whether the predicted TBT with all coming requests is within `share` of the strictest
+        SLO."""
         if self.tbt_slo_s is None:
             return self.size <= self.max_batch
         tbt_s = self.full_tbt_s
@@ -117,8 +118,8 @@ class Batch:
         return sum(of.num_prompt_tokens for of in self.coming)
 
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
-        """Whether the request may move here: there is a slot, there are pages, and the batch stays within
-        `share` of its SLO."""
+        """Return whether the request may move here: there is a slot, there are pages, and the batch stays
+        within `share` of its SLO."""
         if not self.takes_requests or self.size >= self.max_batch:
             return False
         if resident.max_num_tokens > self.max_sequence_tokens:
@@ -128,18 +129,18 @@ class Batch:
         return has_pages and self.with_(resident).is_within(share)
 
     def with_(self, resident: Resident) -> "Batch":
-        """The batch with one more request."""
+        """Return the batch with one more request."""
         free = self.num_free_tokens - resident.num_tokens
         return replace(self, residents=(*self.residents, resident), num_free_tokens=free)
 
     def without(self, resident: Resident) -> "Batch":
-        """The batch without one of its requests."""
+        """Return the batch without one of its requests."""
         residents = tuple(other for other in self.residents if other.request_id != resident.request_id)
         free = self.num_free_tokens + resident.num_tokens
         return replace(self, residents=residents, num_free_tokens=free)
 
     def fixing(self, request_ids: Collection[str]) -> "Batch":
-        """The batch in which these requests may not move."""
+        """Return the batch in which these requests may not move."""
         if not any(of.request_id in request_ids for of in self.residents):
             return self
         residents = tuple(
@@ -151,13 +152,13 @@ class Batch:
 def destination_of(
     resident: Resident, batches: list[Batch], source: str, share: float = DESTINATION_SHARE
 ) -> Batch | None:
-    """The batch with the least predicted TBT that may take the request; None without any."""
+    """Return the batch with the least predicted TBT that may take the request; None without any."""
     able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 
 
 def moved(batches: list[Batch], resident: Resident, source: str, destination: str) -> list[Batch]:
-    """The batches after a move."""
+    """Return the batches after a move."""
     return [
         batch.without(resident)
         if batch.instance == source

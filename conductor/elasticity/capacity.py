@@ -47,7 +47,7 @@ class Strain(NamedTuple):
     decode: float
 
     def of(self, role: Role) -> float:
-        """The strain of the stage that instances of a role belong to."""
+        """Return the strain of the stage that instances of a role belong to."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     @property
@@ -69,7 +69,8 @@ class DecodeCapacity:
     """Seconds that the shortest chunk of a prompt takes."""
 
     def batch_size(self, load: Load) -> float:
-        """The largest batch of the load's requests within the TBT SLO, the slots and the device's pages."""
+        """Return the largest batch of the load's requests within the TBT SLO, the slots and the device's
+        pages."""
         of_request_s = self.costs.first_s + load.mean_kv_tokens * self.costs.second_s
         size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(load.mean_kv_tokens, 1.0))
         if self.tbt_slo_s is not None and of_request_s > 0:
@@ -83,7 +84,8 @@ class DecodeCapacity:
         return size / max(self.costs.seconds(size, size * load.mean_kv_tokens), _LEAST)
 
     def inlined_share(self, load: Load, work: float) -> float:
-        """The share of its time in which a decode instance can compute prompts beside its part of the load.
+        """Return the share of its time in which a decode instance can compute prompts beside its part of the
+        load.
 
         Iterations with chunks of prompts may take a share of the TBT SLO, and the chunks get what the batch
         leaves of it. Without an SLO only the batch's own work is a limit.
@@ -114,7 +116,7 @@ class Capacity:
         return Work(self.load.prefill_s, self.load.num_output_tokens / self.decode.tokens_per_s(self.load))
 
     def strain(self, division: Division) -> Strain:
-        """The strain of a division under this load.
+        """Return the strain of a division under this load.
 
         With inlining decode instances compute the prompts that are too many for the prefill instances, as far
         as they can.

@@ -14,7 +14,7 @@ from conductor.elasticity.batches import Batch, destination_of, moved
 
 
 def can_be_emptied(source: Batch, batches: list[Batch]) -> bool:
-    """Whether all requests that `source` decodes fit the other batches without breaking an SLO there.
+    """Return whether all requests that `source` decodes fit the other batches without breaking an SLO there.
 
     Long requests are assigned first, as they fit on fewer instances. Requests whose prompts are not computed
     yet do not count, on any instance: others will have ended by then.

@@ -92,7 +92,7 @@ class Acceptance:
             self._samples.popleft()
 
     def share(self, from_s: float, until_s: float) -> float:
-        """The share of arrivals in a time that were not rejected; 1 without arrivals."""
+        """Return the share of arrivals in a time that were not rejected; 1 without arrivals."""
         inside = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
         if len(inside) < 2 or inside[-1].num_arrived == inside[0].num_arrived:
             return 1.0

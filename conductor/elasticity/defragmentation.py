@@ -15,7 +15,8 @@ PATIENCE_S = 2.0
 
 
 def defragment(batches: list[Batch]) -> list[Move]:
-    """The moves after which the longest waiting request has device pages; none if moves cannot help it."""
+    """Return the moves after which the longest waiting request has device pages; none if moves cannot help
+    it."""
     moves = []
     for source in batches:
         waiting = _waiting(source)
@@ -29,7 +30,7 @@ def defragment(batches: list[Batch]) -> list[Move]:
 
 
 def _waiting(batch: Batch) -> Coming | None:
-    """The longest request that waits for pages of the device."""
+    """Return the longest request that waits for pages of the device."""
     stuck = [
         of
         for of in batch.coming
@@ -39,7 +40,7 @@ def _waiting(batch: Batch) -> Coming | None:
 
 
 def _make_room(source: Batch, waiting: Coming, batches: list[Batch]) -> list[Move]:
-    """The fewest moves that free enough pages. All of them must be possible."""
+    """Return the fewest moves that free enough pages. All of them must be possible."""
     num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
     movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)
     while num_missing > 0 and movable:

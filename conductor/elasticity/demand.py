@@ -105,7 +105,7 @@ class Demand:
         self.lengths.learn(answer)
 
     def load(self, running: Sequence[Answer], now_s: float) -> Load | None:
-        """The present load; None before the first request."""
+        """Return the present load; None before the first request."""
         if self._began_s is None:
             return None
         self._began_s = self._forget(max(self._began_s, math.ceil(now_s - WINDOW_S)))
@@ -235,7 +235,7 @@ class Persistence:
         return len(self.past) >= _FEWEST_PAST
 
     def left_s(self, window_s: float) -> float:
-        """The time for which a load that has been the same for `window_s` is expected to stay so.
+        """Return the time for which a load that has been the same for `window_s` is expected to stay so.
 
         It is expected to last as long as the shortest quarter of the earlier loads did, and at least as long
         again as until now.

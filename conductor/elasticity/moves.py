@@ -50,7 +50,7 @@ class RecentMoves:
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
     def settled(self, batches: list[Batch], now_s: float) -> list[Batch]:
-        """The batches that rules may use. Requests that have just moved are fixed in them."""
+        """Return the batches that rules may use. Requests that have just moved are fixed in them."""
         return [
             batch.fixing(self._moved_s)
             for batch in batches
@@ -58,7 +58,7 @@ class RecentMoves:
         ]
 
     def within(self, moves: list[Move], in_flight: Counter[str]) -> list[Move]:
-        """The first of these moves that may be in flight beside the present ones.
+        """Return the first of these moves that may be in flight beside the present ones.
 
         Args:
             moves: The moves that rules want, the most urgent first.

@@ -16,7 +16,8 @@ HEADROOM_SHARE = 0.85
 
 
 def keep_headroom(batches: list[Batch]) -> list[Move]:
-    """The move of one request of a lower class from each batch that has little headroom for its first one."""
+    """Return the move of one request of a lower class from each batch that has little headroom for its first
+    one."""
     moves = []
     for source in batches:
         first, others = _classes(source)
@@ -36,12 +37,12 @@ def keep_headroom(batches: list[Batch]) -> list[Move]:
 
 
 def _classes(batch: Batch) -> tuple[list[Resident], list[Resident]]:
-    """The requests of the first class, and those of others that may move."""
+    """Return the requests of the first class, and those of others that may move."""
     least = min((of.priority for of in batch.residents), default=0)
     first = [of for of in batch.residents if of.priority == least]
     return first, [of for of in batch.residents if of.priority > least and of.may_move]
 
 
 def _has(batch: Batch, resident: Resident) -> bool:
-    """Whether the batch has requests of the resident's class, or of a class that goes before it."""
+    """Return whether the batch has requests of the resident's class, or of a class that goes before it."""
     return any(of.priority <= resident.priority for of in batch.residents)

@@ -138,7 +138,7 @@ class Rebalancer:
         """The role of the first change for this load and these instances."""
 
     def is_time(self, now_s: float) -> bool:
-        """Whether it is time to call `decide`, which is every few seconds."""
+        """Return whether it is time to call `decide`, which is every few seconds."""
         return now_s - self._looked_s >= _PERIOD_S
 
     def decide(self, state: State, now_s: float) -> Change | None:
@@ -208,7 +208,8 @@ class Rebalancer:
         return max(found, key=lambda change: change.benefit_s, default=None)
 
     def _change(self, state: State, able: Capacity, role: Role, now_s: float) -> Change | None:
-        """One more instance of a role, if that pays; None if it does not, or no instance can be spared."""
+        """Return the change to one more instance of a role, if that pays; None if it does not, or no instance
+        can be spared."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
             return None  # it would be taken back though the load is the same
@@ -236,12 +237,13 @@ class Rebalancer:
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: Load) -> bool:
-        """Whether a change would follow another one while it is unknown how long the new load will last."""
+        """Return whether a change would follow another one while it is unknown how long the new load will
+        last."""
         is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
     def _served(self, able: Capacity, division: Division) -> float:
-        """The share of the expected requests that a division serves.
+        """Return the share of the expected requests that a division serves.
 
         The present load is expected, as it was when it was there before, and the loads in between that were
         too brief for a change.
@@ -259,8 +261,8 @@ class Rebalancer:
         return num_served / num
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
-        """The instance of a role that has the least to move, among those whose requests fit the others; None
-        without any."""
+        """Return the instance of a role that has the least to move, among those whose requests fit the
+        others; None without any."""
         members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
         able = [member for member in members if member.may_change and member.name not in failed]
@@ -311,7 +313,8 @@ class Rebalancer:
 
 
 def _least_to_lose(member: Member) -> tuple[float, float]:
-    """The sort key of instances to spare: the least KVCache or queue first, then the least utilisation."""
+    """Return the sort key of instances to spare: the least KVCache or queue first, then the least
+    utilisation."""
     used = 0.0 if member.used is None else member.used.utilisation
     if member.batch is None:
         return member.queue_s, used

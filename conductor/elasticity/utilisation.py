@@ -77,10 +77,10 @@ class Utilisation:
             self._totals = {name: of for name, of in self._totals.items() if name in names}
 
     def by_name(self) -> dict[str, Used]:
-        """The utilisation of each instance, as far as it is known."""
+        """Return the utilisation of each instance, as far as it is known."""
         return {name: of.used for name, of in self._totals.items() if of.used is not None}
 
     def of(self, name: str) -> Used | None:
-        """The utilisation of an instance; None while too little is known."""
+        """Return the utilisation of an instance; None while too little is known."""
         totals = self._totals.get(name)
         return None if totals is None else totals.used

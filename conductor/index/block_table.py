@@ -137,7 +137,7 @@ class DictTable:
 
 
 def new_block_table() -> BlockTable:
-    """The compiled table, or a dict where nothing can be compiled."""
+    """Make the compiled table, or a dict where nothing can be compiled."""
     try:
         return NativeTable()
     except NativeCodeError as error:

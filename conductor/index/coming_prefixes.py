@@ -54,7 +54,7 @@ class _Node:
     """The nodes behind this one by their first block."""
 
     def common_end(self, keys: Sequence[BlockKey]) -> int:
-        """The end of the blocks that this node and `keys` have in common, which is at least its first
+        """Return the end of the blocks that this node and `keys` have in common, which is at least its first
         block."""
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:

@@ -35,7 +35,7 @@ class Shard:
     num_blocks: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
 
     def bit(self, tier: Tier) -> int:
-        """The bit of this shard and tier in a set."""
+        """Return the bit of this shard and tier in a set."""
         return _BITS[tier] << NUM_BITS * self.number
 
 

@@ -38,14 +38,14 @@ class PrefixMatch(NamedTuple):
     """Numbers of blocks, not necessarily adjacent, each with the slots that hold them on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
-        """The masks as a matrix: one row a mask, one column a slot."""
+        """Return the masks as a matrix: one row a mask, one column a slot."""
         rows = np.frombuffer(packed(masks, self.num_slots), np.uint8).reshape(
             len(masks), -(-self.num_slots // 8)
         )
         return np.unpackbits(rows, axis=1, count=self.num_slots, bitorder="little").view(np.bool_)
 
     def with_coming(self, coming: Sequence[tuple[int, int]]) -> "PrefixMatch":
-        """The match as it will be when the blocks that are coming have been stored.
+        """Return the match as it will be when the blocks that are coming have been stored.
 
         Args:
             coming: Numbers of leading blocks, each with the slots that will hold at least so many.
@@ -74,7 +74,7 @@ class PrefixMatch(NamedTuple):
         return PrefixMatch(self.num_slots, depths[::-1], masks[::-1], self.on_ssd)
 
     def num_blocks_at(self, slot: int) -> int:
-        """The leading blocks of the prompt that one instance holds."""
+        """Return the leading blocks of the prompt that one instance holds."""
         return next(depth for depth, mask in zip(self.depths, self.masks, strict=True) if mask >> slot & 1)
 
     def num_ssd_blocks_at(self, slot: int) -> int:
@@ -151,7 +151,7 @@ class PrefixIndex:
         return self._sets.num_unheld_blocks
 
     def num_held(self, name: str) -> Mapping[Tier, int]:
-        """The number of blocks, by tier, of the shard that publishes as `name`."""
+        """Return the number of blocks, by tier, of the shard that publishes as `name`."""
         return MappingProxyType(self._shards[name].num_blocks)
 
     def add_instance(self, name: str, shards: Sequence[str] = ()) -> int:

@@ -109,7 +109,7 @@ class Membership:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Whether an instance registers again because the connection of its earlier registration broke."""
+    """Return whether an instance registers again because the connection of its earlier registration broke."""
     return (
         earlier is not None
         and earlier.identity == sender

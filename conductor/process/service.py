@@ -252,7 +252,7 @@ def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
 
 
 def _ready(url: str, front: FrontConfig, model: ServedModel, is_whole_cluster: bool) -> Ready:
-    """The URL of the API and, if this node has the whole cluster, a command to try it."""
+    """Return the URL of the API and, if this node has the whole cluster, a command to try it."""
     if not is_whole_cluster:
         return Ready(url)
     text = "Name the capital of France."

@@ -48,7 +48,7 @@ class Contexts:
         self._contexts: dict[str, KeptContext] = {}
 
     def newest(self, num_most: int) -> list[tuple[str, KeptContext]]:
-        """The latest caches, with their ids."""
+        """Return the latest caches, with their ids."""
         return list(islice(reversed(self._contexts.items()), num_most))
 
     @property
@@ -62,7 +62,7 @@ class Contexts:
         return sum(context.num_pinned for context in self._contexts.values())
 
     def pinned_on(self, instance: Instance) -> list[list[BlockKey]]:
-        """The blocks of each cache that are pinned on an instance."""
+        """Return the blocks of each cache that are pinned on an instance."""
         return [context.pinned for context in self._contexts.values() if context.holder is instance]
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
@@ -87,13 +87,13 @@ class Contexts:
         return effects
 
     def _may_be_longer(self, context: KeptContext) -> bool:
-        """Whether any instance holds the first missing block. This takes one look-up, however long the cache
-        is."""
+        """Return whether any instance holds the first missing block. This takes one look-up, however long the
+        cache is."""
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
     def _stays(self, context: KeptContext) -> bool:
-        """Whether there is a holder, and it takes requests."""
+        """Return whether there is a holder, and it takes requests."""
         holder = context.holder
         is_serving = holder is None or holder.state is InstanceState.SERVING
         return is_serving and not self._is_lost(context)
@@ -116,7 +116,7 @@ class Contexts:
         return effects
 
     def _best_holder(self, context: KeptContext) -> tuple[Instance | None, int]:
-        """The instance that holds most of the cache, and the number of its blocks."""
+        """Return the instance that holds most of the cache, and the number of its blocks."""
         num_blocks = self._prefixes.match(context.keys).num_blocks
         most = int(num_blocks.max(initial=0))
         if not most:
@@ -145,8 +145,8 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """The sort key of holders: first one that does not leave, then one that has pinned the cache already,
-    then one that prefills."""
+    """Return the sort key of holders: first one that does not leave, then one that has pinned the cache
+    already, then one that prefills."""
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

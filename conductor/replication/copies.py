@@ -56,7 +56,7 @@ class Copy:
     """The time since which the copy is missing, because it did not arrive in time or was evicted."""
 
     def is_in_flight(self, now_s: float) -> bool:
-        """Whether the copy may still arrive."""
+        """Return whether the copy may still arrive."""
         return not self.is_there and now_s < self.due_s
 
 
@@ -112,13 +112,14 @@ class Replication:
         return warming + self._drop(holders) + self._replicate(layout, now_s)
 
     def hottest(self, num_uses: float) -> list[Sequence[BlockKey]]:
-        """The hottest prefixes of the latest prompts with more than `num_uses`, each once."""
+        """Return the hottest prefixes of the latest prompts with more than `num_uses`, each once."""
         return self._hottest([*self._latest, *self._hot], num_uses)
 
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """The slots that hold all of a copy, by its last block. Copies of one prefix are looked up once."""
+        """Return the slots that hold all of a copy, by its last block. Copies of one prefix are looked up
+        once."""
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
@@ -203,7 +204,7 @@ class Replication:
         return effects
 
     def _left_bytes(self, now_s: float) -> int:
-        """The bytes that may be ordered now."""
+        """Return the bytes that may be ordered now."""
         in_flight = [copy.num_bytes for copy in self._copies.values() if copy.is_in_flight(now_s)]
         return self.rules.most_bytes - sum(in_flight)
 
@@ -227,7 +228,7 @@ class Replication:
         return Effect(copy.instance.identity, order)
 
     def _hottest(self, noted: Iterable[Sequence[BlockKey]], num_uses: float) -> list[Sequence[BlockKey]]:
-        """The prefixes with more than `num_uses`, each once."""
+        """Return the prefixes with more than `num_uses`, each once."""
         prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
         for keys in noted:
             if depth := self._heat.depth(keys, num_uses):
@@ -237,7 +238,8 @@ class Replication:
     def _lacking(
         self, keys: Sequence[BlockKey], layout: KVLayout, left_bytes: int, now_s: float
     ) -> list[tuple[Copy, Instance]]:
-        """The further copies of a prefix that its uses are worth, each with the instance to fetch it from."""
+        """Return the further copies of a prefix that its uses are worth, each with the instance to fetch it
+        from."""
         view = self._view
         match = view.prefixes.match(keys)
         num_known = int(match.num_blocks.max(initial=0))
@@ -266,7 +268,7 @@ class Replication:
     def _with_coming(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], now_s: float
     ) -> NDArray[np.int32]:
-        """The number of leading blocks that each instance will hold when the copies in flight have
+        """Return the number of leading blocks that each instance will hold when the copies in flight have
         arrived."""
         num_blocks = num_blocks.copy()
         for copy in self._copies.values():
@@ -280,7 +282,8 @@ class Replication:
     def _target(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], depth: int, now_s: float
     ) -> int | None:
-        """The prefill instance with the shortest queue that lacks some blocks and has room for them."""
+        """Return the prefill instance with the shortest queue that lacks some blocks and has room for
+        them."""
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)
         is_possible &= depth - num_blocks <= loads.prefill_room_blocks // _ROOM_SHARE
@@ -293,7 +296,7 @@ class Replication:
         return None
 
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
-        """The holder of these blocks with the fewest bytes to send before them."""
+        """Return the holder of these blocks with the fewest bytes to send before them."""
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)

@@ -96,7 +96,7 @@ class Evacuation:
         return effects
 
     def _wanted(self, instance: Instance) -> list[Sequence[BlockKey]]:
-        """The prefixes to keep, each as far as the instance holds it."""
+        """Return the prefixes to keep, each as far as the instance holds it."""
         pinned = self._contexts.pinned_on(instance)
         hot = [] if self._replication is None else self._replication.hottest(LEAST_USES)
         slot = self._view.slot_of(instance.name)
@@ -109,8 +109,8 @@ class Evacuation:
         return list(prefixes.values())
 
     def _held(self, instance: Instance, keys: Sequence[BlockKey]) -> tuple[np.ndarray, int]:
-        """The number of leading blocks of `keys` that each staying instance holds (0 for other slots), and
-        that the leaving one holds."""
+        """Return the number of leading blocks of `keys` that each staying instance holds (0 for other slots),
+        and that the leaving one holds."""
         slot = self._view.slot_of(instance.name)
         assert slot is not None
         num_blocks = self._view.prefixes.match(keys).num_blocks
@@ -128,7 +128,8 @@ class Evacuation:
     def _target(
         self, keys: Sequence[BlockKey], num_blocks: np.ndarray, num_in_flight: int
     ) -> tuple[Instance, int] | None:
-        """The instance that should fetch a prefix, and the blocks that it lacks; None if no instance can now.
+        """Return the instance that should fetch a prefix, and the blocks that it lacks; None if no instance
+        can now.
 
         An instance that computes prompts is preferred, then the one that lacks the fewest blocks.
         """

@@ -34,7 +34,7 @@ class Heat:
         self._num_noted_blocks = 0
 
     def __len__(self) -> int:
-        """The number of blocks that are remembered."""
+        """Return the number of blocks that are remembered."""
         return len(self._uses)
 
     def note(self, keys: Sequence[BlockKey]) -> None:
@@ -59,19 +59,19 @@ class Heat:
         self._uses = {key: left for key, num in self._uses.items() if (left := num * fade) >= _LEAST_USES}
 
     def uses(self, key: BlockKey) -> float:
-        """The uses of one block."""
+        """Return the uses of one block."""
         return self._uses.get(key, 0.0)
 
     def depth(self, keys: Sequence[BlockKey], num_uses: float) -> int:
-        """The number of a prompt's leading blocks that have more than `num_uses`."""
+        """Return the number of a prompt's leading blocks that have more than `num_uses`."""
         if not keys or self.uses(keys[0]) <= num_uses:
             return 0
         return bisect_left(keys, -num_uses, key=lambda key: -self.uses(key))
 
 
 def _hottest(uses: dict[BlockKey, float], number: int) -> dict[BlockKey, float]:
-    """The `number` hottest blocks, in their order. Of equally hot blocks the first are taken, as these come
-    first in their prompts."""
+    """Return the `number` hottest blocks, in their order. Of equally hot blocks the first are taken, as these
+    come first in their prompts."""
     numbers = np.fromiter(uses.values(), np.float64, len(uses))
     least = np.partition(numbers, -number)[-number]
     is_kept = numbers > least

@@ -131,16 +131,17 @@ class TrackedRequest:
         return f" ({self.last_failure})" if self.last_failure else ""
 
     def new_ref(self, epoch: int) -> Ref:
-        """The name of another attempt, under the Conductor of this epoch."""
+        """Name another attempt, under the Conductor of this epoch."""
         self.num_attempts += 1
         return Ref(epoch, self.request_id, self.num_attempts)
 
     def time_left_s(self, now_s: float) -> float | None:
-        """Seconds until the first token is due, less than 0 when it is late; None without a TTFT SLO."""
+        """Return the seconds until the first token is due, less than 0 when it is late; None without a TTFT
+        SLO."""
         return None if self.slos.ttft_s is None else self.submitted_s + self.slos.ttft_s - now_s
 
     def is_late(self, first_token_s: float) -> bool:
-        """Whether a first token at this time would miss the TTFT SLO."""
+        """Return whether a first token at this time would miss the TTFT SLO."""
         return self.slos.ttft_s is not None and first_token_s > self.submitted_s + self.slos.ttft_s
 
     def move_to(self, state: RequestState) -> None:

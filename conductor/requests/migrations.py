@@ -46,11 +46,12 @@ class Migrations:
         return self._requests.migrating
 
     def may_move(self, tracked: TrackedRequest) -> bool:
-        """Whether the request is being decoded, and may leave its instance now."""
+        """Return whether the request is being decoded, and may leave its instance now."""
         return not self._why_it_stays(tracked)
 
     def best_destination(self, tracked: TrackedRequest, now_s: float) -> Instance | None:
-        """The instance with the least predicted TBT that has a batch slot and pages for a decoded request.
+        """Return the instance with the least predicted TBT that has a batch slot and pages for a decoded
+        request.
 
         An instance that would miss the TBT SLO is skipped, unless the source misses it by more. None if no
         instance is left, or the request may not move.
@@ -70,7 +71,7 @@ class Migrations:
         return best
 
     def _most_tbt_s(self, tracked: TrackedRequest) -> float:
-        """The most TBT that a destination of the request may have."""
+        """Return the most TBT that a destination of the request may have."""
         slo_s = self._requests.slos_in_batch(tracked).tbt_s
         if slo_s is None:
             return math.inf

@@ -83,7 +83,8 @@ class Placer:
     def place_after_refusal(
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
     ) -> list[Effect]:
-        """The double check of section 3: `decode` has refused the request. Reject it if all others have."""
+        """Place a request again that `decode` has refused in the double check of section 3. Reject it if all
+        others have."""
         effects = self._requests.release(tracked, RequestState.WAITING, now_s)
         tracked.refused_by.add(decode.name)
         tracked.may_have_begun = False  # its first token would have left after the check
@@ -171,7 +172,7 @@ class Placer:
         return [order, *self._preempt_late(tracked, placement, now_s)]
 
     def _is_refused_by_all(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """Whether a refused request has no decode instance left, or no time to try another one."""
+        """Return whether a refused request has no decode instance left, or no time to try another one."""
         if not (tracked.refused_by and tracked.may_be_refused):
             return False
         if placement.decode.name in tracked.refused_by:
@@ -277,7 +278,7 @@ class Placer:
     def _victims(
         self, tracked: TrackedRequest, placement: Placement, rejection: Rejection, now_s: float
     ) -> list[TrackedRequest]:
-        """The requests to preempt so that this one meets its SLOs; none if that cannot be."""
+        """Return the requests to preempt so that this one meets its SLOs; none if that cannot be."""
 
         def is_enough(freed: Freed) -> bool:
             return self._check(tracked, placement, now_s, freed) is None

@@ -35,7 +35,7 @@ class Claim(NamedTuple):
 
 
 def preemptible(claim: Claim, queued: Iterable[Claim], shares_s: Mapping[str, float]) -> Iterator[Claim]:
-    """The requests that yield to a claim, one after the other.
+    """Iterate over the requests that yield to a claim, one after the other.
 
     Args:
         claim: The request that needs room.
@@ -67,11 +67,11 @@ class Preemption:
         self._requests = requests
 
     def may_yield(self, tracked: TrackedRequest) -> bool:
-        """Whether the request may be preempted: it has not begun, and may be rejected."""
+        """Return whether the request may be preempted: it has not begun, and may be rejected."""
         return tracked.must_meet_slos and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:
-        """The running request that yields to this new one; None if none does."""
+        """Return the running request that yields to this new one; None if none does."""
         claim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
         return None if claim is None else claim.tracked
 
@@ -84,7 +84,7 @@ class Preemption:
         *,
         elsewhere_too: bool,
     ) -> list[TrackedRequest]:
-        """The requests to preempt so that this one can be placed.
+        """Return the requests to preempt so that this one can be placed.
 
         Args:
             tracked: The request that needs room.
@@ -131,7 +131,7 @@ class Preemption:
         return preemptible(Claim(tracked, _level(tracked, now_s), device_s), queued, self._shares_s())
 
     def _shares_s(self) -> Mapping[str, float]:
-        """The work of each tenant's placed requests."""
+        """Return the work of each tenant's placed requests."""
         shares_s: defaultdict[str, float] = defaultdict(float)
         for tracked in self._requests.by_id.values():
             if tracked.assignment is not None:

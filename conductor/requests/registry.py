@@ -66,7 +66,7 @@ class Requests:
         return self._assignments.strictest_tbt_slo_s
 
     def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
-        """The request's SLOs, with the TBT SLO of the strictest request that may share its batch."""
+        """Return the request's SLOs, with the TBT SLO of the strictest request that may share its batch."""
         if not self.limits.slo_classes:
             return tracked.slos
         both_s = (tracked.slos.tbt_s, self.strictest_tbt_slo_s)
@@ -75,31 +75,32 @@ class Requests:
         )
 
     def has_not_begun(self, tracked: TrackedRequest) -> bool:
-        """Whether the request has a pair, and nothing of its prompt has been computed there."""
+        """Return whether the request has a pair, and nothing of its prompt has been computed there."""
         if tracked.state is RequestState.PREFILLING:
             return not (tracked.may_have_begun or self._assignments.has_begun(tracked.placed))
         return tracked.state is RequestState.RESERVING
 
     def is_within_equal_part(self, tenant: str) -> bool:
-        """Whether one more request leaves the tenant within an equal part of `max_running_requests`."""
+        """Return whether one more request leaves the tenant within an equal part of
+        `max_running_requests`."""
         num_tenants = len(self._num_of_tenant) + (tenant not in self._num_of_tenant)
         return (self._num_of_tenant[tenant] + 1) * num_tenants <= self.limits.max_running_requests
 
     def num_elsewhere(self, tenant: str, front: bytes) -> int:
-        """The number of the tenant's requests at other fronts."""
+        """Return the number of the tenant's requests at other fronts."""
         return self._num_of_tenant[tenant] - self._num_at_front[tenant, front]
 
     def current(self, ref: Ref) -> TrackedRequest | None:
-        """The placed request whose present attempt is `ref`."""
+        """Return the placed request whose present attempt is `ref`."""
         tracked = self.by_id.get(ref.request_id)
         return tracked if tracked is not None and tracked.ref == ref and tracked.state in PLACED else None
 
     def num_migrations(self, instance: Instance) -> int:
-        """The number of migrations from and to an instance."""
+        """Return the number of migrations from and to an instance."""
         return self._num_migrations[instance.identity]
 
     def coming(self, ref: Ref) -> TrackedRequest | None:
-        """The migrating request whose attempt at its destination will be `ref`."""
+        """Return the migrating request whose attempt at its destination will be `ref`."""
         tracked = self.migrating.get(ref.request_id)
         is_meant = tracked is not None and tracked.migration is not None and tracked.migration.ref == ref
         return tracked if is_meant else None
@@ -107,12 +108,12 @@ class Requests:
     # -- a request's steps --------------------------------------------------------------------------
 
     def new(self, front: bytes, request: Request, now_s: float) -> TrackedRequest:
-        """A request as a front has submitted it. It is not accepted yet."""
+        """Make a request as a front has submitted it. It is not accepted yet."""
         ref = Ref(self.epoch, request.request_id, 0)
         return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
 
     def resumed(self, front: bytes, request: Request, waited_s: float, now_s: float) -> TrackedRequest:
-        """A request that an earlier Conductor had accepted `waited_s` ago, as its front tells of it."""
+        """Make a request that an earlier Conductor had accepted `waited_s` ago, as its front tells of it."""
         tracked = self.new(front, request, now_s)
         tracked.submitted_s = now_s - waited_s
         tracked.is_promised, tracked.may_have_begun = True, request.num_output_tokens > 0
@@ -380,6 +381,6 @@ class Requests:
 
 
 def _num_held_blocks(request: Request, grant: Grant) -> int:
-    """The prompt's leading blocks for which the decode instance granted no page, as it holds them."""
+    """Return the prompt's leading blocks for which the decode instance granted no page, as it holds them."""
     missing = [page.block_index for page in grant.pages]
     return min([*missing, len(request.block_keys)])

@@ -117,16 +117,17 @@ class Suspicion:
         self._losses = [loss for loss in self._losses if loss.is_open or loss.running]
 
     def is_suspect(self, request_id: str) -> bool:
-        """Whether the request is to be computed alone."""
+        """Return whether the request is to be computed alone."""
         return any(request_id in loss.suspects for loss in self._losses)
 
     def must_wait(self, request_id: str) -> bool:
-        """Whether the request must wait for reports of the instances that it may have ended."""
+        """Return whether the request must wait for reports of the instances that it may have ended."""
         losses = [loss for loss in self._losses if request_id in loss.suspects]
         return len(losses) > 1 and any(loss.is_unexplained for loss in losses)
 
     def ended_by(self, request_id: str) -> list[str]:
-        """The instances, one for each life, that a poison request has ended; none for other requests."""
+        """Return the instances, one for each life, that a poison request has ended; none for other
+        requests."""
         failures = [loss for loss in self._losses if loss.is_failure and request_id in loss.suspects]
         instances = [loss.instance for loss in failures]
         if len(set(instances)) < 2 and len(instances) < self._max_attempts:

@@ -73,7 +73,7 @@ class WorkerReports:
         return effects
 
     def _computed_by(self, instance: Instance) -> list[str]:
-        """The requests that may have been in a forward pass of `instance`."""
+        """Return the requests that may have been in a forward pass of `instance`."""
         requests = [self._requests.by_id[request_id] for request_id in instance.requests]
         return [
             tracked.request_id
@@ -169,7 +169,8 @@ class WorkerReports:
     def _on_refused(
         self, tracked: TrackedRequest, instance: Instance, refused: Refused, now_s: float
     ) -> list[Effect]:
-        """The double check of section 3: place the request on another decode instance, or reject it."""
+        """React to the double check of section 3: place the request on another decode instance, or reject
+        it."""
         if tracked.state is RequestState.DECODING:
             self._admission.learn_refusal(instance, refused.batch_size, refused.predicted_tbt_s, now_s)
         return self._placer.place_after_refusal(tracked, instance, refused.reason, now_s)

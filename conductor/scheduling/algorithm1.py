@@ -71,7 +71,8 @@ class Fetch(NamedTuple):
     """Line 8: an instance that holds fewer blocks than this may fetch."""
 
     def transfer_s(self, num_held_blocks: int) -> float:
-        """Lines 15 and 16: the transfer time to an instance that holds its first `num_held_blocks`."""
+        """Return the transfer time (lines 15 and 16) to an instance that holds its first
+        `num_held_blocks`."""
         return self.whole_s - num_held_blocks * self.block_s
 
 
@@ -189,8 +190,8 @@ class Scheduler:
         )
 
     def _waiting_s(self, candidates: Candidates, p: int) -> float:
-        """Seconds of waiting that a prompt adds on a prefill instance. As many prompts are assumed to come
-        behind it as are queued now."""
+        """Return the seconds of waiting that a prompt adds on a prefill instance. As many prompts are assumed
+        to come behind it as are queued now."""
         behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
         return candidates.ttft_s.item(p) + candidates.again_s.item(p) + behind_s
 
@@ -286,13 +287,14 @@ class Scheduler:
         return left_s if behind_s is None else left_s - behind_s.item(instance)
 
     def _estimate_prefill_execution_time(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """Lines 9 and 17: seconds to compute the prompt behind its first `prefix_blocks`."""
+        """Return the seconds (lines 9 and 17) to compute the prompt behind its first `prefix_blocks`."""
         prefix_len = min(prefix_blocks * prompt.block_size, prompt.num_tokens - 1)
         num_new, num_pairs = prefill_quantities(prompt.num_tokens - prefix_len, prefix_len)
         return self._view.prefill_costs.predict_s(instance, num_new, num_pairs)
 
     def _estimate_time_again(self, prompt: Prompt, instance: int, prefix_blocks: int) -> float:
-        """Seconds of a prefill behind `prefix_blocks` that compute blocks which are coming elsewhere.
+        """Return the seconds of a prefill behind `prefix_blocks` that compute blocks which are coming
+        elsewhere.
 
         Blocks that some instance holds already do not count.
         """

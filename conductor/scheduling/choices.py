@@ -50,7 +50,7 @@ Choice = Callable[[Candidates, Loads], int]
 
 
 def choice_of(rules: Rules) -> Choice:
-    """The configured rule."""
+    """Return the configured rule."""
     match rules.scheduling:
         case Scheduling.KVCACHE_CENTRIC | Scheduling.CACHE_AWARE:
             return least_ttft

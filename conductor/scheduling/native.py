@@ -36,7 +36,7 @@ _INLINING = struct.Struct("2qd")
 
 
 def new_scheduler(view: ClusterView, rules: Rules) -> Scheduler:
-    """The compiled scheduler, or the plain one where nothing can be compiled."""
+    """Make the compiled scheduler, or the plain one where nothing can be compiled."""
     exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # one rounding where Python has two would differ from it
     library = load_or_do_without(
         Path(__file__).with_name("algorithm1.cpp"), "decisions take longer", flags=exactly
@@ -98,13 +98,13 @@ class NativeScheduler(Scheduler):
         return None if instance < 0 else Inlined(instance, *times_s)
 
     def _refused(self, request: Decoding) -> bytes | None:
-        """The bits of the slots that may not be chosen; None if all may."""
+        """Return the bits of the slots that may not be chosen; None if all may."""
         if not request.refused:
             return None
         return packed([sum(1 << slot for slot in request.refused)], self._view.loads.num_slots)
 
     def _at(self) -> bytes:
-        """The addresses of the view's arrays, which change when an instance has come or gone."""
+        """Return the addresses of the view's arrays, which change when an instance has come or gone."""
         view = self._view
         if self._num_changes != view.num_changes:
             self._num_changes = view.num_changes

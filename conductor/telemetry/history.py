@@ -128,7 +128,7 @@ class History:
     """Requests of an earlier Conductor that instances decode, before their fronts have told of them."""
 
     def find(self, request_id: str) -> Timeline | None:
-        """A request that is live, or ended lately. The id of an answer stands for its first choice."""
+        """Return a request that is live, or ended lately. The id of an answer stands for its first choice."""
         for known in (request_id, f"{request_id}-0"):
             if (timeline := self.live.get(known) or self.ended.get(known)) is not None:
                 return timeline
@@ -292,5 +292,5 @@ class History:
 
 
 def _instance(identity: bytes) -> str:
-    """The name in a worker's socket identity."""
+    """Return the name in a worker's socket identity."""
     return identity.decode(errors="replace").rpartition("#")[0]

@@ -114,7 +114,7 @@ class RequestSpans:
 
 
 def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
-    """The span of a request that is over."""
+    """Make the span of a request that is over."""
     last = timeline.last
     return EndedSpan(
         REQUEST,
@@ -145,7 +145,8 @@ def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
 
 
 def _placings(timeline: Timeline, traced: _Traced) -> list[EndedSpan]:
-    """Each decision about the request with the wait for it, and the wait in which the request has ended."""
+    """Return each decision about the request with the wait for it, and the wait in which the request has
+    ended."""
     parts, verdicts = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
         waited = moment.step == QUEUED and moment.at_s < following.at_s
@@ -164,8 +165,8 @@ def _placings(timeline: Timeline, traced: _Traced) -> list[EndedSpan]:
 
 
 def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
-    """A migration that ends now. One that leaves the request where it is tells why, unless the request has
-    ended."""
+    """Make the span of a migration that ends now. One that leaves the request where it is tells why, unless
+    the request has ended."""
     outcome = migration.outcome
     has_failed = outcome not in (MigrationOutcome.MOVED, MigrationOutcome.ENDED)
     return EndedSpan(
@@ -185,7 +186,7 @@ def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
 
 
 def _chosen(placement: Placement) -> Attributes:
-    """The chosen pair, where its prefix comes from, and the predicted times."""
+    """Describe the chosen pair, where its prefix comes from, and the predicted times."""
     prediction = placement.prediction
     return {
         "mooncake.prefill": placement.prefill.name,

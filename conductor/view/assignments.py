@@ -91,7 +91,7 @@ class Assignments:
         return min(self._tbt_slos_s, default=None)
 
     def has_begun(self, assignment: Assignment) -> bool:
-        """Whether the prefill instance has begun to compute the prompt."""
+        """Return whether the prefill instance is believed to have begun to compute the prompt."""
         return self._view.loads.has_begun(assignment.prefill_slot, assignment.request.request_id)
 
     def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
@@ -163,7 +163,8 @@ class Assignments:
         )
 
     def _device_s(self, placement: Placement, decode_slot: int) -> float:
-        """Seconds of devices: the prefill, and the request's part of the iterations of a mean decode."""
+        """Return the seconds of devices: the prefill, and the request's part of the iterations of a mean
+        decode."""
         decode_s = self._view.forecast.decode_s
         share = self._view.decode_costs.first_s.item(decode_slot) / placement.prediction.gap_s
         return placement.prediction.prefill_s + (share * decode_s if decode_s < math.inf else 0.0)

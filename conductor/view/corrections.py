@@ -65,7 +65,7 @@ class _LatestErrors:
         self._update()
 
     def factor(self, now_s: float) -> float:
-        """The factor of a predicted time, at least 1."""
+        """Return the factor of a predicted time, at least 1."""
         if self._latest and self._latest[0].at_s < now_s - MEMORY_S:
             while self._latest and self._latest[0].at_s < now_s - MEMORY_S:
                 self._latest.popleft()
@@ -118,7 +118,7 @@ class TTFTCorrection:
             self._by_slo.popitem(last=False)
 
     def factor(self, ttft_slo_s: float, now_s: float) -> float:
-        """The factor of a predicted time of a request with this SLO, at least 1."""
+        """Return the factor of a predicted time of a request with this SLO, at least 1."""
         errors = self._by_slo.get(ttft_slo_s)
         return 1.0 if errors is None else errors.factor(now_s)
 
@@ -147,5 +147,6 @@ class TBTCorrection:
             self._errors.learn((reported_s - constant_s) / (predicted_s - constant_s), now_s)
 
     def corrected_s(self, predicted_s: float, constant_s: float, now_s: float) -> float:
-        """A predicted TBT with the correction. `constant_s` is the part of it that no request adds to."""
+        """Return a predicted TBT with the correction. `constant_s` is the part of it that no request adds
+        to."""
         return constant_s + self._errors.factor(now_s) * (predicted_s - constant_s)

@@ -115,7 +115,7 @@ class CostEstimator:
         return constant_s + first * first_s + second * second_s
 
     def mean(self, slots: NDArray[np.bool_]) -> Costs:
-        """The mean coefficients of these slots, at least one."""
+        """Return the mean coefficients of these slots, at least one."""
         num_slots = int(np.count_nonzero(slots))
         return Costs(*(self._coefficients @ slots / num_slots).tolist())
 
@@ -165,7 +165,7 @@ class CostEstimator:
         self._num_surprises[slot] = 0
 
     def _covariance(self, coefficients: Sequence[float]) -> _Covariance:
-        """The prior covariance of start coefficients."""
+        """Return the prior covariance of start coefficients."""
         common = _COMMON_DOUBT**2
         return _outer(coefficients, common + self._shape_variance, common)
 
@@ -177,7 +177,8 @@ class CostEstimator:
 
 
 def _outer(of: Sequence[float], squares: float, others: float) -> _Covariance:
-    """The products of three numbers, times one factor for squares and another one for mixed products."""
+    """Return the products of three numbers, times one factor for squares and another one for mixed
+    products."""
     a, b, c = of
     return squares * a * a, others * a * b, others * a * c, squares * b * b, others * b * c, squares * c * c
 

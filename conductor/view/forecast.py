@@ -63,7 +63,7 @@ class Steps:
         self._num_steps, self._at_s, self.step_s = self.at(now_s), now_s, step_s
 
     def at(self, now_s: float) -> float:
-        """The number of iterations until `now_s`, which is not before the last change."""
+        """Return the number of iterations until `now_s`, which is not before the last change."""
         return self._num_steps + (now_s - self._at_s) / self.step_s
 
 
@@ -108,7 +108,8 @@ class Forecast(ABC):
 
     @abstractmethod
     def at(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """The work of all decode instances at a time that is not before now, if iterations take `step_s`."""
+        """Return the work of all decode instances at a time that is not before now, if iterations take
+        `step_s`."""
 
 
 class SystemForecast(Forecast):
@@ -138,7 +139,7 @@ class SystemForecast(Forecast):
         return self._joined(time_s, now_s, step_s).plus(left)
 
     def _joined(self, time_s: float, now_s: float, step_s: float) -> Work:
-        """The work of prefills that will have ended by then and are still decoded."""
+        """Return the work of prefills that will have ended by then and are still decoded."""
         if self._lifetimes.all_last((time_s - now_s) / step_s):
             return self._prefills.until(time_s)
         ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
@@ -180,7 +181,7 @@ class RequestForecast(Forecast):
 
 
 def forecast_of(policy: Overload) -> Forecast:
-    """The forecast that a policy uses."""
+    """Return the forecast that a policy uses."""
     return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
 
 
@@ -192,7 +193,8 @@ class OutputLengths:
         self._by_kind: OrderedDict[BlockKey, deque[int]] = OrderedDict()
 
     def expected(self, request: Request) -> int:
-        """The length that 70% of the latest outputs of its kind did not exceed; at most `max_tokens`."""
+        """Return the length that 70% of the latest outputs of its kind did not exceed; at most
+        `max_tokens`."""
         lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
         if lengths is None or len(lengths) < _FEWEST_OF_KIND:
             lengths = self._all

@@ -41,7 +41,7 @@ class Lifetimes:
         self._shares.clear()
 
     def shares_left(self, num_steps: float) -> Floats:
-        """The share of decodes that go on for at least `num_steps` more iterations, by age in buckets.
+        """Return the share of decodes that go on for at least `num_steps` more iterations, by age in buckets.
 
         The last entry is for ages that no decode has reached: such a decode is expected to last for the mean
         length once more.
@@ -55,14 +55,14 @@ class Lifetimes:
         return shares
 
     def all_last(self, num_steps: float) -> bool:
-        """Whether no decode was shorter than `num_steps`."""
+        """Return whether no decode was shorter than `num_steps`."""
         if not self._latest:
             return True
         lasted, num_buckets = self._count(), int(num_steps / BUCKET_STEPS)
         return num_buckets < len(lasted) and lasted.item(num_buckets) == len(self._latest)
 
     def shares_as_old(self, num_steps: Floats) -> Floats:
-        """The shares of decodes that last as long. At least one decode must have ended."""
+        """Return the shares of decodes that last as long. At least one decode must have ended."""
         lasted, ages = np.append(self._count(), 0.0), (num_steps / BUCKET_STEPS).astype(np.intp)
         shares: Floats = lasted[np.minimum(ages, len(lasted) - 1)] / len(self._latest)
         return shares

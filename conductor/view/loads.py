@@ -154,7 +154,7 @@ class Loads:
         self.set_role(slot, role, room_blocks, inlines=inlines)
 
     def _grown(self, array: NDArray[Any]) -> NDArray[Any]:
-        """A copy with a column for each slot."""
+        """Return a copy with a column for each slot."""
         missing = np.zeros((*array.shape[:-1], self.num_slots - array.shape[-1]), array.dtype)
         return np.append(array, missing, axis=-1)
 
@@ -174,7 +174,8 @@ class Loads:
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
     def queue_s(self, now_s: float, priority: int = 0) -> Floats:
-        """Seconds until each instance has computed all its prompts that go before a prompt of `priority`.
+        """Return the seconds until each instance has computed all its prompts that go before a prompt of
+        `priority`.
 
         The time for which the present prompt has been computed is subtracted.
         """
@@ -183,7 +184,8 @@ class Loads:
         return left_s if behind_s is None else left_s - behind_s
 
     def behind_s(self, priority: int) -> Floats | None:
-        """Predicted seconds of queued prompts that go behind one of `priority`; None if none does."""
+        """Return the predicted seconds of queued prompts that go behind one of `priority`; None if none
+        does."""
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return None
@@ -254,7 +256,7 @@ class Loads:
             del self._queued_s[priority], self._num_queued[priority]
 
     def has_ordered_prefills(self, slot: int) -> bool:
-        """Whether the instance has prompts that it may compute."""
+        """Return whether the instance has prompts that it may compute."""
         return bool(self._prefills[slot].ordered)
 
     def has_begun(self, slot: int, request_id: str) -> bool:
@@ -308,7 +310,7 @@ class Loads:
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 
     def share_in_batches(self, slots: Floats) -> float:
-        """The share of the decoding requests at these slots (weights 0 and 1) that are in a batch."""
+        """Return the share of the decoding requests at these slots (weights 0 and 1) that are in a batch."""
         num_decoding = float(self.num_decoding.dot(slots))
         num_batched = np.minimum(self.num_decoding - self.num_awaiting_turn, self.max_batch)
         return float(num_batched.dot(slots)) / num_decoding if num_decoding else 1.0

@@ -75,14 +75,15 @@ class Placement(NamedTuple):
 
 
 def num_tokens_held(request: Request, stage: Role) -> int:
-    """The tokens that an instance holds: prefill the prompt so far, decode also the whole output."""
+    """Return the tokens that an instance holds: prefill the prompt so far, decode also the whole output."""
     if stage is Role.PREFILL:
         return len(request.token_ids)
     return request.num_prompt_tokens + request.sampling.max_tokens
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """The reason why no instance, there or expected, can hold the request; None if one of each role can."""
+    """Return the reason why no instance, there or expected, can hold the request; None if one of each role
+    can."""
     for stage in STAGES:
         largest = instances.largest(stage)
         if largest is not None and not largest.can_hold(num_tokens_held(request, stage)):

@@ -20,11 +20,11 @@ class Work(NamedTuple):
     num_tokens: float
 
     def plus(self, other: "Work") -> "Work":
-        """The sum of both."""
+        """Return the sum of both."""
         return Work(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
 
     def less(self, other: "Work") -> "Work":
-        """The difference."""
+        """Return the difference."""
         return Work(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
@@ -74,14 +74,15 @@ class Timeline:
         return (self._first + int(used[-1]) + 0.5) * self._bucket
 
     def until(self, time: float) -> Work:
-        """The work up to a time, or to the end of its bucket."""
+        """Return the work up to a time, or to the end of its bucket."""
         end = self._index(time) + 1
         if end >= self._work.shape[1]:
             return self.total
         return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
     def weighted(self, by_age: Floats, now: float) -> Work:
-        """The work until `now`, weighted by its age in buckets. The last weight is for all older work."""
+        """Return the work until `now`, weighted by its age in buckets. The last weight is for all older
+        work."""
         newest = math.floor(now / self._bucket) - self._first
         end = max(0, min(newest + 1, self._work.shape[1]))
         start = max(0, min(newest - len(by_age) + 2, end))
@@ -92,7 +93,7 @@ class Timeline:
         return Work(*sums.tolist())
 
     def _index(self, time: float) -> int:
-        """The index of a time's bucket, within the kept buckets or next to them."""
+        """Return the index of a time's bucket, within the kept buckets or next to them."""
         index = time / self._bucket - self._first
         return math.floor(min(max(index, -1.0), len(self._ones)))
 

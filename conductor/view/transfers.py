@@ -73,11 +73,11 @@ class TransferEstimator:
         self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
-        """The bytes in front of a new fetch from each of these instances."""
+        """Return the bytes in front of a new fetch from each of these instances."""
         return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:
-        """The seconds until the first byte of a fetch comes, and for each byte.
+        """Return the seconds until the first byte of a fetch comes, and for each byte.
 
         Args:
             source: The slot of the instance that is fetched from.

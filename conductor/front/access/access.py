@@ -187,7 +187,7 @@ class AccessControl:
 
 
 def _is_open(path: str) -> bool:
-    """Whether the path needs no client's key. (Admin routes check keys themselves.)"""
+    """Return whether the path needs no client's key. (Admin routes check keys themselves.)"""
     return path in OPEN_PATHS or path.startswith(ADMIN_PREFIXES)
 
 

@@ -289,7 +289,7 @@ class Connection(asyncio.Protocol):
             self._refuse("408 Request Timeout", message, "request_timeout")
 
     def _has_whole_request(self) -> bool:
-        """Whether a request is being answered, so that another one may arrive behind it."""
+        """Return whether a request is being answered, so that another one may arrive behind it."""
         return self._answering is not None and self._answering is not self._arriving
 
     def _refuse(self, status: str, message: str, code: str) -> None:

@@ -139,7 +139,7 @@ def _check_variables(variables: Mapping[str, Any], num_messages: int, model: Ser
 
 
 def is_brief_conversation(num_messages: int, variables: Mapping[str, Any] | None) -> bool:
-    """Whether a short conversation makes a short prompt: a template may write variables beside each
+    """Return whether a short conversation makes a short prompt: a template may write variables beside each
     message."""
     return not variables or num_messages * len(repr(variables)) <= _MAX_BRIEF_CHARS
 

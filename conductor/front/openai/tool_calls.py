@@ -42,7 +42,7 @@ class ToolFormat(StrEnum):
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a chat template has a place for tools."""
+    """Return whether a chat template has a place for tools."""
     return re.search(r"\btools\b", template) is not None
 
 

@@ -121,7 +121,7 @@ class Job(msgspec.Struct, frozen=True):
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def requests(self, reply_to: str, span: SpanContext | None = None) -> list[Request]:
-        """One Request per choice, in the order of the choices. `span`: that of the HTTP request."""
+        """Make one Request per choice, in the order of the choices. `span`: that of the HTTP request."""
         return [
             Request(
                 request_id=f"{self.id}-{index}",
@@ -174,7 +174,8 @@ def read_request(
 
 
 def is_brief(request: GenerationRequest) -> bool:
-    """Whether the prompts of a short request are short, as nothing long is put before or between them."""
+    """Return whether the prompts of a short request are short, as nothing long is put before or between
+    them."""
     if request.context_cache is not None:
         return False
     return not isinstance(request, ChatCompletionRequest) or is_brief_conversation(
