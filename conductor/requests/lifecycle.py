@@ -62,6 +62,15 @@ class TrackedRequest:
     """A request as the registry knows it, accepted or about to be.
 
     Only `conductor.requests.registry` makes it, and changes its state and its assignment.
+
+    Three fields forbid what a new request has to bear (`may_be_refused`, `must_meet_slos`):
+
+        set                 may a prediction reject it,     may an instance     may its end be a
+                            or another one preempt it?      refuse it?          rejection?
+        nothing             yes                             yes                 yes
+        `refused_by`        only if it would be late        yes                 yes
+        `is_promised`       no                              no                  yes
+        `may_have_begun`    no                              no                  no: a failure
     """
 
     request: Request

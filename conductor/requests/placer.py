@@ -62,12 +62,15 @@ class Placer:
     # -- one request --------------------------------------------------------------------------------
 
     def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
-        """Give the request a pair, or let it wait, or reject it."""
+        """Give the request a pair, or let it wait, or reject it.
+
+        Without effects it waits: WAITING for a pair with room, or QUEUED for load to fall.
+        """
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return self._wait_for_instances(tracked, now_s)
-        if self._is_refused_by_all(tracked, placement, now_s):
-            if self._may_queue(tracked, placement, now_s):
+        if self._has_no_other_try(tracked, placement, now_s):
+            if self._enqueue_if_in_time(tracked, placement, now_s):
                 tracked.refused_by.clear()
                 return []
             return self._reject(tracked, Reason.DOUBLE_CHECK, tracked.last_failure, now_s)
@@ -76,7 +79,7 @@ class Placer:
             return self._assign(tracked, placement, now_s)
         if may_preempt and (others := self._victims(tracked, placement, rejection, now_s)):
             return self._preempt(others, tracked, now_s)
-        if rejection.reason is Reason.TBT and self._may_queue(tracked, placement, now_s):
+        if rejection.reason is Reason.TBT and self._enqueue_if_in_time(tracked, placement, now_s):
             return []
         return self.reject_by_slo(tracked, rejection, now_s)
 
@@ -171,7 +174,7 @@ class Placer:
         order = self._requests.assign(tracked, placement, now_s)
         return [order, *self._preempt_late(tracked, placement, now_s)]
 
-    def _is_refused_by_all(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+    def _has_no_other_try(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
         """Return whether a refused request has no decode instance left, or no time to try another one."""
         if not (tracked.refused_by and tracked.may_be_refused):
             return False
@@ -220,9 +223,11 @@ class Placer:
         self._num_released = self._requests.num_released
         return effects
 
-    def _may_queue(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """Queue the request if it has TTFT slack and the queue has room (section 7). Returns whether it is
-        queued."""
+    def _enqueue_if_in_time(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
+        """Enqueue the request if its first token would be in time and the queue has room (section 7).
+
+        Returns whether it is in the queue now, where it waits for load to fall.
+        """
         if tracked.slos.ttft_s is None or tracked.is_late(now_s + placement.prediction.ttft_s):
             return False
         is_full = len(self._requests.admission_queue) >= self._limits.max_waiting
@@ -258,7 +263,7 @@ class Placer:
         if placement is None:
             return self._reject_if_overdue(tracked, now_s)
         placement, rejection = self._checked(tracked, placement, now_s)
-        if rejection is not None and not self._may_queue(tracked, placement, now_s):
+        if rejection is not None and not self._enqueue_if_in_time(tracked, placement, now_s):
             return self.reject_by_slo(tracked, rejection, now_s)
         return []
 

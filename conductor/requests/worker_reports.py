@@ -67,7 +67,9 @@ class WorkerReports:
         effects = self._migrations.lose(lost)
         for instance in lost:
             for request_id in list(instance.requests):
-                here = by_id.get(request_id)  # None: it yielded to one before it, and was rejected
+                # Placing one request again may have preempted others that were here: they have ended, or have
+                # another pair. What was about to move here goes on at its source.
+                here = by_id.get(request_id)
                 if here is not None and instance.name in (here.prefill, here.decode):
                     effects += self._retry(here, f"{instance.name} {reason}", now_s)
         return effects

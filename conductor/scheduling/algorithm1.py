@@ -149,6 +149,8 @@ class Scheduler:
         fetch = self._best_fetch(pooled) if self._fetches else NO_FETCH
         held = view.prefixes.match_own(request.block_keys, pooled)
         coming = view.coming.match(request.block_keys, request.priority, now_s)
+        # Blocks that are coming count as held where they will be computed; elsewhere it costs their time to
+        # compute them again, unless only the first token counts.
         match = held.with_coming(coming) if coming else held
         pays_again = match is not held and not may_compute_again
         prompt = Prompt(

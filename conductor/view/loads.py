@@ -189,9 +189,9 @@ class Loads:
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return None
-        # The prompt that is computed is not interrupted for long.
-        stays_s = np.where(self.head_priority > priority, self.queued_s - self.behind_head_s, 0.0)
-        behind_s: Floats = np.sum(behind, axis=0) - stays_s
+        # The prompt that is computed is not interrupted for long: what is left of it goes before all others.
+        head_left_s = np.where(self.head_priority > priority, self.queued_s - self.behind_head_s, 0.0)
+        behind_s: Floats = np.sum(behind, axis=0) - head_left_s
         return behind_s
 
     # -- prefill ------------------------------------------------------------------------------------

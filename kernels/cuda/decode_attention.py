@@ -64,13 +64,15 @@ def _attend_part(
     end = (tl.load(spans + span * SPAN_FIELDS + 1) * (tl.load(spans + span * SPAN_FIELDS + 2) + 1)).to(
         tl.int32
     )
-    pages += tl.load(spans + span * SPAN_FIELDS + 3)
+    pages += tl.load(spans + span * SPAN_FIELDS + 3)  # where the sequence's pages begin
+    # This program's keys, [begin, stop): its part of those in the window, in whole blocks of keys.
     first_seen = tl.maximum(0, end - window)
     first = first_seen // BLOCK_KEYS * BLOCK_KEYS
     part_keys = tl.cdiv(tl.cdiv(end - first, BLOCK_KEYS), NUM_SPLITS) * BLOCK_KEYS
     begin = first + split * part_keys
     stop = tl.minimum(end, begin + part_keys)
 
+    # The query heads of one KV head are the rows of the matrix products.
     member = tl.arange(0, GROUP_ROWS)
     dim = tl.arange(0, BLOCK_DIM)
     is_member, is_dim = member < GROUP, dim < HEAD_DIM
@@ -79,6 +81,7 @@ def _attend_part(
         query + row * query_stride + head[:, None] * HEAD_DIM + dim[None, :],
         mask=is_member[:, None] & is_dim[None, :], other=0.0,
     )  # fmt: skip
+    # Softmax online: the highest score so far, and sum and weighted values in relation to it.
     highest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     result = tl.zeros([GROUP_ROWS, BLOCK_DIM], tl.float32)

@@ -117,7 +117,9 @@ def _attend_tile(
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    # Two passes over the keys: first those that all queries see, without a mask; then the rest, with one.
     if HAS_WINDOW:
+        # With a window the queries see different keys from the first block on: all are masked.
         masked_from = tl.maximum(0, position - window + 1) // BLOCK_KEYS * BLOCK_KEYS
     else:
         # Every query of the tile sees the keys up to the first one's position.
@@ -131,7 +133,7 @@ def _attend_tile(
         highest, total, result, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_DIM, PAGE_SIZE, BLOCK_KEYS,
     )  # fmt: skip
 
-    total = tl.where(total > 0, total, 1.0)  # rows of no query
+    total = tl.where(total > 0, total, 1.0)  # rows of no query: not 0 / 0
     result = result / total[:, None]
     at = (row + token) * (NUM_KV_HEADS * GROUP) + head
     tl.store(out + at[:, None] * HEAD_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=is_element)

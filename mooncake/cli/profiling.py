@@ -11,6 +11,7 @@ import contextlib
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import rich.console
 import rich.table
@@ -195,25 +196,13 @@ def draw(made: Profile, path: Path) -> bool:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
     for cached in sorted({point.second for point in made.prefill_points}):
         points = [point for point in made.prefill_points if point.second == cached]
-        fitted = [1000 * prefill.seconds(*prefill_quantities(point.first, cached)) for point in points]
-        line = left.loglog([point.first for point in points], fitted, label=f"{cached:,.0f} cached")
-        left.plot(
-            [point.first for point in points],
-            [1000 * point.seconds for point in points],
-            "o",
-            c=line[0].get_color(),
-        )
+        fitted_s = [prefill.seconds(*prefill_quantities(point.first, cached)) for point in points]
+        _curve(left, [point.first for point in points], points, fitted_s, f"{cached:,.0f} cached")
     left.set(xlabel="new tokens", ylabel="milliseconds", title="prefill: measured, and the fit")
     for batch_size in sorted({point.first for point in made.decode_points}):
         points = [point for point in made.decode_points if point.first == batch_size]
-        fitted = [1000 * decode.seconds(batch_size, point.second) for point in points]
-        line = right.loglog([point.second for point in points], fitted, label=f"{batch_size:,.0f} requests")
-        right.plot(
-            [point.second for point in points],
-            [1000 * point.seconds for point in points],
-            "o",
-            c=line[0].get_color(),
-        )
+        fitted_s = [decode.seconds(batch_size, point.second) for point in points]
+        _curve(right, [point.second for point in points], points, fitted_s, f"{batch_size:,.0f} requests")
     right.set(xlabel="KV tokens", ylabel="milliseconds", title="one step of decoding")
     for axes in (left, right):
         axes.xaxis.set_major_formatter("{x:,g}")
@@ -225,3 +214,11 @@ def draw(made: Profile, path: Path) -> bool:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+def _curve(
+    axes: Any, places: Sequence[float], points: Sequence[Point], fitted_s: Sequence[float], label: str
+) -> None:
+    """Draw the fit as a line, and the measured points over it, in milliseconds."""
+    (line,) = axes.loglog(places, [1000 * seconds for seconds in fitted_s], label=label)
+    axes.plot(places, [1000 * point.seconds for point in points], "o", c=line.get_color())

@@ -53,6 +53,7 @@ UNSERVED_ENDPOINTS = tuple(
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 log = logging.getLogger(__name__)
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class _DirectRoutes:
@@ -63,7 +64,7 @@ class _DirectRoutes:
     routes as well, so that it describes them.
     """
 
-    def __init__(self, app: ASGIApp, answers: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+    def __init__(self, app: ASGIApp, answers: Mapping[str, Handler]) -> None:
         self._app, self._answers = app, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,26 +125,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
         ("/v1/completions", completions, CompletionRequest),
     )
-    app.add_middleware(_DirectRoutes, answers={path: answer for path, answer, _ in generating})
-    if (keys_file := front.config.api_keys_file) is not None:
-        ring, limits = KeyRing(keys_file), KeyLimits()
-        app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
-        AccessMetrics(ring, limits, front.registry)
-    app.add_middleware(Boundary)
-    if front.tracer is not None:
-        paths = frozenset(path for path, _, _ in generating)
-        app.add_middleware(
-            TracedRequests, tracer=front.tracer, paths=paths, model_name=front.config.served_model_name
-        )
-    if front.config.cors_origins:  # outside: browsers ask for permission without a key, and are told of bugs
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=front.config.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-
+    _add_middleware(app, front, {path: answer for path, answer, _ in generating})
     for path, answer, schema in generating:
         app.add_api_route(path, answer, methods=["POST"], openapi_extra=described(schema))
 
@@ -155,22 +137,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
     async def detokenized(request: Request) -> Response:
         return await front.about_tokens(AboutTokens.DETOKENIZE, request)
 
-    served = {
-        "id": front.config.served_model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "mooncake-serve",
-        "max_model_len": front.model.context_len,
-    }
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [served]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        check_model(name, front.config.served_model_name)
-        return JSONResponse(served)
+    _add_models(app, front)
 
     @app.get("/health")
     async def health() -> Response:
@@ -199,3 +166,48 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
     answer_errors(app, UNSERVED_ENDPOINTS)
     describe(app, needs_key=front.config.api_keys_file is not None)
     return app
+
+
+def _add_middleware(app: FastAPI, front: Front, answers: Mapping[str, Handler]) -> None:
+    """Add what a request passes before its route. What is added last sees it first.
+
+    In the order of a request: permissions of other sites, as browsers ask for them without a key, and are to
+    read of our errors; the span; ids and errors (`Boundary`); the key; the paths that need no router.
+    """
+    app.add_middleware(_DirectRoutes, answers=answers)
+    if (keys_file := front.config.api_keys_file) is not None:
+        ring, limits = KeyRing(keys_file), KeyLimits()
+        app.add_middleware(AccessControl, ring=ring, limits=limits, metrics=front.metrics)
+        AccessMetrics(ring, limits, front.registry)
+    app.add_middleware(Boundary)
+    if front.tracer is not None:
+        paths, model_name = frozenset(answers), front.config.served_model_name
+        app.add_middleware(TracedRequests, tracer=front.tracer, paths=paths, model_name=model_name)
+    if front.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=front.config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+
+
+def _add_models(app: FastAPI, front: Front) -> None:
+    """Add the routes that list the one served model."""
+    served = {
+        "id": front.config.served_model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "mooncake-serve",
+        "max_model_len": front.model.context_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [served]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        check_model(name, front.config.served_model_name)
+        return JSONResponse(served)

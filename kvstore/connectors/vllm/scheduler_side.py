@@ -203,19 +203,19 @@ class SchedulerSide:
                 continue
             request = tracked.request
             # Tokens that are not known yet (asynchronous scheduling, drafts) make no keys.
-            num_there = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
-            num_blocks = num_there // self._block_size
-            if num_blocks <= tracked.num_stored:
+            num_known_tokens = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
+            num_full_blocks = num_known_tokens // self._block_size
+            if num_full_blocks <= tracked.num_stored:
                 continue
-            tokens = range(tracked.num_stored * self._block_size, num_blocks * self._block_size)
+            new_tokens = range(tracked.num_stored * self._block_size, num_full_blocks * self._block_size)
             blocks = place_blocks(
-                self._keys(tracked, tokens.stop),
-                tokens,
+                self._keys(tracked, new_tokens.stop),
+                new_tokens,
                 list(pages_of(request_id)),
                 block_size=self._block_size,
                 page_tokens=self._page_tokens,
             )
-            tracked.num_stored = num_blocks
+            tracked.num_stored = num_full_blocks
             tracked.has_stored = True
             plan.stores.append(Store(request_id, [block for block in blocks if block.key not in planned]))
             planned.update(block.key for block in blocks)
