@@ -1,7 +1,7 @@
 """The form of all messages between nodes, as JSON.
 
-`.venv/bin/python -m tests.compatibility.schema` records that of this tree in `last_release.json`, in the
-commit that is released.
+`.venv/bin/python -m tests.compatibility.schema` records it in `last_release.json`, with HEAD's commit. To be
+run after a release, while HEAD is what was released; `NEW` of `test_messages` is emptied then.
 """
 
 import subprocess
