@@ -52,7 +52,7 @@ from workers.process.block_orders import BlockOrders
 from workers.process.conductor_link import ConductorLink, await_leader
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement
-from workers.process.session_tasks import session_tasks
+from workers.process.session_tasks import end_beside, session_tasks
 
 if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
@@ -113,7 +113,8 @@ class LeaderSession:
             self._leaders,
             lambda: self._engines,
         )
-        leaving = asyncio.create_task(self._leave_when_a_rank_is_lost())
+        # Not in the group, which may end late: the Conductor is told meanwhile.
+        leaving = asyncio.create_task(self._leave_when_a_rank_is_lost(), name="leaving the conductor")
         try:
             async with contextlib.AsyncExitStack() as stack, session_tasks(pool) as group:
                 if self._next is not None:
@@ -136,7 +137,7 @@ class LeaderSession:
                     group.create_task(self._next.beat())
                 await self._obey()
         finally:
-            leaving.cancel()
+            await end_beside(leaving)
             self.is_registered = self._link.is_registered
             await self._link.close()
             for link in (self._next, self._followers):

@@ -5,12 +5,15 @@ Owns: how a session ends. Does not know: its tasks.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import ConfigError, PoolError
 from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.asynccontextmanager
@@ -32,6 +35,14 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     # Not raised above: before Python 3.11.4 it would be wrapped in a group again, which nobody expects.
     if ended_by is not None:
         raise ended_by
+
+
+async def end_beside(task: asyncio.Task[None]) -> None:
+    """Cancel a task that runs beside the group, and wait for its end. An error of it is logged."""
+    task.cancel()
+    (failure,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(failure, Exception):
+        log.error("%s has failed", task.get_name(), exc_info=failure)
 
 
 def _first_of(errors: ExceptionGroup[Exception]) -> Exception:

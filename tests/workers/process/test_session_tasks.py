@@ -10,7 +10,7 @@ import pytest
 from mooncake.errors import ConfigError, PoolError
 from workers.engine.tensor_parallel import RankLost
 from workers.errors import SessionLostError
-from workers.process.session_tasks import session_tasks
+from workers.process.session_tasks import end_beside, session_tasks
 
 LOST, REFUSED = SessionLostError("stage 1 is gone"), ConfigError("the conductor refused p")
 
@@ -78,3 +78,19 @@ async def test_session_that_is_cancelled_has_not_been_lost() -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+async def test_the_error_of_a_task_beside_the_group_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    failing = asyncio.create_task(fails(OSError("no socket")), name="telling")
+    await asyncio.wait([failing])
+    await end_beside(failing)
+    assert "telling has failed" in caplog.text
+    assert "no socket" in caplog.text
+
+
+async def test_a_task_beside_the_group_ends_with_the_session(caplog: pytest.LogCaptureFixture) -> None:
+    waiting = asyncio.create_task(asyncio.sleep(3600))
+    await asyncio.sleep(0)
+    await end_beside(waiting)
+    assert waiting.cancelled()
+    assert caplog.text == ""
