@@ -16,6 +16,7 @@ from conductor.effects import Effect, ToConductor
 from conductor.elasticity.control import Elasticity
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
+from conductor.membership.heads import Heads
 from conductor.membership.joining import Membership
 from conductor.membership.leaving import Leaving
 from conductor.membership.operators import Operators
@@ -49,7 +50,7 @@ from mooncake.messages.fronts import (
     Submit,
     Unknown,
 )
-from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate
+from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate, MoveHeads
 from mooncake.messages.workers import (
     STAGES,
     Finished,
@@ -105,9 +106,12 @@ class Conductor:
         )
         self.evacuation = Evacuation(self.view, self.contexts, self.replication)
         self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
-        self.roles = Roles(self._requests, self._placer, emptier, self._fronts)
-        self._leaving = Leaving(self._requests, emptier, self.evacuation, self.roles, self._fronts)
-        self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations)
+        self._heads = Heads(epoch, self.instances)
+        self.roles = Roles(self._requests, self._placer, emptier, self._fronts, self._heads)
+        self._leaving = Leaving(
+            self._requests, emptier, self.evacuation, self.roles, self._fronts, self._heads
+        )
+        self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations, self._heads)
         self._membership = Membership(
             fingerprint,
             profiled_device,
@@ -181,7 +185,7 @@ class Conductor:
                 return self._on_continue(sender, message, now_s)
             case Cancel():
                 return self._on_cancel(sender, message, now_s)
-            case Drain() | ChangeRole() | ListInstances() | Migrate():
+            case Drain() | ChangeRole() | MoveHeads() | ListInstances() | Migrate():
                 return self._operators.on_order(sender, message, now_s)
             case KeepContext(context_id, keys, ttl_s):
                 return self.contexts.keep(context_id, keys, ttl_s, now_s)
@@ -363,7 +367,8 @@ class Conductor:
         return self._reports.on_work(instance, message, now_s)
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
-        instance.last_seen_s, instance.heartbeat = now_s, heartbeat
+        before, instance.heartbeat, instance.last_seen_s = instance.heartbeat, heartbeat, now_s
+        self._heads.heard(instance, before)
         self.view.learn(instance, heartbeat)
         self.elasticity.heard(instance, heartbeat, now_s)
         load = heartbeat.decode_load

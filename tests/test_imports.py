@@ -32,10 +32,10 @@ LAYERS = {
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
     "kvstore": "events | pool | protocol, ssd | client, transfer | connectors, server",
     "kernels": "attention, cpu, cuda | kv_copy",
-    "workers": "engine, errors | kvcache | execution | groups | decode, prefill | process | vllm",
+    "workers": "engine, errors | kvcache | execution | groups, heads | decode, prefill | process | vllm",
     "workers.engine": """
         logit_changes, sampling, spec, upload | kvcache, rotary, tensor_parallel
-        | batch, process_group, weights | layers | decode_graphs | cuda | model | warm_up
+        | batch, head_move, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
         effects, index | rules | view | admission, fronts, replication, scheduling | requests | membership

@@ -16,3 +16,7 @@ class NoRoomError(MooncakeError):
 
 class EngineLostError(MooncakeError):
     """The engine of an instance, which is a separate process, has ended or gives invalid answers."""
+
+
+class HeadsStayError(MooncakeError):
+    """KV heads cannot move, to a helper or back; the message says why."""

@@ -93,7 +93,7 @@ class Elasticity:
 
     def heard(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         """Learn the real utilisation of an instance from its heartbeat."""
-        num_pages = instance.registration.capacity.num_device_pages
+        num_pages = instance.num_device_pages
         self.utilisation.learn(
             instance.name, instance.role, heartbeat, num_pages, self._capacity_token_s, now_s
         )

@@ -54,7 +54,7 @@ class Survey:
         coming += [_coming(of) for of in own if of.state is not RequestState.DECODING]
         coming += [_coming(of) for of in here if _moves_to(of, instance)]
         capacity, block_size = instance.registration.capacity, instance.registration.layout.block_size
-        num_free_pages = capacity.num_device_pages
+        num_free_pages = instance.num_device_pages
         if instance.heartbeat is not None:
             num_free_pages = instance.heartbeat.num_free_device_pages
         costs = _costs_at(self._view, slot)
@@ -64,7 +64,7 @@ class Survey:
             costs,
             capacity.max_batch,
             instance.max_sequence_blocks * block_size,
-            capacity.num_device_pages * block_size,
+            instance.num_device_pages * block_size,
             num_free_pages * block_size,
             tuple(coming),
             takes_requests=instance.state is InstanceState.SERVING,

@@ -12,6 +12,7 @@ are copied.
 from conductor.effects import Effect
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
+from conductor.membership.heads import Heads
 from conductor.membership.roles import Roles
 from conductor.replication.evacuation import Evacuation
 from conductor.requests.registry import Requests
@@ -23,8 +24,15 @@ class Leaving:
     """Drains the registry's instances."""
 
     def __init__(
-        self, requests: Requests, emptier: Emptier, evacuation: Evacuation, roles: Roles, fronts: Fronts
+        self,
+        requests: Requests,
+        emptier: Emptier,
+        evacuation: Evacuation,
+        roles: Roles,
+        fronts: Fronts,
+        heads: Heads,
     ) -> None:
+        self._heads = heads
         self._emptier, self._evacuation, self._roles, self._fronts = emptier, evacuation, roles, fronts
         self._instances = requests.instances
 
@@ -52,6 +60,7 @@ class Leaving:
             if was_switching:
                 self._roles.count_given_up()
             effects = self._emptier.go_on(instance, now_s) + self._fronts.tell()
+            effects += self._heads.call_back(instance)
         if instance.emptying is not None:
             if instance.state is state:
                 instance.emptying.leaves = leaves

@@ -1,9 +1,10 @@
-"""Orders of operators: to drain an instance, to change its role, to move a request.
+"""Orders of operators: to drain an instance, to change its role, to move a request or KV heads.
 
 Owns: which orders are refused, the answers to operators. Does not know: how an order is carried out.
 """
 
 from conductor.effects import Effect
+from conductor.membership.heads import Heads, place_of
 from conductor.membership.leaving import Leaving
 from conductor.membership.roles import Roles
 from conductor.requests.migrations import Migrations
@@ -15,6 +16,7 @@ from mooncake.messages.operators import (
     InstanceStatus,
     ListInstances,
     Migrate,
+    MoveHeads,
     OperatorOrder,
     Ordered,
 )
@@ -24,9 +26,11 @@ from mooncake.messages.workers import InstanceState
 class Operators:
     """Carries the orders of operators out, or refuses them."""
 
-    def __init__(self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations) -> None:
+    def __init__(
+        self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations, heads: Heads
+    ) -> None:
         self._instances, self._leaving, self._roles = instances, leaving, roles
-        self._migrations = migrations
+        self._migrations, self._heads = migrations, heads
 
     def on_order(self, sender: bytes, order: OperatorOrder, now_s: float) -> list[Effect]:
         """React to an order of `sender`, a front."""
@@ -38,9 +42,19 @@ class Operators:
         instance = self._instances.get(order.instance)
         if instance is None:
             return [Effect(sender, Ordered(order.order, None, self._instances.why_unknown(order.instance)))]
-        refusal = self._why_not(instance, order)
-        effects = [] if refusal else self._obey(instance, order, now_s)
+        if isinstance(order, MoveHeads):
+            refusal, effects = self._move_heads(instance, order)
+        else:
+            refusal = self._why_not(instance, order)
+            effects = [] if refusal else self._obey(instance, order, now_s)
         return [*effects, Effect(sender, Ordered(order.order, status_of(instance, now_s), refusal))]
+
+    def _move_heads(self, owner: Instance, order: MoveHeads) -> tuple[str, list[Effect]]:
+        helper = self._instances.get(order.helper)
+        if helper is None:
+            return self._instances.why_unknown(order.helper), []
+        refusal = self._heads.why_not(owner, helper, order.num_heads)
+        return refusal, [] if refusal else self._heads.order(owner, helper, order.num_heads)
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):
@@ -73,4 +87,6 @@ def status_of(instance: Instance, now_s: float) -> InstanceStatus:
         emptying.num_blocks_left,
         max(0.0, now_s - emptying.began_s),
         instance.state is InstanceState.DRAINING and not emptying.leaves,
+        place_of(instance),
+        instance.num_device_pages,
     )

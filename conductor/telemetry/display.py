@@ -185,7 +185,9 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "engine": instance.registration.engine,
         "num_requests": len(instance.requests),
         "num_assigned_tokens": instance.num_assigned_tokens,
-        "num_device_pages": instance.registration.capacity.num_device_pages,
+        "num_device_pages": instance.num_device_pages,
+        "num_moved_heads": instance.heads.num_heads,
+        "helper": instance.heads.helper,
     }
     return shown if instance.heartbeat is None else shown | _reported(instance.heartbeat)
 

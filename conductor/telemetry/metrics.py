@@ -324,7 +324,7 @@ def instances_text(conductor: Conductor, model_name: str) -> str:
     """The latest heartbeats of the instances in Prometheus' text format."""
     return instance_text(
         [
-            InstanceReport(instance.name, instance.registration.capacity.num_device_pages, instance.heartbeat)
+            InstanceReport(instance.name, instance.num_device_pages, instance.heartbeat)
             for instance in conductor.instances
             if instance.heartbeat is not None
         ],

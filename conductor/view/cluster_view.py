@@ -234,7 +234,7 @@ class ClusterView:
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
         self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
-        num_device_pages = max(1, instance.registration.capacity.num_device_pages)
+        num_device_pages = max(1, instance.num_device_pages)
         self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
         pools = list(heartbeat.pools.values())
         self.balancing.learn(slot, pools)

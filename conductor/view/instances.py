@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from conductor.rules import Rules
+from mooncake.messages.migration import HeadsPlace, PlaceHeads
 from mooncake.messages.workers import SPOKEN, STAGES, Heartbeat, InstanceState, Register, Role
 
 _NEXT = {
@@ -59,6 +60,8 @@ class Instance:
     """None exactly while `state` is SERVING."""
     requests: dict[str, int] = field(default_factory=dict)
     """The prompt lengths of its requests, as prefill or as decode, by id."""
+    heads_order: PlaceHeads | None = None
+    """The latest order about its heads, until a heartbeat names it."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -83,8 +86,18 @@ class Instance:
     @property
     def max_sequence_blocks(self) -> int:
         """The longest sequence that fits into an otherwise empty instance, in blocks."""
-        capacity = self.registration.capacity
-        return min(capacity.num_pool_pages, capacity.num_device_pages)
+        return min(self.registration.capacity.num_pool_pages, self.num_device_pages)
+
+    @property
+    def heads(self) -> HeadsPlace:
+        """Where its KV heads are, as the latest heartbeat tells."""
+        return HeadsPlace() if self.heartbeat is None else self.heartbeat.heads
+
+    @property
+    def num_device_pages(self) -> int:
+        """The pages of its device, which change with heads that leave or come."""
+        now = self.heads.num_device_pages
+        return self.registration.capacity.num_device_pages if now is None else now
 
     def shares_cores(self, other: "Instance") -> bool:
         """Whether both instances compute on some of the same CPU cores, each while the other leaves them
@@ -188,6 +201,10 @@ class Instances:
     def emptying(self) -> list[Instance]:
         """The instances that drain, or switch their role."""
         return list(self._emptying.values())
+
+    def resized(self) -> None:
+        """Note that instances have another number of pages than before."""
+        self._largest.clear()
 
     def _changed(self) -> None:
         self.num_changes += 1

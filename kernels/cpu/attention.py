@@ -12,7 +12,7 @@ Owns: the checks, and the description of a batch that the C++ code reads. Does n
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -52,6 +52,16 @@ class Heads:
     num_kv_heads: int
     head_dim: int
     scale: float
+
+    def last(self, num_kv_heads: int) -> "Heads":
+        """Return the last KV heads, with their query heads."""
+        return replace(
+            self, num_heads=self.num_heads // self.num_kv_heads * num_kv_heads, num_kv_heads=num_kv_heads
+        )
+
+    def without(self, others: "Heads") -> "Heads":
+        """Return the heads before these last ones."""
+        return self.last(self.num_kv_heads - others.num_kv_heads)
 
 
 class PagedAttention:

@@ -38,6 +38,7 @@ class _Pages(ctypes.Structure):
         ("num_pages", c_int64),
         ("num_heads", c_int),
         ("num_kv_heads", c_int),
+        ("num_kept", c_int),
         ("head_dim", c_int),
         ("page_size", c_int),
     )
@@ -122,7 +123,8 @@ class Elementwise:
         if norms is not None:
             _check("query norm", norms.query, (head_dim,), self._dtype)
             _check("key norm", norms.key, (head_dim,), self._dtype)
-        pages = _Pages(num_pages, num_rows - 2 * num_kv_heads, num_kv_heads, head_dim, page_size)
+        num_heads = num_rows - 2 * num_kv_heads
+        pages = _Pages(num_pages, num_heads, num_kv_heads, num_kv_heads, head_dim, page_size)
         is_written = self._rotate_and_write(
             qkv.data_ptr(),
             kv_layer.data_ptr(),

@@ -21,6 +21,7 @@ from kernels.cpu.attention import Heads, PagedAttention
 from kernels.cpu.elementwise import MULTIPLE, HeadNorms, Slots
 from kernels.cpu.library import Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
+from kernels.cpu.moved_heads import HeadsOwner, HelperLost
 
 
 class _Weights(ctypes.Structure):
@@ -131,7 +132,7 @@ class Layer:
             weights.eps,
         )
         self._address = ctypes.addressof(self._struct)
-        self._layers = library.function("layers", self.dtype, c_void_p, c_int64, *[c_void_p] * 4)
+        self._layers = library.function("layers", self.dtype, c_void_p, c_int64, *[c_void_p] * 5)
         self._attention_half = library.function("attention_half", self.dtype, *[c_void_p] * 7)
         self._mlp_half = library.function("mlp_half", self.dtype, c_void_p, c_int64, *[c_void_p] * 3)
 
@@ -194,18 +195,21 @@ class Layer:
         attention: PagedAttention,
         slots: Slots,
         workspace: torch.Tensor,
+        moved: HeadsOwner | None = None,
     ) -> None:
-        num_tokens = len(slots)
+        num_tokens, heads = len(slots), self.heads
+        if moved is not None:
+            heads = heads.without(moved.shape.heads)
         self._check("hidden states", hidden, (num_tokens, self.hidden_size))
         self._check("pages", kv_layer, attention.kv_shape)
         self._check("workspace", workspace, (num_tokens * self.workspace_elements,))
         if (
             attention.num_tokens != num_tokens
-            or attention.heads != self.heads
+            or attention.heads != heads
             or slots.head_dim != self.heads.head_dim
         ):
             raise ValueError(
-                f"expected attention and places of {num_tokens} tokens for {self.heads}, "
+                f"expected attention and places of {num_tokens} tokens for {heads}, "
                 f"got {attention.num_tokens} for {attention.heads}, head_dim {slots.head_dim}"
             )
 
@@ -223,13 +227,15 @@ def run_layers(
     hidden: torch.Tensor,
     slots: Slots,
     workspace: torch.Tensor,
+    moved: HeadsOwner | None = None,
 ) -> torch.Tensor:
     """`hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
-    Otherwise as `Layer.__call__`.
+    With `moved` a helper has the last heads, and the pass has been described to it; pages and attention have
+    the others. Otherwise as `Layer.__call__`. Raises HelperLost.
     """
     first, pages, attention = layers[0]
-    first._check_pass(hidden, pages, attention, slots, workspace)
+    first._check_pass(hidden, pages, attention, slots, workspace, moved)
     for layer, kv_layer, of_layer in layers[1:]:
         if layer._sizes != first._sizes or of_layer.num_tokens != attention.num_tokens:
             raise ValueError(
@@ -246,11 +252,14 @@ def run_layers(
     is_written = first._layers(
         ctypes.addressof(structs),
         len(layers),
+        None if moved is None else moved.address,
         slots.address,
         hidden.data_ptr(),
         out.data_ptr(),
         workspace.data_ptr(),
     )
+    if not is_written and moved is not None:
+        raise HelperLost("the helper that has some of the heads does not answer")
     _check_written(is_written, pages, slots)
     return out
 

@@ -12,6 +12,8 @@ import torch
 HUGE_PAGE_BYTES = 2 << 20
 _CHUNK_BYTES = 16 * HUGE_PAGE_BYTES
 _ALIGNMENT_BYTES = 64
+_MEMORY_PAGE_BYTES = mmap.PAGESIZE
+_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23  # Python has no name for this advice
 
 _libc = ctypes.CDLL(None)
@@ -39,6 +41,17 @@ def populate(memory: torch.Tensor) -> None:
     on a machine of one's own, 2 s where a hypervisor gives its memory late, too.
     """
     _libc.madvise(memory.data_ptr(), memory.numel() * memory.element_size(), _MADV_POPULATE_WRITE)
+
+
+def give_back(memory: torch.Tensor) -> None:
+    """Give the whole pages under contiguous `memory` of `huge_zeros` back to the system.
+
+    They are zeros from now on, and take memory again when they are written.
+    """
+    first = -(-memory.data_ptr() // _MEMORY_PAGE_BYTES) * _MEMORY_PAGE_BYTES
+    end = memory.data_ptr() + memory.numel() * memory.element_size()
+    if end - first >= _MEMORY_PAGE_BYTES:
+        _libc.madvise(first, (end - first) // _MEMORY_PAGE_BYTES * _MEMORY_PAGE_BYTES, _MADV_DONTNEED)
 
 
 class HugeMemory:

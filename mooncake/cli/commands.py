@@ -2,8 +2,8 @@
 
 Every configuration key is a flag: `http.port` is `--http-port`, and the usual short names exist too.
 `mooncake-serve keygen FILE` makes the key of a cluster, `mooncake-serve apikey FILE NAME` that of a client,
-`mooncake-serve profile FILE` measures this machine; `mooncake-serve drain INSTANCE` and
-`mooncake-serve role INSTANCE ROLE` are for a cluster that runs.
+`mooncake-serve profile FILE` measures this machine; `mooncake-serve drain INSTANCE`,
+`mooncake-serve role INSTANCE ROLE` and `mooncake-serve migrate INSTANCE HELPER` are for a cluster that runs.
 
 Owns: the command line. Does not know: keys and their values (`mooncake.config.settings`), processes
 (`mooncake.node.supervisor`).
@@ -38,6 +38,7 @@ EXAMPLES = """examples:
   mooncake-serve profile costs.json --model DIR     what this device needs: --conductor-profile costs.json
   mooncake-serve role prefill-1 decode              another role for an instance of the cluster that runs
   mooncake-serve drain decode-0                     take it out: nothing that it runs is lost
+  mooncake-serve migrate decode-0 decode-1 --heads 1    a KV head to a helper, which computes with it; --back
 
 Each flag is also a key in the YAML file and an environment variable: --http-port, http.port,
 MOONCAKE_HTTP_PORT. docs/configuration.md has all of them.
@@ -48,7 +49,7 @@ configuration is wrong; 130 after Ctrl-C before anything runs, or while waiting 
 
 
 ROLES = ", ".join(role.value for role in Role)
-_OPERATING = ("drain", "role")
+_OPERATING = ("drain", "role", "migrate")
 """Commands about a cluster that runs."""
 
 
@@ -73,6 +74,9 @@ def _operate(options: argparse.Namespace) -> int:
 
     _check_no_configuration(options, "INSTANCE and what its --help shows alone")
     client = operating.AdminClient(options.url, operating.read_key(options.key_file))
+    if options.command == "migrate":
+        num_heads = 0 if options.back else options.heads
+        return operating.migrate(client, options.instance_name, options.helper_name, num_heads)
     if options.command == "drain":
         return operating.drain(client, options.instance_name, force=options.force)
     return operating.change_role(client, options.instance_name, Role(options.new_role), force=options.force)
@@ -129,7 +133,7 @@ def _parser(*, shows_all: bool) -> Parser:
         prog="mooncake-serve",
         usage="%(prog)s [--config FILE] [--KEY VALUE ...]\n"
         "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE\n"
-        "       %(prog)s drain INSTANCE | role INSTANCE ROLE",
+        "       %(prog)s drain INSTANCE | role INSTANCE ROLE | migrate INSTANCE HELPER --heads N",
         description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
         epilog=EXAMPLES,
         no_command="serving needs no command, a model is named with --model",
@@ -161,6 +165,7 @@ def _parser(*, shows_all: bool) -> Parser:
     for name, help_text in (
         ("drain", "move what an instance of a running cluster has to others, and end it; wait for that"),
         ("role", "give an instance of a running cluster another role; wait for that"),
+        ("migrate", "have another instance of the host compute some KV heads of an instance; wait for that"),
     ):
         _add_operating(commands.add_parser(name, help=help_text, description=help_text), name)
     return parser
@@ -170,13 +175,28 @@ def _add_operating(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("instance_name", metavar="INSTANCE", help="its name, as /dashboard shows it")
     if name == "role":
         command.add_argument("new_role", metavar="ROLE", choices=[role.value for role in Role], help=ROLES)
+    if name == "migrate":
+        command.add_argument("helper_name", metavar="HELPER", help="the instance that has the heads")
+        wanted = command.add_mutually_exclusive_group(required=True)
+        wanted.add_argument(
+            "--heads", type=_count, metavar="N", help="so many KV heads of each layer go there"
+        )
+        wanted.add_argument("--back", action="store_true", help="all heads come back from there")
     command.add_argument(
         "--url", default="http://127.0.0.1:8000", help="a front of the cluster (default: %(default)s)"
     )
     command.add_argument("--key-file", type=Path, metavar="FILE", help="holds an admin's API key")
+    if name == "migrate":
+        return
     command.add_argument(
         "--force", action="store_true", help="even if no other instance could do its part of requests then"
     )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number of heads, 1 or more, got {text!r}")
+    return int(text)
 
 
 def _add_configuration(parser: Parser, *, shows_all: bool) -> None:

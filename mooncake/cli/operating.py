@@ -1,4 +1,4 @@
-"""The commands about instances of a running cluster: `drain` and `role`.
+"""The commands about instances of a running cluster: `drain`, `role` and `migrate`.
 
 They send an order to a front, and wait until it is carried out. Ctrl-C ends the wait, not the order.
 
@@ -77,7 +77,11 @@ class AdminClient:
         """Order an instance to have another role. Raises MooncakeError."""
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
-    def _ask(self, method: str, path: str, **parameters: str | bool) -> httpx.Response:
+    def move_heads(self, name: str, helper: str, num_heads: int) -> None:
+        """Order KV heads of an instance to a helper; 0: back from there. Raises MooncakeError."""
+        self._ask("POST", f"/instances/{quote(name, safe='')}/heads", to=helper, num=num_heads)
+
+    def _ask(self, method: str, path: str, **parameters: str | bool | int) -> httpx.Response:
         try:
             answer = self._http.request(method, path, params=parameters)
         except httpx.UnsupportedProtocol:
@@ -148,12 +152,43 @@ def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> i
     return _wait(client, name, order, end_of, goes_on)
 
 
+def migrate(client: AdminClient, name: str, helper: str, num_heads: int) -> int:
+    """Move KV heads of an instance to a helper, or (0) back, and wait for it. Return the exit code; raises
+    MooncakeError."""
+
+    def end_of(status: InstanceStatus | None) -> str | None:
+        if status is None:
+            raise MooncakeError(f"{name} is lost; all KV heads are there when it comes back")
+        heads = status.heads
+        if heads.is_moving:
+            return None
+        if heads.num_heads != num_heads or heads.helper != (helper if num_heads else ""):
+            raise MooncakeError(heads.error or f"the heads of {name} are where another order has them")
+        pages = f"{name} has {status.num_device_pages} pages"
+        if not num_heads:
+            return f"all KV heads of {name} are back; {pages}"
+        return (
+            f"{num_heads} of the KV heads of {name} {'is' if num_heads == 1 else 'are'} at {helper}; {pages}"
+        )
+
+    def shown(status: InstanceStatus) -> tuple[str, str]:
+        return f"KV heads of {name} move", f"{status.num_requests} requests go on"
+
+    order = partial(client.move_heads, name, helper, num_heads)
+    return _wait(client, name, order, end_of, f"the heads of {name} move on", shown)
+
+
+def _emptying(status: InstanceStatus) -> tuple[str, str]:
+    return f"{status.name} is {status.state.value}", _progress(status)
+
+
 def _wait(
     client: AdminClient,
     name: str,
     order: Callable[[], None],
     end_of: Callable[[InstanceStatus | None], str | None],
     goes_on: str,
+    shown: Callable[[InstanceStatus], tuple[str, str]] = _emptying,
 ) -> int:
     """Send an order, and show its progress until `end_of` returns how it has ended."""
     order()
@@ -167,7 +202,8 @@ def _wait(
                     if (end := end_of(status)) is not None:
                         break
                     if status is not None:
-                        display.show(f"{name} is {status.state.value}", count=_progress(status))
+                        step, count = shown(status)
+                        display.show(step, count=count)
                 except UnansweredError:
                     if time.monotonic() - answered_s > MOST_MISSED_S:
                         raise

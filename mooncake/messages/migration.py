@@ -1,4 +1,4 @@
-"""The messages of a migration: a running request moves from one decode instance to another.
+"""The messages of migrations: a running request moves from one decode instance to another, or KV heads do.
 
     Conductor                 source                      destination
     PreCopy           ->      stores full blocks, now or when there is one more
@@ -13,7 +13,13 @@
 All pass through the Conductor, so the request always has one owner: the source until the Conductor has
 `HandedOver`, the destination from then on. Whatever fails before ends the migration, not the request.
 
-Owns: this vocabulary. Does not know: sockets, why a request moves.
+KV heads move to a helper, and back, by order of operators (BanaServe, section 4.1):
+
+    MoveHeads         operator, through a front -> Conductor  (`mooncake.messages.operators`)
+    PlaceHeads        Conductor -> owner of the heads, which agrees with the helper (`workers.heads`)
+    HeadsPlace        owner -> Conductor, in each heartbeat
+
+Owns: this vocabulary. Does not know: sockets, why a request or a head moves.
 """
 
 import msgspec
@@ -113,3 +119,46 @@ FromMigration = PreCopied | Prepared | HandedOver
 """Answers of source and destination."""
 MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
 """Orders to source and destination."""
+
+
+# -- KV heads ---------------------------------------------------------------------------------------
+
+
+class HeadsSupport(msgspec.Struct, frozen=True):
+    """Whether heads of an instance can be elsewhere, and it can be a helper."""
+
+    socket: str = ""
+    """The Unix socket at which it listens for owners of heads on its host."""
+    why_not: str = "it has no support for that"
+    """Why heads can neither leave nor come; empty if they can."""
+
+
+class HeadsPlace(msgspec.Struct, frozen=True):
+    """Where the heads of an instance are, and what became of the latest order."""
+
+    epoch: int = 0
+    number: Count = 0
+    """The latest order, with its Conductor's epoch."""
+    helper: str = ""
+    """The instance that has the last `num_heads` KV heads of all layers; empty: none has any."""
+    num_heads: Count = 0
+    is_moving: bool = False
+    """Whether the order is being carried out, or heads come back as the helper is lost."""
+    error: str = ""
+    """Why the latest order was not carried out, or heads have come back by themselves."""
+    num_device_pages: Count | None = None
+    """Pages of the instance's device now; None: as many as were registered."""
+
+
+class PlaceHeads(msgspec.Struct, tag=True, frozen=True):
+    """Order to a decode instance: have the last `num_heads` KV heads at a helper; 0: have all here again.
+
+    `HeadsPlace` with this number says what became of it.
+    """
+
+    epoch: int
+    number: Count
+    helper: str = ""
+    socket: str = ""
+    """The Unix socket of the helper."""
+    num_heads: Count = 0

@@ -1,4 +1,4 @@
-"""The messages by which operators take instances out of service, change their roles, and move requests.
+"""The messages by which operators take instances out of service, change their roles, move requests and heads.
 
 Fronts pass them on (`conductor.front.routes.admin`). An order is answered under its number, so that several
 operators may order at once.
@@ -8,6 +8,7 @@ Owns: this vocabulary. Does not know: who may order, how an instance drains.
 
 import msgspec
 
+from mooncake.messages.migration import HeadsPlace
 from mooncake.messages.quantities import Count, Seconds
 from mooncake.messages.workers import InstanceState, Role
 
@@ -57,6 +58,16 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
     instance: str | None = None
 
 
+class MoveHeads(msgspec.Struct, tag=True, frozen=True):
+    """Have the last `num_heads` KV heads of an instance at a helper; 0: have them back. Answered by
+    `Ordered`."""
+
+    order: Count
+    instance: str
+    helper: str
+    num_heads: Count
+
+
 # -- Conductor -> front -----------------------------------------------------------------------------
 
 
@@ -78,14 +89,18 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """Seconds for which it has been draining or switching."""
     stays: bool = False
     """Whether it drains, and then stays in the cluster until it is to serve again."""
+    heads: HeadsPlace = HeadsPlace()
+    """Where its KV heads are."""
+    num_device_pages: Count = 0
 
 
 class Ordered(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Drain` and `ChangeRole`: the state of the instance now, or the reason of a refusal."""
+    """Answer to `Drain`, `ChangeRole` and `MoveHeads`: the state of the instance now, or the reason of a
+    refusal."""
 
     order: Count
     status: InstanceStatus | None
-    """None if no instance has this name."""
+    """None if no instance has this name, or the helper's."""
     refusal: str = ""
 
 
@@ -106,5 +121,5 @@ class Migrates(msgspec.Struct, tag=True, frozen=True):
     refusal: str = ""
 
 
-OperatorOrder = Drain | ChangeRole | ListInstances | Migrate
+OperatorOrder = Drain | ChangeRole | MoveHeads | ListInstances | Migrate
 OperatorAnswer = Ordered | InstanceList | Migrates

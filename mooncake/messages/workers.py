@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.migration import FromMigration, MigrationOrder
+from mooncake.messages.migration import FromMigration, HeadsPlace, HeadsSupport, MigrationOrder, PlaceHeads
 from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats, PrefixSource
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Held, Ref, Request, TokenLogprobs
@@ -90,6 +90,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     num_connections: Count = 1
     """Connections of the worker to Conductors so far. A registration that is repeated over another connection
     is refused, too."""
+    heads: HeadsSupport = HeadsSupport()
     newest_version: int | None = None
     """Newest version that the worker speaks; None: the oldest one."""
 
@@ -181,6 +182,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []
     """Progress since the last heartbeat, in order."""
+    heads: HeadsPlace = HeadsPlace()
 
 
 class Returning(msgspec.Struct, tag=True, frozen=True):
@@ -386,6 +388,7 @@ ToWorker = (
     | Prefill
     | Decode
     | MigrationOrder
+    | PlaceHeads
     | SwitchRole
     | Abort
     | BlockOrder

@@ -104,13 +104,14 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     for index, part in enumerate(parts):
         # Sockets are numbered: a host's name may be longer than a socket's path.
         sockets = {
-            kind: run_dir.socket(f"{kind}-{index}") for kind in ("worker", "peers", "events", "replay")
+            kind: run_dir.socket(f"{kind}-{index}")
+            for kind in ("worker", "peers", "events", "replay", "heads")
         }
         if config.kvcache.socket is not None:
             sockets["worker"] = _own_socket(config.kvcache.socket, index, sockets["worker"])
         specs.append(_messenger(config, key, index, sockets, part))
         if part.role is not None:
-            specs.append(_worker(config, key, index, sockets["worker"], part, part.role, len(parts)))
+            specs.append(_worker(config, key, index, sockets, part, part.role, len(parts)))
     return specs
 
 
@@ -270,7 +271,7 @@ def _worker(
     config: Config,
     key: ClusterKey,
     index: int,
-    messenger_socket: str,
+    sockets: dict[str, str],
     part: _Part,
     role: Role,
     num_local_workers: int,
@@ -284,7 +285,8 @@ def _worker(
             role=role,
             instance=part.instance,
             incarnation=life.incarnation,
-            messenger_socket=messenger_socket,
+            messenger_socket=sockets["worker"],
+            heads_socket=sockets["heads"],
             num_local_workers=num_local_workers,
             stage=part.stage,
             rank=part.rank,

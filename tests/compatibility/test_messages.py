@@ -23,6 +23,12 @@ NEW = {
     "Connect.oldest_version": "Older pools and clients speak one version.",
     "Connect.newest_version": "As the oldest.",
     "Connected.version": "An older client speaks one version.",
+    "Register.heads": "An older Conductor orders no heads to move, and refuses nothing that depends on them.",
+    "Heartbeat.heads": "An older Conductor takes the number of pages that was registered.",
+    "PlaceHeads": "It is sent only to workers whose `Register.heads` says that heads can move.",
+    "MoveHeads": "A front sends it only to a Conductor of version 28 or newer.",
+    "InstanceStatus.heads": "An older front passes on what it knows to operators.",
+    "InstanceStatus.num_device_pages": "As `heads`.",
 }
 """Messages, fields and values that the last release does not know, and why it is right that it ignores the
 field, or is never sent the rest."""

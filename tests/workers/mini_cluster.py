@@ -153,6 +153,8 @@ class InstanceUnderTest:
             send,
             cluster.receive,
             self.decode_jobs,
+            FINGERPRINT,
+            DEADLINE_S,
             followers,
             cluster.spans,  # type: ignore[arg-type]
         )

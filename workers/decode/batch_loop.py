@@ -25,7 +25,8 @@ class BatchLoop:
     has come or must leave, tokens may be sent.
 
     `recheck` is called in each turn, so that requests that wait for a smaller batch, or for pages, are
-    checked again.
+    checked again. `on_lost` is called when an iteration has no results, as a helper has not answered; it
+    holds the loop.
     """
 
     def __init__(
@@ -38,11 +39,14 @@ class BatchLoop:
         meter: DecodeMeter,
         changed: asyncio.Event,
         recheck: Callable[[], None],
+        on_lost: Callable[[], None],
         emit: Emit,
     ) -> None:
         self._batch, self._iterations, self._chunks, self._pauses = batch, iterations, chunks, pauses
         self._held_tokens, self._meter = held_tokens, meter
         self._changed, self._recheck, self._emit = changed, recheck, emit
+        self._on_lost = on_lost
+        self._is_held, self._is_quiet = False, asyncio.Event()
         self._resumption: asyncio.TimerHandle | None = None
         """Timer that ends a pause between two iterations."""
 
@@ -62,10 +66,28 @@ class BatchLoop:
         finally:
             await self._iterations.close()
 
+    def hold(self) -> None:
+        """Begin no iteration until `resume`."""
+        self._is_held = True
+        self._is_quiet.clear()
+        self._changed.set()
+
+    async def quiet(self) -> None:
+        """Wait, after `hold`, until no iteration runs."""
+        await self._is_quiet.wait()
+
+    def resume(self) -> None:
+        """Begin iterations again."""
+        self._is_held = False
+        self._changed.set()
+
     def _receive(self) -> list[tuple[str, TokenOutput]]:
         """Return the tokens of iterations that have ended."""
         outputs = []
         for iteration in self._iterations.receive():
+            if iteration.is_lost:
+                self._on_lost()
+                continue
             self._meter.ended(iteration)
             self._pauses.ended(iteration.ended_s)
             for sequence, end, token, logprobs in iteration.results:
@@ -91,6 +113,11 @@ class BatchLoop:
     def _plan(self) -> None:
         if self._resumption is not None:
             self._resumption.cancel()
+        if self._is_held:
+            if not self._iterations.is_running:
+                self._meter.idle()
+                self._is_quiet.set()
+            return
         chunks = self._chunks.plan(self._batch.plan())
         if not chunks:
             self._meter.idle()

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
-from mooncake.messages.migration import HandOver, MigrationOrder, PreCopy, Prepare, TakeOver
+from mooncake.messages.migration import (
+    HandOver,
+    HeadsPlace,
+    MigrationOrder,
+    PlaceHeads,
+    PreCopy,
+    Prepare,
+    TakeOver,
+)
 from mooncake.messages.requests import Held, Ref
 from mooncake.messages.workers import Decode, DecodeLoad, Joining, Refused, Reserve, WorkFailed
 from workers.decode.arrivals import Arrivals
@@ -29,6 +37,7 @@ from workers.decode.blocks.reserving_turns import ReservingTurns
 from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.decode.meter import DecodeMeter
 from workers.decode.migration.destination import MigrationDestination
+from workers.decode.migration.head_moves import HeadMoves
 from workers.decode.migration.source import MigrationSource
 from workers.decode.sequence import Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns
@@ -58,7 +67,8 @@ class DecodeRunner:
     stops a request in every step, and releases everything.
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
-    they end with `run`. `tracer` gets spans of requests.
+    they end with `run`. `tracer` gets spans of requests. A helper of this model that takes
+    `helper_timeout_s` for a layer is lost.
     """
 
     def __init__(
@@ -72,6 +82,8 @@ class DecodeRunner:
         send: Send,
         emit: Emit,
         jobs: Jobs,
+        fingerprint: str,
+        helper_timeout_s: float,
         followers: Followers | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
@@ -100,7 +112,19 @@ class DecodeRunner:
             self.meter,
             changed,
             self._recheck,
+            lambda: self._head_moves.lost(),
             emit,
+        )
+        self._head_moves = HeadMoves(
+            pool.address.instance,
+            fingerprint,
+            executor,
+            self._batch,
+            transfers,
+            self._loop,
+            chunk_limits.most + max_batch,
+            max_batch,
+            helper_timeout_s,
         )
         self._source = MigrationSource(self._batch, self._blocks, self._sequences, changed, pool.closed, send)
         self._runs = SequenceRuns(
@@ -143,6 +167,11 @@ class DecodeRunner:
     def num_running(self) -> int:
         """Number of requests in the batch."""
         return self._batch.num_running
+
+    @property
+    def heads(self) -> HeadsPlace:
+        """Where the KV heads of this instance are."""
+        return self._head_moves.place
 
     @property
     def load(self) -> DecodeLoad:
@@ -191,10 +220,16 @@ class DecodeRunner:
             case Prepare():
                 self._jobs.start(order.ref, lambda: self._answered(order.ref, self._destination.serve(order)))
 
+    def place_heads(self, order: PlaceHeads) -> None:
+        """Move KV heads to a helper, or back. `heads` says what becomes of it."""
+        self._head_moves.order(order)
+
     async def run(self) -> None:
         """Run the batch until cancelled."""
         try:
-            await self._loop.run()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._head_moves.run())
+                await self._loop.run()
         finally:
             for sequence in self._sequences.values():
                 sequence.in_flight_until = None
@@ -209,6 +244,7 @@ class DecodeRunner:
     def _recheck(self) -> None:
         self._double_check.recheck()
         self._reserving.recheck()
+        self._head_moves.recheck()
 
     async def _answered(self, ref: Ref, serving: Coroutine[None, None, None]) -> None:
         """Serve a request, and tell the Conductor if that fails."""

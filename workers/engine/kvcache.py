@@ -5,11 +5,14 @@ pool of host memory.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.memory import HUGE_PAGE_BYTES, huge_zeros, populate
+from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
+from kernels.cpu.moved_heads import HeadsOwner
+from kernels.kv_copy import gather_pages, scatter_pages
 from workers.engine.spec import ModelSpec
 
 
@@ -23,12 +26,23 @@ class OutOfPages(RuntimeError):
         self.num_wanted, self.num_free, self.num_pages = num_wanted, num_free, num_pages
 
 
+@dataclass(frozen=True, slots=True)
+class MovedHeads:
+    """The last KV heads of all pages, which a helper hosts and computes with (BanaServe, section 4.1)."""
+
+    layers: Sequence[torch.Tensor]
+    """Each `[num_pages, num_moved, 2, page_size, head_dim]`, in memory that the helper has too."""
+    owner: HeadsOwner
+    """This end of the exchange with the helper."""
+
+
 class DeviceKVCache:
     """Pages for the layers `[layers.start, layers.stop)` of one model, and for its `kv_heads` (default: all).
 
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
-    (`mooncake.messages.blocks.KVLayout`).
+    (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
+    others, and there are more pages in the same memory (`workers.engine.head_move`).
 
     With a `window` there is memory for only so many layers, which take turns: layer l has the memory of layer
     `l - window`. The pages of that layer must have been stored, or given up, before those of l are written.
@@ -51,16 +65,31 @@ class DeviceKVCache:
         """Number of layers that have memory at a time; None: every layer has its own."""
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.num_pages, self.page_size = num_pages, page_size
+        self.num_own_pages = num_pages
+        """Pages while all heads are here."""
+        self.num_usable_pages = num_pages
+        """Pages that are free, or are used here: neither lent nor closed."""
         self.dtype, self.device = dtype, torch.device(device)
-        self.layer_shape = (num_pages, len(self.kv_heads), 2, page_size, spec.head_dim)
-        tensors = range(self.window or len(layers))
-        # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
-        if self.device.type == "cpu":
-            self._tensors = [huge_zeros(self.layer_shape, dtype) for _ in tensors]
-        else:
-            self._tensors = [torch.zeros(self.layer_shape, dtype=dtype, device=self.device) for _ in tensors]
+        self.moved: MovedHeads | None = None
+        self._tensors = self.new_layers(num_pages, len(self.kv_heads))
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = [True] * num_pages
+        self._num_open = num_pages
+        """Pages from this one on are not given out."""
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """The shape of a layer's pages here, those of moved heads left out."""
+        return tuple(self._tensors[0].shape)
+
+    def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
+        """Return memory for so many pages of so many KV heads, for each layer that has memory at a time."""
+        # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
+        shape = (num_pages, num_heads, 2, self.page_size, self.spec.head_dim)
+        layers = range(self.window or len(self.layers))
+        if self.device.type == "cpu":
+            return [huge_zeros(shape, self.dtype) for _ in layers]
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
 
     def take_memory(self) -> None:
         """Have the operating system allocate the memory of all pages on a CPU, in order. Blocking.
@@ -86,6 +115,69 @@ class DeviceKVCache:
         assert layer in self.layers, f"layer {layer} is not in {self.layers}"
         return self._tensors[(layer - self.layers.start) % len(self._tensors)]
 
+    def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Return copies of one layer of pages, int64 `[n]`, with all heads of each."""
+        kept = gather_pages(self.layer(layer), pages)
+        if self.moved is None:
+            return kept
+        return torch.cat((kept, gather_pages(self.moved.layers[layer - self.layers.start], pages)), dim=1)
+
+    def scatter(self, layer: int, pages: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy one layer of blocks `[n, len(kv_heads), 2, page_size, head_dim]` into pages, int64 `[n]`."""
+        num_kept = self.layer_shape[1]
+        scatter_pages(self.layer(layer), pages, blocks[:, :num_kept])
+        if self.moved is not None:
+            scatter_pages(self.moved.layers[layer - self.layers.start], pages, blocks[:, num_kept:])
+
+    def rearrange(self, layers: list[torch.Tensor], moved: MovedHeads | None) -> list[torch.Tensor]:
+        """Have the pages in other memory from now on, with other heads of each, under the same numbers.
+
+        Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not have
+        are free. Returns the memory of the arrangement before.
+        """
+        num_pages = len(layers[0])
+        assert all(self._is_free[num_pages:])
+        self._is_free = (self._is_free + [True] * num_pages)[:num_pages]
+        self.num_pages = self.num_usable_pages = self._num_open = num_pages
+        before, self._tensors, self.moved = self._tensors, layers, moved
+        self._free = [page for page in range(num_pages - 1, -1, -1) if self._is_free[page]]
+        return before
+
+    def reset(self) -> None:
+        """Have all heads here again, without copies. All pages are free."""
+        self.rearrange(self.new_layers(self.num_own_pages, len(self.kv_heads)), None)
+
+    def used_pages(self, first: int = 0) -> list[int]:
+        """Return the pages from `first` on that are not free."""
+        return [page for page in range(first, self.num_pages) if not self._is_free[page]]
+
+    def close_from(self, first: int) -> None:
+        """Give out no page from `first` on until pages are rearranged."""
+        self._num_open = self.num_usable_pages = first
+        self._free = [page for page in self._free if page < first]
+
+    def lend(self, num_pages: int) -> list[int]:
+        """Take pages whose memory goes back to the operating system until they are freed. Raises OutOfPages.
+
+        They are adjacent as far as that is possible. Only on a CPU.
+        """
+        if num_pages > len(self._free):
+            raise OutOfPages(num_pages, len(self._free), self.num_pages)
+        self._free.sort(reverse=True)
+        pages, self._free = self._free[:num_pages][::-1], self._free[num_pages:]
+        for page in pages:
+            self._is_free[page] = False
+        self.num_usable_pages -= num_pages
+        for run in _runs(pages):
+            for tensor in self._tensors:
+                give_back(tensor[run.start : run.stop])
+        return pages
+
+    def end_loan(self, pages: list[int]) -> None:
+        """Free pages that were lent."""
+        self.num_usable_pages += len(pages)
+        self.free(pages)
+
     def allocate(self, num_pages: int) -> list[int]:
         """Take `num_pages` pages; their content is undefined. Raises OutOfPages and takes none."""
         if num_pages > len(self._free):
@@ -100,4 +192,16 @@ class DeviceKVCache:
         for page in pages:
             assert not self._is_free[page], f"page {page} is already free"
             self._is_free[page] = True
-            self._free.append(page)
+            if page < self._num_open:
+                self._free.append(page)
+
+
+def _runs(pages: Sequence[int]) -> list[range]:
+    """Return adjacent pages of an ascending sequence together."""
+    runs: list[range] = []
+    for page in pages:
+        if runs and runs[-1].stop == page:
+            runs[-1] = range(runs[-1].start, page + 1)
+        else:
+            runs.append(range(page, page + 1))
+    return runs

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kernels.cpu.attention import Heads
 from kernels.cpu.library import Library, choose
 from workers.engine import cuda
 from workers.engine.batch import Batch
@@ -114,6 +115,33 @@ class DecoderModel:
     def kv_heads(self) -> range:
         """KV heads of this rank's KVCache, numbered as in the whole model."""
         return self._part.kv_heads
+
+    @property
+    def why_heads_stay(self) -> str:
+        """Why a helper cannot have some of the KV heads; empty if it can."""
+        if self._library is None:
+            return (
+                f"{self.computed_by} computes on {self.device.type}; the CPU's own kernels alone can do that"
+            )
+        if self.shard is not None:
+            return "its heads are divided among ranks"
+        if len(self.layers) < self.spec.num_layers:
+            return "its layers are divided among stages"
+        if self.spec.num_kv_heads == 1:
+            return "its model has one KV head"
+        return ""
+
+    @property
+    def library(self) -> Library:
+        """The CPU's own kernels, with which heads can be at a helper (`why_heads_stay`)."""
+        assert self._library is not None, self.why_heads_stay
+        return self._library
+
+    @property
+    def heads(self) -> Heads:
+        """The attention heads of the whole model."""
+        spec = self.spec
+        return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
 
     @property
     def is_first_stage(self) -> bool:

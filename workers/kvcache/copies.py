@@ -90,19 +90,32 @@ class _PoolPages:
 
 
 class HostCopies:
-    """Copies between a device that is the CPU and the pool's segment."""
+    """Copies between a device that is the CPU and the pool's segment.
+
+    While a helper has some of the heads, each layer of a block is put together on the way.
+    """
 
     def __init__(self, kv: DeviceKVCache, segment: Segment) -> None:
         self._kv = kv
         self._pool = _PoolPages(segment)
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
-        sources, targets = self._pool.addresses(layer, blocks), self._device_addresses(layer, blocks)
-        digests = copy_scattered(sources, targets, self._pool.layer_bytes)
+        pages, sources = _device_pages(blocks), self._pool.addresses(layer, blocks)
+        if self._kv.moved is None:
+            digests = copy_scattered(sources, self._device_addresses(layer, pages), self._pool.layer_bytes)
+        else:
+            whole = torch.empty((len(pages), *self._block_shape), dtype=self._kv.dtype)
+            digests = copy_scattered(sources, self._addresses_in(whole), self._pool.layer_bytes)
+            self._kv.scatter(layer, torch.from_numpy(pages), whole)
         return LoadedLayer(None, self._pool.damaged(layer, blocks, digests))
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
-        sources, targets = self._device_addresses(layer, blocks), self._pool.addresses(layer, blocks)
+        pages, targets = _device_pages(blocks), self._pool.addresses(layer, blocks)
+        if self._kv.moved is None:
+            sources = self._device_addresses(layer, pages)
+        else:
+            whole = self._kv.gather(layer, torch.from_numpy(pages))
+            sources = self._addresses_in(whole)
         checksums: list[int] = copy_scattered(sources, targets, self._pool.layer_bytes).tolist()
         return checksums
 
@@ -112,9 +125,16 @@ class HostCopies:
     def wait(self, mark: Mark) -> None:
         pass
 
-    def _device_addresses(self, layer: int, blocks: Sequence[BlockCopy]) -> Addresses:
+    @property
+    def _block_shape(self) -> tuple[int, ...]:
+        return (len(self._kv.kv_heads), *self._kv.layer_shape[2:])
+
+    def _addresses_in(self, whole: torch.Tensor) -> Addresses:
+        return _addresses(whole.data_ptr(), self._pool.layer_bytes, np.arange(len(whole)), len(whole))
+
+    def _device_addresses(self, layer: int, pages: Pages) -> Addresses:
         start = self._kv.layer(layer).data_ptr()
-        return _addresses(start, self._pool.layer_bytes, _device_pages(blocks), self._kv.num_pages)
+        return _addresses(start, self._pool.layer_bytes, pages, self._kv.num_pages)
 
 
 class CudaCopies:

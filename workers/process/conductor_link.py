@@ -19,7 +19,7 @@ from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.bus import PeerGoneError, peer_identity
-from mooncake.messages.migration import MigrationOrder
+from mooncake.messages.migration import MigrationOrder, PlaceHeads
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
@@ -57,7 +57,7 @@ POLL_S = 0.05
 LEAVE_S = 0.5
 """Time that the last messages may take to leave."""
 log = logging.getLogger(__name__)
-Order = Reserve | Prefill | Decode | MigrationOrder | Abort | BlockOrder
+Order = Reserve | Prefill | Decode | MigrationOrder | PlaceHeads | Abort | BlockOrder
 
 
 async def await_leader(leaders: Leaders) -> None:

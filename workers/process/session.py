@@ -11,12 +11,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.instance_metrics import InstanceReport
-from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
+from mooncake.messages.migration import HandOver, HeadsSupport, PlaceHeads, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
@@ -42,6 +44,7 @@ from workers.groups.followers import Followers, followers_of
 from workers.groups.meeting import meeting
 from workers.groups.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
 from workers.groups.rank_messages import Meet
+from workers.heads.hosting import HeadsHost
 from workers.kvcache.copies import copies_for
 from workers.kvcache.latest_stats import LatestStats
 from workers.prefill.chunks import ChunkPlan, LayerCosts
@@ -132,6 +135,8 @@ class LeaderSession:
                 group.create_task(self._link.retire(self._stats))
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
+                if not self._why_heads_stay:
+                    group.create_task(self._heads_host.run())
                 if self._next is not None:
                     group.create_task(self._next.run(self._prefill.hear))
                     group.create_task(self._next.beat())
@@ -143,6 +148,8 @@ class LeaderSession:
             for link in (self._next, self._followers):
                 if link is not None:
                     link.close()
+            if self._executor.kv.moved is not None:
+                self._executor.kv.reset()  # nothing of this session uses pages any more
 
     @contextlib.asynccontextmanager
     async def _meet(self, followers: Followers) -> AsyncIterator[None]:
@@ -182,8 +189,18 @@ class LeaderSession:
             self._link.tell,
             self._link.emit,
             self._decode_jobs,
+            self._fingerprint,
+            config.conductor.peer_timeout_s,
             self._followers,
             self._tracer,
+        )
+
+        self._heads_host = HeadsHost(
+            self._process.instance,
+            self._process.heads_socket,
+            self._fingerprint,
+            self._executor.model,
+            self._executor.kv,
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
@@ -219,6 +236,8 @@ class LeaderSession:
                     self._decode.decode(message)
                 case PreCopy() | Prepare() | HandOver() | TakeOver():
                     self._decode.migrate(message)
+                case PlaceHeads():
+                    self._decode.place_heads(message)
                 case Abort(ref=ref):
                     self._prefill_jobs.cancel(ref)
                     self._decode_jobs.cancel(ref)
@@ -250,7 +269,15 @@ class LeaderSession:
             self._executor.device_name,
             self._can_decode,
             newest_version=SPOKEN.newest,
+            heads=HeadsSupport(self._process.heads_socket, self._why_heads_stay),
         )
+
+    @property
+    def _why_heads_stay(self) -> str:
+        """Why KV heads can neither leave nor come; empty if they can."""
+        if self._executor.kv.window is not None:
+            return "it has not all layers on its device"
+        return self._executor.model.why_heads_stay
 
     def _take_held(self) -> list[Held]:
         """Return what goes on under another Conductor, and stop what does not."""
@@ -276,6 +303,11 @@ class LeaderSession:
             decode=self._decode.meter.stats,
             decode_load=self._decode.load,
             joining=self._decode.take_joining(),
+            heads=msgspec.structs.replace(
+                self._decode.heads, num_device_pages=self._executor.kv.num_usable_pages
+            ),
         )
-        self._status.report = InstanceReport(self._process.instance, self._executor.kv.num_pages, heartbeat)
+        self._status.report = InstanceReport(
+            self._process.instance, self._executor.kv.num_usable_pages, heartbeat
+        )
         return heartbeat

@@ -1,13 +1,14 @@
-"""Routes and listener for operators: to drain instances, to change their roles, to move requests.
+"""Routes and listener for operators: to drain instances, to change roles, to move requests and KV heads.
 
 Owns: these paths, the routes of the listener `http.admin_listen`. Does not know: who may use them
 (`admin_access`), how an instance drains (`conductor.membership`), the other routes (`monitoring`).
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from conductor.front.access.admin_access import ADMIN, AdminAccess
@@ -25,10 +26,15 @@ from mooncake.messages.operators import (
     ListInstances,
     Migrate,
     Migrates,
+    MoveHeads,
     OperatorOrder,
     Ordered,
 )
 from mooncake.messages.workers import Role
+
+MOST_HEADS = 1 << 16
+HEADS_SINCE = 28
+"""Version of the messages from which on a Conductor knows of heads that move."""
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
@@ -36,7 +42,8 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 
     `GET /instances` lists the instances. `POST /instances/NAME/drain`, `.../serve` and `.../role?role=ROLE`
     give an order; with `?force=true` even if no instance is left for a stage. `.../drain?stay=true`: the
-    instance does not end when drained. `POST /requests/ID/migrate?to=NAME` moves a running request.
+    instance does not end when drained. `POST /instances/NAME/heads?to=HELPER&num=N` moves that many KV heads
+    to a helper; 0: back from there. `POST /requests/ID/migrate?to=NAME` moves a running request.
     """
     router = APIRouter(
         prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]
@@ -68,6 +75,13 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     @router.post("/instances/{name}/role")
     async def role(name: str, role: Role, force: bool = False) -> Response:
         return await ordered(lambda number: ChangeRole(number, name, role, force))
+
+    @router.post("/instances/{name}/heads")
+    async def heads(name: str, to: str, num: Annotated[int, Query(ge=0, le=MOST_HEADS)]) -> Response:
+        if link.cluster is not None and link.cluster.version < HEADS_SINCE:
+            reason = "the conductor is of the last release, which moves no heads; upgrade it first"
+            raise RequestError(reason, status=409, code="refused")
+        return await ordered(lambda number: MoveHeads(number, name, to, num))
 
     @router.post("/requests/{request_id}/migrate")
     async def migrate(request_id: str, to: str | None = None) -> Response:

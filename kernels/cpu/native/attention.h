@@ -22,7 +22,7 @@ constexpr int FEW_COLUMNS = COLUMNS / 2;
 template <class T, int D>
 Sequence<T, D> sequence_of(const Attention<T>& layer, const Batch& batch, int i, int head, int64_t first_token) {
     const int group = batch.num_heads / batch.num_kv_heads;
-    const int64_t head_elements = 2 * int64_t(batch.page_size) * D, out_step = int64_t(batch.num_heads) * D;
+    const int64_t head_elements = 2 * int64_t(batch.page_size) * D;
     const int32_t* table = batch.pages + batch.first_pages[i];
     return {
         {layer.kv + head * head_elements, table, batch.num_kv_heads * head_elements, batch.page_size},
@@ -33,8 +33,8 @@ Sequence<T, D> sequence_of(const Attention<T>& layer, const Batch& batch, int i,
         batch.scale * LOG2_E,
         layer.query + first_token * layer.query_step + head * group * D,
         layer.query_step,
-        layer.out + first_token * out_step + head * group * D,
-        out_step,
+        layer.out + first_token * layer.out_step + head * group * D,
+        layer.out_step,
         layer.lse == nullptr ? nullptr : layer.lse + first_token * batch.num_heads + head * group,
         batch.num_heads,
     };

@@ -37,7 +37,8 @@ struct Attention {
     const T* query;               // [tokens, num_heads, D], tokens `query_step` elements apart
     int64_t query_step;
     const T* kv;                  // [pages, num_kv_heads, 2, page_size, D]
-    T* out;                       // [tokens, num_heads, D]
+    T* out;                       // [tokens, num_heads, D], tokens `out_step` elements apart
+    int64_t out_step;
     float* lse;                   // [tokens, num_heads], or null
 };
 

@@ -70,10 +70,11 @@ struct Slots {
     int64_t num_tokens;
 };
 
-// Sizes of a layer's pages [num_pages, num_kv_heads, 2, page_size, head_dim] and its query heads.
+// Sizes of a layer's pages [num_pages, num_kept, 2, page_size, head_dim] and its heads. Pages hold the first KV heads; the
+// others, if there are any, are elsewhere.
 struct Pages {
     int64_t num_pages;
-    int num_heads, num_kv_heads, head_dim, page_size;
+    int num_heads, num_kv_heads, num_kept, head_dim, page_size;
 };
 
 // Weights [head_dim] of norms of each query and key, or null.
@@ -83,7 +84,8 @@ struct HeadNorms {
     float eps;
 };
 
-// `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]. False if a slot is outside of the pages.
+// `qkv` is [num_tokens, num_heads + 2 * num_kv_heads, head_dim]. Keys that are not written to pages are rotated in place.
+// False if a slot is outside of the pages.
 template <class T>
 ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size, const HeadNorms<T>& norms) {
     for (long t = 0; t < slots.num_tokens; t++) {
@@ -100,10 +102,11 @@ ALONE bool rotate_and_write(T* qkv, T* kv, const Slots& slots, const Pages& size
             if (norms.query != nullptr) normalise(head, norms.query, head_dim, norms.eps, head);
             rotate(head, cos, sin, head_dim, head);
         }
-        T* slot = kv + slots.pages[t] * size.num_kv_heads * 2 * half_head + slots.offsets[t] * head_dim;
+        T* slot = kv + slots.pages[t] * size.num_kept * 2 * half_head + slots.offsets[t] * head_dim;
         for (int h = 0; h < size.num_kv_heads; h++, head += head_dim, slot += 2 * half_head) {
             if (norms.key != nullptr) normalise(head, norms.key, head_dim, norms.eps, head);
-            rotate(head, cos, sin, head_dim, slot);
+            rotate(head, cos, sin, head_dim, h < size.num_kept ? slot : head);
+            if (h >= size.num_kept) continue;
             memcpy(slot + half_head, head + size.num_kv_heads * head_dim, head_dim * sizeof(T));
         }
     });

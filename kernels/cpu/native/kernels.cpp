@@ -8,10 +8,11 @@
 #include "idle_cores.h"
 #include "layer.h"
 #include "linear.h"
+#include "moved_heads.h"
 
 #define EXPORT(NAME, T)                                                                                                       \
     extern "C" void attention_##NAME(const T* query, int64_t query_step, const T* kv, T* out, float* lse, const Batch* batch) {\
-        attend_any(Attention<T>{query, query_step, kv, out, lse}, *batch);                                                    \
+        attend_any(Attention<T>{query, query_step, kv, out, int64_t(batch->num_heads) * batch->head_dim, lse}, *batch);       \
     }                                                                                                                         \
     extern "C" int64_t packed_words_##NAME(int64_t num_columns, int64_t depth) {                                              \
         return count_words(num_columns, depth / PER_WORD<T>);                                                                 \
@@ -41,13 +42,19 @@
                                            const T* key_norm, float eps) {                                                    \
         return rotate_and_write(qkv, kv, *slots, *pages, HeadNorms<T>{query_norm, key_norm, eps});                            \
     }                                                                                                                         \
-    extern "C" int layers_##NAME(const LayerOfPass<T>* layers, int64_t num_layers, const Slots* slots, const T* hidden,       \
-                                 T* out, T* workspace) {                                                                      \
-        return run_layers(layers, num_layers, *slots, hidden, out, workspace);                                                \
+    extern "C" int layers_##NAME(const LayerOfPass<T>* layers, int64_t num_layers, const Exchange<T>* exchange,               \
+                                 const Slots* slots, const T* hidden, T* out, T* workspace) {                                 \
+        return run_layers(layers, num_layers, exchange, *slots, hidden, out, workspace);                                      \
+    }                                                                                                                         \
+    extern "C" int host_layers_##NAME(Mailbox* mailbox, uint32_t number, const HostedLayer<T>* layers, int64_t num_layers,    \
+                                      const int64_t* pages, const int64_t* offsets, int64_t num_tokens, const T* asked,       \
+                                      T* answers) {                                                                           \
+        return host_layers(*mailbox, number, layers, num_layers, pages, offsets, num_tokens, asked, answers);                 \
     }                                                                                                                         \
     extern "C" int attention_half_##NAME(const LayerWeights<T>* weights, const Batch* batch, const Slots* slots,              \
                                          const T* hidden, T* kv, T* out, T* workspace) {                                      \
-        return run_attention(*weights, *batch, *slots, hidden, kv, (const T*)nullptr, out, workspace);                        \
+        return run_attention(*weights, *batch, (const Exchange<T>*)nullptr, *slots, hidden, kv, (const T*)nullptr, out,       \
+                             workspace);                                                                                      \
     }                                                                                                                         \
     extern "C" void mlp_half_##NAME(const LayerWeights<T>* weights, int64_t num_rows, const T* hidden, T* out,                \
                                     T* workspace) {                                                                           \
@@ -65,3 +72,13 @@ extern "C" int may_use_tiles() {
 
 // Of the whole process, for all kernels.
 extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(num_threads); }
+
+// Of an exchange with a helper (moved_heads.h), by both sides.
+extern "C" uint32_t passes_begun(Mailbox* mailbox) { return mailbox->begun.load(); }
+extern "C" void begin_pass(Mailbox* mailbox) {
+    mailbox->begun.fetch_add(1);
+    wake_other(mailbox->begun);
+}
+extern "C" int await_pass(Mailbox* mailbox, uint32_t number) { return wait_other(*mailbox, mailbox->begun, number); }
+extern "C" void close_mailbox(Mailbox* mailbox) { close_exchange(*mailbox); }
+extern "C" int mailbox_is_closed(Mailbox* mailbox) { return mailbox->closed.load(); }

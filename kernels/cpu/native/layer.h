@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "moved_heads.h"
 
 namespace {
 
@@ -26,24 +27,29 @@ struct LayerWeights {
     float eps;
 };
 
-// Norm, attention and the product after it, plus `residual`, which may be null. False if a slot is outside of the pages.
+// Norm, attention and the product after it, plus `residual`, which may be null. False if a slot is outside of the pages, or
+// the helper that has heads does not answer. `batch` has the heads that are not with a helper; `exchange` is null without one.
 //
 // `hidden`, `residual` and `out` are [tokens, hidden_size]; the last two may be one. The workspace has room for
 // tokens * (max(hidden_size, num_heads * head_dim) + (num_heads + 2 * num_kv_heads) * head_dim).
 template <class T>
-bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Slots& slots, const T* hidden, T* kv, const T* residual, T* out,
-                   T* workspace) {
+bool run_attention(const LayerWeights<T>& w, const Batch& batch, const Exchange<T>* exchange, const Slots& slots, const T* hidden,
+                   T* kv, const T* residual, T* out, T* workspace) {
     const long rows = slots.num_tokens, size = w.hidden_size;
-    const long query_size = long(batch.num_heads) * batch.head_dim;
-    const long qkv_size = query_size + 2 * long(batch.num_kv_heads) * batch.head_dim;
+    const bool has_moved = exchange != nullptr;
+    const int num_heads = batch.num_heads + (has_moved ? exchange->num_heads : 0);
+    const int num_kv_heads = batch.num_kv_heads + (has_moved ? exchange->num_kv_heads : 0);
+    const long query_size = long(num_heads) * batch.head_dim, qkv_size = query_size + 2 * long(num_kv_heads) * batch.head_dim;
     T *narrow = workspace, *qkv = narrow + rows * std::max(size, query_size);
 
     normalise_rows(hidden, rows, size, w.input_norm, w.eps, narrow);
     multiply_all(Linear<T>{narrow, size / PER_WORD<T>, w.qkv_bias, nullptr, qkv_size}, w.qkv, rows, qkv);
-    const Pages pages = {batch.num_pages, batch.num_heads, batch.num_kv_heads, batch.head_dim, batch.page_size};
+    const Pages pages = {batch.num_pages, num_heads, num_kv_heads, batch.num_kv_heads, batch.head_dim, batch.page_size};
     const HeadNorms<T> norms = {w.query_norm, w.key_norm, w.eps};
     if (!rotate_and_write(qkv, kv, slots, pages, norms)) return false;
-    attend_any(Attention<T>{qkv, qkv_size, kv, narrow, nullptr}, batch);
+    if (has_moved) exchange->ask(qkv, rows, pages);
+    attend_any(Attention<T>{qkv, qkv_size, kv, narrow, query_size, nullptr}, batch);
+    if (has_moved && !exchange->take(narrow, rows, query_size, batch.head_dim)) return false;
     multiply_all(Linear<T>{narrow, query_size / PER_WORD<T>, w.o_bias, residual, size}, w.o, rows, out);
     return true;
 }
@@ -70,10 +76,11 @@ struct LayerOfPass {
 
 // Layers, both halves of each with its residual. `hidden` may be `out`.
 template <class T>
-bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Slots& slots, const T* hidden, T* out, T* workspace) {
+bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Exchange<T>* exchange, const Slots& slots, const T* hidden, T* out,
+                T* workspace) {
     for (long i = 0; i < num_layers; i++, hidden = out) {
         const LayerOfPass<T>& layer = layers[i];
-        if (!run_attention(*layer.weights, *layer.batch, slots, hidden, layer.kv, hidden, out, workspace)) return false;
+        if (!run_attention(*layer.weights, *layer.batch, exchange, slots, hidden, layer.kv, hidden, out, workspace)) return false;
         run_mlp(*layer.weights, slots.num_tokens, out, out, out, workspace);
     }
     return true;

@@ -59,10 +59,11 @@ from mooncake.messages.operators import (
     ListInstances,
     Migrate,
     Migrates,
+    MoveHeads,
     Ordered,
 )
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
-from mooncake.messages.workers import InstanceState, Role
+from mooncake.messages.workers import PROTOCOL_VERSION, InstanceState, Role
 from mooncake.model.grammar import Grammars, Vocabulary
 from mooncake.node.state_file import StateFile
 from mooncake.security.curve import LARGEST_FRAME_BYTES, Gate, use_key
@@ -172,7 +173,9 @@ class FakeCluster:
 
     def reset(self) -> None:
         self.behaviour: Behaviour = answer_hello
-        self.state = ClusterState(epoch=1, num_prefill=1, num_decode=1, max_sequence_blocks=1000)
+        self.state = ClusterState(
+            epoch=1, num_prefill=1, num_decode=1, max_sequence_blocks=1000, version=PROTOCOL_VERSION
+        )
         self.silent = False
         self.num_hellos = 0
         self.submitted: list[Request] = []
@@ -186,7 +189,7 @@ class FakeCluster:
         self.attempts_to_replace: list[int | None] = []
         """of each in `continued`: the attempt of which tokens came that others should have come before"""
         self.migrates: list[Migrate] = []
-        self.orders: list[Drain | ChangeRole] = []
+        self.orders: list[Drain | ChangeRole | MoveHeads] = []
         self.contexts: list[KeepContext | DropContext] = []
 
     async def run(self) -> None:
@@ -226,6 +229,9 @@ class FakeCluster:
                         status = ONLY_INSTANCE if instance == ONLY_INSTANCE.name else None
                         refusal = "" if status is not None and message.force else "the last one, or unknown"
                         await self.to_front(Ordered(order, status, refusal))
+                    case MoveHeads(order):
+                        self.orders.append(message)
+                        await self.to_front(Ordered(order, ONLY_INSTANCE))
                     case KeepContext() | DropContext():
                         self.contexts.append(message)
                     case Cancel(request_id):

@@ -1,4 +1,4 @@
-"""`mooncake-serve drain` and `role`: what they order, when they end, how errors are told."""
+"""`mooncake-serve drain`, `role` and `migrate`: what they order, when they end, how errors are told."""
 
 from pathlib import Path
 
@@ -8,8 +8,9 @@ import pytest
 
 from mooncake.cli import operating
 from mooncake.cli.commands import run
-from mooncake.cli.operating import AdminClient, change_role, drain
+from mooncake.cli.operating import AdminClient, change_role, drain, migrate
 from mooncake.errors import MooncakeError
+from mooncake.messages.migration import HeadsPlace
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 from tests.ports import free_port
@@ -93,6 +94,52 @@ def test_a_switch_that_comes_to_nothing_is_an_error(then: list[InstanceStatus], 
     server = Server([status("switching")], then)
     with pytest.raises(MooncakeError, match=told):
         change_role(server.client(), "decode-0", Role.PREFILL, force=False)
+
+
+def heads(
+    helper: str = "", num: int = 0, *, error: str = "", is_moving: bool = False
+) -> list[InstanceStatus]:
+    place = HeadsPlace(helper=helper, num_heads=num, error=error, is_moving=is_moving)
+    return [msgspec.structs.replace(status("serving"), heads=place, num_device_pages=100 + num)]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "at_first", "at_last", "told"),
+    [
+        (1, heads(), heads("d1", 1), "1 of the KV heads of decode-0 is at d1; decode-0 has 101 pages\n"),
+        (2, heads(), heads("d1", 2), "2 of the KV heads of decode-0 are at d1; decode-0 has 102 pages\n"),
+        (0, heads("d1", 2), heads(), "all KV heads of decode-0 are back; decode-0 has 100 pages\n"),
+    ],
+)
+def test_migrate_waits_until_the_heads_are_there(
+    num_heads: int,
+    at_first: list[InstanceStatus],
+    at_last: list[InstanceStatus],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    moving = [
+        msgspec.structs.replace(one, heads=msgspec.structs.replace(one.heads, is_moving=True))
+        for one in at_first
+    ]
+    server = Server(moving, moving, at_last)
+    assert migrate(server.client(), "decode-0", "d1", num_heads) == 0
+    assert server.orders == [f"/admin/instances/decode-0/heads?to=d1&num={num_heads}"]
+    assert capsys.readouterr().out == told
+
+
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        (heads(error="d1 has no room: ..."), "d1 has no room"),
+        (heads("d2", 1), "where another order has them"),
+        ([], "decode-0 is lost"),
+    ],
+)
+def test_heads_that_do_not_move_are_an_error(then: list[InstanceStatus], told: str) -> None:
+    server = Server(heads(is_moving=True), then)
+    with pytest.raises(MooncakeError, match=told):
+        migrate(server.client(), "decode-0", "d1", 1)
 
 
 @pytest.mark.parametrize(

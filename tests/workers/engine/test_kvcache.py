@@ -54,3 +54,38 @@ def test_memory_that_is_taken_early_keeps_what_passes_have_written(kv: DeviceKVC
     kv.take_memory()
     assert kv.layer(1).sum() == 0
     assert (kv.layer(2)[3] == 1.5).all()
+
+
+def test_lent_pages_are_the_last_ones_and_their_memory_is_given_back() -> None:
+    spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
+    kv = DeviceKVCache(spec, range(2), num_pages=8, page_size=16, dtype=torch.float32)
+    used = kv.allocate(2)
+    for layer in kv.layers:
+        kv.layer(layer).fill_(1.5)
+    lent = kv.lend(3)
+    assert (used, lent) == ([0, 1], [5, 6, 7])
+    assert (kv.num_usable_pages, kv.num_free_pages) == (5, 3)
+    for layer in kv.layers:
+        assert (kv.layer(layer)[:5] == 1.5).all()
+        assert not kv.layer(layer)[5:].any()
+    with pytest.raises(OutOfPages):
+        kv.lend(4)
+    kv.end_loan(lent)
+    assert (kv.num_usable_pages, kv.num_free_pages) == (8, 6)
+
+
+def test_pages_keep_their_numbers_and_use_in_another_arrangement(kv: DeviceKVCache) -> None:
+    used = kv.allocate(4)
+    kv.free(used[1:2])
+    assert len(kv.rearrange(kv.new_layers(9, 1), None)) == 2
+    assert (kv.num_pages, kv.num_free_pages) == (9, 6)
+    assert kv.used_pages() == [0, 2, 3]
+    more = kv.allocate(5)
+    kv.close_from(6)
+    kv.free(more[-1:])
+    assert kv.num_usable_pages == 6
+    assert more[-1] not in kv.allocate(kv.num_free_pages)
+    assert kv.used_pages(6) == [6]
+    kv.free([6])
+    kv.rearrange(kv.new_layers(6, 1), None)
+    assert (kv.num_pages, kv.num_free_pages) == (6, 0)

@@ -167,6 +167,7 @@ def process(role: Role, flags: dict[tuple[str, ...], str]) -> WorkerProcess:
         instance="p",
         incarnation=1,
         messenger_socket="",
+        heads_socket="",
         num_local_workers=1,
     )
 

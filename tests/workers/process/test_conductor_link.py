@@ -32,6 +32,7 @@ async def linked(leaders: Leaders, peer_timeout_s: float) -> AsyncIterator[Condu
         instance="d0",
         incarnation=1,
         messenger_socket="",
+        heads_socket="",
         num_local_workers=1,
     )
     link = ConductorLink(process, 1, InstanceStatus(Role.DECODE), Retirement(), leaders, lambda: "an engine")

@@ -117,6 +117,26 @@ class DecodeBatch:
             if not sequence.is_in_flight:
                 sequence.note_left()
 
+    def full_pages(self) -> set[tuple[int, int, int]]:
+        """Return the device pages that no iteration writes any more, each with the numbers of sequence and
+        block."""
+        return {
+            (sequence.number, block, page)
+            for sequence in self._running
+            for block, page in enumerate(sequence.pages[: sequence.num_kv_tokens // self._kv.page_size])
+        }
+
+    def longest(self) -> int:
+        """Return the most pages that a sequence needs, waiting ones included."""
+        sequences = (*self._running, *self._loading, *self._prepared, *self._waiting)
+        return max((one.num_pages_needed(self._kv.page_size) for one in sequences), default=0)
+
+    def preempt_beyond(self, num_pages: int) -> None:
+        """Preempt the running sequences that have one of the pages from `num_pages` on."""
+        for sequence in list(self._running):
+            if any(page >= num_pages for page in sequence.pages):
+                self.leave(sequence)
+
     def plan(self) -> list[Sequence]:
         """Preempt and admit, and return the next iteration: sequences with a page for their next token."""
         ready = self._grow()
@@ -176,7 +196,7 @@ class DecodeBatch:
         return len(last.pages)
 
     def _fail(self, sequence: Sequence, num_pages: int) -> None:
-        sequence.error = OutOfPages(num_pages, self._kv.num_free_pages, self._kv.num_pages)
+        sequence.error = OutOfPages(num_pages, self._kv.num_free_pages, self._kv.num_usable_pages)
         self.leave(sequence)
 
     # -- admission ----------------------------------------------------------------------------------
@@ -243,4 +263,4 @@ class DecodeBatch:
 
     def _shares(self) -> BatchShares:
         members = [*self._running, *self._loading, *self._prepared]
-        return BatchShares(members, self._max_batch, self._kv.num_pages)
+        return BatchShares(members, self._max_batch, self._kv.num_usable_pages)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kernels.cpu.moved_heads import HelperLost
 from mooncake.messages.requests import TokenLogprobs
 from workers.decode.sequence import Sequence
 from workers.engine.batch import Batch, Chunk
@@ -69,6 +70,8 @@ class Iteration:
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
         self.began_s = self.forward_began_s = self.ended_s = 0.0
+        self.is_lost = False
+        """Whether the iteration has no results, as the helper that has some of the heads did not answer."""
         self._tokens: list[int] = []
         """Drawn tokens by draw; empty until the iteration has ended."""
         self._logprobs: dict[int, TokenLogprobs] = {}
@@ -88,7 +91,8 @@ class Iteration:
     def begin(self) -> None:
         """Fill in the tokens of `before`, which has ended. Runs on the device thread."""
         self.began_s = time.perf_counter()
-        if self._before is not None and self._unknown:
+        self.is_lost = self._before is not None and self._before.is_lost
+        if self._before is not None and self._unknown and not self.is_lost:
             sequences = [self.sequences[row] for row in self._unknown]
             tokens = [self._before.token_of(sequence) for sequence in sequences]
             for sequence, token in zip(sequences, tokens, strict=True):
@@ -99,11 +103,16 @@ class Iteration:
 
     def run(self) -> None:
         """Compute, after `begin`, on the device thread. The other ranks begin when they are told."""
+        if self.is_lost:
+            return
         refs = [sequence.ref for sequence in self.sequences]
-        with self._executor.record.computing(refs, expected=RankLost):
-            if self._followers is not None:
-                self._followers.announce(_announced(self._batch))
-            self._tokens, self._logprobs = self._executor.decode(self._batch, self._draws)
+        try:
+            with self._executor.record.computing(refs, expected=(RankLost, HelperLost)):
+                if self._followers is not None:
+                    self._followers.announce(_announced(self._batch))
+                self._tokens, self._logprobs = self._executor.decode(self._batch, self._draws)
+        except HelperLost:
+            self.is_lost = True
         self.ended_s = time.perf_counter()
 
     @property

@@ -7,15 +7,15 @@ Owns: the two threads. Does not know: the sequences of the blocks.
 """
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from kernels.kv_copy import gather_pages, scatter_pages
 from workers.engine.kvcache import DeviceKVCache
 from workers.execution.jobs import wait_to_end
 from workers.kvcache.copies import LayerCopies
@@ -37,7 +37,7 @@ class BlockPair:
 
 class BlockTransfers:
     """Loads and stores blocks. A cancelled call copies no further layer, and returns when its copy has
-    stopped."""
+    stopped. While transfers are `paused`, calls wait."""
 
     def __init__(self, copies: LayerCopies, kv: DeviceKVCache) -> None:
         self._copies = copies
@@ -45,6 +45,20 @@ class BlockTransfers:
         self._quiet = copies.mark()  # whoever computed with the pages before has been waited for
         self._loading = ThreadPoolExecutor(1, "kvcache-join")
         self._storing = ThreadPoolExecutor(1, "kvcache-seal")
+        self._num_running = 0
+        self._may_run, self._none_runs = asyncio.Event(), asyncio.Event()
+        self._may_run.set()
+        self._none_runs.set()
+
+    @contextlib.asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Make a context in which no copy runs. Entering it waits for those that run."""
+        self._may_run.clear()
+        try:
+            await self._none_runs.wait()
+            yield
+        finally:
+            self._may_run.set()
 
     async def load(self, blocks: Sequence[BlockPair]) -> list[int]:
         """Copy blocks from the pool to the device. Return the pool pages with wrong bytes."""
@@ -81,7 +95,7 @@ class BlockTransfers:
         def work(is_given_up: threading.Event) -> list[torch.Tensor]:
             index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
             layers = self._kv.layers
-            return [gather_pages(self._kv.layer(layer), index).cpu() for layer in layers]
+            return [self._kv.gather(layer, index).cpu() for layer in layers]
 
         return await self._on(self._storing, work)
 
@@ -91,7 +105,7 @@ class BlockTransfers:
         def work(is_given_up: threading.Event) -> None:
             index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
             for layer, blocks in zip(self._kv.layers, saved, strict=True):
-                scatter_pages(self._kv.layer(layer), index, blocks.to(self._kv.device))
+                self._kv.scatter(layer, index, blocks.to(self._kv.device))
             if self._kv.device.type == "cuda":
                 torch.cuda.current_stream(self._kv.device).synchronize()
 
@@ -104,5 +118,14 @@ class BlockTransfers:
 
     async def _on(self, thread: ThreadPoolExecutor, work: Callable[[threading.Event], T]) -> T:
         given_up = threading.Event()
-        ended = asyncio.get_running_loop().run_in_executor(thread, work, given_up)
-        return await wait_to_end(ended, on_cancel=given_up.set)
+        while not self._may_run.is_set():
+            await self._may_run.wait()
+        self._num_running += 1
+        self._none_runs.clear()
+        try:
+            ended = asyncio.get_running_loop().run_in_executor(thread, work, given_up)
+            return await wait_to_end(ended, on_cancel=given_up.set)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._none_runs.set()

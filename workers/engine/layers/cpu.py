@@ -90,15 +90,23 @@ class CpuLayers:
     def forward_layers(
         self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """Compute several consecutive layers in one call."""
-        of_pass = [(self._layers[layer], kv.layer(layer), self._attention(layer, batch)) for layer in layers]
+        """Compute several consecutive layers in one call. Raises HelperLost if a helper has some of the
+        heads."""
+        heads, helped = self._heads, None
+        if kv.moved is not None:
+            helped = kv.moved.owner
+            heads = heads.without(helped.shape.heads)
+            helped.begin(layers, batch.query_lens, batch.kv_lens, batch.page_tables, batch.page_size)
+        of_pass = [
+            (self._layers[layer], kv.layer(layer), self._attention(layer, batch, heads)) for layer in layers
+        ]
         workspace = batch.workspace(of_pass[0][0].workspace_elements)
-        return run_layers(of_pass, hidden, batch.slots, workspace)
+        return run_layers(of_pass, hidden, batch.slots, workspace, helped)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """Return the output of attention, without the residual `hidden`. Writes keys and values to their
         pages."""
-        computed, attention = self._layers[layer], self._attention(layer, batch)
+        computed, attention = self._layers[layer], self._attention(layer, batch, self._heads)
         workspace = batch.workspace(computed.workspace_elements)
         return computed.attention_half(hidden, kv.layer(layer), attention, batch.slots, workspace)
 
@@ -107,8 +115,8 @@ class CpuLayers:
         computed = self._layers[layer]
         return computed.mlp_half(hidden, batch.workspace(computed.workspace_elements))
 
-    def _attention(self, layer: int, batch: Batch) -> PagedAttention:
-        return batch.attention(self._library, self._heads, self._spec.layer_sliding_window(layer))
+    def _attention(self, layer: int, batch: Batch, heads: Heads) -> PagedAttention:
+        return batch.attention(self._library, heads, self._spec.layer_sliding_window(layer))
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         assert self._final_norm is not None, "these layers do not end with the head"

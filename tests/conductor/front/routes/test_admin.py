@@ -1,9 +1,11 @@
 """Operators' routes: what they tell the Conductor, and what becomes of its answer."""
 
 import httpx
+import msgspec
 import pytest
 
-from mooncake.messages.operators import ChangeRole, Drain
+from mooncake.messages.migration import HeadsPlace
+from mooncake.messages.operators import ChangeRole, Drain, MoveHeads
 from mooncake.messages.workers import Role
 from tests.conductor.front.fakes import Running
 from tests.deadline import DEADLINE_S
@@ -45,6 +47,8 @@ STATUS = {
     "num_blocks_left": 0,
     "since_s": 0.0,
     "stays": False,
+    "heads": msgspec.to_builtins(HeadsPlace()),
+    "num_device_pages": 0,
 }
 
 
@@ -62,14 +66,16 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
         ("d0/drain", {"force": "true"}),
         ("d0/drain", {"force": "true", "stay": "true"}),
         ("d0/role", {"force": "true", "role": "both"}),
+        ("d0/heads", {"to": "d1", "num": "2"}),
     ):
         answer = order(front, path, **query)
         assert (answer.status_code, answer.json()) == (200, STATUS)
-    drain, stay, role = front.cluster.orders
+    drain, stay, role, heads = front.cluster.orders
     assert drain == Drain(drain.order, "d0", force=True)
     assert stay == Drain(stay.order, "d0", force=True, stays=True)
     assert role == ChangeRole(role.order, "d0", Role.BOTH, force=True)
-    assert len({one.order for one in (drain, stay, role)}) == 3
+    assert heads == MoveHeads(heads.order, "d0", "d1", 2)
+    assert len({one.order for one in (drain, stay, role, heads)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -82,6 +88,7 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
         ("d0/role", {}, 400, None),
         ("d0/role", {"role": "conductor"}, 400, None),
         ("d0/drain", {"force": "perhaps"}, 400, None),
+        ("d0/heads", {"to": "d1", "num": "-1"}, 400, None),
     ],
 )
 def test_orders_that_are_not_obeyed_are_told_with_the_reason(
@@ -92,7 +99,14 @@ def test_orders_that_are_not_obeyed_are_told_with_the_reason(
     assert (answer.status_code, error["code"]) == (status, code)
     assert error["message"]
     if status == 400:
-        assert error["param"] == ("role" if "role" in path else "force")
+        assert error["param"] == {"role": "role", "drain": "force", "heads": "num"}[path.partition("/")[2]]
+
+
+def test_an_older_conductor_is_not_asked_to_move_heads(front: Running) -> None:
+    front.publish(msgspec.structs.replace(front.cluster.state, num_decode=2, version=27))
+    answer = order(front, "d0/heads", to="d1", num="1")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "refused")
+    assert front.cluster.orders == []
 
 
 @pytest.mark.parametrize(

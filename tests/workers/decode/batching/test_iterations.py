@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 
+from kernels.cpu.moved_heads import HelperLost
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.planned import decoded
@@ -41,6 +42,7 @@ class FakeExecutor:
         self._thread = ThreadPoolExecutor(1)
         self.record = PassRecord()
         self.may_go_on = threading.Semaphore(0)
+        self.loses_helper = False
         self.batches: list[tuple[list[int], list[int]]] = []
         """tokens and positions that were computed"""
 
@@ -53,6 +55,8 @@ class FakeExecutor:
     def decode(self, batch: FakeBatch, draws: Draws) -> Drawn:
         self.batches.append((batch.token_ids, batch.starts))
         assert self.may_go_on.acquire(timeout=DEADLINE_S)
+        if self.loses_helper:
+            raise HelperLost
         tokens = torch.tensor(batch.token_ids)
         rows = torch.arange(len(tokens))
         logits = torch.zeros(len(tokens), 100)
@@ -219,4 +223,24 @@ async def test_what_is_taken_back_leaves_nothing_in_flight() -> None:
     lab.executor.may_go_on.release(1)
     assert await lab.receive() == [[22]]
     assert [tokens for tokens, _ in lab.executor.batches] == [[20], [21]]
+    await lab.iterations.close()
+
+
+async def test_an_iteration_without_its_helper_and_the_next_one_have_no_results() -> None:
+    lab, a = Lab(), sequence(0, 10, 20)
+    lab.executor.loses_helper = True
+    lab.iterations.plan(decoded(a))
+    await lab.until_computing(1)
+    lab.iterations.receive()
+    lab.iterations.plan(decoded(a))  # from the token of the first one, which never comes
+    lab.executor.may_go_on.release(1)
+    await asyncio.wrap_future(lab.executor.submit(lambda: None))  # behind both of them
+    ended = lab.iterations.receive()
+    assert [iteration.is_lost for iteration in ended] == [True, True]
+    assert not a.is_in_flight
+    lab.executor.loses_helper = False
+    lab.iterations.plan(decoded(a))
+    await lab.until_computing(2)
+    lab.executor.may_go_on.release(1)
+    assert await lab.receive() == [[21]]
     await lab.iterations.close()

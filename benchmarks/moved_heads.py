@@ -1,0 +1,156 @@
+"""A decode step with some of the KV heads at a helper, beside the same step with all of them in one place.
+
+    .venv/bin/python -m benchmarks.moved_heads [--tokens 16384] [--batches 1 8]
+
+The engine alone, random weights in bfloat16 in the shapes of two models, one computing thread in each of the
+two processes. Both kinds of steps have the same KVCache, and their logits are compared bit for bit.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine import SMOLLM2
+from workers.engine.batch import Batch, Chunk
+from workers.engine.head_move import HeadMove
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.execution.model_spec import model_spec
+from workers.heads.helper_link import HelperLink
+from workers.heads.hosting import HeadsHost
+from workers.heads.link_messages import LINK_VERSION, HostHeads
+
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+SHAPES = {"SmolLM2-135M": {**SMOLLM2, "max_position_embeddings": 32_768}, "Qwen2.5-0.5B": QWEN}
+PAGE_SIZE = 32
+NUM_STEPS = 15
+TIMEOUT_S = 60.0
+FINGERPRINT = "benchmark"
+
+
+def empty(shape: str, num_pages: int) -> tuple[DecoderModel, DeviceKVCache]:
+    """Return a model without weights, and its KVCache."""
+    spec = model_spec(SHAPES[shape])
+    layers = range(spec.num_layers)
+    model = DecoderModel(spec, layers, torch.bfloat16)
+    return model, DeviceKVCache(spec, layers, num_pages, PAGE_SIZE, torch.bfloat16)
+
+
+def help_owners(shape: str, num_pages: int, path: str) -> None:
+    """Be the helper, until killed."""
+    torch.set_num_threads(1)
+    model, kv = empty(shape, num_pages)
+    asyncio.run(HeadsHost("helper", path, FINGERPRINT, model, kv).run())
+
+
+def wait_for(path: Path) -> None:
+    """Wait until the helper listens."""
+    while not path.exists():
+        time.sleep(0.1)
+
+
+class Steps:
+    """Decode steps over one batch."""
+
+    def __init__(self, shape: str, batch_size: int, num_tokens: int) -> None:
+        num_pages = batch_size * -(-num_tokens // PAGE_SIZE)
+        self.model, self.kv = empty(shape, num_pages)
+        self.model.init_dummy_weights()
+        generator = torch.Generator().manual_seed(0)
+        for layer in self.kv.layers:
+            self.kv.layer(layer).normal_(generator=generator)
+        tables = [self.kv.allocate(num_pages // batch_size) for _ in range(batch_size)]
+        self.chunks = [Chunk([1000], num_tokens - 1, pages) for pages in tables]
+
+    def measure(self) -> tuple[float, torch.Tensor]:
+        """Return the median of the steps in seconds, and the logits."""
+        times_s = []
+        for _ in range(NUM_STEPS + 2):
+            began_s = time.perf_counter()
+            logits = self.model.forward(Batch.build(self.chunks, self.kv), self.kv)
+            times_s.append(time.perf_counter() - began_s)
+        return statistics.median(times_s[2:]), logits
+
+    async def move(self, path: str, num_heads: int) -> HelperLink:
+        """Move heads to the helper at `path`."""
+        kv, num_sequences = self.kv, len(self.chunks)
+        request = HostHeads(
+            LINK_VERSION,
+            "owner",
+            FINGERPRINT,
+            num_heads,
+            kv.num_pages,
+            kv.num_pages,
+            num_sequences,
+            num_sequences,
+        )
+        link = await HelperLink.connect(path, request, self.model, kv, TIMEOUT_S, lambda: None)
+        move = HeadMove(kv, link.num_pages, link.moved)
+        move.copy(kv.used_pages())
+        move.complete()
+        return link
+
+
+async def compare(shape: str, batch_size: int, num_tokens: int) -> None:
+    """Print a row."""
+    steps = Steps(shape, batch_size, num_tokens)
+    num_kv_heads = steps.model.spec.num_kv_heads
+    num_heads = num_kv_heads // 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "heads")
+        context = multiprocessing.get_context("spawn")
+        helper = context.Process(target=help_owners, args=(shape, 2 * steps.kv.num_pages, path), daemon=True)
+        helper.start()
+        await asyncio.to_thread(wait_for, Path(path))
+        alone_s, expected = steps.measure()
+        link = await steps.move(path, num_heads)
+        helped_s, logits = steps.measure()
+        assert torch.equal(logits, expected)
+        await link.end()
+        helper.kill()
+        helper.join()
+    print(
+        f"| {shape} | {batch_size} | {num_heads} of {num_kv_heads} "
+        f"| {1000 * alone_s:.1f} ms | {1000 * helped_s:.1f} ms | {helped_s / alone_s:.2f} |",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.moved_heads", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--tokens", type=int, default=16_384, help="of each sequence")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print("| model | batch | KV heads at the helper | step alone | step with the helper | ratio |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for shape in SHAPES:
+        for batch_size in options.batches:
+            asyncio.run(compare(shape, batch_size, options.tokens))
+
+
+if __name__ == "__main__":
+    main()

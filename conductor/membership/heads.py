@@ -1,0 +1,111 @@
+"""KV heads of decode instances at helpers, by order of operators (BanaServe, section 4.1, figure 4).
+
+An instance tells in its heartbeats where its heads are, so that another Conductor knows it too.
+
+Owns: which orders are refused, the numbers of orders. Does not know: how heads move.
+"""
+
+import itertools
+
+from conductor.effects import Effect
+from conductor.view.instances import Instance, Instances
+from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.messages.workers import Heartbeat, InstanceState, Role
+
+
+class Heads:
+    """The heads of the registry's instances. `epoch` is the Conductor's."""
+
+    def __init__(self, epoch: int, instances: Instances) -> None:
+        self._epoch, self._instances = epoch, instances
+        self._numbers = itertools.count(1)
+
+    def why_not(self, owner: Instance, helper: Instance, num_heads: int) -> str:
+        """Why the last `num_heads` KV heads of an instance may not be at a helper; empty if they may."""
+        if owner is helper:
+            return f"{owner.name} cannot be its own helper"
+        place = place_of(owner)
+        if place.is_moving:
+            return f"KV heads of {owner.name} are moving already"
+        if num_heads == 0:
+            return "" if place.helper == helper.name else f"no KV heads of {owner.name} are at {helper.name}"
+        if place.helper:
+            back = f"mooncake-serve migrate {owner.name} {place.helper} --back"
+            return f"{where(owner)}; take them back first (`{back}`)"
+        for instance in (owner, helper):
+            if (reason := instance.registration.heads.why_not) != "":
+                return f"KV heads neither leave nor come to {instance.name}: {reason}"
+            if instance.state is not InstanceState.SERVING:
+                return f"{instance.name} is {instance.state.value}"
+            if instance.role is Role.PREFILL:
+                return f"{instance.name} prefills; KV heads move between instances that decode"
+        num_kv_heads = owner.registration.layout.num_kv_heads
+        if num_heads >= num_kv_heads:
+            return (
+                f"the model has {num_kv_heads} KV heads, of which at most {num_kv_heads - 1} can be elsewhere"
+            )
+        if host_of(owner) != host_of(helper):
+            return f"{owner.name} and {helper.name} are on different hosts; KV heads move within one"
+        if place_of(helper).helper:
+            return f"{where(helper)}, so it cannot be a helper"
+        if owners := self.owners_at(owner):
+            return f"{owner.name} has KV heads of {', '.join(owners)} itself"
+        return ""
+
+    def order(self, owner: Instance, helper: Instance, num_heads: int) -> list[Effect]:
+        """Order heads to a helper, or (0) back. `why_not` must have no objection."""
+        socket = helper.registration.heads.socket
+        order = PlaceHeads(self._epoch, next(self._numbers), helper.name, socket, num_heads)
+        owner.heads_order = order
+        return [Effect(owner.identity, order)]
+
+    def call_back(self, helper: Instance) -> list[Effect]:
+        """Order all heads back that are at a helper, as it is about to leave."""
+        owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
+        return [
+            effect for owner in owners if owner.heads_order is None for effect in self.order(owner, helper, 0)
+        ]
+
+    def owners_at(self, helper: Instance) -> list[str]:
+        """The names of the instances that have heads at a helper, or are moving them there."""
+        return [
+            owner.name
+            for owner in self._instances
+            if helper.name in (place_of(owner).helper, owner.heads_order and owner.heads_order.helper)
+        ]
+
+    def why_busy(self, instance: Instance) -> str:
+        """Why an instance must keep its role: its heads are elsewhere, or it has others'; empty if it need
+        not."""
+        if place_of(instance).helper:
+            return where(instance)
+        if owners := self.owners_at(instance):
+            return f"{instance.name} has KV heads of {', '.join(owners)}"
+        return ""
+
+    def heard(self, instance: Instance, before: Heartbeat | None) -> None:
+        """Note that an order has been carried out, and how many pages an instance has now."""
+        order, place = instance.heads_order, instance.heads
+        if order is not None and (place.epoch, place.number) == (order.epoch, order.number):
+            instance.heads_order = None
+        if before is None or before.heads.num_device_pages != place.num_device_pages:
+            self._instances.resized()
+
+
+def place_of(instance: Instance) -> HeadsPlace:
+    """Where the heads of an instance are. While its order is on its way, they move."""
+    order, place = instance.heads_order, instance.heads
+    if order is None:
+        return place
+    return HeadsPlace(helper=place.helper, num_heads=place.num_heads, is_moving=True)
+
+
+def where(instance: Instance) -> str:
+    """Say where the heads of an instance are."""
+    place = place_of(instance)
+    return f"{place.num_heads} of the KV heads of {instance.name} are at {place.helper}"
+
+
+def host_of(instance: Instance) -> str:
+    """The host of an instance's messenger."""
+    return instance.registration.shards[0].messenger.host_id

@@ -1,0 +1,256 @@
+"""Attention of some KV heads in a helper's process (moved_heads.h; BanaServe, section 4.1, figure 4).
+
+Two processes share memory: a mailbox, in which the owner of the sequences describes each pass and asks for
+each layer, and the pages of the moved heads, which the helper's attention reads and writes. The moved heads
+are the last ones. Bytes exchanged by a token and layer: queries, keys and values there, results back. The
+result has the bits of attention over all heads in one process, as heads do not depend on each other.
+
+Owns: the layout of a mailbox, both ends of the exchange. Does not know: processes, how memory is shared.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_uint32, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.cpu.attention import Heads, PagedAttention
+from kernels.cpu.library import Library
+
+_COUNTERS_BYTES = 4096
+_ALIGNMENT_BYTES = 4096
+_INT_BYTES = 4
+_NUM_HEADER_INTS = 4
+"""Integers of a pass's description before its lists: sequences, pages, first layer, end of layers."""
+
+
+class _Exchange(ctypes.Structure):
+    """`struct Exchange` of moved_heads.h."""
+
+    _fields_ = (
+        ("mailbox", c_void_p),
+        ("asked", c_void_p),
+        ("answers", c_void_p),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("timeout_ms", c_int64),
+    )
+
+
+class _HostedLayer(ctypes.Structure):
+    """`struct HostedLayer` of moved_heads.h."""
+
+    _fields_ = (("batch", c_void_p), ("kv", c_void_p))
+
+
+class HelperLost(RuntimeError):
+    """The helper has not answered: the pass has no result, and its tokens have no KVCache."""
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxShape:
+    """The sizes of a mailbox: the longest pass that it can describe, and the heads that were moved."""
+
+    num_tokens: int
+    """New tokens of a pass, of all its sequences."""
+    num_sequences: int
+    num_pages: int
+    """Pages of all sequences of a pass."""
+    heads: Heads
+    """The moved heads alone."""
+    dtype: torch.dtype
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a token's row asks with: queries, keys, values."""
+        return (self.heads.num_heads + 2 * self.heads.num_kv_heads) * self.heads.head_dim
+
+    @property
+    def asked_offset(self) -> int:
+        """Offset in bytes of the rows that ask."""
+        num_ints = _NUM_HEADER_INTS + 2 * self.num_sequences + self.num_pages
+        return _COUNTERS_BYTES + _aligned(num_ints * _INT_BYTES)
+
+    @property
+    def answers_offset(self) -> int:
+        """Offset in bytes of the results."""
+        return self.asked_offset + _aligned(self.num_tokens * self.row_elements * self.dtype.itemsize)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the mailbox, whole memory pages."""
+        num_elements = self.num_tokens * self.heads.num_heads * self.heads.head_dim
+        return self.answers_offset + _aligned(num_elements * self.dtype.itemsize)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HostedPass:
+    """A pass as the owner describes it: layers, and each sequence's new tokens, tokens and pages."""
+
+    number: int
+    layers: range
+    query_lens: list[int]
+    kv_lens: list[int]
+    page_tables: list[np.ndarray]
+
+    def slots(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pages and offsets of the new tokens, int64 `[T]` each."""
+        pages, offsets = [], []
+        for query_len, kv_len, table in zip(self.query_lens, self.kv_lens, self.page_tables, strict=True):
+            positions = np.arange(kv_len - query_len, kv_len)
+            pages.append(table[positions // page_size])
+            offsets.append(positions % page_size)
+        return np.concatenate(pages, dtype=np.int64), np.concatenate(offsets, dtype=np.int64)
+
+
+class _Mailbox:
+    """One end of a mailbox in `memory`, uint8 `[shape.size_bytes]`, zeros at first, which it keeps mapped."""
+
+    def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape) -> None:
+        if memory.dtype is not torch.uint8 or memory.shape != (shape.size_bytes,):
+            raise ValueError(f"expected {shape.size_bytes} bytes, got {memory.dtype} {list(memory.shape)}")
+        self.shape = shape
+        self._memory, self._code = memory, library.code
+        self._address = c_void_p(memory.data_ptr())
+        self._ints = memory[_COUNTERS_BYTES : shape.asked_offset].numpy().view(np.int32)
+        self._asked_address = memory.data_ptr() + shape.asked_offset
+        self._answers_address = memory.data_ptr() + shape.answers_offset
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether one of both ends has closed the mailbox."""
+        return bool(self._code.mailbox_is_closed(self._address))
+
+    def close(self) -> None:
+        """End the exchange, for both sides: whoever waits for the other stops. Idempotent."""
+        self._code.close_mailbox(self._address)
+
+
+class HeadsOwner(_Mailbox):
+    """The owner's end. `timeout_s` is the longest time that a layer may take the helper."""
+
+    def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape, timeout_s: float) -> None:
+        super().__init__(library, memory, shape)
+        heads = shape.heads
+        self._exchange = _Exchange(
+            self._address,
+            self._asked_address,
+            self._answers_address,
+            heads.num_heads,
+            heads.num_kv_heads,
+            round(1000 * timeout_s),
+        )
+        self.address = ctypes.addressof(self._exchange)
+        """Address of the exchange, for C++ code that asks."""
+
+    def begin(
+        self,
+        layers: range,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_tables: Sequence[np.ndarray],
+        page_size: int,
+    ) -> None:
+        """Describe the next pass over these layers. Raises ValueError for one that is too long."""
+        shape, nums_pages = self.shape, [-(-kv_len // page_size) for kv_len in kv_lens]
+        num_sequences, num_tokens, num_pages = len(query_lens), sum(query_lens), sum(nums_pages)
+        if (
+            num_tokens > shape.num_tokens
+            or num_sequences > shape.num_sequences
+            or num_pages > shape.num_pages
+        ):
+            raise ValueError(
+                f"expected a pass of at most {shape.num_tokens} tokens of {shape.num_sequences} sequences in "
+                f"{shape.num_pages} pages, got {num_tokens}, {num_sequences} and {num_pages}"
+            )
+        header = [num_sequences, num_pages, layers.start, layers.stop]
+        tables = [table[:num] for table, num in zip(page_tables, nums_pages, strict=True)]
+        described = np.concatenate([header, query_lens, kv_lens, *tables], dtype=np.int32, casting="unsafe")
+        self._ints[: len(described)] = described
+        self._code.begin_pass(self._address)
+
+
+class HeadsHelper(_Mailbox):
+    """The helper's end, for one thread. `kv_layers` are the hosted pages of the layers from 0 on, each
+    `[num_pages, num_kv_heads, 2, page_size, head_dim]`; `windows` the layers' sliding windows."""
+
+    def __init__(
+        self,
+        library: Library,
+        memory: torch.Tensor,
+        shape: MailboxShape,
+        kv_layers: Sequence[torch.Tensor],
+        windows: Sequence[int | None],
+    ) -> None:
+        super().__init__(library, memory, shape)
+        self._library, self._kv_layers, self._windows = library, kv_layers, windows
+        self._code.passes_begun.restype = c_uint32
+        self._host_layers = library.function(
+            "host_layers", shape.dtype, c_void_p, c_uint32, c_void_p, c_int64, *[c_void_p] * 2, c_int64,
+            *[c_void_p] * 2,
+        )  # fmt: skip
+        self._num_passes = 0
+
+    def await_pass(self) -> HostedPass | None:
+        """Wait for the next pass, and return it; None when the exchange is closed. Blocks."""
+        if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
+            return None
+        self._num_passes = self._code.passes_begun(self._address)
+        return self._read()
+
+    def host(self, described: HostedPass) -> None:
+        """Answer each layer of a pass. Blocks until it is complete, given up for another one, or closed.
+
+        Raises ValueError for a pass that does not fit the hosted pages.
+        """
+        kv_shape, shape = self._kv_layers[0].shape, self.shape
+        attentions: dict[int | None, PagedAttention] = {}
+        for layer in described.layers:
+            window = self._windows[layer]
+            if window not in attentions:
+                attentions[window] = PagedAttention(
+                    self._library,
+                    described.query_lens,
+                    described.kv_lens,
+                    described.page_tables,
+                    kv_shape,
+                    shape.heads,
+                    window,
+                )
+        layers = (_HostedLayer * len(described.layers))(
+            *(
+                _HostedLayer(attentions[self._windows[layer]].address, self._kv_layers[layer].data_ptr())
+                for layer in described.layers
+            )
+        )
+        pages, offsets = described.slots(kv_shape[3])
+        if len(pages) > shape.num_tokens:
+            raise ValueError(f"expected a pass of at most {shape.num_tokens} tokens, got {len(pages)}")
+        self._host_layers(
+            self._address,
+            described.number,
+            ctypes.addressof(layers),
+            len(layers),
+            pages.ctypes.data,
+            offsets.ctypes.data,
+            len(pages),
+            self._asked_address,
+            self._answers_address,
+        )
+
+    def _read(self) -> HostedPass:
+        num_sequences, _, first, end = self._ints[:_NUM_HEADER_INTS].tolist()
+        lists = self._ints[_NUM_HEADER_INTS:].copy()
+        query_lens = lists[:num_sequences].tolist()
+        kv_lens = lists[num_sequences : 2 * num_sequences].tolist()
+        page_size = self._kv_layers[0].shape[3]
+        nums_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
+        ends = np.cumsum(nums_pages)
+        tables = np.split(lists[2 * num_sequences : 2 * num_sequences + sum(nums_pages)], ends[:-1])
+        return HostedPass(self._num_passes, range(first, end), query_lens, kv_lens, tables)

@@ -1,0 +1,154 @@
+"""KV heads that go to a helper and back while clients wait for answers: `mooncake-serve migrate`."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from mooncake.cli.commands import run
+from tests.cluster.harness import Server, eventually
+from tests.cluster.tiny_cluster import body, complete, is_ready, post, text_of, tiny_server
+from tests.deadline import DEADLINE_S
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+NUM_PAGES = 256
+PAGE_BYTES = 8 * 4 * 4 * 2 * 64 * 4
+"""8 tokens x 4 layers x 4 heads x (K, V) x 64 x 4 bytes."""
+PROMPTS = [list(range(3 + index, 30 + 3 * index)) for index in range(6)]
+NUM_TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two decode instances of a model with 4 KV heads, which the CPU's own kernels compute."""
+    model = tmp_path_factory.mktemp("wide") / "tiny"
+    tiny_model("llama3", model, hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    write_tiny_tokenizer(model)
+    arguments = (
+        "--num-decode=2",
+        f"--kvcache-device-bytes={NUM_PAGES * PAGE_BYTES}",
+        "--worker-max-batch=3",  # so that both instances get requests
+        "--conductor-rebalancing=false",
+        "--conductor-migrate-for-slos=false",
+    )
+    with tiny_server(model, tmp_path_factory.mktemp("run"), *arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[str]:
+    return [text_of(complete(server, prompt=prompt, num_tokens=NUM_TOKENS)) for prompt in PROMPTS]
+
+
+class Clients:
+    """One for each prompt, several times."""
+
+    def __init__(self, server: Server, expected: list[str]) -> None:
+        self._server, self._expected = server, expected
+        self._threads = ThreadPoolExecutor(len(PROMPTS))
+        self._answers: list[Future[httpx.Response]] = []
+
+    def ask(self) -> None:
+        """Ask for all prompts, and wait until some are decoded at the instance whose heads move."""
+        ask = [body(prompt, num_tokens=NUM_TOKENS) for prompt in PROMPTS]
+        self._answers += [self._threads.submit(post, self._server, one) for one in ask]
+        eventually(lambda: instance(self._server, "decode-0")["num_requests"] > 0, "requests are there")
+
+    def check(self) -> None:
+        """All have got the right answer."""
+        texts = []
+        for answer in self._answers:
+            assert answer.result().status_code == 200, answer.result().text
+            texts.append(text_of(answer.result().json()))
+        assert texts == self._expected * (len(texts) // len(self._expected))
+
+
+@pytest.fixture
+def clients(server: Server, expected: list[str]) -> Clients:
+    return Clients(server, expected)
+
+
+def instance(server: Server, name: str) -> dict[str, Any]:
+    """As operators see it; nothing but an absurd number of pages where it is not registered."""
+    listed = httpx.get(f"{server.url}/admin/instances", timeout=DEADLINE_S).json()["instances"]
+    absent: dict[str, Any] = {"num_device_pages": -1, "num_requests": 0}
+    return next((one for one in listed if one["name"] == name), absent)
+
+
+def migrate(server: Server, *arguments: str) -> int:
+    return run(["migrate", *arguments, "--url", server.url])
+
+
+def wait_for_pages(server: Server, owner: int, helper: int) -> None:
+    def has_them() -> bool:
+        return (
+            instance(server, "decode-0")["num_device_pages"] == owner
+            and instance(server, "decode-1")["num_device_pages"] == helper
+        )
+
+    eventually(has_them, f"there are {owner} and {helper} pages")
+
+
+def test_answers_go_on_while_heads_leave_and_come_back(
+    server: Server, clients: Clients, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clients.ask()
+    assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
+    assert capsys.readouterr().out.endswith(
+        "1 of the KV heads of decode-0 is at decode-1; decode-0 has 341 pages\n"
+    )
+    wait_for_pages(server, 341, 170)
+    clients.ask()
+    assert migrate(server, "decode-0", "decode-1", "--back") == 0
+    assert capsys.readouterr().out.endswith("all KV heads of decode-0 are back; decode-0 has 256 pages\n")
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    clients.check()
+
+
+@pytest.mark.parametrize("killed", ["decode-1", "decode-0"], ids=["the helper", "the owner"])
+def test_a_killed_process_costs_no_answer_and_leaves_nothing_behind(
+    server: Server, clients: Clients, killed: str
+) -> None:
+    assert migrate(server, "decode-0", "decode-1", "--heads=2") == 0
+    clients.ask()
+    os.kill(server.pid_of(killed), signal.SIGKILL)
+    clients.check()
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    if killed == "decode-1":
+        heads = instance(server, "decode-0")["heads"]
+        assert (heads["num_heads"], heads["error"]) == (0, "decode-1 is lost, and the heads are here again")
+    eventually(lambda: is_ready(server), "all instances serve again")
+
+
+def test_a_helper_that_drains_gives_the_heads_back(server: Server, clients: Clients) -> None:
+    assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
+    clients.ask()
+    drained = httpx.post(f"{server.url}/admin/instances/decode-1/drain?stay=true", timeout=DEADLINE_S)
+    assert drained.status_code == 200, drained.text
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    assert instance(server, "decode-0")["heads"]["error"] == ""
+    httpx.post(f"{server.url}/admin/instances/decode-1/serve", timeout=DEADLINE_S).raise_for_status()
+    clients.check()
+
+
+def test_orders_that_cannot_be_carried_out_are_refused_by_name(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(*arguments: str) -> str:
+        assert migrate(server, *arguments) == 1
+        return capsys.readouterr().err
+
+    assert "no instance 'nobody' is registered" in refusal("decode-0", "nobody", "--heads=1")
+    assert "the model has 4 KV heads" in refusal("decode-0", "decode-1", "--heads=4")
+    assert "no KV heads of decode-0 are at decode-1" in refusal("decode-0", "decode-1", "--back")
+    assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
+    assert "take them back first" in refusal("decode-0", "decode-1", "--heads=2")
+    role = httpx.post(f"{server.url}/admin/instances/decode-1/role?role=prefill", timeout=DEADLINE_S)
+    assert role.json()["error"]["message"] == "decode-1 has KV heads of decode-0"
+    assert migrate(server, "decode-0", "decode-1", "--back") == 0

@@ -1,0 +1,145 @@
+"""Orders to move KV heads: what is refused and why, and what is known of where they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from conductor.policy import Conductor
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.bus import peer_identity
+from mooncake.messages.migration import HeadsPlace, HeadsSupport, PlaceHeads
+from mooncake.messages.operators import ChangeRole, Drain, MoveHeads, Ordered
+from mooncake.messages.pools import PoolShard
+from mooncake.messages.workers import Register, Role
+from tests.conductor.small_cluster import EPOCH, FRONT, HEARTBEAT, address, new_conductor, registration
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
+A, B, C = (peer_identity(name, 1) for name in "abc")
+
+
+def able(name: str, role: Role = Role.DECODE, **changes: Any) -> Register:
+    shard = PoolShard(address(name), LAYOUT)
+    heads = HeadsSupport(f"/run/{name}", "")
+    return msgspec.structs.replace(
+        registration(name, role), **{"layout": LAYOUT, "shards": (shard,), "heads": heads, **changes}
+    )
+
+
+@pytest.fixture
+def conductor() -> Conductor:
+    """One whose instances "a", "b" and "c" can have heads elsewhere."""
+    conductor = new_conductor()
+    for identity, name in ((A, "a"), (B, "b"), (C, "c")):
+        conductor.handle(identity, able(name), 0.0)
+    return conductor
+
+
+def order(conductor: Conductor, owner: str, helper: str, num_heads: int) -> tuple[Ordered, list[PlaceHeads]]:
+    effects = conductor.handle(FRONT, MoveHeads(1, owner, helper, num_heads), 1.0)
+    orders = [effect.message for effect in effects if isinstance(effect.message, PlaceHeads)]
+    [answer] = [effect.message for effect in effects if isinstance(effect.message, Ordered)]
+    return answer, orders
+
+
+def tell(conductor: Conductor, identity: bytes, place: HeadsPlace) -> None:
+    conductor.handle(identity, msgspec.structs.replace(HEARTBEAT, heads=place), 2.0)
+
+
+def test_an_order_is_passed_on_and_heads_move_until_a_heartbeat_names_it(conductor: Conductor) -> None:
+    answer, [placed] = order(conductor, "a", "b", 1)
+    assert placed == PlaceHeads(EPOCH, 1, "b", "/run/b", 1)
+    assert answer.status is not None
+    assert (answer.refusal, answer.status.heads.is_moving) == ("", True)
+    tell(conductor, A, HeadsPlace())  # sent before the order came
+    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads of a are moving already"
+    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1, num_device_pages=133))
+    answer, orders = order(conductor, "a", "b", 0)
+    assert [(of.number, of.num_heads) for of in orders] == [(2, 0)]
+    assert answer.status is not None
+    assert answer.status.num_device_pages == 133
+
+
+def test_a_longer_sequence_fits_while_there_are_more_pages(conductor: Conductor) -> None:
+    for identity in (A, B, C):
+        tell(conductor, identity, HeadsPlace(num_device_pages=50))
+    instance = conductor.instances.get("a")
+    assert instance is not None
+    assert instance.max_sequence_blocks == 50
+    tell(conductor, A, HeadsPlace(num_device_pages=200))
+    assert instance.max_sequence_blocks == 100, "as many as its pool has"
+
+
+def _drain(conductor: Conductor) -> None:
+    conductor.handle(FRONT, Drain(2, "b", stays=True), 1.0)
+
+
+def _to_b(conductor: Conductor) -> None:
+    order(conductor, "a", "b", 1)
+    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1))
+
+
+@pytest.mark.parametrize(
+    ("before", "owner", "helper", "num_heads", "refusal"),
+    [
+        (None, "a", "x", 1, "no instance 'x' is registered; there are a, b, c, d0, p0"),
+        (None, "x", "a", 1, "no instance 'x' is registered; there are a, b, c, d0, p0"),
+        (None, "a", "a", 1, "a cannot be its own helper"),
+        (None, "a", "b", 4, "the model has 4 KV heads, of which at most 3 can be elsewhere"),
+        (None, "a", "b", 0, "no KV heads of a are at b"),
+        (None, "a", "d0", 1, "KV heads neither leave nor come to d0: it has no support for that"),
+        (None, "a", "far", 1, "a and far are on different hosts; KV heads move within one"),
+        (None, "a", "prefills", 1, "prefills prefills; KV heads move between instances that decode"),
+        (_drain, "a", "b", 1, "b is draining"),
+        (
+            _to_b,
+            "a",
+            "c",
+            1,
+            "1 of the KV heads of a are at b; take them back first (`mooncake-serve migrate a b --back`)",
+        ),
+        (_to_b, "c", "a", 1, "1 of the KV heads of a are at b, so it cannot be a helper"),
+        (_to_b, "b", "c", 1, "b has KV heads of a itself"),
+    ],
+)
+def test_orders_that_cannot_be_carried_out(
+    conductor: Conductor,
+    before: Callable[[Conductor], None] | None,
+    owner: str,
+    helper: str,
+    num_heads: int,
+    refusal: str,
+) -> None:
+    if before is not None:
+        before(conductor)
+    elif helper == "far":
+        far = msgspec.structs.replace(address("far"), host_id="another")
+        register = able("far", shards=(PoolShard(far, LAYOUT),))
+        conductor.handle(peer_identity("far", 1), register, 0.0)
+    elif helper == "prefills":
+        conductor.handle(peer_identity("prefills", 1), able("prefills", Role.PREFILL), 0.0)
+    answer, orders = order(conductor, owner, helper, num_heads)
+    assert (answer.refusal, orders) == (refusal, [])
+
+
+def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None:
+    _to_b(conductor)
+    for name, why in (("a", "1 of the KV heads of a are at b"), ("b", "b has KV heads of a")):
+        [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
+        assert isinstance(effect.message, Ordered)
+        assert effect.message.refusal == why
+
+
+def test_a_helper_that_drains_has_the_heads_go_back_first(conductor: Conductor) -> None:
+    _to_b(conductor)
+    effects = conductor.handle(FRONT, Drain(2, "b", stays=True), 3.0)
+    assert [effect.message for effect in effects if effect.peer == A] == [
+        PlaceHeads(EPOCH, 2, "b", "/run/b", 0)
+    ]
+
+
+def test_another_conductor_learns_where_heads_are(conductor: Conductor) -> None:
+    tell(conductor, A, HeadsPlace(EPOCH - 1, 9, "b", 2))
+    answer, [placed] = order(conductor, "a", "b", 0)
+    assert (answer.refusal, placed.num_heads) == ("", 0)

@@ -1,0 +1,205 @@
+"""Moves of KV heads from a decode instance to a helper, and back (BanaServe, section 4.1, figure 4).
+
+Requests go on meanwhile: pages that no iteration writes any more are copied first; then, between two
+iterations, the rest. Heads also come back when the helper is lost: what it hosted is still mapped here, and
+an iteration that it left unanswered is computed again.
+
+Owns: the order of these steps, which heads are where. Does not know: why heads move, what a pass exchanges.
+"""
+
+import asyncio
+import logging
+import threading
+
+import msgspec
+
+from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from workers.decode.batch_loop import BatchLoop
+from workers.decode.batching.batch import DecodeBatch
+from workers.decode.blocks.block_transfers import BlockTransfers
+from workers.engine.head_move import HeadMove
+from workers.errors import HeadsStayError
+from workers.execution.executor import Executor
+from workers.execution.jobs import wait_to_end
+from workers.heads.helper_link import HelperLink
+from workers.heads.link_messages import LINK_VERSION, HostHeads
+
+_FEW_PAGES = 32
+"""Pages that may be left for the pause between two iterations."""
+_MOST_ROUNDS = 4
+log = logging.getLogger(__name__)
+
+
+class HeadMoves:
+    """The heads of one instance, `name`. Orders are carried out in `run`, one after the other.
+
+    `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
+    layer is lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fingerprint: str,
+        executor: Executor,
+        batch: DecodeBatch,
+        transfers: BlockTransfers,
+        loop: BatchLoop,
+        most_tokens: int,
+        max_batch: int,
+        timeout_s: float,
+    ) -> None:
+        self._name, self._fingerprint = name, fingerprint
+        self._executor, self._batch, self._transfers, self._loop = executor, batch, transfers, loop
+        self._most_tokens, self._max_batch, self._timeout_s = most_tokens, max_batch, timeout_s
+        self._orders: asyncio.Queue[PlaceHeads | None] = asyncio.Queue()
+        """None: the helper is lost."""
+        self._link: HelperLink | None = None
+        self._pages_freed = asyncio.Event()
+        self.place = HeadsPlace()
+        """Where the heads are, as heartbeats tell it."""
+
+    def order(self, order: PlaceHeads) -> None:
+        """Carry out an order, behind earlier ones."""
+        self._orders.put_nowait(order)
+
+    def lost(self) -> None:
+        """React to the loss of the helper: no iteration begins until the heads are here again."""
+        if self._executor.kv.moved is not None:
+            self._loop.hold()
+            self._orders.put_nowait(None)
+
+    def recheck(self) -> None:
+        """Look whether pages have been freed that must be. Call this after each iteration."""
+        self._pages_freed.set()
+
+    async def run(self) -> None:
+        """Carry out orders until cancelled. Then the helper hosts nothing."""
+        try:
+            while True:
+                order = await self._orders.get()
+                if order is None:
+                    await self._come_back(f"{self.place.helper} is lost, and the heads are here again")
+                else:
+                    await self._carry_out(order)
+        finally:
+            if self._link is not None:
+                self._link.close()
+
+    async def _carry_out(self, order: PlaceHeads) -> None:
+        self._tell(epoch=order.epoch, number=order.number, is_moving=True, error="")
+        try:
+            if order.num_heads:
+                await self._move(order)
+            elif self._executor.kv.moved is not None:
+                await self._return()
+            self._tell(is_moving=False)
+        except HeadsStayError as error:
+            log.warning("no heads move: %s", error)
+            self._tell(is_moving=False, error=str(error))
+
+    async def _move(self, order: PlaceHeads) -> None:
+        """Move heads to a helper. Raises HeadsStayError; they are here then."""
+        kv, model = self._executor.kv, self._executor.model
+        if kv.moved is not None:
+            raise HeadsStayError(f"{self.place.num_heads} KV heads are at {self.place.helper}")
+        num_heads = len(kv.kv_heads)
+        request = HostHeads(
+            LINK_VERSION,
+            self._name,
+            self._fingerprint,
+            order.num_heads,
+            kv.num_own_pages,
+            kv.num_own_pages * num_heads // (num_heads - order.num_heads),
+            self._most_tokens,
+            self._max_batch,
+        )
+        link = await HelperLink.connect(order.socket, request, model, kv, self._timeout_s, self.lost)
+        try:
+            move = HeadMove(kv, link.num_pages, link.moved)
+            copied = await self._pre_copy(move)
+            if link.is_lost:
+                raise HeadsStayError(f"{order.helper} was lost before the heads had moved")
+            await self._switch(move, copied)
+        except BaseException:
+            link.close()
+            raise
+        self._link = link
+        self._tell(helper=order.helper, num_heads=order.num_heads)
+        log.info("%d of %d KV heads are at %s", order.num_heads, num_heads, order.helper)
+        if link.is_lost:
+            self.lost()
+
+    async def _return(self) -> None:
+        """Have all heads here, while the helper still computes. Raises HeadsStayError."""
+        kv = self._executor.kv
+        if self._batch.longest() > kv.num_own_pages:
+            raise HeadsStayError(
+                f"a request needs {self._batch.longest()} pages, with all heads there are {kv.num_own_pages}"
+            )
+        await self._free_beyond(kv.num_own_pages)
+        move = HeadMove(kv, kv.num_own_pages, None)
+        await self._switch(move, await self._pre_copy(move))
+        await self._end_hosting()
+
+    async def _come_back(self, reason: str) -> None:
+        """Have all heads here, as the helper is lost. No iteration runs until then."""
+        kv = self._executor.kv
+        if kv.moved is None:
+            return
+        log.warning("%s", reason)
+        self._tell(is_moving=True)
+        await self._loop.quiet()
+        await self._free_beyond(kv.num_own_pages)
+        await self._switch(HeadMove(kv, kv.num_own_pages, None), set())
+        await self._end_hosting()
+        self._tell(is_moving=False, error=reason)
+
+    async def _end_hosting(self) -> None:
+        if self._link is not None:
+            await self._link.end()
+        self._link = None
+        self._tell(helper="", num_heads=0)
+
+    async def _free_beyond(self, num_pages: int) -> None:
+        """Have the pages from `num_pages` on freed: running sequences that have some are preempted."""
+        kv = self._executor.kv
+        kv.close_from(num_pages)
+        while kv.used_pages(num_pages):
+            self._pages_freed.clear()
+            self._batch.preempt_beyond(num_pages)
+            await self._pages_freed.wait()
+
+    async def _pre_copy(self, move: HeadMove) -> set[tuple[int, int, int]]:
+        """Copy full pages, in rounds, until few are left. Return those that are copied."""
+        copied = set[tuple[int, int, int]]()
+        for _ in range(_MOST_ROUNDS):
+            full = self._batch.full_pages() - copied
+            if len(full) <= _FEW_PAGES:
+                break
+            await _in_thread(move, sorted(page for _, _, page in full))
+            copied |= full
+        return copied
+
+    async def _switch(self, move: HeadMove, copied: set[tuple[int, int, int]]) -> None:
+        """Copy the rest between two iterations, and compute in the new arrangement from then on."""
+        kv = self._executor.kv
+        async with self._transfers.paused():
+            self._loop.hold()
+            try:
+                await self._loop.quiet()
+                still_valid = {page for _, _, page in copied & self._batch.full_pages()}
+                await _in_thread(move, [page for page in kv.used_pages() if page not in still_valid])
+                given_up = move.complete()
+            finally:
+                self._loop.resume()
+        await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
+        threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
+
+    def _tell(self, **changes: object) -> None:
+        self.place = msgspec.structs.replace(self.place, **changes)
+
+
+async def _in_thread(move: HeadMove, pages: list[int]) -> None:
+    """Copy pages, beside the event loop and to the end, even if the caller is cancelled."""
+    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(move.copy, pages)))

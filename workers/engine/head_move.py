@@ -1,0 +1,42 @@
+"""The way of KV heads to a helper and back: pages are copied into their next arrangement while they are used.
+
+Pages that do not change any more are copied beforehand. The rest is copied between two passes, and then the
+cache has its pages in the new arrangement, under the same numbers.
+
+Owns: the memory of the next arrangement until then. Does not know: which pages change, who the helper is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.engine.kvcache import DeviceKVCache, MovedHeads
+
+_PAGES_AT_ONCE = 64
+
+
+class HeadMove:
+    """A move of `kv` to `num_pages` pages, of which `moved` has the last heads; None: no helper has any."""
+
+    def __init__(self, kv: DeviceKVCache, num_pages: int, moved: MovedHeads | None) -> None:
+        num_moved = 0 if moved is None else moved.layers[0].shape[1]
+        self._kv, self._moved = kv, moved
+        self._num_kept = len(kv.kv_heads) - num_moved
+        self._layers = kv.new_layers(num_pages, self._num_kept)
+
+    def copy(self, pages: Sequence[int]) -> None:
+        """Copy pages of all layers. Blocking; other threads may compute with the pages, but not write."""
+        for start in range(0, len(pages), _PAGES_AT_ONCE):
+            index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], dtype=torch.int64)
+            for position, layer in enumerate(self._kv.layers):
+                blocks = self._kv.gather(layer, index)
+                self._layers[position].index_copy_(0, index, blocks[:, : self._num_kept])
+                if self._moved is not None:
+                    self._moved.layers[position].index_copy_(0, index, blocks[:, self._num_kept :])
+
+    def complete(self) -> list[torch.Tensor]:
+        """Have the cache use the new arrangement, and return the memory of the old one.
+
+        Nothing computes now, and all used pages have been copied as they are.
+        """
+        return self._kv.rearrange(self._layers, self._moved)

@@ -1,0 +1,136 @@
+"""The connection of the owner of heads to the helper that has them.
+
+Owns: the socket, the shared memory of this side. Does not know: when heads move, what is computed.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from kernels.cpu.moved_heads import HeadsOwner
+from workers.engine.kvcache import DeviceKVCache, MovedHeads
+from workers.engine.model import DecoderModel
+from workers.errors import HeadsStayError
+from workers.heads.link_messages import (
+    LONGEST_MESSAGE_BYTES,
+    FromHelper,
+    HostHeads,
+    Hosting,
+    HostingRefused,
+    SharedHeads,
+)
+
+_ANSWER_TIMEOUT_S = 60.0
+"""Seconds in which a helper allocates the memory."""
+_END_TIMEOUT_S = 10.0
+"""Seconds that the end of a hosting is waited for."""
+_decoder = msgspec.msgpack.Decoder(FromHelper)
+
+
+class HelperLink:
+    """A helper that hosts heads, until `close` or its end, of which `on_lost` is told once."""
+
+    def __init__(
+        self, sock: socket.socket, moved: MovedHeads, num_pages: int, on_lost: Callable[[], None]
+    ) -> None:
+        self.moved, self.num_pages = moved, num_pages
+        self._sock, self._on_lost = sock, on_lost
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._on_readable)
+        self.is_lost = False
+        """Whether the helper has gone. What it hosted is still mapped here."""
+
+    @classmethod
+    async def connect(
+        cls,
+        path: str,
+        request: HostHeads,
+        model: DecoderModel,
+        kv: DeviceKVCache,
+        timeout_s: float,
+        on_lost: Callable[[], None],
+    ) -> "HelperLink":
+        """Ask the helper that listens at `path`. It may take `timeout_s` for a layer, and is lost then.
+
+        Raises HeadsStayError, with the helper's reason if it refuses.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await asyncio.get_running_loop().sock_connect(sock, path)
+                sock.send(msgspec.msgpack.encode(request))
+                await _readable(sock)
+                payload, fds, _, _ = socket.recv_fds(sock, LONGEST_MESSAGE_BYTES, 1)
+            hosting = _hosting(payload)
+            with contextlib.ExitStack() as stack:
+                for fd in fds:
+                    stack.callback(os.close, fd)
+                shared = SharedHeads(
+                    request, hosting.num_pages, model.heads, kv.page_size, len(kv.layers), kv.dtype
+                )
+                mailbox, layers = shared.map(fds[0])
+            owner = HeadsOwner(model.library, mailbox, shared.mailbox, timeout_s)
+            return cls(sock, MovedHeads(layers, owner), hosting.num_pages, on_lost)
+        except (OSError, TimeoutError, IndexError) as error:
+            sock.close()
+            raise HeadsStayError(
+                f"the helper does not answer at {path}: {error or type(error).__name__}"
+            ) from None
+        except BaseException:
+            sock.close()
+            raise
+
+    async def end(self) -> None:
+        """End the hosting, and wait until the helper has its pages back."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self.moved.owner.close()
+            with contextlib.suppress(OSError, TimeoutError):
+                self._sock.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await _readable(self._sock)
+            self._sock.close()
+
+    def close(self) -> None:
+        """End the hosting. Idempotent."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self.moved.owner.close()
+            self._sock.close()
+
+    def _on_readable(self) -> None:
+        """React to the end of the connection: a helper says nothing after its answer."""
+        self.is_lost = True
+        self.close()
+        self._on_lost()
+
+
+def _hosting(payload: bytes) -> Hosting:
+    if not payload:
+        raise HeadsStayError("the helper has ended")
+    try:
+        answer: Hosting | HostingRefused = _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise HeadsStayError(f"the helper's answer cannot be read: {error}") from None
+    if isinstance(answer, HostingRefused):
+        raise HeadsStayError(answer.reason)
+    return answer
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def note() -> None:
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(sock, note)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock)
