@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +24,7 @@ class Clients:
         self._num_answers = [0] * len(PROMPTS)
 
     def __enter__(self) -> "Clients":
-        """Return when each has been answered twice: first by a quiet cluster."""
+        """Return when each has had its answer once, from a quiet cluster, and goes on asking."""
         self._expected = [self._ask(index, None) for index in range(len(PROMPTS))]
         self._threads = ThreadPoolExecutor(len(PROMPTS))
         self._clients = [self._threads.submit(self._keep_asking, index) for index in range(len(PROMPTS))]
@@ -55,14 +56,21 @@ class Clients:
             assert self._ask(index, salt) == self._expected[index]
             self._num_answers[index] += 1
 
-    def wait_for_more(self, num_more: int = 2) -> None:
-        """Wait until each has got further answers, the first of which may have begun before."""
-        goals = [num + num_more for num in self._num_answers]
+    def wait_for_more(self) -> None:
+        """Wait until each has two more answers, the first of which may have begun before."""
+        goals = [num + 2 for num in self._num_answers]
+        self.wait_until(
+            lambda: all(now >= goal for now, goal in zip(self._num_answers, goals, strict=True)),
+            "each client gets more answers",
+        )
 
-        def have_more() -> bool:
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for what the answers bring about. Raises the error of a client that has not been answered."""
+
+        def is_met() -> bool:
             for client in self._clients:
                 if client.done():
                     client.result()
-            return all(now >= goal for now, goal in zip(self._num_answers, goals, strict=True))
+            return condition()
 
-        eventually(have_more, "each client gets more answers")
+        eventually(is_met, what)

@@ -124,31 +124,21 @@ class Cluster:
         """The instances that the leader has."""
         return sum(metric(self.leader(), "mooncake_instances", role=role) for role in ("prefill", "decode"))
 
-    def wait_for_transfers(self, name: str) -> None:
-        """Wait until an instance that is new has exchanged KVCache with others."""
+    def has_transferred(self, name: str) -> bool:
+        """Whether an instance has exchanged KVCache with others since it was started."""
+        [transfers] = samples(self.leader(), "mooncake_transfer_bytes_total")
+        return any(num for labels, num in transfers.items() if f'instance="{name}"' in labels)
 
-        def has_some() -> bool:
-            [transfers] = samples(self.leader(), "mooncake_transfer_bytes_total")
-            return any(num for labels, num in transfers.items() if f'instance="{name}"' in labels)
+    def num_moved(self) -> float:
+        """Requests that have moved by order."""
+        return metric(self.leader(), "mooncake_migrations_total", reason="by_hand", outcome="moved")
 
-        eventually(has_some, f"{name} has exchanged KVCache with others")
-
-    def wait_for_moves(self) -> None:
-        """Order running requests to other decode instances until one has moved; some end before."""
-        leader = self.leader()
-
-        def num_moved() -> float:
-            return metric(leader, "mooncake_migrations_total", reason="by_hand", outcome="moved")
-
-        def has_one_more() -> bool:
-            shown = httpx.get(f"{leader.url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]
-            for request in (one for one in shown if not one["is_over"]):
-                url = f"{leader.url}/admin/requests/{request['id']}/migrate"
-                httpx.post(url, timeout=DEADLINE_S)
-            return num_moved() > num_before
-
-        num_before = num_moved()
-        eventually(has_one_more, "a request has moved")
+    def order_moves(self) -> None:
+        """Order all running requests to other decode instances; some end before."""
+        url = self.leader().url
+        for request in httpx.get(f"{url}/dashboard/state", timeout=DEADLINE_S).json()["requests"]:
+            if not request["is_over"]:
+                httpx.post(f"{url}/admin/requests/{request['id']}/migrate", timeout=DEADLINE_S)
 
     def wait_until_idle(self) -> None:
         wait_until_idle(self.leader(), instances=INSTANCES)

@@ -39,9 +39,15 @@ def replace(cluster: Cluster, clients: Clients, name: str, *, is_old: bool = Fal
     cluster.replace(name, is_old=is_old)
     clients.wait_for_more()
     if name in INSTANCES:
-        cluster.wait_for_transfers(name)
+        clients.wait_until(lambda: cluster.has_transferred(name), f"{name} exchanges KVCache with others")
     if ROLES[name] == "decode":
-        cluster.wait_for_moves()
+        num_before = cluster.num_moved()
+
+        def has_moved_one() -> bool:
+            cluster.order_moves()
+            return cluster.num_moved() > num_before
+
+        clients.wait_until(has_moved_one, "a request has moved")
 
 
 def test_one_node_of_each_kind_is_upgraded_and_the_last_one_goes_back(cluster: Cluster) -> None:
@@ -83,7 +89,8 @@ def _supervise_another_version(arguments: list[str]) -> None:
 
 @pytest.mark.soak
 def test_all_nodes_are_upgraded_in_any_order_and_the_last_one_goes_back(cluster: Cluster) -> None:
-    order = random.sample(list(ROLES), len(ROLES))
+    order = random.SystemRandom().sample(list(ROLES), len(ROLES))
+    print(order)
     with Clients(cluster) as clients:
         for name in order:
             replace(cluster, clients, name)
