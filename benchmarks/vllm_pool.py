@@ -1,11 +1,12 @@
 """vLLM's servers that share our pool, beside vLLM alone and beside a connector of its own.
 
     python -m benchmarks.vllm_pool [--rounds N] [--peer MooncakeStoreConnector|ExampleConnector|none]
+        [--block-size N]
 
 Hits: two servers with one connector; the first computes a prompt, the second finds all but its last page.
 Their TTFT is compared. The peer is a connector that comes with vLLM: MooncakeStoreConnector shares a Mooncake
 Store (its package needs libibverbs, also without RDMA), ExampleConnector files. Nothing shared: output tokens
-a second of a server with a connector and of one without, in turns.
+a second of a server with a connector and of one without, in turns. `--block-size` is that of all servers.
 """
 
 import argparse
@@ -123,13 +124,14 @@ def vllm(
     vllm: VllmCpu,
     connector: dict[str, object] | None,
     log: int,
+    block_size: int,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Side]:
     """A server, with this connector or without one; `environment`: changes of what ours needs."""
     port = free_port()
-    options = []
+    options = ["--block-size", str(block_size)]
     if connector is not None:
-        options = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **connector})]
+        options += ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **connector})]
     url = f"http://127.0.0.1:{port}"
     command = vllm.serve_command(port, *options)
     with (
@@ -195,6 +197,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--peer", default="MooncakeStoreConnector")
+    parser.add_argument("--block-size", type=count, default=128, metavar="N")
     arguments = parser.parse_args()
     engine = VllmCpu(HOME, "0-1")
     try:
@@ -205,13 +208,14 @@ def main() -> None:
     with telling_why(ServerError, PeerError) as log, contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
         ours = stack.enter_context(pool(folder, log))
-        plain = stack.enter_context(vllm(engine, None, log))
+        plain = stack.enter_context(vllm(engine, None, log, arguments.block_size))
         hits: list[list[str]] = []
         costs: list[list[str]] = []
 
         def measure(name: str, settings: dict[str, object], environment: Mapping[str, str]) -> None:
-            with vllm(engine, settings, log, environment) as first:
-                with vllm(engine, settings, log, environment) as second:
+            options = (engine, settings, log, arguments.block_size, environment)
+            with vllm(*options) as first:
+                with vllm(*options) as second:
                     hits.append(measure_hits(name, [first, second], arguments.rounds))
                 costs.extend(measure_cost(name, first, plain, arguments.rounds))
 
