@@ -41,7 +41,7 @@ def refusal_of(program: Program, arguments: str, capsys: pytest.CaptureFixture[s
         (
             "serve",
             "some-model",
-            "unknown command some-model; expected one of keygen, profile, apikey, drain, role; serving",
+            "command some-model; expected one of keygen, profile, apikey, drain, role, migrate; serving",
         ),
         ("serve", "keygen a b", "'b' is one argument too many"),
         ("serve", "keygen a --port 3", "unknown option --port"),
