@@ -55,10 +55,15 @@ class Clients:
         self._answers: list[Future[httpx.Response]] = []
 
     def ask(self) -> None:
-        """Ask for all prompts, and wait until some are decoded at the instance whose heads move."""
-        ask = [body(prompt, num_tokens=NUM_TOKENS) for prompt in PROMPTS]
-        self._answers += [self._threads.submit(post, self._server, one) for one in ask]
-        eventually(lambda: instance(self._server, "decode-0")["num_requests"] > 0, "requests are there")
+        """Ask for all prompts, again if need be, until some are seen at the instance whose heads move."""
+
+        def are_seen() -> bool:
+            if all(answer.done() for answer in self._answers):
+                asked = [body(prompt, num_tokens=NUM_TOKENS) for prompt in PROMPTS]
+                self._answers += [self._threads.submit(post, self._server, one) for one in asked]
+            return instance(self._server, "decode-0")["num_requests"] > 0
+
+        eventually(are_seen, "requests are there")
 
     def check(self) -> None:
         """All have got the right answer."""
