@@ -212,7 +212,7 @@ class Conductor:
         effects += self._resumption.tick(now_s)
         effects += self._placer.retry_waiting(now_s)
         effects += self._reports.ask_again()
-        effects += self._emptier.tick(now_s) + self._leaving.copy_blocks(now_s) + self._settle(now_s)
+        effects += self._emptier.tick(now_s) + self._leaving.go_on(now_s) + self._settle(now_s)
         effects += self.elasticity.tick(now_s) + self._settle(now_s)
         effects += self.contexts.tick(now_s)
         if self.replication is not None:
@@ -350,9 +350,8 @@ class Conductor:
     def _on_worker(self, sender: bytes, message: FromWorker, now_s: float) -> list[Effect]:
         instance = self.instances.by_identity(sender)
         if isinstance(message, Heartbeat):
-            if instance is not None:
-                self._on_heartbeat(instance, message, now_s)
-            return [Effect(sender, HeartbeatAck(instance is not None, self._requests.epoch))]
+            ack = Effect(sender, HeartbeatAck(instance is not None, self._requests.epoch))
+            return [ack] if instance is None else [ack, *self._on_heartbeat(instance, message, now_s)]
         if isinstance(message, Leave):
             return self._membership.drop([instance], "has left", now_s) if instance else []
         if instance is None or isinstance(message, Register | Returning):
@@ -366,12 +365,13 @@ class Conductor:
             self.elasticity.finished(tracked, message.num_output_tokens, now_s)
         return self._reports.on_work(instance, message, now_s)
 
-    def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
+    def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> list[Effect]:
         before, instance.heartbeat, instance.last_seen_s = instance.heartbeat, heartbeat, now_s
-        self._heads.heard(instance, before)
+        is_resized = self._heads.heard(instance, before)
         self.view.learn(instance, heartbeat)
         self.elasticity.heard(instance, heartbeat, now_s)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:
             tbt_slo_s = self._requests.strictest_tbt_slo_s
             self._admission.learn_step(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)
+        return self._fronts.tell() if is_resized else []

@@ -46,7 +46,7 @@ class Heads:
             )
         if host_of(owner) != host_of(helper):
             return f"{owner.name} and {helper.name} are on different hosts; KV heads move within one"
-        if place_of(helper).helper:
+        if place_of(helper).are_elsewhere:
             return f"{where(helper)}, so it cannot be a helper"
         if owners := self.owners_at(owner):
             return f"{owner.name} has KV heads of {', '.join(owners)} itself"
@@ -60,10 +60,14 @@ class Heads:
         return [Effect(owner.identity, order)]
 
     def call_back(self, helper: Instance) -> list[Effect]:
-        """Order all heads back that are at a helper, as it is about to leave."""
+        """Order all heads back that are at a helper, as it is about to leave. Call this again until none is:
+        an owner may have another order to carry out first, or refuse."""
         owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
         return [
-            effect for owner in owners if owner.heads_order is None for effect in self.order(owner, helper, 0)
+            effect
+            for owner in owners
+            if not place_of(owner).is_moving
+            for effect in self.order(owner, helper, 0)
         ]
 
     def owners_at(self, helper: Instance) -> list[str]:
@@ -77,23 +81,28 @@ class Heads:
     def why_busy(self, instance: Instance) -> str:
         """Why an instance must keep its role: its heads are elsewhere, or it has others'; empty if it need
         not."""
-        if place_of(instance).helper:
+        if place_of(instance).are_elsewhere:
             return where(instance)
         if owners := self.owners_at(instance):
             return f"{instance.name} has KV heads of {', '.join(owners)}"
         return ""
 
-    def heard(self, instance: Instance, before: Heartbeat | None) -> None:
-        """Note that an order has been carried out, and how many pages an instance has now."""
+    def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
+        """Note that an order has been carried out, and how many pages an instance has now. Return whether
+        these are others than before."""
         order, place = instance.heads_order, instance.heads
-        if order is not None and (place.epoch, place.number) == (order.epoch, order.number):
+        is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)
+        if is_told and not place.is_moving:
             instance.heads_order = None
-        if before is None or before.heads.num_device_pages != place.num_device_pages:
+        num_pages_before = None if before is None else before.heads.num_device_pages
+        is_resized = num_pages_before != place.num_device_pages
+        if is_resized:
             self._instances.resized()
+        return is_resized
 
 
 def place_of(instance: Instance) -> HeadsPlace:
-    """Where the heads of an instance are. While its order is on its way, they move."""
+    """Return the place of an instance's heads. While an order is on its way, they move."""
     order, place = instance.heads_order, instance.heads
     if order is None:
         return place
@@ -103,6 +112,8 @@ def place_of(instance: Instance) -> HeadsPlace:
 def where(instance: Instance) -> str:
     """Say where the heads of an instance are."""
     place = place_of(instance)
+    if place.is_moving:
+        return f"KV heads of {instance.name} are moving"
     return f"{place.num_heads} of the KV heads of {instance.name} are at {place.helper}"
 
 

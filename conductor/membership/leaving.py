@@ -1,5 +1,5 @@
-"""Draining of instances: their requests and the blocks that only they hold go to other instances; then they
-leave.
+"""Draining of instances: their requests and the blocks that only they hold go to other instances, and KV
+heads back to their owners; then they leave.
 
     SERVING, SWITCHING ──> DRAINING ──> RETIRED, when nothing is left
                                     ──> SERVING, if the order is taken back
@@ -60,31 +60,36 @@ class Leaving:
             if was_switching:
                 self._roles.count_given_up()
             effects = self._emptier.go_on(instance, now_s) + self._fronts.tell()
-            effects += self._heads.call_back(instance)
         if instance.emptying is not None:
             if instance.state is state:
                 instance.emptying.leaves = leaves
             if state is InstanceState.DRAINING:
                 instance.emptying.is_for_good = leaves
-        return effects + self.copy_blocks(now_s) + self.settle()
+        return effects + self.go_on(now_s) + self.settle()
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
         """Take back an order to drain. No effects if the instance is going to end by itself."""
-        return self._emptier.end(instance, now_s) + self.copy_blocks(now_s) + self._fronts.tell()
+        return self._emptier.end(instance, now_s) + self.go_on(now_s) + self._fronts.tell()
 
-    def copy_blocks(self, now_s: float) -> list[Effect]:
-        """Copy blocks of leaving instances, as far as there is room now. Call this about twice a second."""
+    def go_on(self, now_s: float) -> list[Effect]:
+        """Copy blocks of leaving instances, as far as there is room now, and have KV heads go back that
+        draining ones have. Call this about twice a second."""
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
-        return self._evacuation.go_on(leaving, now_s)
+        effects = self._evacuation.go_on(leaving, now_s)
+        for instance in self._instances.emptying:
+            effects += self._heads.call_back(instance)
+        return effects
 
     def settle(self) -> list[Effect]:
-        """Let leaving instances end that have no requests and no blocks to copy."""
+        """Let leaving instances end that have no requests, no blocks to copy, and no KV heads of others."""
         effects: list[Effect] = []
         for instance in self._instances.emptying:
             emptying = instance.emptying
             if emptying is None or not self._is_to_leave(instance):
                 continue
-            if not instance.requests and not emptying.num_blocks_left and self._instances.retire(instance):
+            if instance.requests or emptying.num_blocks_left or self._heads.owners_at(instance):
+                continue
+            if self._instances.retire(instance):
                 self._roles.forget(instance.name)
                 effects.append(Effect(instance.identity, Retired(emptying.is_for_good)))
         return effects

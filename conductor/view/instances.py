@@ -61,7 +61,7 @@ class Instance:
     requests: dict[str, int] = field(default_factory=dict)
     """The prompt lengths of its requests, as prefill or as decode, by id."""
     heads_order: PlaceHeads | None = None
-    """The latest order about its heads, until a heartbeat names it."""
+    """The latest order about its heads, until a heartbeat tells what became of the order."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -90,7 +90,7 @@ class Instance:
 
     @property
     def heads(self) -> HeadsPlace:
-        """Where its KV heads are, as the latest heartbeat tells."""
+        """The place of the instance's KV heads, as the latest heartbeat tells."""
         return HeadsPlace() if self.heartbeat is None else self.heartbeat.heads
 
     @property

@@ -134,13 +134,14 @@ class HeadsSupport(msgspec.Struct, frozen=True):
 
 
 class HeadsPlace(msgspec.Struct, frozen=True):
-    """Where the heads of an instance are, and what became of the latest order."""
+    """The place of an instance's KV heads, and the outcome of the latest order."""
 
     epoch: int = 0
     number: Count = 0
     """The latest order, with its Conductor's epoch."""
     helper: str = ""
-    """The instance that has the last `num_heads` KV heads of all layers; empty: none has any."""
+    """The instance that has the last `num_heads` KV heads of all layers, or will have them when they have
+    moved; empty: none has any."""
     num_heads: Count = 0
     is_moving: bool = False
     """Whether the order is being carried out, or heads come back as the helper is lost."""
@@ -148,6 +149,11 @@ class HeadsPlace(msgspec.Struct, frozen=True):
     """Why the latest order was not carried out, or heads have come back by themselves."""
     num_device_pages: Count | None = None
     """Pages of the instance's device now; None: as many as were registered."""
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether heads are at a helper, or on their way."""
+        return self.helper != "" or self.is_moving
 
 
 class PlaceHeads(msgspec.Struct, tag=True, frozen=True):

@@ -90,7 +90,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     stays: bool = False
     """Whether it drains, and then stays in the cluster until it is to serve again."""
     heads: HeadsPlace = HeadsPlace()
-    """Where its KV heads are."""
+    """The place of the instance's KV heads."""
     num_device_pages: Count = 0
 
 

@@ -1,4 +1,4 @@
-"""What the log says of spans that are lost on their way to the collector.
+"""Lines of the log about spans that are lost on their way to the collector.
 
 The SDK complains of each try to send a batch, and the next one may succeed. The log here says once that spans
 are lost, and once that this is over.

@@ -72,6 +72,10 @@ class BatchLoop:
         self._is_quiet.clear()
         self._changed.set()
 
+    def take_turn(self) -> None:
+        """Take a turn, as sequences have left the batch by another hand."""
+        self._changed.set()
+
     async def quiet(self) -> None:
         """Wait, after `hold`, until no iteration runs."""
         await self._is_quiet.wait()

@@ -170,7 +170,7 @@ class DecodeRunner:
 
     @property
     def heads(self) -> HeadsPlace:
-        """Where the KV heads of this instance are."""
+        """The place of this instance's KV heads."""
         return self._head_moves.place
 
     @property

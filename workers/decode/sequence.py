@@ -82,6 +82,8 @@ class Sequence:
     """Number of tokens with KVCache once the iteration in flight, planned or running, has ended; None if the
     sequence is in no iteration."""
     pages: list[int] = field(default_factory=list)
+    num_stays: int = 0
+    """Number of times that the sequence has given its device pages back."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sequence has its device pages, or does not need them any more."""
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)

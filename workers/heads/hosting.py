@@ -90,10 +90,10 @@ class HeadsHost:
         """Make a context in which heads are hosted. It yields the memory's descriptor, the number of its
         pages, and the end of the thread."""
         num_pages = self._num_pages_for(request)
-        lent = self._kv.lend(self._num_lent(request.num_heads, num_pages))
-        self._num_hosted[request.owner] = request.num_heads
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "hosted-heads")
         fd = os.memfd_create("mooncake-heads")
+        lent = self._kv.lend(self._num_lent(request.num_heads, num_pages))
+        self._num_hosted[request.owner] = request.num_heads
         try:
             spec, kv = self._model.spec, self._kv
             shared = SharedHeads(

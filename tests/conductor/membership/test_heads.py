@@ -6,13 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from conductor.effects import Effect
 from conductor.policy import Conductor
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
+from mooncake.messages.fronts import ClusterState
 from mooncake.messages.migration import HeadsPlace, HeadsSupport, PlaceHeads
 from mooncake.messages.operators import ChangeRole, Drain, MoveHeads, Ordered
 from mooncake.messages.pools import PoolShard
-from mooncake.messages.workers import Register, Role
+from mooncake.messages.workers import Register, Retire, Retired, Role
 from tests.conductor.small_cluster import EPOCH, FRONT, HEARTBEAT, address, new_conductor, registration
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, block_size=4, dtype="float32")
@@ -59,6 +61,31 @@ def test_an_order_is_passed_on_and_heads_move_until_a_heartbeat_names_it(conduct
     assert [(of.number, of.num_heads) for of in orders] == [(2, 0)]
     assert answer.status is not None
     assert answer.status.num_device_pages == 133
+
+
+def test_an_order_is_under_way_until_its_end_is_told(conductor: Conductor) -> None:
+    order(conductor, "a", "b", 1)
+    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", is_moving=True))  # it has begun
+    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads of a are moving already"
+    assert order(conductor, "b", "c", 1)[0].refusal == "b has KV heads of a itself"
+    assert order(conductor, "c", "a", 1)[0].refusal == "KV heads of a are moving, so it cannot be a helper"
+    for name, why in (("a", "KV heads of a are moving"), ("b", "b has KV heads of a")):
+        [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
+        assert isinstance(effect.message, Ordered)
+        assert effect.message.refusal == why
+    tell(conductor, A, HeadsPlace(EPOCH, 1, error="no room"))
+    assert order(conductor, "a", "c", 1)[0].refusal == ""
+
+
+def test_fronts_are_told_of_another_number_of_pages(conductor: Conductor) -> None:
+    def told(num_pages: int) -> list[object]:
+        heartbeat = msgspec.structs.replace(HEARTBEAT, heads=HeadsPlace(num_device_pages=num_pages))
+        effects = conductor.handle(A, heartbeat, 2.0)
+        return [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
+
+    assert told(50)
+    assert not told(50)
+    assert told(60)
 
 
 def test_a_longer_sequence_fits_while_there_are_more_pages(conductor: Conductor) -> None:
@@ -137,6 +164,24 @@ def test_a_helper_that_drains_has_the_heads_go_back_first(conductor: Conductor) 
     assert [effect.message for effect in effects if effect.peer == A] == [
         PlaceHeads(EPOCH, 2, "b", "/run/b", 0)
     ]
+
+
+def test_a_helper_that_leaves_does_so_when_the_heads_are_back(conductor: Conductor) -> None:
+    """Also if they are just coming, and if the owner refuses at first."""
+
+    def sent(effects: list[Effect]) -> list[object]:
+        return [effect.message for effect in effects if isinstance(effect.message, PlaceHeads | Retired)]
+
+    order(conductor, "a", "b", 1)
+    assert not sent(conductor.handle(B, Retire(), 2.0)), "no second order while the first one is under way"
+    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1))
+    [again] = sent(conductor.tick(2.5))
+    assert again == PlaceHeads(EPOCH, 2, "b", "/run/b", 0)
+    assert not sent(conductor.tick(3.0))
+    tell(conductor, A, HeadsPlace(EPOCH, 2, "b", 1, error="a request needs 300 pages"))
+    assert sent(conductor.tick(3.5)) == [PlaceHeads(EPOCH, 3, "b", "/run/b", 0)]
+    back = msgspec.structs.replace(HEARTBEAT, heads=HeadsPlace(EPOCH, 3))
+    assert sent(conductor.handle(A, back, 4.0)) == [Retired(False)]
 
 
 def test_another_conductor_learns_where_heads_are(conductor: Conductor) -> None:

@@ -11,12 +11,25 @@ Owns: the batch and its device pages. Does not know: tokens, time, how anything 
 
 from bisect import insort
 from operator import attrgetter
+from typing import NamedTuple
 
 from workers.decode.batching.batch_shares import BatchShares
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 
 _by_rank = attrgetter("rank")
+
+
+class FullPage(NamedTuple):
+    """A device page that has as many tokens as fit, with the block of a sequence that it holds.
+
+    A page that has been another sequence's meanwhile is another `FullPage`, as each stay has its number.
+    """
+
+    sequence: int
+    stay: int
+    block: int
+    page: int
 
 
 class DecodeBatch:
@@ -109,6 +122,7 @@ class DecodeBatch:
             sequence.state = SequenceState.OUT
             self._kv.free(sequence.pages)
             sequence.pages = []
+            sequence.num_stays += 1
 
     def release_left(self) -> None:
         """Let the tasks of sequences that have left the batch go on, once no iteration computes with their
@@ -117,11 +131,10 @@ class DecodeBatch:
             if not sequence.is_in_flight:
                 sequence.note_left()
 
-    def full_pages(self) -> set[tuple[int, int, int]]:
-        """Return the device pages that no iteration writes any more, each with the numbers of sequence and
-        block."""
+    def full_pages(self) -> set[FullPage]:
+        """Return the device pages that no iteration writes any more."""
         return {
-            (sequence.number, block, page)
+            FullPage(sequence.number, sequence.num_stays, block, page)
             for sequence in self._running
             for block, page in enumerate(sequence.pages[: sequence.num_kv_tokens // self._kv.page_size])
         }
@@ -131,11 +144,13 @@ class DecodeBatch:
         sequences = (*self._running, *self._loading, *self._prepared, *self._waiting)
         return max((one.num_pages_needed(self._kv.page_size) for one in sequences), default=0)
 
-    def preempt_beyond(self, num_pages: int) -> None:
-        """Preempt the running sequences that have one of the pages from `num_pages` on."""
-        for sequence in list(self._running):
-            if any(page >= num_pages for page in sequence.pages):
-                self.leave(sequence)
+    def preempt_beyond(self, num_pages: int) -> bool:
+        """Preempt the running sequences that have one of the pages from `num_pages` on. Return whether there
+        were any."""
+        beyond = [one for one in self._running if any(page >= num_pages for page in one.pages)]
+        for sequence in beyond:
+            self.leave(sequence)
+        return bool(beyond)
 
     def plan(self) -> list[Sequence]:
         """Preempt and admit, and return the next iteration: sequences with a page for their next token."""

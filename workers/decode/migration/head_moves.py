@@ -15,7 +15,7 @@ import msgspec
 
 from mooncake.messages.migration import HeadsPlace, PlaceHeads
 from workers.decode.batch_loop import BatchLoop
-from workers.decode.batching.batch import DecodeBatch
+from workers.decode.batching.batch import DecodeBatch, FullPage
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.engine.head_move import HeadMove
 from workers.errors import HeadsStayError
@@ -57,7 +57,7 @@ class HeadMoves:
         self._link: HelperLink | None = None
         self._pages_freed = asyncio.Event()
         self.place = HeadsPlace()
-        """Where the heads are, as heartbeats tell it."""
+        """The place of the heads, as heartbeats tell it."""
 
     def order(self, order: PlaceHeads) -> None:
         """Carry out an order, behind earlier ones."""
@@ -87,6 +87,7 @@ class HeadMoves:
                 self._link.close()
 
     async def _carry_out(self, order: PlaceHeads) -> None:
+        told_before = self.place.error
         self._tell(epoch=order.epoch, number=order.number, is_moving=True, error="")
         try:
             if order.num_heads:
@@ -95,7 +96,8 @@ class HeadMoves:
                 await self._return()
             self._tell(is_moving=False)
         except HeadsStayError as error:
-            log.warning("no heads move: %s", error)
+            if str(error) != told_before:  # the Conductor asks again and again while the helper drains
+                log.warning("no heads move: %s", error)
             self._tell(is_moving=False, error=str(error))
 
     async def _move(self, order: PlaceHeads) -> None:
@@ -103,6 +105,21 @@ class HeadMoves:
         kv, model = self._executor.kv, self._executor.model
         if kv.moved is not None:
             raise HeadsStayError(f"{self.place.num_heads} KV heads are at {self.place.helper}")
+        self._tell(helper=order.helper)
+        try:
+            link = await self._move_to(order)
+        except BaseException:
+            self._tell(helper="")
+            raise
+        self._link = link
+        self._tell(num_heads=order.num_heads)
+        log.info("%d of %d KV heads are at %s", order.num_heads, model.spec.num_kv_heads, order.helper)
+        if link.is_lost:
+            self.lost()
+
+    async def _move_to(self, order: PlaceHeads) -> HelperLink:
+        """Return the link to the helper that has the heads. Raises HeadsStayError."""
+        kv, model = self._executor.kv, self._executor.model
         num_heads = len(kv.kv_heads)
         request = HostHeads(
             LINK_VERSION,
@@ -124,11 +141,7 @@ class HeadMoves:
         except BaseException:
             link.close()
             raise
-        self._link = link
-        self._tell(helper=order.helper, num_heads=order.num_heads)
-        log.info("%d of %d KV heads are at %s", order.num_heads, num_heads, order.helper)
-        if link.is_lost:
-            self.lost()
+        return link
 
     async def _return(self) -> None:
         """Have all heads here, while the helper still computes. Raises HeadsStayError."""
@@ -167,28 +180,29 @@ class HeadMoves:
         kv.close_from(num_pages)
         while kv.used_pages(num_pages):
             self._pages_freed.clear()
-            self._batch.preempt_beyond(num_pages)
+            if self._batch.preempt_beyond(num_pages):
+                self._loop.take_turn()
             await self._pages_freed.wait()
 
-    async def _pre_copy(self, move: HeadMove) -> set[tuple[int, int, int]]:
+    async def _pre_copy(self, move: HeadMove) -> set[FullPage]:
         """Copy full pages, in rounds, until few are left. Return those that are copied."""
-        copied = set[tuple[int, int, int]]()
+        copied = set[FullPage]()
         for _ in range(_MOST_ROUNDS):
             full = self._batch.full_pages() - copied
             if len(full) <= _FEW_PAGES:
                 break
-            await _in_thread(move, sorted(page for _, _, page in full))
+            await _in_thread(move, sorted(full_page.page for full_page in full))
             copied |= full
         return copied
 
-    async def _switch(self, move: HeadMove, copied: set[tuple[int, int, int]]) -> None:
+    async def _switch(self, move: HeadMove, copied: set[FullPage]) -> None:
         """Copy the rest between two iterations, and compute in the new arrangement from then on."""
         kv = self._executor.kv
         async with self._transfers.paused():
             self._loop.hold()
             try:
                 await self._loop.quiet()
-                still_valid = {page for _, _, page in copied & self._batch.full_pages()}
+                still_valid = {full_page.page for full_page in copied & self._batch.full_pages()}
                 await _in_thread(move, [page for page in kv.used_pages() if page not in still_valid])
                 given_up = move.complete()
             finally:

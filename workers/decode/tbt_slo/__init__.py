@@ -1,1 +1,1 @@
-"""What keeps the time between tokens within its SLO: predictions, double check, pauses, prompt budgets."""
+"""Means to keep the time between tokens within its SLO: predictions, double check, pauses, prompt budgets."""

@@ -1,1 +1,1 @@
-"""Which instances get a request, and which requests are refused."""
+"""Experiments about placement: the instances that requests get, and refusals."""

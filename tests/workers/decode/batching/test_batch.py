@@ -416,3 +416,19 @@ def test_a_prepared_sequence_counts_for_its_tenants_share(spec: ModelSpec) -> No
     batch.batch.plan()
     assert (first.state, second.state) == (SequenceState.LEAVING, SequenceState.RUNNING)
     assert sequence.state is SequenceState.PREPARED
+
+
+def test_a_page_that_was_another_sequences_meanwhile_is_another_full_page(spec: ModelSpec) -> None:
+    batch = Batch(spec, num_pages=4)
+    first = batch.joined(2 * PAGE_SIZE)
+    before, pages = batch.batch.full_pages(), first.pages
+    batch.batch.leave(first)
+    batch.batch.free(first)
+    second = batch.joined(2 * PAGE_SIZE)
+    assert set(second.pages) & set(pages)
+    batch.batch.leave(second)
+    batch.batch.free(second)
+    batch.batch.enter(first)
+    assert batch.settled(first) == [SequenceState.RUNNING]
+    assert first.pages == pages, "else this shows nothing"
+    assert not batch.batch.full_pages() & before

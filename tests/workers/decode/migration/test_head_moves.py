@@ -220,6 +220,30 @@ async def test_a_lost_helper_costs_no_answer(start_decode_lab: StartDecodeLab, t
         assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES
 
 
+async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_own(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        sampling = SamplingParams(130, temperature=0)
+
+        def begin_all(name: str) -> list[Decoded]:
+            return [
+                pair.lab.begin(f"{name}{index}", prompt_of(index, 8), sampling, pair.owner)
+                for index in range(7)
+            ]
+
+        expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
+        await pair.move(1)
+        begun = begin_all("moved")
+        kv = pair.owner.executor.kv
+        await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
+        assert kv.used_pages(NUM_PAGES)
+        await pair.lose_helper()
+        assert [await tokens_of(decoded.answer) for decoded in begun] == expected
+        await until(lambda: not pair.owner.decode.heads.is_moving)
+        assert kv.num_usable_pages == NUM_PAGES
+
+
 async def test_an_owner_that_ends_leaves_nothing_behind(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
