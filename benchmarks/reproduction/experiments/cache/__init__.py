@@ -1,1 +1,1 @@
-"""Experiments about the contents of the pool: hits by capacity and policy, what they are worth, and what occupies memory."""
+"""Experiments about the pool: hits by capacity and policy, the worth of hits, and the use of memory."""
