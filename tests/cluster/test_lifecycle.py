@@ -83,7 +83,7 @@ def refused(*arguments: str, run_dir: Path, port: int | None = None) -> str:
     assert not [line for line in server.lines if "Traceback" in line], server.lines
     errors = [line for line in server.lines if line.startswith("error: ")]
     assert len(errors) == 1, server.lines
-    assert list(run_dir.iterdir()) == []
+    assert files_of_processes(run_dir) == []
     return errors[0]
 
 
@@ -94,6 +94,7 @@ def test_a_port_in_use_is_one_clear_line(tiny: Path, run_dir: Path) -> None:
         port = taken.getsockname()[1]
         message = refused(f"--model={tiny}", *SMALL, run_dir=run_dir, port=port)
     assert f"port {port} on 127.0.0.1 is in use" in message
+    assert list(run_dir.iterdir()) == [], "no Conductor has begun"
 
 
 def test_models_that_cannot_be_served_are_one_clear_line(tiny: Path, tmp_path: Path, run_dir: Path) -> None:
@@ -111,6 +112,7 @@ def test_models_that_cannot_be_served_are_one_clear_line(tiny: Path, tmp_path: P
     message = refused(f"--model={unknown}", run_dir=run_dir)
     assert "MambaForCausalLM" in message
     assert "LlamaForCausalLM" in message
+    assert list(run_dir.iterdir()) == [], "no Conductor has begun"
 
 
 def test_too_little_memory_is_one_clear_line(tiny: Path, run_dir: Path) -> None:
