@@ -113,17 +113,26 @@ def connected(*addresses: str, **options: object) -> KVCachePool:
 
 
 def wait_until_listening(address: str) -> None:
-    """Returns when somebody accepts connections at a `tcp://` address. A messenger opens that door last."""
-    host, port = address.removeprefix("tcp://").split(":")
+    """Returns when connections are accepted at a `unix:` or `tcp://` address. A messenger opens TCP last."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         try:
-            socket.create_connection((host, int(port))).close()
-        except ConnectionRefusedError:
+            _connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         else:
             return
+
+
+def _connect(address: str) -> None:
+    """Open a connection and close it again. Raises OSError if nobody accepts connections at `address`."""
+    if address.startswith("unix:"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(address.removeprefix("unix:"))
+    else:
+        host, port = address.removeprefix("tcp://").split(":")
+        socket.create_connection((host, int(port))).close()
 
 
 def until(client: KVCachePool, condition: Callable[[PoolStats], bool]) -> PoolStats:

@@ -23,7 +23,7 @@ from mooncake.messages.blocks import KVLayout
 from mooncake.model.checkpoint import open_checkpoint
 from tests.deadline import DEADLINE_S
 from tests.kvstore.connectors.engine import transposed_keys
-from tests.kvstore.pools import Pool, Pools
+from tests.kvstore.pools import Pool, Pools, wait_until_listening
 from tests.tiny_models import tiny_model
 
 PAGE_TOKENS = 32
@@ -190,9 +190,8 @@ def test_a_new_pool_takes_the_layout_of_the_first_engine(pools: Pools, engine: E
 
 
 def pool_is_there(pool: Pool) -> None:
-    """Wait until the messenger listens."""
-    while not Path(pool.socket_path).exists():
-        assert pool.process is not None
+    """Wait until the messenger accepts connections: a socket's file is there a moment before that."""
+    wait_until_listening(pool.unix)
 
 
 def test_another_model_is_refused_by_name(pools: Pools, engine: EngineKV, model: Path) -> None:
