@@ -18,12 +18,10 @@ import torch
 
 from kernels.cpu.attention import Heads, PagedAttention
 from kernels.cpu.library import Library
+from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
 _COUNTERS_BYTES = 4096
 _ALIGNMENT_BYTES = 4096
-_INT_BYTES = 4
-_NUM_HEADER_INTS = 4
-"""Integers of a pass's description before its lists: sequences, pages, first layer, end of layers."""
 
 
 class _Exchange(ctypes.Structure):
@@ -70,8 +68,7 @@ class MailboxShape:
     @property
     def asked_offset(self) -> int:
         """Offset in bytes of the rows that ask."""
-        num_ints = _NUM_HEADER_INTS + 2 * self.num_sequences + self.num_pages
-        return _COUNTERS_BYTES + _aligned(num_ints * _INT_BYTES)
+        return _COUNTERS_BYTES + _aligned(described_bytes(self.num_sequences, self.num_pages))
 
     @property
     def answers_offset(self) -> int:
@@ -87,26 +84,6 @@ class MailboxShape:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class HostedPass:
-    """A pass as the owner describes it: layers, and each sequence's new tokens, tokens and pages."""
-
-    number: int
-    layers: range
-    query_lens: list[int]
-    kv_lens: list[int]
-    page_tables: list[np.ndarray]
-
-    def slots(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pages and offsets of the new tokens, int64 `[T]` each."""
-        pages, offsets = [], []
-        for query_len, kv_len, table in zip(self.query_lens, self.kv_lens, self.page_tables, strict=True):
-            positions = np.arange(kv_len - query_len, kv_len)
-            pages.append(table[positions // page_size])
-            offsets.append(positions % page_size)
-        return np.concatenate(pages, dtype=np.int64), np.concatenate(offsets, dtype=np.int64)
 
 
 class _Mailbox:
@@ -169,10 +146,7 @@ class HeadsOwner(_Mailbox):
                 f"expected a pass of at most {shape.num_tokens} tokens of {shape.num_sequences} sequences in "
                 f"{shape.num_pages} pages, got {num_tokens}, {num_sequences} and {num_pages}"
             )
-        header = [num_sequences, num_pages, layers.start, layers.stop]
-        tables = [table[:num] for table, num in zip(page_tables, nums_pages, strict=True)]
-        described = np.concatenate([header, query_lens, kv_lens, *tables], dtype=np.int32, casting="unsafe")
-        self._ints[: len(described)] = described
+        write_pass(self._ints, layers, query_lens, kv_lens, page_tables, page_size)
         self._code.begin_pass(self._address)
 
 
@@ -202,7 +176,7 @@ class HeadsHelper(_Mailbox):
         if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
             return None
         self._num_passes = self._code.passes_begun(self._address)
-        return self._read()
+        return read_pass(self._ints, self._num_passes, self._kv_layers[0].shape[3])
 
     def host(self, described: HostedPass) -> None:
         """Answer each layer of a pass. Blocks until it is complete, given up for another one, or closed.
@@ -243,14 +217,3 @@ class HeadsHelper(_Mailbox):
             self._asked_address,
             self._answers_address,
         )
-
-    def _read(self) -> HostedPass:
-        num_sequences, _, first, end = self._ints[:_NUM_HEADER_INTS].tolist()
-        lists = self._ints[_NUM_HEADER_INTS:].copy()
-        query_lens = lists[:num_sequences].tolist()
-        kv_lens = lists[num_sequences : 2 * num_sequences].tolist()
-        page_size = self._kv_layers[0].shape[3]
-        nums_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
-        ends = np.cumsum(nums_pages)
-        tables = np.split(lists[2 * num_sequences : 2 * num_sequences + sum(nums_pages)], ends[:-1])
-        return HostedPass(self._num_passes, range(first, end), query_lens, kv_lens, tables)

@@ -1,0 +1,65 @@
+"""The description of a forward pass in memory that two processes share.
+
+Owns: the layout of a description. Does not know: what is computed in the pass, who reads it when.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_INT_BYTES = 4
+_NUM_HEADER_INTS = 4
+"""Integers before the lists: sequences, pages, first layer, end of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostedPass:
+    """A pass as its owner describes it: layers, and each sequence's new tokens, tokens and pages."""
+
+    number: int
+    layers: range
+    query_lens: list[int]
+    kv_lens: list[int]
+    page_tables: list[np.ndarray]
+
+    def slots(self, page_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pages and offsets of the new tokens, int64 `[T]` each."""
+        pages, offsets = [], []
+        for query_len, kv_len, table in zip(self.query_lens, self.kv_lens, self.page_tables, strict=True):
+            positions = np.arange(kv_len - query_len, kv_len)
+            pages.append(table[positions // page_size])
+            offsets.append(positions % page_size)
+        return np.concatenate(pages, dtype=np.int64), np.concatenate(offsets, dtype=np.int64)
+
+
+def described_bytes(num_sequences: int, num_pages: int) -> int:
+    """Return the bytes of the longest description, of so many sequences with so many pages in all."""
+    return _INT_BYTES * (_NUM_HEADER_INTS + 2 * num_sequences + num_pages)
+
+
+def write_pass(
+    ints: np.ndarray,
+    layers: range,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    page_tables: Sequence[np.ndarray],
+    page_size: int,
+) -> None:
+    """Describe a pass in `ints`, int32, which must have room for it."""
+    tables = [table[: -(-kv_len // page_size)] for table, kv_len in zip(page_tables, kv_lens, strict=True)]
+    header = [len(query_lens), sum(map(len, tables)), layers.start, layers.stop]
+    described = np.concatenate([header, query_lens, kv_lens, *tables], dtype=np.int32, casting="unsafe")
+    ints[: len(described)] = described
+
+
+def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:
+    """Return a copy of what `write_pass` has described; `number` is the pass's."""
+    num_sequences, _, first, end = ints[:_NUM_HEADER_INTS].tolist()
+    lists = ints[_NUM_HEADER_INTS:].copy()
+    query_lens = lists[:num_sequences].tolist()
+    kv_lens = lists[num_sequences : 2 * num_sequences].tolist()
+    nums_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
+    ends = np.cumsum(nums_pages)
+    tables = np.split(lists[2 * num_sequences : 2 * num_sequences + sum(nums_pages)], ends[:-1])
+    return HostedPass(number, range(first, end), query_lens, kv_lens, tables)
