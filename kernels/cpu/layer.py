@@ -21,7 +21,8 @@ from kernels.cpu.attention import Heads, PagedAttention
 from kernels.cpu.elementwise import MULTIPLE, HeadNorms, Slots
 from kernels.cpu.library import Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
-from kernels.cpu.moved_heads import HeadsOwner, HelperLost
+from kernels.cpu.mailbox import HelperLost
+from kernels.cpu.moved_heads import HeadsOwner
 
 
 class _Weights(ctypes.Structure):

@@ -18,10 +18,8 @@ import torch
 
 from kernels.cpu.attention import Heads, PagedAttention
 from kernels.cpu.library import Library
+from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
-
-_COUNTERS_BYTES = 4096
-_ALIGNMENT_BYTES = 4096
 
 
 class _Exchange(ctypes.Structure):
@@ -41,10 +39,6 @@ class _HostedLayer(ctypes.Structure):
     """`struct HostedLayer` of moved_heads.h."""
 
     _fields_ = (("batch", c_void_p), ("kv", c_void_p))
-
-
-class HelperLost(RuntimeError):
-    """The helper has not answered: the pass has no result, and its tokens have no KVCache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,48 +62,32 @@ class MailboxShape:
     @property
     def asked_offset(self) -> int:
         """Offset in bytes of the rows that ask."""
-        return _COUNTERS_BYTES + _aligned(described_bytes(self.num_sequences, self.num_pages))
+        return COUNTERS_BYTES + aligned(described_bytes(self.num_sequences, self.num_pages))
 
     @property
     def answers_offset(self) -> int:
         """Offset in bytes of the results."""
-        return self.asked_offset + _aligned(self.num_tokens * self.row_elements * self.dtype.itemsize)
+        return self.asked_offset + aligned(self.num_tokens * self.row_elements * self.dtype.itemsize)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the mailbox, whole memory pages."""
         num_elements = self.num_tokens * self.heads.num_heads * self.heads.head_dim
-        return self.answers_offset + _aligned(num_elements * self.dtype.itemsize)
+        return self.answers_offset + aligned(num_elements * self.dtype.itemsize)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-class _Mailbox:
-    """One end of a mailbox in `memory`, uint8 `[shape.size_bytes]`, zeros at first, which it keeps mapped."""
+class _HeadsMailbox(Mailbox):
+    """One end of a mailbox of this shape."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape) -> None:
-        if memory.dtype is not torch.uint8 or memory.shape != (shape.size_bytes,):
-            raise ValueError(f"expected {shape.size_bytes} bytes, got {memory.dtype} {list(memory.shape)}")
+        super().__init__(library, memory, shape.size_bytes)
         self.shape = shape
-        self._memory, self._code = memory, library.code
-        self._address = c_void_p(memory.data_ptr())
-        self._ints = memory[_COUNTERS_BYTES : shape.asked_offset].numpy().view(np.int32)
+        self._ints = memory[COUNTERS_BYTES : shape.asked_offset].numpy().view(np.int32)
         self._asked_address = memory.data_ptr() + shape.asked_offset
         self._answers_address = memory.data_ptr() + shape.answers_offset
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether one of both ends has closed the mailbox."""
-        return bool(self._code.mailbox_is_closed(self._address))
 
-    def close(self) -> None:
-        """End the exchange, for both sides: whoever waits for the other stops. Idempotent."""
-        self._code.close_mailbox(self._address)
-
-
-class HeadsOwner(_Mailbox):
+class HeadsOwner(_HeadsMailbox):
     """The owner's end. `timeout_s` is the longest time that a layer may take the helper."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape, timeout_s: float) -> None:
@@ -150,7 +128,7 @@ class HeadsOwner(_Mailbox):
         self._code.begin_pass(self._address)
 
 
-class HeadsHelper(_Mailbox):
+class HeadsHelper(_HeadsMailbox):
     """The helper's end, for one thread. `kv_layers` are the hosted pages of the layers from 0 on, each
     `[num_pages, num_kv_heads, 2, page_size, head_dim]`; `windows` the layers' sliding windows."""
 

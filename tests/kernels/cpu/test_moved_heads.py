@@ -13,7 +13,8 @@ from kernels.cpu.attention import Heads, PagedAttention
 from kernels.cpu.elementwise import Slots
 from kernels.cpu.layer import Layer, run_layers
 from kernels.cpu.library import Isa, Library
-from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, HelperLost, MailboxShape
+from kernels.cpu.mailbox import HelperLost
+from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 from tests.kernels.cpu.test_layer import HIDDEN, weights

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu.moved_heads import HelperLost
+from kernels.cpu.mailbox import HelperLost
 from mooncake.messages.requests import TokenLogprobs
 from workers.decode.sequence import Sequence
 from workers.engine.batch import Batch, Chunk

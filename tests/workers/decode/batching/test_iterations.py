@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 
-from kernels.cpu.moved_heads import HelperLost
+from kernels.cpu.mailbox import HelperLost
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.planned import decoded

@@ -1,0 +1,42 @@
+"""A mailbox in memory that the owner of sequences and its helper share (moved_heads.h): counters and wakes.
+
+Owns: the counters at its beginning. Does not know: what lies behind them, how memory is shared.
+"""
+
+from ctypes import c_void_p
+
+import torch
+
+from kernels.cpu.library import Library
+
+COUNTERS_BYTES = 4096
+"""Bytes before what is exchanged."""
+_ALIGNMENT_BYTES = 4096
+
+
+class HelperLost(RuntimeError):
+    """The helper has not answered: the pass has no result, and its tokens have no KVCache."""
+
+
+class Mailbox:
+    """One end of a mailbox in `memory`, uint8 `[size_bytes]`, zeros at first, which it keeps mapped."""
+
+    def __init__(self, library: Library, memory: torch.Tensor, size_bytes: int) -> None:
+        if memory.dtype is not torch.uint8 or memory.shape != (size_bytes,):
+            raise ValueError(f"expected {size_bytes} bytes, got {memory.dtype} {list(memory.shape)}")
+        self._memory, self._code = memory, library.code
+        self._address = c_void_p(memory.data_ptr())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether one of both ends has closed the mailbox."""
+        return bool(self._code.mailbox_is_closed(self._address))
+
+    def close(self) -> None:
+        """End the exchange, for both sides: whoever waits for the other stops. Idempotent."""
+        self._code.close_mailbox(self._address)
+
+
+def aligned(num_bytes: int) -> int:
+    """Return whole memory pages for so many bytes."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
