@@ -38,8 +38,8 @@ LAYERS = {
         | batch, head_move, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
-        effects, index | rules | view | admission, fronts, replication, scheduling | requests | membership
-        | elasticity | policy | telemetry | front | process, picker
+        effects, index, performance | rules | view | admission, fronts, replication, scheduling | requests
+        | membership | elasticity | policy | telemetry | front | process, picker
     """,
     "conductor.front": """
         config, errors, metrics, openai | caches, http | access, requests | generation | routes | process

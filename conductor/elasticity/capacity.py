@@ -8,21 +8,21 @@ seconds, of the load that arrives.
     decode     tokens that arrive in a second, by what instances draw in a second with the largest batch
                within the TBT SLO
 
-Owns: this model. Does not know: how the load was measured, what is done about it.
+Owns: this comparison. Does not know: how the load was measured, what is done about it; costs of a batch
+(`conductor.performance.model`).
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.elasticity.demand import Load
-from mooncake.messages.costs import TBT_MARGIN, TBT_SLO_SHARE, Costs
+from conductor.performance.model import DecodeCapacity
+from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.workers import Role
 
 FULL_SHARE = 0.85
 """The load of a stage, as a share of its capacity, above which requests begin to miss SLOs, as arrivals are
 uneven."""
-_ROOM_SHARE = 0.9
-"""The share of device pages that batches fill."""
 _LEAST = 1e-9
 
 
@@ -57,52 +57,6 @@ class Strain(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCapacity:
-    """Tokens that a mean decode instance can draw."""
-
-    costs: Costs
-    """Seconds of an iteration, by requests and tokens of KVCache."""
-    max_batch: float
-    num_device_tokens: float
-    tbt_slo_s: float | None
-    least_chunk_s: float = 0.0
-    """Seconds that the shortest chunk of a prompt takes."""
-
-    def batch_size(self, load: Load) -> float:
-        """Return the largest batch of the load's requests within the TBT SLO, the slots and the device's
-        pages."""
-        of_request_s = self.costs.first_s + load.mean_kv_tokens * self.costs.second_s
-        size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(load.mean_kv_tokens, 1.0))
-        if self.tbt_slo_s is not None and of_request_s > 0:
-            left_s = self.tbt_slo_s - self.costs.constant_s
-            size = min(size, left_s / ((1 + TBT_MARGIN) * of_request_s))
-        return max(1.0, size)
-
-    def tokens_per_s(self, load: Load) -> float:
-        """Tokens drawn in a second with such a batch."""
-        size = self.batch_size(load)
-        return size / max(self.costs.seconds(size, size * load.mean_kv_tokens), _LEAST)
-
-    def inlined_share(self, load: Load, work: float) -> float:
-        """Return the share of its time in which a decode instance can compute prompts beside its part of the
-        load.
-
-        Iterations with chunks of prompts may take a share of the TBT SLO, and the chunks get what the batch
-        leaves of it. Without an SLO only the batch's own work is a limit.
-
-        Args:
-            load: The load.
-            work: The instance's decode work, as a share of all that it can do.
-        """
-        if self.tbt_slo_s is None:
-            return max(0.0, 1.0 - work)
-        iteration_s = TBT_SLO_SHARE * self.tbt_slo_s
-        size = work * self.tokens_per_s(load) * iteration_s
-        left_s = iteration_s - self.costs.seconds(size, size * load.mean_kv_tokens)
-        return left_s / iteration_s if left_s >= self.least_chunk_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Capacity:
     """Shares of a load that divisions of instances can serve."""
 
@@ -113,7 +67,12 @@ class Capacity:
     @property
     def work(self) -> Work:
         """The load in instances."""
-        return Work(self.load.prefill_s, self.load.num_output_tokens / self.decode.tokens_per_s(self.load))
+        tokens_per_s = self.decode.tokens_per_s(self.load.mean_kv_tokens)
+        return Work(self.load.prefill_s, self.load.num_output_tokens / tokens_per_s)
+
+    def requests_per_s(self, division: Division) -> float:
+        """Return the rate of such requests up to which all are served within their SLOs."""
+        return FULL_SHARE * self.load.num_requests / max(*self.strain(division), _LEAST)
 
     def strain(self, division: Division) -> Strain:
         """Return the strain of a division under this load.
@@ -125,6 +84,24 @@ class Capacity:
         decode = work.decode / max(num_decode, _LEAST)
         beyond = max(0.0, work.prefill - FULL_SHARE * num_prefill) if self.has_inlining else 0.0
         if beyond:
-            share = self.decode.inlined_share(self.load, min(1.0, decode))
+            share = self._inlined_share(min(1.0, decode))
             beyond = min(beyond, FULL_SHARE * share * num_decode)
         return Strain((work.prefill - beyond) / max(num_prefill, _LEAST), decode)
+
+    def _inlined_share(self, work: float) -> float:
+        """Return the share of its time in which a decode instance can compute prompts beside its part of the
+        load.
+
+        Iterations with chunks of prompts may take a share of the TBT SLO, and the chunks get what the batch
+        leaves of it. Without an SLO only the batch's own work is a limit.
+
+        Args:
+            work: The instance's decode work, as a share of all that it can do.
+        """
+        decode, kv_tokens = self.decode, self.load.mean_kv_tokens
+        if decode.tbt_slo_s is None:
+            return max(0.0, 1.0 - work)
+        iteration_s = TBT_SLO_SHARE * decode.tbt_slo_s
+        size = work * decode.tokens_per_s(kv_tokens) * iteration_s
+        left_s = iteration_s - decode.tpot_s(size, kv_tokens)
+        return left_s / iteration_s if left_s >= decode.least_chunk_s else 0.0

@@ -17,8 +17,8 @@ from conductor.elasticity.priorities import keep_headroom
 from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
-from conductor.elasticity.utilisation import Utilisation
 from conductor.membership.roles import Roles
+from conductor.performance.utilisation import Utilisation
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
@@ -154,7 +154,7 @@ class Elasticity:
         load = self.demand.load(self._survey.running(now_s), now_s)
         capacity = self._survey.capacity(batches, tbt_slo_s)
         if load is not None and capacity is not None:
-            self._capacity_token_s = 1 / capacity.tokens_per_s(load)
+            self._capacity_token_s = 1 / capacity.tokens_per_s(load.mean_kv_tokens)
         return State(
             self._survey.members(batches, self.utilisation, now_s),
             load,

@@ -18,11 +18,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
-from conductor.elasticity.capacity import FULL_SHARE, Capacity, DecodeCapacity, Division, Work
+from conductor.elasticity.capacity import FULL_SHARE, Capacity, Division, Work
 from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import Load, Persistence
-from conductor.elasticity.utilisation import Used
+from conductor.performance.model import DecodeCapacity
+from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role
 
 _NUM_KEPT = 100

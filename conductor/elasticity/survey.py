@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from conductor.elasticity.answers import Answer, Kind
 from conductor.elasticity.batches import Batch, Coming, Resident
-from conductor.elasticity.capacity import DecodeCapacity
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
-from conductor.elasticity.utilisation import Utilisation
+from conductor.performance.model import DecodeCapacity
+from conductor.performance.utilisation import Utilisation
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests

@@ -17,6 +17,7 @@ from benchmarks.tools.simulator.setup import Setup, simulate
 from benchmarks.tools.simulator.summary import Distribution, Summary
 from benchmarks.tools.traces.request import TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
+from conductor.performance.model import Sizes
 from mooncake.cli import steps
 from mooncake.errors import ConfigError
 
@@ -28,6 +29,11 @@ WORKLOADS = {
     "long prompts": SyntheticLoad(1.0, (3000.0,), (100.0,)),
     "long answers": SyntheticLoad(1.0, (200.0,), (300.0,)),
     "shared prefixes": SyntheticLoad(1.0, (4000.0,), (100.0,), shared_prefix_tokens=3072),
+}
+SIZES = {
+    "long prompts": Sizes(3000, 100),
+    "long answers": Sizes(200, 300),
+    "shared prefixes": Sizes(4000, 100),
 }
 TBT_SLO_S = {"long prompts": 0.04, "long answers": 0.02, "shared prefixes": 0.04}
 
@@ -45,7 +51,7 @@ def plan_of(name: str) -> Plan:
     load = WORKLOADS[name]
     base = msgspec.structs.replace(BASE, tbt_slo_s=TBT_SLO_S[name])
     goodputs = Goodputs(partial(at_rate, load), ATTAINMENT, num_seeds=NUM_SEEDS)
-    return Search(goodputs, base, 4, [1], load.first_input_tokens[0]).run()
+    return Search(goodputs, base, 4, [1], SIZES[name]).run()
 
 
 def effective_share(setup: Setup, load: SyntheticLoad, rate_per_s: float) -> float:

@@ -94,7 +94,7 @@ def _search(
             show,
             options.seeds,
         )
-        return Search(goodputs, base, num_devices, sizes, workload.mean_input_tokens).run()
+        return Search(goodputs, base, num_devices, sizes, workload.sizes).run()
 
 
 def _base(options: argparse.Namespace) -> Setup:

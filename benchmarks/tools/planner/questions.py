@@ -33,7 +33,7 @@ def questions(
     """About the instances of `setup`; `coupled_per_s` is what all devices serve as coupled ones."""
     assert setup.tbt_slo_s is not None
     shape, tbt_slo_s = setup.shape(), setup.tbt_slo_s
-    mean = workload.mean_input_tokens
+    mean = workload.sizes.num_prompt_tokens
     prefill_s = shape.costs.iteration_s([PromptShare(round(mean), 0)], 0)
     bytes_per_s = shape.hardware.nic_bytes_per_s * shape.efficiencies.nic
     transfer_s = mean * shape.model.kv_bytes_per_token / bytes_per_s

@@ -1,10 +1,11 @@
 """The search for a placement: DistServe's on our simulator, with what is simulated how exactly.
 
 Between the two pools goodput rises and falls once: with too few prefill instances TTFT is what is missed,
-with too few decode instances TBT. So from a middle division the search walks in steps that are halved. A
-rival has to serve the rate at which the best one so far fails: one simulation, if it does not. Chunk sizes of
-coupled instances are searched in the same way: small ones take more iterations for a prompt, long ones
-longer iterations.
+with too few decode instances TBT. So from the division that the performance model expects to serve most
+(`conductor.elasticity.capacity`) the search walks to a neighbour while that is better. A rival has to serve
+the rate at which the best one so far fails: one simulation, if it does not. Of coupled instances' chunk sizes
+small ones take more iterations for a prompt, long ones longer iterations: from the middle one the search
+walks in steps that are halved.
 
 What is passed on the way is simulated with one seed, what is compared and reported in the end with all.
 
@@ -20,6 +21,9 @@ from benchmarks.tools.planner import placements
 from benchmarks.tools.planner.goodput import Goodputs
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
+from conductor.elasticity.capacity import Capacity, Division
+from conductor.elasticity.demand import Load
+from conductor.performance.model import DecodeCapacity, Sizes
 
 COARSE, FINE = 0.08, 0.03
 """Relative exactness of goodputs: of clusters that the search passes, and of reported ones."""
@@ -75,20 +79,30 @@ class Search:
         base: Setup,
         num_devices: int,
         group_sizes: Sequence[int],
-        mean_input_tokens: float,
+        sizes: Sizes,
     ) -> None:
-        self._goodputs, self._base, self._num_devices = goodputs, base, num_devices
+        self._goodputs, self._base, self._num_devices, self._sizes = goodputs, base, num_devices, sizes
         self._passing = Goodputs(goodputs.load, goodputs.attainment, goodputs.on_simulation)
         """Goodputs of clusters that the search passes, with the first seed alone."""
         self._group_sizes = group_sizes
-        self._guess_per_s = self._most_prompts_per_s(mean_input_tokens)
+        self._guess_per_s = self._most_prompts_per_s()
         self._seen: dict[Setup, None] = {}
 
-    def _most_prompts_per_s(self, num_tokens: float) -> float:
-        """Return the rate at which all devices compute nothing but prompts: where to begin."""
+    def _most_prompts_per_s(self) -> float:
+        """Return the rate at which all devices compute nothing but prompts."""
         size = self._group_sizes[0]
         costs = msgspec.structs.replace(self._base, num_gpus=size, num_coupled=1).shape().costs
-        return self._num_devices / size / costs.iteration_s([PromptShare(round(num_tokens), 0)], 0)
+        prompt = PromptShare(round(self._sizes.num_prompt_tokens), 0)
+        return self._num_devices / size / costs.iteration_s([prompt], 0)
+
+    def _expected_per_s(self, setup: Setup) -> float:
+        """Return the goodput that the performance model predicts of a disaggregated cluster."""
+        shape, sizes = setup.shape(), self._sizes
+        prefill, decode = shape.costs.profiled
+        load = Load(1.0, sizes.prefill_s(prefill), sizes.num_output_tokens, *sizes[:2], window_s=1.0)
+        num_device_tokens = shape.num_device_blocks * shape.block_tokens
+        capacity = DecodeCapacity(decode, setup.max_batch, num_device_tokens, setup.tbt_slo_s)
+        return Capacity(load, capacity).requests_per_s(Division(setup.num_prefill, setup.num_decode))
 
     def run(self) -> Plan:
         """Raises ConfigError."""
@@ -112,7 +126,9 @@ class Search:
             num = self._num_devices // size
             divisions = [placements.disaggregated(self._base, size, p, num - p) for p in range(1, num)]
             if divisions:
-                best = self._walk(divisions, best)
+                expected = max(divisions, key=self._expected_per_s)
+                self._guess_per_s = self._expected_per_s(expected)
+                best = self._walk(divisions, best, divisions.index(expected), step=1)
         return None if best is None else self._climb(self._fine(best))
 
     def _best_coupled(self) -> Setup:
@@ -121,7 +137,7 @@ class Search:
             whole = placements.coupled(self._base, size, self._num_devices // size)
             best = self._better(best, whole)
             if chunked := placements.chunked(whole):
-                best = self._walk(chunked, best)
+                best = self._walk(chunked, best, len(chunked) // 2, step=max(1, len(chunked) // 4))
         assert best is not None
         return self._fine(best)
 
@@ -134,9 +150,11 @@ class Search:
                 return best
             best = better
 
-    def _walk(self, divisions: Sequence[Setup], best: Setup | None) -> Setup | None:
-        """The best of `divisions`, which are in order, and of the best one so far."""
-        index, step = len(divisions) // 2, max(1, len(divisions) // 4)
+    def _walk(self, divisions: Sequence[Setup], best: Setup | None, index: int, step: int) -> Setup | None:
+        """The best of `divisions`, which are in order, and of the best one so far.
+
+        The walk begins at `index`, and tries the divisions `step` before and behind it.
+        """
         best = self._better(best, divisions[index])
         while True:
             for tried in (index - step, index + step):

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
@@ -14,6 +15,7 @@ from benchmarks.tools.simulator.summary import SLOs
 from benchmarks.tools.traces.replay import at_speed
 from benchmarks.tools.traces.request import TraceError, TraceRequest
 from benchmarks.tools.traces.synthetic import SyntheticLoad, synthesize
+from conductor.performance.model import Sizes
 
 FEWEST_REQUESTS = 600
 NUM_QUEUES, NUM_ANSWERS = 10, 4
@@ -24,24 +26,24 @@ Play = Callable[[float, int, int], Iterable[TraceRequest]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`play(rate_per_s, num_requests, nth_seed)`. Means are of tokens, over what it plays first."""
+    """`play(rate_per_s, num_requests, nth_seed)`."""
 
     play: Play
-    mean_input_tokens: float
-    mean_output_tokens: float
+    sizes: Sizes
+    """Mean tokens of the requests that it plays first."""
     longest_tokens: int
     """Tokens of the longest prompt and answer together."""
 
     @property
     def mean_tokens(self) -> float:
         """Tokens of prompt and answer of a mean request."""
-        return self.mean_input_tokens + self.mean_output_tokens
+        return self.sizes.num_prompt_tokens + self.sizes.num_output_tokens
 
     def at(self, rate_per_s: float, nth_seed: int, slos: SLOs, most_requests: int) -> Iterable[TraceRequest]:
         """Requests at this rate, for as long as it takes."""
         assert slos.ttft_s is not None
         assert slos.tbt_s is not None
-        answer_s = self.mean_output_tokens * slos.tbt_s
+        answer_s = self.sizes.num_output_tokens * slos.tbt_s
         num_requests = math.ceil(rate_per_s * (NUM_QUEUES * slos.ttft_s + NUM_ANSWERS * answer_s))
         return self.play(rate_per_s, min(max(num_requests, FEWEST_REQUESTS), most_requests), nth_seed)
 
@@ -74,9 +76,12 @@ def of_synthetic(load: SyntheticLoad, seed: int, most_requests: int) -> Workload
 
 
 def _workload(play: Play, requests: Sequence[TraceRequest]) -> Workload:
+    mean_tokens = (
+        fmean(request.num_input_tokens for request in requests),
+        fmean(request.num_output_tokens for request in requests),
+    )
     return Workload(
         play,
-        sum(request.num_input_tokens for request in requests) / len(requests),
-        sum(request.num_output_tokens for request in requests) / len(requests),
+        Sizes(*mean_tokens),
         max(request.num_input_tokens + request.num_output_tokens for request in requests),
     )

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from conductor.elasticity.batches import Batch, Resident
-from conductor.elasticity.capacity import Capacity, DecodeCapacity, Division, Work
+from conductor.elasticity.capacity import Capacity, Division, Work
 from conductor.elasticity.decisions import Change
 from conductor.elasticity.demand import Load
 from conductor.elasticity.rebalancer import Member, Rebalancer, State
+from conductor.performance.model import DecodeCapacity
 from mooncake.messages.costs import Costs
 from mooncake.messages.workers import InstanceState, Role
 
@@ -19,7 +20,7 @@ CAPACITY = DecodeCapacity(COSTS, 64, 1e6, 0.0265)
 
 def load_of(prefill: float, decode: float, window_s: float = 20.0, num_requests: float = 1.0) -> Load:
     """A load that takes so many instances of each stage."""
-    tokens_per_s = CAPACITY.tokens_per_s(Load(1.0, 0.0, 0.0, 1000.0, 100.0, 1.0))
+    tokens_per_s = CAPACITY.tokens_per_s(Load(1.0, 0.0, 0.0, 1000.0, 100.0, 1.0).mean_kv_tokens)
     return Load(num_requests, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from benchmarks.reproduction.experiment import Cell, Experiment, Outcome, Table, Trace, number
 from benchmarks.tools.simulator.cluster.machines.cards import GBPS, HARDWARE, MODELS
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare, Roofline
+from conductor.performance.model import overlapped_s
 
 INTERCONNECTS = {"InfiniBand 200 Gbit/s": 25e9, "InfiniBand 400 Gbit/s": 50e9, "NVLink 4.0": 450e9}
 """Bytes/s, as the guide counts them."""
@@ -39,9 +40,8 @@ def shown_s(num_tokens: int, bytes_per_s: float) -> float:
     The link is idle until the first layer has been computed; from then on the layers follow one another as
     the slower of computing and sending allows (Mooncake, section 5.2).
     """
-    compute_s = prefill_s(num_tokens) / _MODEL.num_layers
-    send_s = transfer_s(num_tokens, bytes_per_s) / _MODEL.num_layers
-    return max(send_s, compute_s + _MODEL.num_layers * send_s - _MODEL.num_layers * compute_s)
+    compute_s = prefill_s(num_tokens)
+    return overlapped_s(compute_s, transfer_s(num_tokens, bytes_per_s), _MODEL.num_layers) - compute_s
 
 
 def run(trace: Trace, folder: Path) -> Outcome:

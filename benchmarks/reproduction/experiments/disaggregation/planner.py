@@ -37,7 +37,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
         workload = workloads.of_synthetic(synthetic, SEED, MOST_REQUESTS)
         load = partial(workload.at, slos=base.slos, most_requests=MOST_REQUESTS)
         goodputs = Goodputs(load, ATTAINMENT, num_seeds=NUM_SEEDS)
-        plan = Search(goodputs, base, NUM_DEVICES, [1], workload.mean_input_tokens).run()
+        plan = Search(goodputs, base, NUM_DEVICES, [1], workload.sizes).run()
         advised = plan.disaggregated
         assert advised is not None
         slos = f"{ttft_slo_s:g} s, {1000 * tbt_slo_s:g} ms"

@@ -99,8 +99,3 @@ class Node:
         """Tell the others on this machine."""
         if self.machine is not None:
             self.machine.computes(self.name, is_computing)
-
-    def overlapped_s(self, compute_s: float, copy_s: float) -> float:
-        """Both layer by layer beside each other: the shorter one shows in one layer (Mooncake, section
-        5.2)."""
-        return max(compute_s, copy_s) + min(compute_s, copy_s) / self.layout.num_layers

@@ -17,6 +17,7 @@ from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.machines.network import Transfer
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import ANY_TOKEN, SimulatedRequest
+from conductor.performance.model import overlapped_s
 from mooncake.messages.block_orders import Replicate
 from mooncake.messages.pools import PrefixSource
 from mooncake.messages.requests import Ref
@@ -221,7 +222,7 @@ class PrefillInstance:
         compute_s = node.factor * node.costs.iteration_s(shares, 0)
         copy_s = num_copied_tokens * node.kv_bytes_per_token / node.pcie_bytes_per_s
         self._pass_began_s, self._pass_layer_s = node.clock.now_s, compute_s / node.layout.num_layers
-        node.clock.after(node.overlapped_s(compute_s, copy_s), self._compute_ended)
+        node.clock.after(overlapped_s(compute_s, copy_s, node.layout.num_layers), self._compute_ended)
 
     def _compute_ended(self) -> None:
         """The last layer can only be computed when its prefix has come."""

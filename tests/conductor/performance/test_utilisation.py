@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from conductor.elasticity.utilisation import Utilisation
+from conductor.performance.utilisation import Utilisation
 from mooncake.messages.workers import DecodeStats, Heartbeat, Role
 from tests.conductor.small_cluster import POOL
 

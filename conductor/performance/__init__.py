@@ -1,0 +1,1 @@
+"""The performance of instances: BanaServe's model of it, and the utilisation that heartbeats tell."""

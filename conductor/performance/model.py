@@ -1,0 +1,167 @@
+"""BanaServe's performance model of disaggregated serving (section 4.3), for requests of one size.
+
+The paper divides operations by a device's peak. Costs here are seconds of the instances themselves, learned
+or profiled (`mooncake.messages.costs`), in which layers, operations and what a device reaches are one.
+
+    equations 12, 13  forward pass and transfer of a layer     `overlapped_s`
+              20, 21  T_TTFT = T_p + T_x + T_q                 `Pairs.performance`
+              22      T_TPOT = T_d + T_c + T_m                 `DecodeCapacity.tpot_s`
+              25, 29  memory and latency budget of a batch     `DecodeCapacity.batch_size`
+              24, 27  U_p = Comp_p / C_gpu, and U_d            `Performance`
+              30      Theta = N L_out / (T_TTFT + L_out T_TPOT)  `Performance.tokens_per_s`
+
+Owns: this model. Does not know: how costs were found, what is decided by the predictions.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mooncake.messages.costs import TBT_MARGIN, Costs, prefill_quantities
+
+_ROOM_SHARE = 0.9
+"""The share of device pages that batches fill."""
+_LEAST = 1e-9
+_NUM_HALVINGS = 40
+"""Halvings by which the size of a batch is found."""
+
+
+def overlapped_s(compute_s: float, transfer_s: float, num_layers: int) -> float:
+    """Return the seconds of a forward pass beside the transfer of its KVCache, layer by layer.
+
+    A layer's transfer hides behind the computation of another layer while T_KV <= T_F,layer (BanaServe,
+    section 4.2, equations 12 and 13; Mooncake, section 5.2). Of the shorter one of both a layer's part shows.
+    """
+    return max(compute_s, transfer_s) + min(compute_s, transfer_s) / num_layers
+
+
+class Sizes(NamedTuple):
+    """The tokens of each request: L_in, of which some are cached, and L_out."""
+
+    num_prompt_tokens: float
+    num_output_tokens: float
+    num_cached_tokens: float = 0.0
+
+    @property
+    def mean_kv_tokens(self) -> float:
+        """Mean tokens of KVCache of a request while it is decoded."""
+        return self.num_prompt_tokens + self.num_output_tokens / 2
+
+    def prefill_s(self, costs: Costs) -> float:
+        """Return T_p, the seconds that an idle instance computes the prompt."""
+        num_new = self.num_prompt_tokens - self.num_cached_tokens
+        return costs.seconds(*prefill_quantities(num_new, self.num_cached_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCapacity:
+    """Tokens that a mean decode instance can draw."""
+
+    costs: Costs
+    """Seconds of an iteration, by requests and tokens of KVCache."""
+    max_batch: float
+    num_device_tokens: float
+    """Tokens for whose KVCache there is memory beside the weights: the largest K_acc of equation 25."""
+    tbt_slo_s: float | None = None
+    least_chunk_s: float = 0.0
+    """Seconds that the shortest chunk of a prompt takes."""
+
+    def tpot_s(self, batch_size: float, mean_kv_tokens: float) -> float:
+        """Return T_TPOT, the seconds of an iteration (equation 22).
+
+        The constant and each request's part are T_d, computing; the part of each token is T_c + T_m, reading
+        its KVCache.
+        """
+        return self.costs.seconds(batch_size, batch_size * mean_kv_tokens)
+
+    def batch_size(self, mean_kv_tokens: float) -> float:
+        """Return the largest batch within the TBT SLO (equation 29), the slots and the device's pages (25),
+        at least 1."""
+        of_request_s = self.costs.first_s + mean_kv_tokens * self.costs.second_s
+        size = min(self.max_batch, _ROOM_SHARE * self.num_device_tokens / max(mean_kv_tokens, 1.0))
+        if self.tbt_slo_s is not None and of_request_s > 0:
+            left_s = self.tbt_slo_s - self.costs.constant_s
+            size = min(size, left_s / ((1 + TBT_MARGIN) * of_request_s))
+        return max(1.0, size)
+
+    def tokens_per_s(self, mean_kv_tokens: float) -> float:
+        """Return the tokens drawn in a second with such a batch."""
+        size = self.batch_size(mean_kv_tokens)
+        return size / max(self.tpot_s(size, mean_kv_tokens), _LEAST)
+
+
+class Performance(NamedTuple):
+    """The predicted performance of all instances together, with N requests at any time."""
+
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s: float
+    """Theta, the tokens of answers (equation 30)."""
+    prefill_utilisation: float
+    """U_p: the share of its time that a prefill instance computes (equation 27)."""
+    decode_utilisation: float
+    """U_d: batch by largest batch of a decode instance, as one of a single request computes all the time."""
+    batch_size: float
+    """The requests that a decode instance decodes, on average."""
+    num_kv_tokens: float
+    """K_acc: tokens of KVCache at a decode instance (equation 25)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Equal prefill instances beside equal decode instances."""
+
+    num_prefill: int
+    num_decode: int
+    prefill: Costs
+    """Seconds of a prefill, by new tokens and pairs."""
+    decode: DecodeCapacity
+    num_layers: int
+    token_transfer_s: float = 0.0
+    """Seconds in which a token's KVCache gets to a decode instance."""
+    first_token_s: float = 0.0
+    """Seconds of everything else on the way to a first token."""
+
+    def performance(self, sizes: Sizes, num_requests: float) -> Performance:
+        """Predict the performance in a closed loop: an answer that ends is followed by another request.
+
+        The batch b that decodes follows from the rate of answers (Little's law), and the rate from b.
+        Requests of one size arrive evenly after a while, so they queue (T_q) only if a stage is full.
+
+        Args:
+            sizes: The tokens of a request.
+            num_requests: N, the requests at any time.
+        """
+        kv_tokens = sizes.mean_kv_tokens
+        low, high = 0.0, min(self.decode.batch_size(kv_tokens), num_requests / self.num_decode)
+        for _ in range(_NUM_HALVINGS):
+            middle = (low + high) / 2
+            tpot_s = self.decode.tpot_s(max(1.0, middle), kv_tokens)
+            num_decoding = self._rate_per_s(sizes, num_requests, tpot_s) * _decode_s(sizes, tpot_s)
+            low, high = (middle, high) if num_decoding > middle * self.num_decode else (low, middle)
+        size = (low + high) / 2
+        tpot_s = self.decode.tpot_s(max(1.0, size), kv_tokens)
+        rate_per_s = min(
+            self._rate_per_s(sizes, num_requests, tpot_s),
+            size * self.num_decode / max(_decode_s(sizes, tpot_s), _LEAST),
+        )
+        return Performance(
+            num_requests / rate_per_s - _decode_s(sizes, tpot_s),
+            tpot_s,
+            rate_per_s * sizes.num_output_tokens,
+            rate_per_s * sizes.prefill_s(self.prefill) / self.num_prefill,
+            size / self.decode.batch_size(kv_tokens),
+            size,
+            size * kv_tokens,
+        )
+
+    def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
+        """The rate of answers with this T_TPOT: that without queues, as far as prefill keeps up."""
+        prefill_s = sizes.prefill_s(self.prefill)
+        transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
+        ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)
+        return min(num_requests / (ttft_s + _decode_s(sizes, tpot_s)), self.num_prefill / prefill_s)
+
+
+def _decode_s(sizes: Sizes, tpot_s: float) -> float:
+    """Seconds from the first token to the last. (Equation 30 counts a gap for the first one, too.)"""
+    return max(0.0, sizes.num_output_tokens - 1) * tpot_s
