@@ -3,33 +3,32 @@
 The server stores its blocks in the pool of this instance and finds them there (`kvstore.connectors.vllm`),
 under the keys of the request.
 
-Owns: the command, start and end, fields of completions. Does not know: orders, the Conductor.
+Owns: start and end, fields of completions. Does not know: the command, orders, the Conductor.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
+import os
 import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from mooncake.errors import ConfigError, RequestError
+from mooncake.errors import RequestError
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.node.process import Progress, report
 from mooncake.node.process_config import WorkerProcess
 from workers.errors import EngineLostError
+from workers.vllm.command import MODEL, Computing, event_endpoints, serve_command
 from workers.vllm.kv_events import KVEventFollower
 from workers.vllm.processes import groups_below, members
 from workers.vllm.pulse import Pulse
 
-_MODEL = "model"
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _EVENT = "data: "
@@ -73,46 +72,6 @@ class Load:
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_pages: int = 0
-
-
-def _event_endpoints(process: WorkerProcess, port: int) -> tuple[str, str]:
-    """Return the endpoints of vLLM's KV events and of their replays, which only this user can open."""
-    folder = Path(process.messenger_socket).parent
-    return f"ipc://{folder}/kv-{port}", f"ipc://{folder}/kv-{port}r"
-
-
-def serve_command(process: WorkerProcess, port: int) -> list[str]:
-    """Return the command of the server of this instance."""
-    config = process.config
-    if config.model is None:
-        raise ConfigError("engine vllm reads Hugging Face directories only: name one with --model")
-    transfer = {
-        "kv_connector": "MooncakeServeConnector",
-        "kv_connector_module_path": "kvstore.connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "pool": f"unix:{process.messenger_socket}",
-            "block_size": config.kvcache.block_size,
-        },
-    }
-    endpoint, replay_endpoint = _event_endpoints(process, port)
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": endpoint,
-        "replay_endpoint": replay_endpoint,
-    }
-    return [
-        *(config.vllm.command, "serve", config.model, "--served-model-name", _MODEL),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", config.dtype),
-        *("--block-size", str(config.kvcache.block_size), "--max-num-seqs", str(config.worker.max_batch)),
-        *("--kv-cache-memory-bytes", str(int(config.kvcache.device_bytes))),
-        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--skip-tokenizer-init"),
-        *("--kv-transfer-config", json.dumps(transfer)),
-        *("--enable-prefix-caching", "--kv-events-config", json.dumps(events)),
-        *config.vllm.options,
-    ]
 
 
 def trace_headers(request: Request) -> dict[str, str]:
@@ -228,7 +187,7 @@ def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int)
     """Return the body of a completion."""
     sampling, num_drawn = request.sampling, len(token_ids) - request.num_prompt_tokens
     return {
-        "model": _MODEL,
+        "model": MODEL,
         "prompt": list(token_ids),
         "max_tokens": num_tokens,
         "temperature": sampling.temperature,
@@ -267,12 +226,15 @@ async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
     Raises EngineLostError if the server ends before that.
     """
     port = _free_port()
-    command = [sys.executable, "-m", "workers.vllm.guard", *serve_command(process, port)]
-    child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    computing = Computing.of(process, os.environ)
+    command = [sys.executable, "-m", "workers.vllm.guard", *serve_command(process, port, computing)]
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, env=os.environ | computing.environment
+    )
     assert child.stdin is not None
     timeout = httpx.Timeout(None, connect=_CONNECT_S)
     limits = httpx.Limits(max_connections=None)
-    kv_events = KVEventFollower(*_event_endpoints(process, port), process.config.kvcache.block_size)
+    kv_events = KVEventFollower(*event_endpoints(process, port), process.config.kvcache.block_size)
     try:
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", timeout=timeout, limits=limits
