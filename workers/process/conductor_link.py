@@ -2,8 +2,8 @@
 
 Another Conductor may take the place of the first. It is told of the requests with which the session goes on.
 
-Owns: the connections, whether the instance is registered, how it retires. Does not know: how requests are
-computed, the contents of heartbeats.
+Owns: the connections, whether the instance is registered, how it retires, what heartbeats say of its pools.
+Does not know: how requests are computed, what heartbeats say of the engine.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.bus import PeerGoneError, peer_identity
+from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import MigrationOrder, PlaceHeads
+from mooncake.messages.pools import PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
@@ -77,10 +79,11 @@ class ConductorLink:
         status: InstanceStatus,
         retirement: Retirement,
         leaders: Leaders,
+        stats: LatestStats,
         engine: Callable[[], str],
     ) -> None:
         """Connect to the Conductor that leads. `engine` describes device and kernels, for people."""
-        self._process, self._engine = process, engine
+        self._process, self._stats, self._engine = process, stats, engine
         self._status, self._retirement = status, retirement
         identity = peer_identity(process.instance, incarnation)
         self.heartbeat_s = process.config.conductor.peer_timeout_s / HEARTBEATS_PER_TIMEOUT
@@ -178,11 +181,12 @@ class ConductorLink:
         self,
         registration: Callable[[], Register],
         take_held: Callable[[], list[Held]],
-        heartbeat: Callable[[], Awaitable[Heartbeat]],
+        heartbeat: Callable[[dict[str, PoolStats]], Awaitable[Heartbeat]],
     ) -> None:
         """Register, then send heartbeats. Both also check whether the Conductor answers.
 
-        `take_held` returns the requests that go on under another Conductor, and stops all others.
+        `take_held` returns the requests that go on under another Conductor, and stops all others. `heartbeat`
+        gets the counters of the first worker's pool, by its messenger's name.
         """
         # Later than the Conductor gives this worker up, should only the connection be broken.
         conductor = self._process.config.conductor
@@ -191,7 +195,11 @@ class ConductorLink:
             if self.is_registered and self._conductor.num_connections != self._num_connections:
                 self._register_again()
             if self.is_registered:
-                beat = await heartbeat()
+                beat = await heartbeat({self._process.part: await self._stats.get(self.heartbeat_s)})
+                num_pages = beat.heads.num_device_pages
+                if num_pages is None:
+                    num_pages = registration().capacity.num_device_pages
+                self._status.report = InstanceReport(self._process.instance, num_pages, beat)
                 self._unheard.beat()
                 await self.tell(beat)
             else:
@@ -222,7 +230,7 @@ class ConductorLink:
             self._heard_at_s = time.monotonic()
             self._register_again()
 
-    async def retire(self, stats: LatestStats) -> None:
+    async def retire(self) -> None:
         """Retire when that is wanted: drain until no request is left, or the Conductor is silent."""
         await self._retirement.wanted.wait()
         if self.is_registered:
@@ -231,14 +239,14 @@ class ConductorLink:
             while not self._retirement.granted.is_set() and self._hears_the_conductor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._retirement.granted.wait(), self.heartbeat_s)
-            await self._wait_until_kvcache_is_sent(stats)
+            await self._wait_until_kvcache_is_sent()
         if self._retirement.is_for_good:
             report(Left())
         end()
 
-    async def _wait_until_kvcache_is_sent(self, stats: LatestStats) -> None:
+    async def _wait_until_kvcache_is_sent(self) -> None:
         while True:
-            if not is_sending(await stats.get(self.heartbeat_s)):
+            if not is_sending(await self._stats.get(self.heartbeat_s)):
                 return
             await asyncio.sleep(POLL_S)
 

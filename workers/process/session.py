@@ -17,9 +17,8 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import HandOver, HeadsSupport, PlaceHeads, PreCopy, Prepare, TakeOver
-from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
     SPOKEN,
@@ -105,7 +104,6 @@ class LeaderSession:
             await pool.close()
 
     async def _run_with(self, pool: WorkerClient) -> None:
-        self._stats = await LatestStats.of(pool)
         self._next = next_stage_of(self._process, self._fingerprint)
         self._followers = followers_of(self._process, self._fingerprint)
         self._link = ConductorLink(
@@ -114,6 +112,7 @@ class LeaderSession:
             self._status,
             self._retirement,
             self._leaders,
+            await LatestStats.of(pool),
             lambda: self._engines,
         )
         # Not in the group, which may end late: the Conductor is told meanwhile.
@@ -132,7 +131,7 @@ class LeaderSession:
                     self._link.beat(lambda: self._registration(pool), self._take_held, self._heartbeat)
                 )
                 group.create_task(self._link.follow())
-                group.create_task(self._link.retire(self._stats))
+                group.create_task(self._link.retire())
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
                 if not self._why_heads_stay:
@@ -291,9 +290,8 @@ class LeaderSession:
     def _engines(self) -> str:
         return engines_of(self._executor.engine, self._behind)
 
-    async def _heartbeat(self) -> Heartbeat:
-        pools = {self._process.part: await self._stats.get(self._link.heartbeat_s)}
-        heartbeat = Heartbeat(
+    async def _heartbeat(self, pools: dict[str, PoolStats]) -> Heartbeat:
+        return Heartbeat(
             num_running=self._decode.num_running,
             num_waiting=self._prefill.num_waiting + self._decode.num_waiting,
             num_free_device_pages=self._executor.kv.num_free_pages,
@@ -307,7 +305,3 @@ class LeaderSession:
                 self._decode.heads, num_device_pages=self._executor.kv.num_usable_pages
             ),
         )
-        self._status.report = InstanceReport(
-            self._process.instance, self._executor.kv.num_usable_pages, heartbeat
-        )
-        return heartbeat

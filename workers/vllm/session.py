@@ -9,10 +9,9 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
-from mooncake.messages.pools import Capacity, PoolShard
+from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
     SPOKEN,
@@ -83,11 +82,16 @@ class VllmSession:
             await self._pool.close()
 
     async def _run_with(self, pool: WorkerClient) -> None:
-        self._stats, self._load = await LatestStats.of(pool), await self._server.load()
+        stats, self._load = await LatestStats.of(pool), await self._server.load()
         link = ConductorLink(
-            self._process, self._incarnation, self._status, self._retirement, self._leaders, lambda: _ENGINE
+            self._process,
+            self._incarnation,
+            self._status,
+            self._retirement,
+            self._leaders,
+            stats,
+            lambda: _ENGINE,
         )
-        self._heartbeat_s = link.heartbeat_s
         try:
             async with session_tasks(pool) as group:
                 self._jobs = Jobs(group)
@@ -100,7 +104,7 @@ class VllmSession:
                 group.create_task(self._server.kv_events.follow(self._tell_cached))
                 group.create_task(link.beat(self._registration, self._take_held, self._heartbeat))
                 group.create_task(link.follow())
-                group.create_task(link.retire(self._stats))
+                group.create_task(link.retire())
                 await self._obey(link)
         finally:
             self.is_registered = link.is_registered
@@ -152,19 +156,17 @@ class VllmSession:
             self._jobs.cancel(ref)
         return []
 
-    async def _heartbeat(self) -> Heartbeat:
+    async def _heartbeat(self, pools: dict[str, PoolStats]) -> Heartbeat:
         """Return a heartbeat as soon as vLLM gives a sign of life. While it gives none this instance is
         silent, and the Conductor takes it for lost."""
         load = self._load = await self._server.load()
-        heartbeat = Heartbeat(
+        return Heartbeat(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_free_device_pages=round(load.num_pages * (1 - load.kv_usage)),
-            pools={self._process.part: await self._stats.get(self._heartbeat_s)},
+            pools=pools,
             num_prefill_tokens=dict(self._prefill.num_tokens),
             prefill_s=self._prefill.seconds,
             decode=self._decode.meter.stats,
             decode_load=DecodeLoad(num_requests=self._decode.num_requests),
         )
-        self._status.report = InstanceReport(self._process.instance, load.num_pages, heartbeat)
-        return heartbeat

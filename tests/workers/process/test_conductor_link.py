@@ -8,18 +8,30 @@ from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.settings import Config
 from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.bus import Router
+from mooncake.messages.pools import PoolStats
 from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import FromWorker, Heartbeat, HeartbeatAck, Register, Registered, Role
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
-from tests.conductor.small_cluster import registration
+from tests.conductor.small_cluster import POOL, registration
 from tests.deadline import DEADLINE_S
+from workers.kvcache.latest_stats import LatestStats
 from workers.process.conductor_link import ConductorLink
 from workers.process.metrics_listener import InstanceStatus
 from workers.process.retirement import Retirement
 
 KEY = ClusterKey.generate()
 HELD = [Held(Ref(5, "r", 1), HeldStep.DECODING)]
+
+
+class FixedStats(LatestStats):
+    """The same counters every time."""
+
+    def __init__(self) -> None:
+        """Ask no messenger."""
+
+    async def get(self, timeout_s: float) -> PoolStats:
+        return POOL
 
 
 @asynccontextmanager
@@ -35,10 +47,11 @@ async def linked(leaders: Leaders, peer_timeout_s: float) -> AsyncIterator[Condu
         heads_socket="",
         num_local_workers=1,
     )
-    link = ConductorLink(process, 1, InstanceStatus(Role.DECODE), Retirement(), leaders, lambda: "an engine")
+    status = InstanceStatus(Role.DECODE)
+    link = ConductorLink(process, 1, status, Retirement(), leaders, FixedStats(), lambda: "an engine")
 
-    async def heartbeat() -> Heartbeat:
-        return Heartbeat(0, 0, 8, {})
+    async def heartbeat(pools: dict[str, PoolStats]) -> Heartbeat:
+        return Heartbeat(0, 0, 8, pools)
 
     register = registration("d0", Role.DECODE)
     beating = asyncio.create_task(link.beat(lambda: register, lambda: HELD, heartbeat))
