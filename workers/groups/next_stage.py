@@ -21,9 +21,9 @@ from workers.errors import SessionLostError
 from workers.groups.rank_messages import CallDone, FromFollower, RankAnswer, RankCallFailed
 from workers.groups.stage_messages import (
     AboutJob,
+    ChunkRange,
     HiddenStates,
     Pass,
-    PassShare,
     PassTaken,
     StageAlive,
     StageBeat,
@@ -160,10 +160,10 @@ class NextStage:
         except PeerGoneError as error:
             raise SessionLostError(f"{self._name} is gone: {error}") from None
 
-    async def compute(self, shares: Sequence[PassShare], hidden: torch.Tensor) -> None:
+    async def compute(self, ranges: Sequence[ChunkRange], hidden: torch.Tensor) -> None:
         """Send a pass, `hidden` [T, hidden_size] on the CPU, and wait until another may be sent."""
         data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        await self.send(Pass(list(shares), len(data), bytes(data[:_MOST_BYTES])))
+        await self.send(Pass(list(ranges), len(data), bytes(data[:_MOST_BYTES])))
         for start in range(_MOST_BYTES, len(data), _MOST_BYTES):
             await self.send(HiddenStates(bytes(data[start : start + _MOST_BYTES])))
         self._num_ahead += 1

@@ -17,10 +17,10 @@ from workers.errors import SessionLostError
 from workers.groups.rank_messages import FromLeader, ToFollower
 from workers.groups.stage_messages import (
     Begin,
+    ChunkRange,
     End,
     HiddenStates,
     Pass,
-    PassShare,
     PassTaken,
     Recount,
     StageAlive,
@@ -36,7 +36,7 @@ class IncomingPass:
     """A pass, and the part of its hidden states that has arrived."""
 
     def __init__(self, announced: Pass) -> None:
-        self.shares: list[PassShare] = announced.shares
+        self.ranges: list[ChunkRange] = announced.ranges
         self.hidden = bytearray(announced.num_bytes)
         self._num_bytes = 0
 

@@ -25,7 +25,7 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Grant, PoolShard, Tier
 from mooncake.messages.quantities import Count
 from mooncake.messages.requests import Request
-from workers.groups.stage_messages import FromBefore, FromBehind, PassShare
+from workers.groups.stage_messages import ChunkRange, FromBefore, FromBehind
 
 
 class PassChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -119,7 +119,7 @@ class PrefillPass(msgspec.Struct, tag=True, frozen=True):
     """A pass over parts of prompts. `are_last`: for each part, whether it ends its prompt, so that logits are
     needed."""
 
-    shares: list[PassShare]
+    ranges: list[ChunkRange]
     chunks: list[PassChunk]
     are_last: list[bool]
 

@@ -141,8 +141,8 @@ class Recount(msgspec.Struct, tag=True, frozen=True):
     round: int
 
 
-class PassShare(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt's share of a pass: tokens `[start, start + num_tokens)`.
+class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt's chunk in a pass: tokens `[start, start + num_tokens)`.
 
     `num_cached_blocks` are reused in this round: their tokens come before `start`, except maybe the last one.
     """
@@ -157,11 +157,11 @@ class PassShare(msgspec.Struct, frozen=True, array_like=True):
 class Pass(msgspec.Struct, tag=True, frozen=True):
     """A forward pass over `num_bytes` of hidden states.
 
-    The states are `[tokens, hidden_size]` in the model's dtype, one share after the other. `data` are the
+    The states are `[tokens, hidden_size]` in the model's dtype, one chunk after the other. `data` are the
     first bytes; the others follow in `HiddenStates`.
     """
 
-    shares: list[PassShare]
+    ranges: list[ChunkRange]
     num_bytes: int
     data: bytes
 

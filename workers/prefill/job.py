@@ -18,7 +18,7 @@ from mooncake.messages.workers import Prefill
 from mooncake.model.grammar import GrammarState
 from workers.engine.batch import Chunk
 from workers.execution.draws import FirstToken
-from workers.groups.stage_messages import PassShare
+from workers.groups.stage_messages import ChunkRange
 from workers.kvcache.commits import Commits
 from workers.kvcache.layerwise import PassPart, PromptBlock
 from workers.kvcache.prefix_fetch import PrefixFetch
@@ -199,9 +199,11 @@ class PrefillJob:
 
     # -- passes -------------------------------------------------------------------------------------
 
-    def share(self, num_tokens: int) -> PassShare:
-        """Return the prompt's share of a pass as the stages behind are told of it, before `join_pass`."""
-        return PassShare(self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens)
+    def next_range(self, num_tokens: int) -> ChunkRange:
+        """Return the prompt's next chunk as the stages behind are told of it, before `join_pass`."""
+        return ChunkRange(
+            self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens
+        )
 
     def join_pass(self, num_tokens: int, page_size: int) -> PassPart:
         """Return the prompt's next tokens as a part of a pass, which stores blocks that the pool lacks."""

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from workers.execution.draws import FirstToken
-from workers.groups.stage_messages import PassShare
+from workers.groups.stage_messages import ChunkRange
 
 
-class ShareResult(NamedTuple):
-    """The result of one prompt's share of a pass.
+class ChunkResult(NamedTuple):
+    """The result of one prompt's chunk in a pass.
 
-    `first_token` is set in the last stage if the prompt ended with the share. A share is not computed if the
+    `first_token` is set in the last stage if the prompt ended with the chunk. A chunk is not computed if the
     prompt was aborted, or if blocks that were to be reused did not arrive (`PrefillJob.lacks_reuse`).
     """
 
@@ -25,11 +25,11 @@ class ShareResult(NamedTuple):
 class PassResult(NamedTuple):
     """The result of a pass.
 
-    `hidden` are the states `[T, hidden_size]` of `shares`, on the CPU, for the next stage.
+    `hidden` are the states `[T, hidden_size]` of `ranges`, on the CPU, for the next stage.
 
     Without a next stage both are empty.
     """
 
-    results: list[ShareResult]
-    shares: list[PassShare]
+    results: list[ChunkResult]
+    ranges: list[ChunkRange]
     hidden: torch.Tensor | None

@@ -98,7 +98,7 @@ class QueuedPrompt(PromptProgress):
         return rank_s(self.priority, self.deadline_s), self.arrival
 
 
-class PlannedShare(NamedTuple):
+class PlannedChunk(NamedTuple):
     """A prompt's next `num_tokens` as a part of a planned pass."""
 
     prompt: QueuedPrompt
@@ -123,7 +123,7 @@ class PrefillQueue:
 
     `block_size` is that of the prompts' `block_keys`.
 
-    A share that begins at a multiple of `multiple` tokens ends at one too, unless it ends its prompt.
+    A chunk that begins at a multiple of `multiple` tokens ends at one too, unless it ends its prompt.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PrefillQueue:
         multiple: int = 1,
         block_size: int = 1,
     ) -> None:
-        assert multiple <= prefill_chunk, "the first prompt always has a share"
+        assert multiple <= prefill_chunk, "the first prompt always has a chunk"
         self._prefill_chunk = prefill_chunk - prefill_chunk % multiple
         self._cut, self._multiple = cut, multiple
         self._saturating_tokens = min(saturating_tokens or self._prefill_chunk, self._prefill_chunk)
@@ -241,7 +241,7 @@ class PrefillQueue:
         num_blocks = self._num_blocks_worth_waiting
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
-    def plan(self) -> list[PlannedShare]:
+    def plan(self) -> list[PlannedChunk]:
         """Return the next pass to compute: of each prompt in turn as many tokens as fit.
 
         If the first prompts in order are of tenants with little to compute, the pass has only these. It may
@@ -249,7 +249,7 @@ class PrefillQueue:
         """
         return self._charged(self._plan_light([]) or self._plan_full())
 
-    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[PlannedShare]:
+    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[PlannedChunk]:
         """Return a pass that is computed between two layers of the pass of `running`; it may be empty.
 
         It has prompts of tenants with little to compute that come before all of `running`. Nothing cuts into
@@ -261,13 +261,13 @@ class PrefillQueue:
             return []
         return self._charged(self._plan_light(running))
 
-    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[PlannedShare]:
+    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[PlannedChunk]:
         """Return whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
 
         The prompts of a tenant with more to compute would make the pass longer and end no sooner.
         """
         num_expected = self._num_expected()
-        shares, room = list[PlannedShare](), self._saturating_tokens
+        chunks, room = list[PlannedChunk](), self._saturating_tokens
         for prompt in self._in_order():
             if prompt in running:
                 break
@@ -277,9 +277,9 @@ class PrefillQueue:
             fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
             if not is_light or not fits_whole or prompt.is_alone:
                 break
-            shares.append(PlannedShare(prompt, prompt.num_left))
+            chunks.append(PlannedChunk(prompt, prompt.num_left))
             room -= prompt.num_left
-        return shares
+        return chunks
 
     def _num_expected(self) -> Counter[str]:
         """Return the tokens that are still to be computed, by tenant."""
@@ -288,24 +288,24 @@ class PrefillQueue:
             num_expected[prompt.flow.tenant] += prompt.num_expected
         return num_expected
 
-    def _plan_full(self) -> list[PlannedShare]:
-        shares, num_taken = list[PlannedShare](), 0
+    def _plan_full(self) -> list[PlannedChunk]:
+        chunks, num_taken = list[PlannedChunk](), 0
         for prompt in self._in_order():
-            if shares and (prompt.is_alone or shares[0].prompt.is_alone):
+            if chunks and (prompt.is_alone or chunks[0].prompt.is_alone):
                 continue
             if prompt.state is PromptState.READY and num_taken < self._saturating_tokens:
-                most = self._saturating_tokens if shares else self._prefill_chunk
+                most = self._saturating_tokens if chunks else self._prefill_chunk
                 num_tokens = self._num_next(prompt, most - num_taken)
                 if num_tokens:
-                    shares.append(PlannedShare(prompt, num_tokens))
+                    chunks.append(PlannedChunk(prompt, num_tokens))
                     num_taken += num_tokens
-        return shares
+        return chunks
 
-    def _charged(self, shares: list[PlannedShare]) -> list[PlannedShare]:
-        """Charge the shares to their tenants, and return them."""
-        for share in shares:
-            self._fair_order.computed(*share)
-        return shares
+    def _charged(self, chunks: list[PlannedChunk]) -> list[PlannedChunk]:
+        """Charge the chunks to their tenants, and return them."""
+        for chunk in chunks:
+            self._fair_order.computed(*chunk)
+        return chunks
 
     def _num_next(self, prompt: QueuedPrompt, room: int) -> int:
         num_tokens = min(prompt.num_left_of_chunk, room)

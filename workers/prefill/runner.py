@@ -23,7 +23,7 @@ from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs
 from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
 from workers.prefill.job import PrefillJob
-from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
+from workers.prefill.queue import PlannedChunk, PrefillQueue, PromptState, QueuedPrompt
 from workers.prefill.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -81,12 +81,12 @@ class PrefillRunner:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                shares, began_s = self._queue.plan(), loop.time()
-                if shares:
+                chunks, began_s = self._queue.plan(), loop.time()
+                if chunks:
                     if self._stage.can_cut_in:
-                        await self._compute_with_cut_ins(shares)
+                        await self._compute_with_cut_ins(chunks)
                     else:
-                        await self._compute(shares)
+                        await self._compute(chunks)
                     self.seconds += loop.time() - began_s
                 else:
                     self._ready.clear()
@@ -193,25 +193,25 @@ class PrefillRunner:
 
     # -- passes -------------------------------------------------------------------------------------
 
-    async def _compute_with_cut_ins(self, shares: Sequence[PlannedShare]) -> None:
+    async def _compute_with_cut_ins(self, chunks: Sequence[PlannedChunk]) -> None:
         """Compute one pass; prompts that need not wait for its end cut in meanwhile."""
         async with asyncio.TaskGroup() as passes:
-            running = passes.create_task(self._compute(shares))
+            running = passes.create_task(self._compute(chunks))
             running.add_done_callback(lambda _: self._ready.set())
             while not running.done():
-                urgent = self._queue.plan_cut_in([share.prompt for share in shares])
+                urgent = self._queue.plan_cut_in([chunk.prompt for chunk in chunks])
                 if urgent:
                     await self._compute(urgent, cuts_in=True)
                 else:
                     self._ready.clear()
                     await self._ready.wait()
 
-    async def _compute(self, shares: Sequence[PlannedShare], *, cuts_in: bool = False) -> None:
-        in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in shares]
+    async def _compute(self, chunks: Sequence[PlannedChunk], *, cuts_in: bool = False) -> None:
+        in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in chunks]
         rounds = [job.round for job, _ in in_pass]
         computed = await self._stage.compute(in_pass, cuts_in=cuts_in)
         for (prompt, _), (job, _), result, round_ in zip(
-            shares, in_pass, computed.results, rounds, strict=True
+            chunks, in_pass, computed.results, rounds, strict=True
         ):
             if not prompt.num_left:
                 self._queue.computed(prompt)

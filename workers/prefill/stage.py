@@ -30,8 +30,8 @@ from workers.groups.rank_messages import PassChunk, PrefillPass
 from workers.groups.stage_messages import (
     AboutJob,
     Begin,
+    ChunkRange,
     End,
-    PassShare,
     PromptLeft,
     Recount,
     Sent,
@@ -43,7 +43,7 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.kvcache.reserving import reserve_prompt
 from workers.prefill.job import PrefillJob
-from workers.prefill.pass_result import PassResult, ShareResult
+from workers.prefill.pass_result import ChunkResult, PassResult
 from workers.prefill.prompt_span import prompt_span
 from workers.prefill.queue import PromptProgress
 
@@ -267,7 +267,7 @@ class Stage:
 
     async def compute(
         self,
-        shares: Sequence[tuple[PrefillJob, int]],
+        chunks: Sequence[tuple[PrefillJob, int]],
         hidden: torch.Tensor | None = None,
         *,
         cuts_in: bool = False,
@@ -280,11 +280,11 @@ class Stage:
         """
         assert not cuts_in or self.can_cut_in
         run = self._executor.cut_in if cuts_in else self._executor.run
-        jobs = [job for job, _ in shares]
-        told = [job.share(num_tokens) for job, num_tokens in shares]
-        are_last = [job.progress.num_left == num_tokens for job, num_tokens in shares]
-        parts = [job.join_pass(num_tokens, self.page_size) for job, num_tokens in shares]
-        done = PassResult([ShareResult(is_computed=False)] * len(jobs), [], None)
+        jobs = [job for job, _ in chunks]
+        told = [job.next_range(num_tokens) for job, num_tokens in chunks]
+        are_last = [job.progress.num_left == num_tokens for job, num_tokens in chunks]
+        parts = [job.join_pass(num_tokens, self.page_size) for job, num_tokens in chunks]
+        done = PassResult([ChunkResult(is_computed=False)] * len(jobs), [], None)
         announced = self._announced(told, parts, are_last)
 
         def drop_all() -> None:
@@ -319,13 +319,13 @@ class Stage:
     async def hand_on(self, computed: PassResult) -> None:
         """Send a pass to the next stage, if there is one, and wait until that stage can take another pass."""
         if self._next is not None and computed.hidden is not None:
-            await self._next.compute(computed.shares, computed.hidden)
+            await self._next.compute(computed.ranges, computed.hidden)
 
     def _pass_on_device(
         self,
         jobs: Sequence[PrefillJob],
         parts: Sequence[PassPart],
-        told: Sequence[PassShare],
+        told: Sequence[ChunkRange],
         are_last: Sequence[bool],
         hidden: torch.Tensor | None,
         announced: PrefillPass | None,
@@ -337,12 +337,12 @@ class Stage:
         are_computed = [not is_dropped for is_dropped in self._executor.dropped(parts)]
         if self._next is None:
             tokens = self._first_tokens(jobs, self._ends(parts, are_computed, are_last), hidden)
-            return PassResult([ShareResult(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
-        rows = torch.split(hidden, [share.num_tokens for share in told])
-        wanted = [of_share for of_share, is_computed in zip(rows, are_computed, strict=True) if is_computed]
-        shares = [share for share, is_computed in zip(told, are_computed, strict=True) if is_computed]
-        results = [ShareResult(is_computed) for is_computed in are_computed]
-        return PassResult(results, shares, torch.cat(wanted).cpu() if wanted else None)
+            return PassResult([ChunkResult(*o) for o in zip(are_computed, tokens, strict=True)], [], None)
+        rows = torch.split(hidden, [chunk.num_tokens for chunk in told])
+        wanted = [of_chunk for of_chunk, is_computed in zip(rows, are_computed, strict=True) if is_computed]
+        chunks = [chunk for chunk, is_computed in zip(told, are_computed, strict=True) if is_computed]
+        results = [ChunkResult(is_computed) for is_computed in are_computed]
+        return PassResult(results, chunks, torch.cat(wanted).cpu() if wanted else None)
 
     def _ends(
         self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
@@ -376,7 +376,7 @@ class Stage:
     # -- passes of a group --------------------------------------------------------------------------
 
     def _announced(
-        self, told: Sequence[PassShare], parts: Sequence[PassPart], are_last: Sequence[bool]
+        self, told: Sequence[ChunkRange], parts: Sequence[PassPart], are_last: Sequence[bool]
     ) -> PrefillPass | None:
         """Return a pass as the followers are told of it, if there are any."""
         if self._followers is None:

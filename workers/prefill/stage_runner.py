@@ -15,9 +15,9 @@ from workers.groups.previous_stage import IncomingPass, PreviousStage
 from workers.groups.stage_messages import (
     AboutJob,
     Begin,
+    ChunkRange,
     End,
     FirstDrawn,
-    PassShare,
     Recount,
     Sent,
     StageFailed,
@@ -117,23 +117,23 @@ class StageRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute(self, incoming: IncomingPass) -> None:
-        """Compute one pass, without the shares of prompts that have ended or have begun another round."""
+        """Compute one pass, without the chunks of prompts that have ended or have begun another round."""
         rows = self._stage.hidden_of(incoming.hidden)
-        of_shares = torch.split(rows, [share.num_tokens for share in incoming.shares])
+        of_chunks = torch.split(rows, [chunk.num_tokens for chunk in incoming.ranges])
         begun = []
-        for share, of_share in zip(incoming.shares, of_shares, strict=True):
-            job = self._stage.jobs.get(share.job_id)
-            if job is not None and job.round == share.round and await self._begins(job, share):
-                begun.append((job, share, of_share))
+        for chunk, of_chunk in zip(incoming.ranges, of_chunks, strict=True):
+            job = self._stage.jobs.get(chunk.job_id)
+            if job is not None and job.round == chunk.round and await self._begins(job, chunk):
+                begun.append((job, chunk, of_chunk))
         # A prompt may have ended while another was waited for.
-        begun = [(job, share, of_share) for job, share, of_share in begun if self._wants(job, share)]
+        begun = [(job, chunk, of_chunk) for job, chunk, of_chunk in begun if self._wants(job, chunk)]
         if not begun:
             return
-        in_pass = [(job, share.num_tokens) for job, share, _ in begun]
-        shares, hidden = [share for _, share, _ in begun], [of_share for _, _, of_share in begun]
+        in_pass = [(job, chunk.num_tokens) for job, chunk, _ in begun]
+        chunks, hidden = [chunk for _, chunk, _ in begun], [of_chunk for _, _, of_chunk in begun]
         computed = await self._stage.compute(in_pass, torch.cat(hidden))
-        for (job, _), share, result in zip(in_pass, shares, computed.results, strict=True):
-            if job.round != share.round:
+        for (job, _), chunk, result in zip(in_pass, chunks, computed.results, strict=True):
+            if job.round != chunk.round:
                 continue  # another stage lacks what was to be reused
             if result.first_token is not None:
                 await self._before.send(FirstDrawn(job.job_id, job.round, *result.first_token))
@@ -141,25 +141,25 @@ class StageRunner:
                 await self._say_unusable(job)
         await self._stage.hand_on(computed)
 
-    async def _begins(self, job: PrefillJob, share: PassShare) -> bool:
-        """Settle reuse for a share's round; False if the share cannot be computed here."""
-        if not self._wants(job, share):
+    async def _begins(self, job: PrefillJob, chunk: ChunkRange) -> bool:
+        """Settle reuse for a chunk's round; False if the chunk cannot be computed here."""
+        if not self._wants(job, chunk):
             return False  # nor could those behind it in this round
         try:
-            if not job.is_settled and not await self._stage.reuse(job, share.num_cached_blocks):
+            if not job.is_settled and not await self._stage.reuse(job, chunk.num_cached_blocks):
                 await self._say_unusable(job)
                 return False
         except PoolError as error:
             job.scope.fail(error)
             return False
-        if job.progress.num_done != share.start:
+        if job.progress.num_done != chunk.start:
             raise SessionLostError(
-                f"the stage before computes a prompt from token {share.start} on, not {job.progress.num_done}"
+                f"the stage before computes a prompt from token {chunk.start} on, not {job.progress.num_done}"
             )
         return True
 
-    def _wants(self, job: PrefillJob, share: PassShare) -> bool:
-        return not (job.is_dropped or job.result.done() or job.round != share.round)
+    def _wants(self, job: PrefillJob, chunk: ChunkRange) -> bool:
+        return not (job.is_dropped or job.result.done() or job.round != chunk.round)
 
     async def _say_unusable(self, job: PrefillJob) -> None:
         job.end_round(None)

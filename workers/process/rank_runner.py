@@ -30,7 +30,7 @@ from workers.groups.rank_messages import (
     StopCall,
     ToFollower,
 )
-from workers.groups.stage_messages import Begin, PassShare, PromptLeft
+from workers.groups.stage_messages import Begin, ChunkRange, PromptLeft
 from workers.prefill.follower_stage import FollowerStage
 from workers.prefill.job import PrefillJob
 from workers.prefill.stage_runner import StageRunner
@@ -93,21 +93,21 @@ class RankRunner(StageRunner):
     # -- passes -------------------------------------------------------------------------------------
 
     async def _prefill(self, announced: PrefillPass) -> None:
-        begun = [await self._job_of(share) for share in announced.shares]
+        begun = [await self._job_of(chunk) for chunk in announced.ranges]
         # A prompt may have ended while another was waited for.
         jobs = [
-            job if job is not None and self._wants(job, share) else None
-            for job, share in zip(begun, announced.shares, strict=True)
+            job if job is not None and self._wants(job, chunk) else None
+            for job, chunk in zip(begun, announced.ranges, strict=True)
         ]
         are_computed = await self._ranked.follow(announced, jobs)
-        for job, share, is_computed in zip(jobs, announced.shares, are_computed, strict=True):
-            if job is not None and job.round == share.round and not is_computed and job.lacks_reuse:
+        for job, chunk, is_computed in zip(jobs, announced.ranges, are_computed, strict=True):
+            if job is not None and job.round == chunk.round and not is_computed and job.lacks_reuse:
                 await self._say_unusable(job)
 
-    async def _job_of(self, share: PassShare) -> PrefillJob | None:
-        """Return the job of a share, or None if the share cannot be computed here."""
-        job = self._ranked.jobs.get(share.job_id)
-        if job is None or job.round != share.round or not await self._begins(job, share):
+    async def _job_of(self, chunk: ChunkRange) -> PrefillJob | None:
+        """Return the job of a chunk, or None if the chunk cannot be computed here."""
+        job = self._ranked.jobs.get(chunk.job_id)
+        if job is None or job.round != chunk.round or not await self._begins(job, chunk):
             return None
         return job
 

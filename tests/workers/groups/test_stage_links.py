@@ -19,7 +19,7 @@ from tests.relay import relay_to
 from workers.errors import SessionLostError
 from workers.groups.next_stage import NextStage
 from workers.groups.previous_stage import PreviousStage
-from workers.groups.stage_messages import AboutJob, End, PassShare, StageAlive, StageHello, Stored
+from workers.groups.stage_messages import AboutJob, ChunkRange, End, StageAlive, StageHello, Stored
 
 TIMEOUT_S = 0.5
 SMALL = Capacity(1, 1, 1)
@@ -245,7 +245,7 @@ async def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str
 
         async def hand_on() -> None:
             for number, hidden in enumerate(states):
-                await behind.compute([PassShare(number, 0, 0, 0, 1200)], hidden)
+                await behind.compute([ChunkRange(number, 0, 0, 0, 1200)], hidden)
                 handed.append(number)
             await behind.send(Pin([b"k"], 1.0))
             await behind.send(End(3))
@@ -254,7 +254,7 @@ async def test_passes_come_whole_and_in_order_and_only_a_few_ahead(endpoint: str
         async with asyncio.timeout(DEADLINE_S):
             for number, hidden in enumerate(states):
                 incoming = await before.passes.get()
-                assert [share.job_id for share in incoming.shares] == [number]
+                assert [chunk.job_id for chunk in incoming.ranges] == [number]
                 assert torch.equal(
                     torch.frombuffer(incoming.hidden, dtype=torch.float32).view(1200, 1024), hidden
                 )

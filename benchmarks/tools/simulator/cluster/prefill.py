@@ -22,7 +22,7 @@ from mooncake.messages.block_orders import Replicate
 from mooncake.messages.pools import PrefixSource
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Abort, Prefill, Prefilled
-from workers.prefill.queue import PlannedShare, PrefillQueue, PromptState, QueuedPrompt
+from workers.prefill.queue import PlannedChunk, PrefillQueue, PromptState, QueuedPrompt
 
 
 class Destination(Protocol):
@@ -85,7 +85,7 @@ class PrefillInstance:
         self._jobs: dict[Ref, Job] = {}
         self._job_of: dict[QueuedPrompt, Job] = {}
         self._admitting: Job | None = None
-        self._pass: list[PlannedShare] = []
+        self._pass: list[PlannedChunk] = []
         self._pass_began_s = self._pass_layer_s = 0.0
         self._is_waiting_for_fetches = False
         self.busy_s = 0.0
@@ -209,12 +209,12 @@ class PrefillInstance:
         if not self._pass:
             return
         node = self.node
-        shares = [PromptShare(share.num_tokens, share.prompt.num_done) for share in self._pass]
-        num_copied_tokens = sum(share.num_tokens for share in self._pass)
-        for share in self._pass:
-            job = self._job_of[share.prompt]
+        shares = [PromptShare(chunk.num_tokens, chunk.prompt.num_done) for chunk in self._pass]
+        num_copied_tokens = sum(chunk.num_tokens for chunk in self._pass)
+        for chunk in self._pass:
+            job = self._job_of[chunk.prompt]
             if self._is_windowed or not job.has_begun:
-                num_copied_tokens += share.prompt.num_done
+                num_copied_tokens += chunk.prompt.num_done
             if not job.has_begun:
                 job.has_begun = True
                 self._begin_stream(job)
@@ -226,7 +226,7 @@ class PrefillInstance:
 
     def _compute_ended(self) -> None:
         """The last layer can only be computed when its prefix has come."""
-        if any(self._job_of[share.prompt].fetch is not None for share in self._pass):
+        if any(self._job_of[chunk.prompt].fetch is not None for chunk in self._pass):
             self._is_waiting_for_fetches = True
         elif self._is_waiting_for_fetches:
             self._is_waiting_for_fetches = False
@@ -235,12 +235,12 @@ class PrefillInstance:
             self._end_pass()
 
     def _end_pass(self) -> None:
-        node, shares, self._pass = self.node, self._pass, []
+        node, chunks, self._pass = self.node, self._pass, []
         seconds = node.clock.now_s - self._pass_began_s
         node.busy_s += seconds
         self.busy_s += seconds
-        num_tokens = sum(share.num_tokens for share in shares)
-        for prompt, num_computed in shares:
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        for prompt, num_computed in chunks:
             job = self._job_of[prompt]
             job.request.prefill_s += seconds * num_computed / num_tokens
             prompt.num_done += num_computed
@@ -306,7 +306,7 @@ class PrefillInstance:
             self.node.traffic.cancel(job.stream)
         if job.is_computed:
             return
-        if any(share.prompt is job.queued for share in self._pass):
+        if any(chunk.prompt is job.queued for chunk in self._pass):
             job.is_aborted = True
         else:
             self._forget(job)
