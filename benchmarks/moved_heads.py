@@ -99,13 +99,14 @@ class Steps:
             "owner",
             FINGERPRINT,
             num_heads,
+            None,
             kv.num_pages,
             kv.num_pages,
             num_sequences,
             num_sequences,
         )
         link = await HelperLink.connect(path, request, self.model, kv, TIMEOUT_S, lambda: None)
-        move = HeadMove(kv, link.num_pages, link.moved)
+        move = HeadMove(kv, link.num_pages, link.helped)
         move.copy(kv.used_pages())
         move.complete()
         return link

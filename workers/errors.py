@@ -19,4 +19,4 @@ class EngineLostError(MooncakeError):
 
 
 class HeadsStayError(MooncakeError):
-    """KV heads cannot move, to a helper or back; the message says why."""
+    """KV heads or layers cannot move, to a helper or back; the message says why."""

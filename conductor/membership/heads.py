@@ -1,77 +1,79 @@
-"""KV heads of decode instances at helpers, by order of operators (BanaServe, section 4.1, figure 4).
+"""KV heads and layers of decode instances at helpers, by order of operators (BanaServe, section 4.1).
 
-An instance tells in its heartbeats where its heads are, so that another Conductor knows it too.
+An instance tells in its heartbeats where they are, so that another Conductor knows it too.
 
-Owns: which orders are refused, the numbers of orders. Does not know: how heads move.
+Owns: which orders are refused, the numbers of orders. Does not know: how they move.
 """
 
 import itertools
 
 from conductor.effects import Effect
 from conductor.view.instances import Instance, Instances
-from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads
+from mooncake.messages.operators import MoveHeads
 from mooncake.messages.workers import Heartbeat, InstanceState, Role
 
 
 class Heads:
-    """The heads of the registry's instances. `epoch` is the Conductor's."""
+    """The heads and layers of the registry's instances. `epoch` is the Conductor's."""
 
     def __init__(self, epoch: int, instances: Instances) -> None:
         self._epoch, self._instances = epoch, instances
         self._numbers = itertools.count(1)
 
-    def why_not(self, owner: Instance, helper: Instance, num_heads: int) -> str:
-        """Why the last `num_heads` KV heads of an instance may not be at a helper; empty if they may."""
+    def why_not(self, owner: Instance, helper: Instance, order: MoveHeads) -> str:
+        """Why what an order names of an instance may not be at a helper; empty if it may."""
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
         place = place_of(owner)
         if place.is_moving:
-            return f"KV heads of {owner.name} are moving already"
-        if num_heads == 0:
-            return "" if place.helper == helper.name else f"no KV heads of {owner.name} are at {helper.name}"
+            return f"{where(owner)} already"
+        if order.is_back:
+            return "" if place.helper == helper.name else f"nothing of {owner.name} is at {helper.name}"
         if place.helper:
             back = f"mooncake-serve migrate {owner.name} {place.helper} --back"
             return f"{where(owner)}; take them back first (`{back}`)"
+        kind = "KV heads" if order.layers is None else "layers"
         for instance in (owner, helper):
             if (reason := instance.registration.heads.why_not) != "":
-                return f"KV heads neither leave nor come to {instance.name}: {reason}"
+                return f"{kind} neither leave nor come to {instance.name}: {reason}"
             if instance.state is not InstanceState.SERVING:
                 return f"{instance.name} is {instance.state.value}"
             if instance.role is Role.PREFILL:
-                return f"{instance.name} prefills; KV heads move between instances that decode"
-        num_kv_heads = owner.registration.layout.num_kv_heads
-        if num_heads >= num_kv_heads:
-            return (
-                f"the model has {num_kv_heads} KV heads, of which at most {num_kv_heads - 1} can be elsewhere"
-            )
+                return f"{instance.name} prefills; {kind} move between instances that decode"
+        if reason := _why_too_many(owner.registration.layout, order):
+            return reason
         if host_of(owner) != host_of(helper):
-            return f"{owner.name} and {helper.name} are on different hosts; KV heads move within one"
+            return f"{owner.name} and {helper.name} are on different hosts; {kind} move within one"
         if place_of(helper).are_elsewhere:
             return f"{where(helper)}, so it cannot be a helper"
         if owners := self.owners_at(owner):
-            return f"{owner.name} has KV heads of {', '.join(owners)} itself"
+            return f"{owner.name} has KV heads or layers of {', '.join(owners)} itself"
         return ""
 
-    def order(self, owner: Instance, helper: Instance, num_heads: int) -> list[Effect]:
-        """Order heads to a helper, or (0) back. `why_not` must have no objection."""
+    def order(
+        self, owner: Instance, helper: Instance, num_heads: int = 0, layers: LayerRange | None = None
+    ) -> list[Effect]:
+        """Order heads or layers to a helper, or (neither) back. `why_not` must have no objection."""
         socket = helper.registration.heads.socket
-        order = PlaceHeads(self._epoch, next(self._numbers), helper.name, socket, num_heads)
+        order = PlaceHeads(self._epoch, next(self._numbers), helper.name, socket, num_heads, layers)
         owner.heads_order = order
         return [Effect(owner.identity, order)]
 
     def call_back(self, helper: Instance) -> list[Effect]:
-        """Order all heads back that are at a helper, as it is about to leave. Call this again until none is:
-        an owner may have another order to carry out first, or refuse."""
+        """Order all back that is at a helper, as it is about to leave. Call this again until nothing is: an
+        owner may have another order to carry out first, or refuse."""
         owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
         return [
             effect
             for owner in owners
             if not place_of(owner).is_moving
-            for effect in self.order(owner, helper, 0)
+            for effect in self.order(owner, helper)
         ]
 
     def owners_at(self, helper: Instance) -> list[str]:
-        """The names of the instances that have heads at a helper, or are moving them there."""
+        """The names of the instances that have heads or layers at a helper, or are moving them there."""
         return [
             owner.name
             for owner in self._instances
@@ -79,12 +81,12 @@ class Heads:
         ]
 
     def why_busy(self, instance: Instance) -> str:
-        """Why an instance must keep its role: its heads are elsewhere, or it has others'; empty if it need
-        not."""
+        """Why an instance must keep its role: heads or layers are elsewhere, or it has others'; empty if it
+        need not."""
         if place_of(instance).are_elsewhere:
             return where(instance)
         if owners := self.owners_at(instance):
-            return f"{instance.name} has KV heads of {', '.join(owners)}"
+            return f"{instance.name} has KV heads or layers of {', '.join(owners)}"
         return ""
 
     def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
@@ -102,19 +104,34 @@ class Heads:
 
 
 def place_of(instance: Instance) -> HeadsPlace:
-    """Return the place of an instance's heads. While an order is on its way, they move."""
+    """Return the place of an instance's heads and layers. While an order is on its way, they move."""
     order, place = instance.heads_order, instance.heads
     if order is None:
         return place
-    return HeadsPlace(helper=place.helper, num_heads=place.num_heads, is_moving=True)
+    return HeadsPlace(helper=place.helper, num_heads=place.num_heads, layers=place.layers, is_moving=True)
 
 
 def where(instance: Instance) -> str:
-    """Say where the heads of an instance are."""
+    """Say where heads or layers of an instance are."""
     place = place_of(instance)
     if place.is_moving:
-        return f"KV heads of {instance.name} are moving"
-    return f"{place.num_heads} of the KV heads of {instance.name} are at {place.helper}"
+        return f"KV heads or layers of {instance.name} are moving"
+    return f"{place.what} of {instance.name} are at {place.helper}"
+
+
+def _why_too_many(layout: KVLayout, order: MoveHeads) -> str:
+    if order.layers is None:
+        num = layout.num_kv_heads
+        is_refused = order.num_heads >= num
+        return (
+            f"the model has {num} KV heads, of which at most {num - 1} can be elsewhere" if is_refused else ""
+        )
+    num = layout.num_layers
+    if order.layers.stop > num or order.layers.count == num:
+        return (
+            f"the model has layers 0:{num}, of which at least one stays; {order.layers} cannot be elsewhere"
+        )
+    return ""
 
 
 def host_of(instance: Instance) -> str:

@@ -1,4 +1,4 @@
-"""Orders of operators: to drain an instance, to change its role, to move a request or KV heads.
+"""Orders of operators: to drain an instance, to change its role, to move a request, KV heads or layers.
 
 Owns: which orders are refused, the answers to operators. Does not know: how an order is carried out.
 """
@@ -53,8 +53,8 @@ class Operators:
         helper = self._instances.get(order.helper)
         if helper is None:
             return self._instances.why_unknown(order.helper), []
-        refusal = self._heads.why_not(owner, helper, order.num_heads)
-        return refusal, [] if refusal else self._heads.order(owner, helper, order.num_heads)
+        refusal = self._heads.why_not(owner, helper, order)
+        return refusal, [] if refusal else self._heads.order(owner, helper, order.num_heads, order.layers)
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):

@@ -186,7 +186,7 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "num_requests": len(instance.requests),
         "num_assigned_tokens": instance.num_assigned_tokens,
         "num_device_pages": instance.num_device_pages,
-        "num_moved_heads": instance.heads.num_heads,
+        "moved": instance.heads.what if instance.heads.helper else "",
         "helper": instance.heads.helper,
     }
     return shown if instance.heartbeat is None else shown | _reported(instance.heartbeat)

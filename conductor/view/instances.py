@@ -61,7 +61,7 @@ class Instance:
     requests: dict[str, int] = field(default_factory=dict)
     """The prompt lengths of its requests, as prefill or as decode, by id."""
     heads_order: PlaceHeads | None = None
-    """The latest order about its heads, until a heartbeat tells what became of the order."""
+    """The latest order about its heads and layers, until a heartbeat tells what became of the order."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -90,12 +90,12 @@ class Instance:
 
     @property
     def heads(self) -> HeadsPlace:
-        """The place of the instance's KV heads, as the latest heartbeat tells."""
+        """The place of the instance's KV heads and layers, as the latest heartbeat tells."""
         return HeadsPlace() if self.heartbeat is None else self.heartbeat.heads
 
     @property
     def num_device_pages(self) -> int:
-        """The pages of its device, which change with heads that leave or come."""
+        """The pages of its device, which change with heads and layers that leave or come."""
         now = self.heads.num_device_pages
         return self.registration.capacity.num_device_pages if now is None else now
 

@@ -24,6 +24,7 @@ from mooncake.cli.profiling import profile
 from mooncake.config.flags import add_flags, given_flags
 from mooncake.config.settings import Config, load_config
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.messages.migration import LayerRange
 from mooncake.messages.workers import Role
 from mooncake.node.supervisor import supervise
 from mooncake.security.api_keys import LIMITS, add_api_key
@@ -38,7 +39,7 @@ EXAMPLES = """examples:
   mooncake-serve profile costs.json --model DIR     what this device needs: --conductor-profile costs.json
   mooncake-serve role prefill-1 decode              another role for an instance of the cluster that runs
   mooncake-serve drain decode-0                     take it out: nothing that it runs is lost
-  mooncake-serve migrate decode-0 decode-1 --heads 1    a KV head to a helper, which computes with it; --back
+  mooncake-serve migrate decode-0 decode-1 --layers 10:20    or --heads 1: a helper computes them; --back
 
 Each flag is also a key in the YAML file and an environment variable: --http-port, http.port,
 MOONCAKE_HTTP_PORT. docs/configuration.md has all of them.
@@ -75,8 +76,8 @@ def _operate(options: argparse.Namespace) -> int:
     _check_no_configuration(options, "INSTANCE and what its --help shows alone")
     client = operating.AdminClient(options.url, operating.read_key(options.key_file))
     if options.command == "migrate":
-        num_heads = 0 if options.back else options.heads
-        return operating.migrate(client, options.instance_name, options.helper_name, num_heads)
+        wanted = 0 if options.back else options.layers or options.heads
+        return operating.migrate(client, options.instance_name, options.helper_name, wanted)
     if options.command == "drain":
         return operating.drain(client, options.instance_name, force=options.force)
     return operating.change_role(client, options.instance_name, Role(options.new_role), force=options.force)
@@ -133,7 +134,7 @@ def _parser(*, shows_all: bool) -> Parser:
         prog="mooncake-serve",
         usage="%(prog)s [--config FILE] [--KEY VALUE ...]\n"
         "       %(prog)s keygen FILE | apikey FILE NAME | profile FILE\n"
-        "       %(prog)s drain INSTANCE | role INSTANCE ROLE | migrate INSTANCE HELPER --heads N",
+        "       %(prog)s drain INSTANCE | role INSTANCE ROLE | migrate INSTANCE HELPER --layers A:B",
         description="Serve a language model: KVCache-centric, prefill and decode disaggregated.",
         epilog=EXAMPLES,
         no_command="serving needs no command, a model is named with --model",
@@ -165,7 +166,10 @@ def _parser(*, shows_all: bool) -> Parser:
     for name, help_text in (
         ("drain", "move what an instance of a running cluster has to others, and end it; wait for that"),
         ("role", "give an instance of a running cluster another role; wait for that"),
-        ("migrate", "have another instance of the host compute some KV heads of an instance; wait for that"),
+        (
+            "migrate",
+            "have another instance of the host compute layers or KV heads of an instance; wait for that",
+        ),
     ):
         _add_operating(commands.add_parser(name, help=help_text, description=help_text), name)
     return parser
@@ -176,12 +180,15 @@ def _add_operating(command: argparse.ArgumentParser, name: str) -> None:
     if name == "role":
         command.add_argument("new_role", metavar="ROLE", choices=[role.value for role in Role], help=ROLES)
     if name == "migrate":
-        command.add_argument("helper_name", metavar="HELPER", help="the instance that has the heads")
+        command.add_argument("helper_name", metavar="HELPER", help="the instance that helps")
         wanted = command.add_mutually_exclusive_group(required=True)
         wanted.add_argument(
             "--heads", type=_count, metavar="N", help="so many KV heads of each layer go there"
         )
-        wanted.add_argument("--back", action="store_true", help="all heads come back from there")
+        wanted.add_argument(
+            "--layers", type=_layers, metavar="START:STOP", help="these layers go there, such as 10:20"
+        )
+        wanted.add_argument("--back", action="store_true", help="all comes back from there")
     command.add_argument(
         "--url", default="http://127.0.0.1:8000", help="a front of the cluster (default: %(default)s)"
     )
@@ -197,6 +204,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a number of heads, 1 or more, got {text!r}")
     return int(text)
+
+
+def _layers(text: str) -> LayerRange:
+    try:
+        return LayerRange.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_configuration(parser: Parser, *, shows_all: bool) -> None:

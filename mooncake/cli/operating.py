@@ -19,6 +19,7 @@ import msgspec
 from mooncake.cli.command_line import INTERRUPTED
 from mooncake.cli.steps import StepDisplay
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.messages.migration import LayerRange
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 
@@ -77,9 +78,14 @@ class AdminClient:
         """Order an instance to have another role. Raises MooncakeError."""
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
-    def move_heads(self, name: str, helper: str, num_heads: int) -> None:
-        """Order KV heads of an instance to a helper; 0: back from there. Raises MooncakeError."""
-        self._ask("POST", f"/instances/{quote(name, safe='')}/heads", to=helper, num=num_heads)
+    def move(self, name: str, helper: str, wanted: int | LayerRange) -> None:
+        """Order layers, or so many KV heads, of an instance to a helper; 0: back from there. Raises
+        MooncakeError."""
+        path = f"/instances/{quote(name, safe='')}"
+        if isinstance(wanted, LayerRange):
+            self._ask("POST", f"{path}/layers", to=helper, layers=str(wanted))
+        else:
+            self._ask("POST", f"{path}/heads", to=helper, num=wanted)
 
     def _ask(self, method: str, path: str, **parameters: str | bool | int) -> httpx.Response:
         try:
@@ -152,30 +158,29 @@ def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> i
     return _wait(client, name, order, end_of, goes_on)
 
 
-def migrate(client: AdminClient, name: str, helper: str, num_heads: int) -> int:
-    """Move KV heads of an instance to a helper, or (0) back, and wait for it. Return the exit code; raises
-    MooncakeError."""
+def migrate(client: AdminClient, name: str, helper: str, wanted: int | LayerRange) -> int:
+    """Move layers, or so many KV heads, of an instance to a helper, or (0) have all back, and wait for it.
+    Return the exit code; raises MooncakeError."""
+    num_heads, layers = (0, wanted) if isinstance(wanted, LayerRange) else (wanted, None)
 
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
-            raise MooncakeError(f"{name} is lost; all KV heads are there when it comes back")
-        heads = status.heads
-        if heads.is_moving:
+            raise MooncakeError(f"{name} is lost; all KV heads and layers are there when it comes back")
+        place = status.heads
+        if place.is_moving:
             return None
-        if heads.num_heads != num_heads or heads.helper != (helper if num_heads else ""):
-            raise MooncakeError(heads.error or f"the heads of {name} are where another order has them")
+        if (place.num_heads, place.layers, place.helper) != (num_heads, layers, helper if wanted else ""):
+            raise MooncakeError(place.error or f"another order has been given for {name}")
         pages = f"{name} has {status.num_device_pages} pages"
-        if not num_heads:
-            return f"all KV heads of {name} are back; {pages}"
-        return (
-            f"{num_heads} of the KV heads of {name} {'is' if num_heads == 1 else 'are'} at {helper}; {pages}"
-        )
+        if not wanted:
+            return f"all KV heads and layers of {name} are there; {pages}"
+        return f"{place.what} of {name} {'is' if num_heads == 1 else 'are'} at {helper}; {pages}"
 
     def shown(status: InstanceStatus) -> tuple[str, str]:
-        return f"KV heads of {name} move", f"{status.num_requests} requests go on"
+        return f"KV heads or layers of {name} move", f"{status.num_requests} requests go on"
 
-    order = partial(client.move_heads, name, helper, num_heads)
-    return _wait(client, name, order, end_of, f"the heads of {name} move on", shown)
+    order = partial(client.move, name, helper, wanted)
+    return _wait(client, name, order, end_of, "the move goes on", shown)
 
 
 def _emptying(status: InstanceStatus) -> tuple[str, str]:

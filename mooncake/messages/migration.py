@@ -13,19 +13,19 @@
 All pass through the Conductor, so the request always has one owner: the source until the Conductor has
 `HandedOver`, the destination from then on. Whatever fails before ends the migration, not the request.
 
-KV heads move to a helper, and back, by order of operators (BanaServe, section 4.1):
+KV heads or layers move to a helper, and back, by order of operators (BanaServe, section 4.1):
 
     MoveHeads         operator, through a front -> Conductor  (`mooncake.messages.operators`)
-    PlaceHeads        Conductor -> owner of the heads, which agrees with the helper (`workers.heads`)
+    PlaceHeads        Conductor -> owner of them, which agrees with the helper (`workers.heads`)
     HeadsPlace        owner -> Conductor, in each heartbeat
 
-Owns: this vocabulary. Does not know: sockets, why a request or a head moves.
+Owns: this vocabulary. Does not know: sockets, why anything moves.
 """
 
 import msgspec
 
 from mooncake.messages.pools import PoolShard
-from mooncake.messages.quantities import Count, TokenId
+from mooncake.messages.quantities import Count, PositiveCount, TokenId
 from mooncake.messages.requests import Ref, Request
 
 # -- Conductor -> worker ----------------------------------------------------------------------------
@@ -121,43 +121,77 @@ MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
 """Orders to source and destination."""
 
 
-# -- KV heads ---------------------------------------------------------------------------------------
+# -- KV heads and layers ----------------------------------------------------------------------------
+
+
+class LayerRange(msgspec.Struct, frozen=True):
+    """The layers from `start` on, up to `stop`, which is not one of them: at least one."""
+
+    start: Count
+    stop: PositiveCount
+
+    def __post_init__(self) -> None:
+        if self.start >= self.stop:
+            raise ValueError(f"expected at least one layer, got {self}")
+
+    @classmethod
+    def parse(cls, text: str) -> "LayerRange":
+        """Return the layers that `START:STOP` names. Raises ValueError."""
+        start, colon, stop = text.partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal()):
+            raise ValueError(f"expected layers as START:STOP, such as 10:20, got {text!r}")
+        return cls(int(start), int(stop))
+
+    @property
+    def count(self) -> int:
+        """Number of layers."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
 
 
 class HeadsSupport(msgspec.Struct, frozen=True):
-    """Whether heads of an instance can be elsewhere, and it can be a helper."""
+    """Whether heads and layers of an instance can be elsewhere, and it can be a helper."""
 
     socket: str = ""
-    """The Unix socket at which it listens for owners of heads on its host."""
+    """The Unix socket at which it listens for owners of heads or layers on its host."""
     why_not: str = "it has no support for that"
-    """Why heads can neither leave nor come; empty if they can."""
+    """Why neither can leave or come; empty if they can."""
 
 
 class HeadsPlace(msgspec.Struct, frozen=True):
-    """The place of an instance's KV heads, and the outcome of the latest order."""
+    """The place of an instance's KV heads and layers, and the outcome of the latest order."""
 
     epoch: int = 0
     number: Count = 0
     """The latest order, with its Conductor's epoch."""
     helper: str = ""
-    """The instance that has the last `num_heads` KV heads of all layers, or will have them when they have
-    moved; empty: none has any."""
+    """The instance that has `layers`, or the last `num_heads` KV heads of all layers, or will have them when
+    they have moved; empty: none has any."""
     num_heads: Count = 0
+    layers: LayerRange | None = None
     is_moving: bool = False
-    """Whether the order is being carried out, or heads come back as the helper is lost."""
+    """Whether the order is being carried out, or heads or layers come back as the helper is lost."""
     error: str = ""
-    """Why the latest order was not carried out, or heads have come back by themselves."""
+    """Why the latest order was not carried out, or heads or layers have come back by themselves."""
     num_device_pages: Count | None = None
     """Pages of the instance's device now; None: as many as were registered."""
 
     @property
+    def what(self) -> str:
+        """The part of the model that is elsewhere, for people."""
+        return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
+
+    @property
     def are_elsewhere(self) -> bool:
-        """Whether heads are at a helper, or on their way."""
+        """Whether heads or layers are at a helper, or on their way."""
         return self.helper != "" or self.is_moving
 
 
 class PlaceHeads(msgspec.Struct, tag=True, frozen=True):
-    """Order to a decode instance: have the last `num_heads` KV heads at a helper; 0: have all here again.
+    """Order to a decode instance: have `layers`, or the last `num_heads` KV heads, at a helper; without
+    either: have all here again.
 
     `HeadsPlace` with this number says what became of it.
     """
@@ -168,3 +202,4 @@ class PlaceHeads(msgspec.Struct, tag=True, frozen=True):
     socket: str = ""
     """The Unix socket of the helper."""
     num_heads: Count = 0
+    layers: LayerRange | None = None

@@ -8,7 +8,7 @@ Owns: this vocabulary. Does not know: who may order, how an instance drains.
 
 import msgspec
 
-from mooncake.messages.migration import HeadsPlace
+from mooncake.messages.migration import HeadsPlace, LayerRange
 from mooncake.messages.quantities import Count, Seconds
 from mooncake.messages.workers import InstanceState, Role
 
@@ -59,13 +59,19 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
 
 
 class MoveHeads(msgspec.Struct, tag=True, frozen=True):
-    """Have the last `num_heads` KV heads of an instance at a helper; 0: have them back. Answered by
-    `Ordered`."""
+    """Have `layers`, or the last `num_heads` KV heads, of an instance at a helper; without either: have back
+    what is there. Answered by `Ordered`."""
 
     order: Count
     instance: str
     helper: str
-    num_heads: Count
+    num_heads: Count = 0
+    layers: LayerRange | None = None
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the order is to have all back."""
+        return self.num_heads == 0 and self.layers is None
 
 
 # -- Conductor -> front -----------------------------------------------------------------------------
@@ -90,7 +96,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     stays: bool = False
     """Whether it drains, and then stays in the cluster until it is to serve again."""
     heads: HeadsPlace = HeadsPlace()
-    """The place of the instance's KV heads."""
+    """The place of the instance's KV heads and layers."""
     num_device_pages: Count = 0
 
 

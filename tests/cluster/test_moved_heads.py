@@ -1,4 +1,4 @@
-"""KV heads that go to a helper and back while clients wait for answers: `mooncake-serve migrate`."""
+"""KV heads and layers that go to a helper and back while clients wait: `mooncake-serve migrate`."""
 
 import os
 import signal
@@ -111,23 +111,48 @@ def test_answers_go_on_while_heads_leave_and_come_back(
     wait_for_pages(server, 341, 170)
     clients.ask()
     assert migrate(server, "decode-0", "decode-1", "--back") == 0
-    assert capsys.readouterr().out.endswith("all KV heads of decode-0 are back; decode-0 has 256 pages\n")
+    assert capsys.readouterr().out.endswith(
+        "all KV heads and layers of decode-0 are there; decode-0 has 256 pages\n"
+    )
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
     clients.check()
 
 
-@pytest.mark.parametrize("killed", ["decode-1", "decode-0"], ids=["the helper", "the owner"])
-def test_a_killed_process_costs_no_answer_and_leaves_nothing_behind(
-    server: Server, clients: Clients, killed: str
+def test_answers_go_on_while_layers_leave_and_come_back(
+    server: Server, clients: Clients, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert migrate(server, "decode-0", "decode-1", "--heads=2") == 0
+    clients.ask()
+    assert migrate(server, "decode-0", "decode-1", "--layers=3:4") == 0
+    told = capsys.readouterr().out
+    assert told.endswith("layers 3:4 of decode-0 are at decode-1; decode-0 has 341 pages\n")
+    wait_for_pages(server, 341, 170)
+    clients.ask()
+    assert migrate(server, "decode-0", "decode-1", "--back") == 0
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    clients.check()
+
+
+@pytest.mark.parametrize(
+    ("killed", "part", "what"),
+    [
+        ("decode-1", "--heads=2", "2 of the KV heads"),
+        ("decode-1", "--layers=1:3", "layers 1:3"),
+        ("decode-0", "--heads=2", ""),
+        ("decode-0", "--layers=0:2", ""),
+    ],
+    ids=["helper of heads", "helper of layers", "owner of heads", "owner of layers"],
+)
+def test_a_killed_process_costs_no_answer_and_leaves_nothing_behind(
+    server: Server, clients: Clients, killed: str, part: str, what: str
+) -> None:
+    assert migrate(server, "decode-0", "decode-1", part) == 0
     clients.ask()
     os.kill(server.pid_of(killed), signal.SIGKILL)
     clients.check()
     wait_for_pages(server, NUM_PAGES, NUM_PAGES)
     if killed == "decode-1":
-        heads = instance(server, "decode-0")["heads"]
-        assert (heads["num_heads"], heads["error"]) == (0, "decode-1 is lost, and the heads are here again")
+        place = instance(server, "decode-0")["heads"]
+        assert (place["helper"], place["error"]) == ("", f"decode-1 is lost, and {what} are here again")
     eventually(lambda: is_ready(server), "all instances serve again")
 
 
@@ -151,9 +176,10 @@ def test_orders_that_cannot_be_carried_out_are_refused_by_name(
 
     assert "no instance 'nobody' is registered" in refusal("decode-0", "nobody", "--heads=1")
     assert "the model has 4 KV heads" in refusal("decode-0", "decode-1", "--heads=4")
-    assert "no KV heads of decode-0 are at decode-1" in refusal("decode-0", "decode-1", "--back")
+    assert "the model has layers 0:4" in refusal("decode-0", "decode-1", "--layers=3:5")
+    assert "nothing of decode-0 is at decode-1" in refusal("decode-0", "decode-1", "--back")
     assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
     assert "take them back first" in refusal("decode-0", "decode-1", "--heads=2")
     role = httpx.post(f"{server.url}/admin/instances/decode-1/role?role=prefill", timeout=DEADLINE_S)
-    assert role.json()["error"]["message"] == "decode-1 has KV heads of decode-0"
+    assert role.json()["error"]["message"] == "decode-1 has KV heads or layers of decode-0"
     assert migrate(server, "decode-0", "decode-1", "--back") == 0

@@ -1,4 +1,4 @@
-"""The way of KV heads to a helper and back: pages are copied into their next arrangement while they are used.
+"""The way of KV heads or layers to a helper and back: pages are copied while they are used.
 
 Pages that do not change any more are copied beforehand. The rest is copied between two passes, and then the
 cache has its pages in the new arrangement, under the same numbers.
@@ -10,19 +10,23 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.engine.kvcache import DeviceKVCache, MovedHeads
+from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 
 _PAGES_AT_ONCE = 64
 
 
 class HeadMove:
-    """A move of `kv` to `num_pages` pages, of which `moved` has the last heads; None: no helper has any."""
+    """A move of `kv` to `num_pages` pages, of which a helper has what `helped` says; None: nothing."""
 
-    def __init__(self, kv: DeviceKVCache, num_pages: int, moved: MovedHeads | None) -> None:
-        num_moved = 0 if moved is None else moved.layers[0].shape[1]
-        self._kv, self._moved = kv, moved
+    def __init__(self, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None) -> None:
+        self._kv, self._helped = kv, helped
+        self._moved = helped if isinstance(helped, MovedHeads) else None
+        num_moved = 0 if self._moved is None else self._moved.layers[0].shape[1]
         self._num_kept = len(kv.kv_heads) - num_moved
         self._layers = kv.new_layers(num_pages, self._num_kept)
+        if isinstance(helped, HostedLayers):
+            for layer, pages in zip(helped.layers, helped.pages, strict=True):
+                self._layers[layer - kv.layers.start] = pages
 
     def copy(self, pages: Sequence[int]) -> None:
         """Copy pages of all layers. Blocking; other threads may compute with the pages, but not write."""
@@ -39,4 +43,4 @@ class HeadMove:
 
         Nothing computes now, and all used pages have been copied as they are.
         """
-        return self._kv.rearrange(self._layers, self._moved)
+        return self._kv.rearrange(self._layers, self._helped)

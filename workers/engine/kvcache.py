@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.cpu.hosted_layers import LayersOwner
 from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
 from kernels.cpu.moved_heads import HeadsOwner
 from kernels.kv_copy import gather_pages, scatter_pages
@@ -36,13 +37,25 @@ class MovedHeads:
     """This end of the exchange with the helper."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostedLayers:
+    """Adjacent layers of all pages, which a helper hosts and computes (BanaServe, section 4.1, figure 3)."""
+
+    layers: range
+    pages: Sequence[torch.Tensor]
+    """Those of each of these layers, with the shape of other layers, in memory that the helper has too."""
+    owner: LayersOwner
+    """This end of the exchange with the helper."""
+
+
 class DeviceKVCache:
     """Pages for the layers `[layers.start, layers.stop)` of one model, and for its `kv_heads` (default: all).
 
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
-    others, and there are more pages in the same memory (`workers.engine.head_move`).
+    others, and there are more pages in the same memory (`workers.engine.head_move`). The same holds while a
+    helper has layers (`hosted`): their pages are tensors like the others, in memory that the helper counts.
 
     With a `window` there is memory for only so many layers, which take turns: layer l has the memory of layer
     `l - window`. The pages of that layer must have been stored, or given up, before those of l are written.
@@ -59,7 +72,9 @@ class DeviceKVCache:
         *,
         kv_heads: range | None = None,
         window: int | None = None,
+        memory: Sequence[torch.Tensor] | None = None,
     ) -> None:
+        """`memory`: tensors that have the pages of these layers; None: new ones."""
         self.spec, self.layers = spec, layers
         self.window = window if window is not None and window < len(layers) else None
         """Number of layers that have memory at a time; None: every layer has its own."""
@@ -71,11 +86,17 @@ class DeviceKVCache:
         """Pages that are free, or are used here: neither lent nor closed."""
         self.dtype, self.device = dtype, torch.device(device)
         self.moved: MovedHeads | None = None
-        self._tensors = self.new_layers(num_pages, len(self.kv_heads))
+        self.hosted: HostedLayers | None = None
+        self._tensors = list(memory or self.new_layers(num_pages, len(self.kv_heads)))
         self._free = list(range(num_pages - 1, -1, -1))
         self._is_free = [True] * num_pages
         self._num_open = num_pages
         """Pages from this one on are not given out."""
+
+    @property
+    def is_helped(self) -> bool:
+        """Whether a helper has some of the heads or layers."""
+        return self.moved is not None or self.hosted is not None
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -129,8 +150,10 @@ class DeviceKVCache:
         if self.moved is not None:
             scatter_pages(self.moved.layers[layer - self.layers.start], pages, blocks[:, num_kept:])
 
-    def rearrange(self, layers: list[torch.Tensor], moved: MovedHeads | None) -> list[torch.Tensor]:
-        """Have the pages in other memory from now on, with other heads of each, under the same numbers.
+    def rearrange(
+        self, layers: list[torch.Tensor], helped: MovedHeads | HostedLayers | None
+    ) -> list[torch.Tensor]:
+        """Have pages in other memory from now on, under the same numbers; a helper has what `helped` says.
 
         Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not have
         are free. Returns the memory of the arrangement before.
@@ -139,12 +162,14 @@ class DeviceKVCache:
         assert all(self._is_free[num_pages:])
         self._is_free = (self._is_free + [True] * num_pages)[:num_pages]
         self.num_pages = self.num_usable_pages = self._num_open = num_pages
-        before, self._tensors, self.moved = self._tensors, layers, moved
+        before, self._tensors = self._tensors, layers
+        self.moved = helped if isinstance(helped, MovedHeads) else None
+        self.hosted = helped if isinstance(helped, HostedLayers) else None
         self._free = [page for page in range(num_pages - 1, -1, -1) if self._is_free[page]]
         return before
 
     def reset(self) -> None:
-        """Have all heads here again, without copies. All pages are free."""
+        """Have all heads and layers here again, without copies. All pages are free."""
         self.rearrange(self.new_layers(self.num_own_pages, len(self.kv_heads)), None)
 
     def used_pages(self, first: int = 0) -> list[int]:

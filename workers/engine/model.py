@@ -19,7 +19,7 @@ from kernels.cpu.attention import Heads
 from kernels.cpu.library import Library, choose
 from workers.engine import cuda
 from workers.engine.batch import Batch
-from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache import DeviceKVCache, HostedLayers
 from workers.engine.layers.cpu import CpuLayers, unsupported
 from workers.engine.layers.reference import TorchLayers
 from workers.engine.layers.sharded import ShardedLayers
@@ -117,8 +117,8 @@ class DecoderModel:
         return self._part.kv_heads
 
     @property
-    def why_heads_stay(self) -> str:
-        """Why a helper cannot have some of the KV heads; empty if it can."""
+    def why_not_helped(self) -> str:
+        """Why a helper cannot have some of the KV heads or layers; empty if it can."""
         if self._library is None:
             return (
                 f"{self.computed_by} computes on {self.device.type}; the CPU's own kernels alone can do that"
@@ -127,14 +127,12 @@ class DecoderModel:
             return "its heads are divided among ranks"
         if len(self.layers) < self.spec.num_layers:
             return "its layers are divided among stages"
-        if self.spec.num_kv_heads == 1:
-            return "its model has one KV head"
         return ""
 
     @property
     def library(self) -> Library:
-        """The CPU's own kernels, with which heads can be at a helper (`why_heads_stay`)."""
-        assert self._library is not None, self.why_heads_stay
+        """The CPU's own kernels, with which a helper can compute (`why_not_helped`)."""
+        assert self._library is not None, self.why_not_helped
         return self._library
 
     @property
@@ -206,10 +204,24 @@ class DecoderModel:
         """Compute layer `layer` of the whole model over `hidden` [T, hidden_size]; return the same shape.
 
         Writes the batch's keys and values of this layer to their pages. Those of earlier tokens must be
-        there.
+        there. A layer that a helper has is computed there. Raises HelperLost.
         """
+        if kv.hosted is not None and layer in kv.hosted.layers:
+            number = _ask(kv.hosted, range(layer, layer + 1), hidden, batch)
+            return kv.hosted.owner.take(number)
+        return self.forward_layers(range(layer, layer + 1), hidden, batch, kv)
+
+    @torch.inference_mode()
+    def forward_layers(
+        self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
+    ) -> torch.Tensor:
+        """Compute adjacent layers, none or more, which no helper has; otherwise as `forward_layer`."""
         assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
-        return self._loaded.forward_layer(layer, hidden, batch, kv)
+        if layers and isinstance(self._computed, CpuLayers):
+            return self._computed.forward_layers(layers, hidden, batch, kv)
+        for layer in layers:
+            hidden = self._loaded.forward_layer(layer, hidden, batch, kv)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -221,16 +233,34 @@ class DecoderModel:
     def forward(self, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """Return float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage.
 
-        On CUDA, decode steps over the pages of one cache are captured graphs.
+        On CUDA, decode steps over the pages of one cache are captured graphs. Raises HelperLost.
         """
+        if kv.hosted is not None:
+            return self.finish(self.hand_over(kv.hosted, batch, kv), kv.hosted, batch, kv)
         graphs = self._graphs_over(kv)
         if graphs is not None and graphs.can_compute(batch):
             return graphs.forward(batch)
-        hidden = self.embed(batch)
-        if isinstance(self._computed, CpuLayers):
-            assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
-            hidden = self._computed.forward_layers(self.layers, hidden, batch, kv)
-        else:
-            for layer in self.layers:
-                hidden = self.forward_layer(layer, hidden, batch, kv)
+        hidden = self.forward_layers(self.layers, self.embed(batch), batch, kv)
         return self.logits(hidden[batch.last_rows])
+
+    @torch.inference_mode()
+    def hand_over(self, hosted: HostedLayers, batch: Batch, kv: DeviceKVCache) -> int:
+        """Compute the layers before those that a helper has, and hand the pass over. Return its number."""
+        before = range(self.layers.start, hosted.layers.start)
+        return _ask(hosted, hosted.layers, self.forward_layers(before, self.embed(batch), batch, kv), batch)
+
+    @torch.inference_mode()
+    def finish(self, number: int, hosted: HostedLayers, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+        """Return the logits of a pass that was handed over, as `forward` does, when the helper has answered.
+
+        Raises HelperLost.
+        """
+        behind = range(hosted.layers.stop, self.layers.stop)
+        hidden = self.forward_layers(behind, hosted.owner.take(number), batch, kv)
+        return self.logits(hidden[batch.last_rows])
+
+
+def _ask(hosted: HostedLayers, layers: range, hidden: torch.Tensor, batch: Batch) -> int:
+    return hosted.owner.ask(
+        layers, batch.query_lens, batch.kv_lens, batch.page_tables, batch.page_size, hidden
+    )

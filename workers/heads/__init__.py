@@ -1,1 +1,1 @@
-"""KV heads at a helper: another instance of the host, which has their KVCache and computes attention."""
+"""KV heads and layers at a helper: another instance of the host has their KVCache, and computes with it."""

@@ -1,4 +1,4 @@
-"""The connection of the owner of heads to the helper that has them.
+"""The connection of the owner of heads or layers to the helper that has them.
 
 Owns: the socket, the shared memory of this side. Does not know: when heads move, what is computed.
 """
@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kernels.cpu.moved_heads import HeadsOwner
-from workers.engine.kvcache import DeviceKVCache, MovedHeads
+from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 from workers.engine.model import DecoderModel
 from workers.errors import HeadsStayError
 from workers.heads.link_messages import (
@@ -21,8 +20,8 @@ from workers.heads.link_messages import (
     HostHeads,
     Hosting,
     HostingRefused,
-    SharedHeads,
 )
+from workers.heads.shared_parts import shared_part
 
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds in which a helper allocates the memory."""
@@ -32,12 +31,16 @@ _decoder = msgspec.msgpack.Decoder(FromHelper)
 
 
 class HelperLink:
-    """A helper that hosts heads, until `close` or its end, of which `on_lost` is told once."""
+    """A helper that hosts heads or layers, until `close` or its end, of which `on_lost` is told once."""
 
     def __init__(
-        self, sock: socket.socket, moved: MovedHeads, num_pages: int, on_lost: Callable[[], None]
+        self,
+        sock: socket.socket,
+        helped: MovedHeads | HostedLayers,
+        num_pages: int,
+        on_lost: Callable[[], None],
     ) -> None:
-        self.moved, self.num_pages = moved, num_pages
+        self.helped, self.num_pages = helped, num_pages
         self._sock, self._on_lost = sock, on_lost
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._on_readable)
@@ -69,12 +72,8 @@ class HelperLink:
             with contextlib.ExitStack() as stack:
                 for fd in fds:
                     stack.callback(os.close, fd)
-                shared = SharedHeads(
-                    request, hosting.num_pages, model.heads, kv.page_size, len(kv.layers), kv.dtype
-                )
-                mailbox, layers = shared.map(fds[0])
-            owner = HeadsOwner(model.library, mailbox, shared.mailbox, timeout_s)
-            return cls(sock, MovedHeads(layers, owner), hosting.num_pages, on_lost)
+                helped = shared_part(request, hosting.num_pages, model, kv).own(fds[0], timeout_s)
+            return cls(sock, helped, hosting.num_pages, on_lost)
         except (OSError, TimeoutError, IndexError) as error:
             sock.close()
             raise HeadsStayError(
@@ -88,7 +87,7 @@ class HelperLink:
         """End the hosting, and wait until the helper has its pages back."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
-            self.moved.owner.close()
+            self.helped.owner.close()
             with contextlib.suppress(OSError, TimeoutError):
                 self._sock.shutdown(socket.SHUT_WR)
                 async with asyncio.timeout(_END_TIMEOUT_S):
@@ -99,7 +98,7 @@ class HelperLink:
         """End the hosting. Idempotent."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
-            self.moved.owner.close()
+            self.helped.owner.close()
             self._sock.close()
 
     def _on_readable(self) -> None:

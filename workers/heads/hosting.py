@@ -1,4 +1,4 @@
-"""The helper's side of moved heads: their pages, for owners on the same host, and attention with them.
+"""The helper's side: pages of heads or layers for owners on the same host, and what is computed with them.
 
 Hosted pages take the place of pages of this instance's own KVCache, which are lent for as long. Each hosting
 has a thread, beside the device's own, so that neither waits for the other.
@@ -9,6 +9,7 @@ Owns: the listener, hostings, the lent pages. Does not know: requests, whose hea
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -17,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from kernels.cpu.moved_heads import HeadsHelper
 from mooncake.messages.quantities import Count
 from mooncake.node.mapping import allocate
 from workers.engine.kvcache import DeviceKVCache
@@ -30,8 +30,8 @@ from workers.heads.link_messages import (
     HostHeads,
     Hosting,
     HostingRefused,
-    SharedHeads,
 )
+from workers.heads.shared_parts import Hosted, share_of, shared_part
 
 KEPT_SHARE = 0.25
 """Share of the helper's pages that stay free for its own requests when heads come."""
@@ -49,12 +49,13 @@ class HeadsHost:
         """`path` is where the socket listens: in a directory that only this user can access."""
         self._name, self._path, self._fingerprint = name, path, fingerprint
         self._model, self._kv = model, kv
-        self._num_hosted: dict[str, int] = {}
+        self._requests: dict[str, HostHeads] = {}
+        """What is hosted, by the owner's name."""
 
     @property
     def num_hosted(self) -> dict[str, Count]:
-        """The number of heads that are hosted for each owner, by name."""
-        return dict(self._num_hosted)
+        """The number of heads that are hosted for each owner, by name; 0: layers are."""
+        return {owner: request.num_heads for owner, request in self._requests.items()}
 
     async def run(self) -> None:
         """Listen until cancelled. Then no hosting is left, and all pages are this instance's own again."""
@@ -80,7 +81,7 @@ class HeadsHost:
                 async with self._hosted(request) as (fd, num_pages, ended):
                     answer = msgspec.msgpack.encode(Hosting(num_pages))
                     socket.send_fds(sock, [answer], [fd])
-                    log.info("%d KV heads of %s are here", request.num_heads, request.owner)
+                    log.info("%s of %s are here", request.what, request.owner)
                     await _first_of(ended, loop.create_task(loop.sock_recv(sock, 1)))
             except (HeadsStayError, OSError) as error:
                 sock.send(msgspec.msgpack.encode(HostingRefused(str(error))))
@@ -90,58 +91,50 @@ class HeadsHost:
         """Make a context in which heads are hosted. It yields the memory's descriptor, the number of its
         pages, and the end of the thread."""
         num_pages = self._num_pages_for(request)
+        part = shared_part(request, num_pages, self._model, self._kv)
         loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "hosted-heads")
         fd = os.memfd_create("mooncake-heads")
-        lent = self._kv.lend(self._num_lent(request.num_heads, num_pages))
-        self._num_hosted[request.owner] = request.num_heads
+        lent = self._kv.lend(math.ceil(num_pages * share_of(request, self._model)))
+        self._requests[request.owner] = request
         try:
-            spec, kv = self._model.spec, self._kv
-            shared = SharedHeads(
-                request, num_pages, self._model.heads, kv.page_size, len(kv.layers), kv.dtype
-            )
-            await wait_to_end(loop.run_in_executor(thread, allocate, fd, shared.size_bytes))
-            mailbox, layers = shared.map(fd)
-            windows = [spec.layer_sliding_window(layer) for layer in kv.layers]
-            helper = HeadsHelper(self._model.library, mailbox, shared.mailbox, layers, windows)
-            ended = loop.run_in_executor(thread, _host, helper, request.owner)
+            await wait_to_end(loop.run_in_executor(thread, allocate, fd, part.memory.size_bytes))
+            hosted = part.host(fd)
+            ended = loop.run_in_executor(thread, _serve, hosted, request.owner)
             try:
                 yield fd, num_pages, ended
             finally:
-                helper.close()
+                hosted.close()
                 await wait_to_end(ended)
         finally:
             thread.shutdown(wait=False)
             os.close(fd)
-            del self._num_hosted[request.owner]
+            del self._requests[request.owner]
             self._kv.end_loan(lent)
-            log.info("%d KV heads of %s are gone", request.num_heads, request.owner)
+            log.info("%s of %s are gone", request.what, request.owner)
 
     def _num_pages_for(self, request: HostHeads) -> int:
         """Return for how many pages there is room. Raises HeadsStayError."""
         if request.version != LINK_VERSION or request.fingerprint != self._fingerprint:
             raise HeadsStayError(f"{self._name} runs another release, or another model")
-        if request.num_heads >= self._model.spec.num_kv_heads:
-            raise HeadsStayError(f"the model has {self._model.spec.num_kv_heads} KV heads")
-        if self._kv.moved is not None:
-            raise HeadsStayError(f"heads of {self._name} are elsewhere themselves")
-        if request.owner in self._num_hosted:
-            raise HeadsStayError(f"heads of {request.owner} are at {self._name} already")
+        share = share_of(request, self._model)
+        if self._kv.is_helped:
+            raise HeadsStayError(f"heads or layers of {self._name} are elsewhere themselves")
+        if request.owner in self._requests:
+            raise HeadsStayError(
+                f"{self._requests[request.owner].what} of {request.owner} are at {self._name} already"
+            )
         kv = self._kv
         num_kept = round(KEPT_SHARE * kv.num_usable_pages)
         num_lendable = max(0, kv.num_free_pages - num_kept)
-        num_pages = num_lendable * self._model.spec.num_kv_heads // request.num_heads
+        num_pages = math.floor(num_lendable / share)
         if num_pages < request.least_pages:
-            num_needed = self._num_lent(request.num_heads, request.least_pages)
             raise HeadsStayError(
-                f"{self._name} has no room: {request.num_heads} of {self._model.spec.num_kv_heads} KV heads"
-                f" of {request.least_pages} pages take {num_needed} of its pages, and it can lend"
+                f"{self._name} has no room: {request.what} in {request.least_pages} pages take "
+                f"{math.ceil(request.least_pages * share)} of its pages, and it can lend"
                 f" {num_lendable} ({kv.num_free_pages} of {kv.num_usable_pages} are free,"
                 f" {num_kept} stay free for its requests)"
             )
         return min(num_pages, request.wanted_pages)
-
-    def _num_lent(self, num_heads: int, num_pages: int) -> int:
-        return -(-num_pages * num_heads // self._model.spec.num_kv_heads)
 
 
 def _request(payload: bytes) -> HostHeads | None:
@@ -162,12 +155,11 @@ async def _first_of(ended: "asyncio.Future[None]", owner_speaks: "asyncio.Task[b
         owner_speaks.cancel()
 
 
-def _host(helper: HeadsHelper, owner: str) -> None:
+def _serve(hosted: Hosted, owner: str) -> None:
     """Answer passes until the exchange is closed. A pass that does not fit closes it."""
     try:
-        while (described := helper.await_pass()) is not None:
-            helper.host(described)
+        hosted.serve()
     except ValueError as error:
-        log.error("hosting heads of %s ends: %s", owner, error)
+        log.error("hosting of what %s has here ends: %s", owner, error)
     finally:
-        helper.close()
+        hosted.close()

@@ -134,7 +134,7 @@ class LeaderSession:
                 group.create_task(self._link.retire())
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
-                if not self._why_heads_stay:
+                if not self._why_not_helped:
                     group.create_task(self._heads_host.run())
                 if self._next is not None:
                     group.create_task(self._next.run(self._prefill.hear))
@@ -147,7 +147,7 @@ class LeaderSession:
             for link in (self._next, self._followers):
                 if link is not None:
                     link.close()
-            if self._executor.kv.moved is not None:
+            if self._executor.kv.is_helped:
                 self._executor.kv.reset()  # nothing of this session uses pages any more
 
     @contextlib.asynccontextmanager
@@ -268,15 +268,15 @@ class LeaderSession:
             self._executor.device_name,
             self._can_decode,
             newest_version=SPOKEN.newest,
-            heads=HeadsSupport(self._process.heads_socket, self._why_heads_stay),
+            heads=HeadsSupport(self._process.heads_socket, self._why_not_helped),
         )
 
     @property
-    def _why_heads_stay(self) -> str:
-        """Why KV heads can neither leave nor come; empty if they can."""
+    def _why_not_helped(self) -> str:
+        """Why KV heads and layers can neither leave nor come; empty if they can."""
         if self._executor.kv.window is not None:
             return "it has not all layers on its device"
-        return self._executor.model.why_heads_stay
+        return self._executor.model.why_not_helped
 
     def _take_held(self) -> list[Held]:
         """Return what goes on under another Conductor, and stop what does not."""

@@ -1,4 +1,4 @@
-"""Routes and listener for operators: to drain instances, to change roles, to move requests and KV heads.
+"""Routes and listener for operators: to drain instances, to change roles, to move what they have.
 
 Owns: these paths, the routes of the listener `http.admin_listen`. Does not know: who may use them
 (`admin_access`), how an instance drains (`conductor.membership`), the other routes (`monitoring`).
@@ -19,6 +19,7 @@ from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.shared import Front
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import RequestError
+from mooncake.messages.migration import LayerRange
 from mooncake.messages.operators import (
     ChangeRole,
     Drain,
@@ -34,7 +35,7 @@ from mooncake.messages.workers import Role
 
 MOST_HEADS = 1 << 16
 HEADS_SINCE = 28
-"""Version of the messages from which on a Conductor knows of heads that move."""
+"""Version of the messages from which on a Conductor knows of heads and layers that move."""
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
@@ -43,7 +44,8 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
     `GET /instances` lists the instances. `POST /instances/NAME/drain`, `.../serve` and `.../role?role=ROLE`
     give an order; with `?force=true` even if no instance is left for a stage. `.../drain?stay=true`: the
     instance does not end when drained. `POST /instances/NAME/heads?to=HELPER&num=N` moves that many KV heads
-    to a helper; 0: back from there. `POST /requests/ID/migrate?to=NAME` moves a running request.
+    to a helper, `.../layers?to=HELPER&layers=10:20` layers; `.../heads?to=HELPER&num=0` has back what is
+    there. `POST /requests/ID/migrate?to=NAME` moves a running request.
     """
     router = APIRouter(
         prefix=ADMIN, dependencies=[Depends(access.check_acting), Depends(_check_names_of_parameters)]
@@ -78,10 +80,21 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 
     @router.post("/instances/{name}/heads")
     async def heads(name: str, to: str, num: Annotated[int, Query(ge=0, le=MOST_HEADS)]) -> Response:
+        return await moved(lambda number: MoveHeads(number, name, to, num))
+
+    @router.post("/instances/{name}/layers")
+    async def layers(name: str, to: str, layers: str) -> Response:
+        try:
+            wanted = LayerRange.parse(shortened(layers))
+        except ValueError as error:
+            raise RequestError(str(error), param="layers") from None
+        return await moved(lambda number: MoveHeads(number, name, to, layers=wanted))
+
+    async def moved(order: Callable[[int], MoveHeads]) -> Response:
         if link.cluster is not None and link.cluster.version < HEADS_SINCE:
-            reason = "the conductor is of the last release, which moves no heads; upgrade it first"
+            reason = "the conductor is of the last release, which moves no heads or layers; upgrade it first"
             raise RequestError(reason, status=409, code="refused")
-        return await ordered(lambda number: MoveHeads(number, name, to, num))
+        return await ordered(order)
 
     @router.post("/requests/{request_id}/migrate")
     async def migrate(request_id: str, to: str | None = None) -> Response:

@@ -80,5 +80,12 @@ extern "C" void begin_pass(Mailbox* mailbox) {
     wake_other(mailbox->begun);
 }
 extern "C" int await_pass(Mailbox* mailbox, uint32_t number) { return wait_other(*mailbox, mailbox->begun, number); }
+extern "C" void answer_pass(Mailbox* mailbox) {
+    mailbox->answered.fetch_add(1);
+    wake_other(mailbox->answered);
+}
+extern "C" int await_answer(Mailbox* mailbox, uint32_t number, int64_t timeout_ms) {
+    return wait_answer(*mailbox, number, timeout_ms);
+}
 extern "C" void close_mailbox(Mailbox* mailbox) { close_exchange(*mailbox); }
 extern "C" int mailbox_is_closed(Mailbox* mailbox) { return mailbox->closed.load(); }

@@ -42,6 +42,14 @@ inline bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, uint32_t v
     return true;
 }
 
+// False when the exchange is closed, or the time is over, before so many passes are answered as a whole (hosted_layers.py).
+inline bool wait_answer(Mailbox& mailbox, uint32_t number, int64_t timeout_ms) {
+    const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
+    for (uint32_t answered; int32_t((answered = mailbox.answered.load(std::memory_order_acquire)) - number) < 0;)
+        if (!wait_other(mailbox, mailbox.answered, answered, end)) return false;
+    return true;
+}
+
 inline void close_exchange(Mailbox& mailbox) {
     mailbox.closed.store(1);
     for (std::atomic<uint32_t>* word : {&mailbox.begun, &mailbox.asked, &mailbox.answered}) wake_other(*word);

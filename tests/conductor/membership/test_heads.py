@@ -11,7 +11,7 @@ from conductor.policy import Conductor
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import ClusterState
-from mooncake.messages.migration import HeadsPlace, HeadsSupport, PlaceHeads
+from mooncake.messages.migration import HeadsPlace, HeadsSupport, LayerRange, PlaceHeads
 from mooncake.messages.operators import ChangeRole, Drain, MoveHeads, Ordered
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.workers import Register, Retire, Retired, Role
@@ -38,8 +38,11 @@ def conductor() -> Conductor:
     return conductor
 
 
-def order(conductor: Conductor, owner: str, helper: str, num_heads: int) -> tuple[Ordered, list[PlaceHeads]]:
-    effects = conductor.handle(FRONT, MoveHeads(1, owner, helper, num_heads), 1.0)
+def order(
+    conductor: Conductor, owner: str, helper: str, part: int | LayerRange
+) -> tuple[Ordered, list[PlaceHeads]]:
+    num_heads, layers = (part, None) if isinstance(part, int) else (0, part)
+    effects = conductor.handle(FRONT, MoveHeads(1, owner, helper, num_heads, layers), 1.0)
     orders = [effect.message for effect in effects if isinstance(effect.message, PlaceHeads)]
     [answer] = [effect.message for effect in effects if isinstance(effect.message, Ordered)]
     return answer, orders
@@ -55,7 +58,7 @@ def test_an_order_is_passed_on_and_heads_move_until_a_heartbeat_names_it(conduct
     assert answer.status is not None
     assert (answer.refusal, answer.status.heads.is_moving) == ("", True)
     tell(conductor, A, HeadsPlace())  # sent before the order came
-    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads of a are moving already"
+    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
     tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1, num_device_pages=133))
     answer, orders = order(conductor, "a", "b", 0)
     assert [(of.number, of.num_heads) for of in orders] == [(2, 0)]
@@ -66,15 +69,30 @@ def test_an_order_is_passed_on_and_heads_move_until_a_heartbeat_names_it(conduct
 def test_an_order_is_under_way_until_its_end_is_told(conductor: Conductor) -> None:
     order(conductor, "a", "b", 1)
     tell(conductor, A, HeadsPlace(EPOCH, 1, "b", is_moving=True))  # it has begun
-    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads of a are moving already"
-    assert order(conductor, "b", "c", 1)[0].refusal == "b has KV heads of a itself"
-    assert order(conductor, "c", "a", 1)[0].refusal == "KV heads of a are moving, so it cannot be a helper"
-    for name, why in (("a", "KV heads of a are moving"), ("b", "b has KV heads of a")):
+    assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
+    assert order(conductor, "b", "c", 1)[0].refusal == "b has KV heads or layers of a itself"
+    assert (
+        order(conductor, "c", "a", 1)[0].refusal
+        == "KV heads or layers of a are moving, so it cannot be a helper"
+    )
+    for name, why in (("a", "KV heads or layers of a are moving"), ("b", "b has KV heads or layers of a")):
         [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
         assert isinstance(effect.message, Ordered)
         assert effect.message.refusal == why
     tell(conductor, A, HeadsPlace(EPOCH, 1, error="no room"))
     assert order(conductor, "a", "c", 1)[0].refusal == ""
+
+
+def test_layers_go_and_come_back(conductor: Conductor) -> None:
+    first = LayerRange(0, 1)
+    answer, [placed] = order(conductor, "a", "b", first)
+    assert (answer.refusal, placed) == ("", PlaceHeads(EPOCH, 1, "b", "/run/b", 0, first))
+    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 0, first))
+    assert order(conductor, "a", "c", 1)[0].refusal == (
+        "layers 0:1 of a are at b; take them back first (`mooncake-serve migrate a b --back`)"
+    )
+    _, [placed] = order(conductor, "a", "b", 0)
+    assert placed == PlaceHeads(EPOCH, 2, "b", "/run/b")
 
 
 def test_fronts_are_told_of_another_number_of_pages(conductor: Conductor) -> None:
@@ -108,13 +126,34 @@ def _to_b(conductor: Conductor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "owner", "helper", "num_heads", "refusal"),
+    ("before", "owner", "helper", "part", "refusal"),
     [
         (None, "a", "x", 1, "no instance 'x' is registered; there are a, b, c, d0, p0"),
         (None, "x", "a", 1, "no instance 'x' is registered; there are a, b, c, d0, p0"),
         (None, "a", "a", 1, "a cannot be its own helper"),
         (None, "a", "b", 4, "the model has 4 KV heads, of which at most 3 can be elsewhere"),
-        (None, "a", "b", 0, "no KV heads of a are at b"),
+        (None, "a", "b", 0, "nothing of a is at b"),
+        (
+            None,
+            "a",
+            "b",
+            LayerRange(1, 3),
+            "the model has layers 0:2, of which at least one stays; 1:3 cannot be elsewhere",
+        ),
+        (
+            None,
+            "a",
+            "b",
+            LayerRange(0, 2),
+            "the model has layers 0:2, of which at least one stays; 0:2 cannot be elsewhere",
+        ),
+        (
+            None,
+            "a",
+            "d0",
+            LayerRange(0, 1),
+            "layers neither leave nor come to d0: it has no support for that",
+        ),
         (None, "a", "d0", 1, "KV heads neither leave nor come to d0: it has no support for that"),
         (None, "a", "far", 1, "a and far are on different hosts; KV heads move within one"),
         (None, "a", "prefills", 1, "prefills prefills; KV heads move between instances that decode"),
@@ -127,7 +166,7 @@ def _to_b(conductor: Conductor) -> None:
             "1 of the KV heads of a are at b; take them back first (`mooncake-serve migrate a b --back`)",
         ),
         (_to_b, "c", "a", 1, "1 of the KV heads of a are at b, so it cannot be a helper"),
-        (_to_b, "b", "c", 1, "b has KV heads of a itself"),
+        (_to_b, "b", "c", 1, "b has KV heads or layers of a itself"),
     ],
 )
 def test_orders_that_cannot_be_carried_out(
@@ -135,7 +174,7 @@ def test_orders_that_cannot_be_carried_out(
     before: Callable[[Conductor], None] | None,
     owner: str,
     helper: str,
-    num_heads: int,
+    part: int | LayerRange,
     refusal: str,
 ) -> None:
     if before is not None:
@@ -146,13 +185,13 @@ def test_orders_that_cannot_be_carried_out(
         conductor.handle(peer_identity("far", 1), register, 0.0)
     elif helper == "prefills":
         conductor.handle(peer_identity("prefills", 1), able("prefills", Role.PREFILL), 0.0)
-    answer, orders = order(conductor, owner, helper, num_heads)
+    answer, orders = order(conductor, owner, helper, part)
     assert (answer.refusal, orders) == (refusal, [])
 
 
 def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None:
     _to_b(conductor)
-    for name, why in (("a", "1 of the KV heads of a are at b"), ("b", "b has KV heads of a")):
+    for name, why in (("a", "1 of the KV heads of a are at b"), ("b", "b has KV heads or layers of a")):
         [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
         assert isinstance(effect.message, Ordered)
         assert effect.message.refusal == why

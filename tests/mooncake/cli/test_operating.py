@@ -10,7 +10,7 @@ from mooncake.cli import operating
 from mooncake.cli.commands import run
 from mooncake.cli.operating import AdminClient, change_role, drain, migrate
 from mooncake.errors import MooncakeError
-from mooncake.messages.migration import HeadsPlace
+from mooncake.messages.migration import HeadsPlace, LayerRange
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 from tests.ports import free_port
@@ -96,23 +96,30 @@ def test_a_switch_that_comes_to_nothing_is_an_error(then: list[InstanceStatus], 
         change_role(server.client(), "decode-0", Role.PREFILL, force=False)
 
 
-def heads(
-    helper: str = "", num: int = 0, *, error: str = "", is_moving: bool = False
+TAIL = LayerRange(3, 8)
+
+
+def moved(
+    helper: str = "", part: int | LayerRange = 0, *, error: str = "", is_moving: bool = False
 ) -> list[InstanceStatus]:
-    place = HeadsPlace(helper=helper, num_heads=num, error=error, is_moving=is_moving)
+    num, layers = (part, None) if isinstance(part, int) else (0, part)
+    place = HeadsPlace(helper=helper, num_heads=num, layers=layers, error=error, is_moving=is_moving)
     return [msgspec.structs.replace(status("serving"), heads=place, num_device_pages=100 + num)]
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "at_first", "at_last", "told"),
+    ("part", "ordered", "at_first", "at_last", "told"),
     [
-        (1, heads(), heads("d1", 1), "1 of the KV heads of decode-0 is at d1; decode-0 has 101 pages\n"),
-        (2, heads(), heads("d1", 2), "2 of the KV heads of decode-0 are at d1; decode-0 has 102 pages\n"),
-        (0, heads("d1", 2), heads(), "all KV heads of decode-0 are back; decode-0 has 100 pages\n"),
+        (1, "heads?to=d1&num=1", moved(), moved("d1", 1), "1 of the KV heads of decode-0 is at d1"),
+        (2, "heads?to=d1&num=2", moved(), moved("d1", 2), "2 of the KV heads of decode-0 are at d1"),
+        (TAIL, "layers?to=d1&layers=3%3A8", moved(), moved("d1", TAIL), "layers 3:8 of decode-0 are at d1"),
+        (0, "heads?to=d1&num=0", moved("d1", 2), moved(), "all KV heads and layers of decode-0 are there"),
+        (0, "heads?to=d1&num=0", moved("d1", TAIL), moved(), "all KV heads and layers of decode-0 are there"),
     ],
 )
-def test_migrate_waits_until_the_heads_are_there(
-    num_heads: int,
+def test_migrate_waits_until_the_move_is_complete(
+    part: int | LayerRange,
+    ordered: str,
     at_first: list[InstanceStatus],
     at_last: list[InstanceStatus],
     told: str,
@@ -123,21 +130,22 @@ def test_migrate_waits_until_the_heads_are_there(
         for one in at_first
     ]
     server = Server(moving, moving, at_last)
-    assert migrate(server.client(), "decode-0", "d1", num_heads) == 0
-    assert server.orders == [f"/admin/instances/decode-0/heads?to=d1&num={num_heads}"]
-    assert capsys.readouterr().out == told
+    assert migrate(server.client(), "decode-0", "d1", part) == 0
+    assert server.orders == [f"/admin/instances/decode-0/{ordered}"]
+    num_pages = 100 + at_last[0].heads.num_heads
+    assert capsys.readouterr().out == f"{told}; decode-0 has {num_pages} pages\n"
 
 
 @pytest.mark.parametrize(
     ("then", "told"),
     [
-        (heads(error="d1 has no room: ..."), "d1 has no room"),
-        (heads("d2", 1), "where another order has them"),
+        (moved(error="d1 has no room: ..."), "d1 has no room"),
+        (moved("d2", 1), "another order has been given for decode-0"),
         ([], "decode-0 is lost"),
     ],
 )
-def test_heads_that_do_not_move_are_an_error(then: list[InstanceStatus], told: str) -> None:
-    server = Server(heads(is_moving=True), then)
+def test_a_move_that_fails_is_an_error(then: list[InstanceStatus], told: str) -> None:
+    server = Server(moved(is_moving=True), then)
     with pytest.raises(MooncakeError, match=told):
         migrate(server.client(), "decode-0", "d1", 1)
 

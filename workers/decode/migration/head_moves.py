@@ -1,14 +1,15 @@
-"""Moves of KV heads from a decode instance to a helper, and back (BanaServe, section 4.1, figure 4).
+"""Moves of KV heads or layers from a decode instance to a helper, and back (BanaServe, section 4.1).
 
 Requests go on meanwhile: pages that no iteration writes any more are copied first; then, between two
-iterations, the rest. Heads also come back when the helper is lost: what it hosted is still mapped here, and
+iterations, the rest. They also come back when the helper is lost: what it hosted is still mapped here, and
 an iteration that it left unanswered is computed again.
 
-Owns: the order of these steps, which heads are where. Does not know: why heads move, what a pass exchanges.
+Owns: the order of these steps, what is where. Does not know: why something moves, what a pass exchanges.
 """
 
 import asyncio
 import logging
+import math
 import threading
 
 import msgspec
@@ -23,6 +24,7 @@ from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end
 from workers.heads.helper_link import HelperLink
 from workers.heads.link_messages import LINK_VERSION, HostHeads
+from workers.heads.shared_parts import share_of
 
 _FEW_PAGES = 32
 """Pages that may be left for the pause between two iterations."""
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class HeadMoves:
-    """The heads of one instance, `name`. Orders are carried out in `run`, one after the other.
+    """The heads and layers of one instance, `name`. Orders are carried out in `run`, one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
     layer is lost.
@@ -57,15 +59,15 @@ class HeadMoves:
         self._link: HelperLink | None = None
         self._pages_freed = asyncio.Event()
         self.place = HeadsPlace()
-        """The place of the heads, as heartbeats tell it."""
+        """The place of heads and layers, as heartbeats tell it."""
 
     def order(self, order: PlaceHeads) -> None:
         """Carry out an order, behind earlier ones."""
         self._orders.put_nowait(order)
 
     def lost(self) -> None:
-        """React to the loss of the helper: no iteration begins until the heads are here again."""
-        if self._executor.kv.moved is not None:
+        """React to the loss of the helper: no iteration begins until all is here again."""
+        if self._executor.kv.is_helped:
             self._loop.hold()
             self._orders.put_nowait(None)
 
@@ -79,7 +81,9 @@ class HeadMoves:
             while True:
                 order = await self._orders.get()
                 if order is None:
-                    await self._come_back(f"{self.place.helper} is lost, and the heads are here again")
+                    await self._come_back(
+                        f"{self.place.helper} is lost, and {self.place.what} are here again"
+                    )
                 else:
                     await self._carry_out(order)
         finally:
@@ -90,9 +94,9 @@ class HeadMoves:
         told_before = self.place.error
         self._tell(epoch=order.epoch, number=order.number, is_moving=True, error="")
         try:
-            if order.num_heads:
+            if order.num_heads or order.layers is not None:
                 await self._move(order)
-            elif self._executor.kv.moved is not None:
+            elif self._executor.kv.is_helped:
                 await self._return()
             self._tell(is_moving=False)
         except HeadsStayError as error:
@@ -101,10 +105,9 @@ class HeadMoves:
             self._tell(is_moving=False, error=str(error))
 
     async def _move(self, order: PlaceHeads) -> None:
-        """Move heads to a helper. Raises HeadsStayError; they are here then."""
-        kv, model = self._executor.kv, self._executor.model
-        if kv.moved is not None:
-            raise HeadsStayError(f"{self.place.num_heads} KV heads are at {self.place.helper}")
+        """Move heads or layers to a helper. Raises HeadsStayError; they are here then."""
+        if self._executor.kv.is_helped:
+            raise HeadsStayError(f"{self.place.what} are at {self.place.helper}")
         self._tell(helper=order.helper)
         try:
             link = await self._move_to(order)
@@ -112,31 +115,33 @@ class HeadMoves:
             self._tell(helper="")
             raise
         self._link = link
-        self._tell(num_heads=order.num_heads)
-        log.info("%d of %d KV heads are at %s", order.num_heads, model.spec.num_kv_heads, order.helper)
+        self._tell(num_heads=order.num_heads, layers=order.layers)
+        log.info("%s are at %s", self.place.what, order.helper)
         if link.is_lost:
             self.lost()
 
     async def _move_to(self, order: PlaceHeads) -> HelperLink:
-        """Return the link to the helper that has the heads. Raises HeadsStayError."""
+        """Return the link to the helper that has them. Raises HeadsStayError."""
         kv, model = self._executor.kv, self._executor.model
-        num_heads = len(kv.kv_heads)
         request = HostHeads(
             LINK_VERSION,
             self._name,
             self._fingerprint,
             order.num_heads,
+            order.layers,
             kv.num_own_pages,
-            kv.num_own_pages * num_heads // (num_heads - order.num_heads),
+            kv.num_own_pages,
             self._most_tokens,
             self._max_batch,
         )
+        wanted_pages = math.floor(kv.num_own_pages / (1 - share_of(request, model)))
+        request = msgspec.structs.replace(request, wanted_pages=wanted_pages)
         link = await HelperLink.connect(order.socket, request, model, kv, self._timeout_s, self.lost)
         try:
-            move = HeadMove(kv, link.num_pages, link.moved)
+            move = HeadMove(kv, link.num_pages, link.helped)
             copied = await self._pre_copy(move)
             if link.is_lost:
-                raise HeadsStayError(f"{order.helper} was lost before the heads had moved")
+                raise HeadsStayError(f"{order.helper} was lost before the move was complete")
             await self._switch(move, copied)
         except BaseException:
             link.close()
@@ -144,11 +149,12 @@ class HeadMoves:
         return link
 
     async def _return(self) -> None:
-        """Have all heads here, while the helper still computes. Raises HeadsStayError."""
+        """Have all here, while the helper still computes. Raises HeadsStayError."""
         kv = self._executor.kv
         if self._batch.longest() > kv.num_own_pages:
             raise HeadsStayError(
-                f"a request needs {self._batch.longest()} pages, with all heads there are {kv.num_own_pages}"
+                f"a request needs {self._batch.longest()} pages, and with all heads and layers there are "
+                f"{kv.num_own_pages}"
             )
         await self._free_beyond(kv.num_own_pages)
         move = HeadMove(kv, kv.num_own_pages, None)
@@ -156,9 +162,9 @@ class HeadMoves:
         await self._end_hosting()
 
     async def _come_back(self, reason: str) -> None:
-        """Have all heads here, as the helper is lost. No iteration runs until then."""
+        """Have all here, as the helper is lost. No iteration runs until then."""
         kv = self._executor.kv
-        if kv.moved is None:
+        if not kv.is_helped:
             return
         log.warning("%s", reason)
         self._tell(is_moving=True)
@@ -172,7 +178,7 @@ class HeadMoves:
         if self._link is not None:
             await self._link.end()
         self._link = None
-        self._tell(helper="", num_heads=0)
+        self._tell(helper="", num_heads=0, layers=None)
 
     async def _free_beyond(self, num_pages: int) -> None:
         """Have the pages from `num_pages` on freed: running sequences that have some are preempted."""

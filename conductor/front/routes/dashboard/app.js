@@ -78,7 +78,7 @@ function drawInstances(state) {
     ].filter(Boolean);
     return element("tr", {},
       cell(instance.name), cell(instance.next_role ? `${instance.role} → ${instance.next_role}` : instance.role, instance.role),
-      cell(instance.helper ? `${instance.engine}; ${instance.num_moved_heads} KV heads at ${instance.helper}` : instance.engine),
+      cell(instance.helper ? `${instance.engine}; ${instance.moved} at ${instance.helper}` : instance.engine),
       number(instance.num_running), number(instance.num_waiting), number(instance.num_assigned_tokens),
       number(rate((past) => named(past, instance.name)?.num_decoded_tokens)),
       share(instance.num_device_pages - instance.num_free_device_pages, instance.num_device_pages),

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import transformers
 
-from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads
 from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
@@ -53,6 +53,15 @@ def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> Sta
     return functools.partial(decode_lab, model, tmp_path)
 
 
+Part = int | LayerRange
+"""Some layers, or so many KV heads; 0: nothing."""
+PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
+
+
+def _fields(part: Part) -> tuple[int, LayerRange | None]:
+    return (part, None) if isinstance(part, int) else (0, part)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
@@ -77,20 +86,21 @@ class Pair:
     def helper(self) -> InstanceUnderTest:
         return self.lab.decodes[1]
 
-    def order(self, num_heads: int) -> int:
+    def order(self, part: Part) -> int:
         number = next(self.numbers)
-        self.owner.decode.place_heads(PlaceHeads(1, number, "d1", self.path, num_heads))
+        order = PlaceHeads(1, number, "d1", self.path, *_fields(part))
+        self.owner.decode.place_heads(order)
         return number
 
-    async def place(self, num_heads: int) -> HeadsPlace:
+    async def place(self, part: Part) -> HeadsPlace:
         """Order, and wait for the end of the move."""
-        number = self.order(num_heads)
+        number = self.order(part)
         await until(lambda: self._place.number == number and not self._place.is_moving)
         return self._place
 
-    async def move(self, num_heads: int) -> None:
-        place = await self.place(num_heads)
-        assert (place.error, place.num_heads) == ("", num_heads)
+    async def move(self, part: Part) -> None:
+        place = await self.place(part)
+        assert (place.error, place.num_heads, place.layers) == ("", *_fields(part))
 
     async def lose_helper(self) -> None:
         """As if its process ended."""
@@ -131,19 +141,24 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
 
 
 @pytest.mark.parametrize(
+    "parts",
+    [(1, 0, 2, 0, 1, 0), (LayerRange(1, 3), 0, LayerRange(0, 1), 0, LayerRange(1, 2), 0)],
+    ids=["heads", "layers"],
+)
+@pytest.mark.parametrize(
     "sizes", [SIZES, Sizes(num_decode=2, num_device_pages=24, num_pool_pages=60, max_batch=4)], ids=str
 )
 async def test_answers_are_those_of_heads_that_stay(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, sizes: Sizes
+    start_decode_lab: StartDecodeLab, tmp_path: Path, sizes: Sizes, parts: Sequence[Part]
 ) -> None:
     async with paired(start_decode_lab, tmp_path, sizes) as pair:
         expected = await answers(pair, "stays", 8)
         running = asyncio.create_task(answers(pair, "moves", 8))
-        for num_heads in (1, 0, 2, 0, 1, 0):
-            await pair.move(num_heads)
-            assert pair.host.num_hosted == ({"d0": num_heads} if num_heads else {})
+        for part in parts:
+            await pair.move(part)
+            assert pair.host.num_hosted == ({"d0": _fields(part)[0]} if part else {})
         assert await running == expected
-        await pair.move(1)
+        await pair.move(parts[0])
         assert await answers(pair, "comes", 8) == expected
         await pair.move(0)
         assert await answers(pair, "back", 8) == expected
@@ -183,8 +198,9 @@ async def test_the_owner_has_room_for_more_tokens_and_the_helper_for_fewer(
         assert owner.num_usable_pages == helper.num_free_pages == NUM_PAGES
 
 
+@PARTS
 async def test_heads_come_back_although_their_pages_are_needed(
-    start_decode_lab: StartDecodeLab, tmp_path: Path
+    start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         sampling = SamplingParams(130, temperature=0)
@@ -196,7 +212,7 @@ async def test_heads_come_back_although_their_pages_are_needed(
             ]
 
         expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
-        await pair.move(1)
+        await pair.move(part)
         begun = begin_all("moved")
         kv = pair.owner.executor.kv
         await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
@@ -205,23 +221,28 @@ async def test_heads_come_back_although_their_pages_are_needed(
         assert [await tokens_of(decoded.answer) for decoded in begun] == expected
 
 
-async def test_a_lost_helper_costs_no_answer(start_decode_lab: StartDecodeLab, tmp_path: Path) -> None:
+@PARTS
+async def test_a_lost_helper_costs_no_answer(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
+) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await answers(pair, "stays", 8)
-        await pair.move(1)
+        await pair.move(part)
         running = asyncio.create_task(answers(pair, "moved", 8))
         await until(lambda: pair.owner.decode.num_running > 1)
         await pair.lose_helper()
-        await until(lambda: not pair.owner.decode.heads.num_heads and not pair.owner.decode.heads.is_moving)
-        assert pair.owner.decode.heads.error == "d1 is lost, and the heads are here again"
+        await until(lambda: not pair.owner.decode.heads.are_elsewhere)
+        what = "layers 1:3" if part != 1 else "1 of the KV heads"
+        assert pair.owner.decode.heads.error == f"d1 is lost, and {what} are here again"
         assert await running == expected
-        place = await pair.place(1)
+        place = await pair.place(part)
         assert "the helper does not answer" in place.error
         assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES
 
 
+@PARTS
 async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_own(
-    start_decode_lab: StartDecodeLab, tmp_path: Path
+    start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         sampling = SamplingParams(130, temperature=0)
@@ -233,7 +254,7 @@ async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_
             ]
 
         expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
-        await pair.move(1)
+        await pair.move(part)
         begun = begin_all("moved")
         kv = pair.owner.executor.kv
         await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
@@ -248,7 +269,7 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, NUM_PAGES, NUM_PAGES, 16, 8)
+        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
         executor = pair.owner.executor
         link = await HelperLink.connect(
             pair.path, request, executor.model, executor.kv, DEADLINE_S, lambda: None
@@ -268,10 +289,10 @@ async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeL
         taken = pair.helper.executor.kv.allocate(1)
         place = await pair.place(3)
         assert place.error == (
-            "d1 has no room: 3 of 4 KV heads of 48 pages take 36 of its pages, and it can lend 35 "
+            "d1 has no room: 3 of the KV heads in 48 pages take 36 of its pages, and it can lend 35 "
             "(47 of 48 are free, 12 stay free for its requests)"
         )
         assert place.num_heads == 0
         pair.helper.executor.kv.free(taken)
         await pair.move(1)
-        assert (await pair.place(2)).error == "1 KV heads are at d1"
+        assert (await pair.place(2)).error == "1 of the KV heads are at d1"

@@ -1,0 +1,158 @@
+"""Whole layers of passes in a helper's process (BanaServe, section 4.1, figure 3).
+
+Two processes share memory: a mailbox, in which the owner of the sequences describes a pass and puts the
+hidden states before these layers, and the layers' pages. The helper computes the layers with its own weights,
+and puts the hidden states behind them in the same place. Bytes exchanged by a token: two rows of hidden
+states.
+
+Up to `NUM_SLOTS` passes are in the mailbox at a time, so that both sides compute at once. The helper answers
+them in order.
+
+Owns: the layout of this mailbox, both ends. Does not know: how layers are computed, how memory is shared.
+"""
+
+from collections.abc import Sequence
+from ctypes import c_int64, c_uint32
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.cpu.library import Library
+from kernels.cpu.mailbox import COUNTERS_BYTES, HelperLost, Mailbox, aligned
+from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
+
+NUM_SLOTS = 3
+"""Passes in the mailbox: two micro-batches of a decode pipeline, and a prompt's layer between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersShape:
+    """The sizes of a mailbox: the longest pass that it takes."""
+
+    num_tokens: int
+    """New tokens of a pass, of all its sequences."""
+    num_sequences: int
+    num_pages: int
+    """Pages of all sequences of a pass."""
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def rows_offset(self) -> int:
+        """Offset in bytes of the hidden states in a slot, behind the description."""
+        return aligned(described_bytes(self.num_sequences, self.num_pages))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, whole memory pages."""
+        return self.rows_offset + aligned(self.num_tokens * self.hidden_size * self.dtype.itemsize)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the mailbox, whole memory pages."""
+        return COUNTERS_BYTES + NUM_SLOTS * self.slot_bytes
+
+
+class _LayersMailbox(Mailbox):
+    """One end of a mailbox of this shape."""
+
+    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape) -> None:
+        super().__init__(library, memory, shape.size_bytes)
+        self.shape = shape
+
+    def _ints(self, number: int) -> np.ndarray:
+        """Return the memory of a pass's description, int32."""
+        start = self._start(number)
+        ints: np.ndarray = self._memory[start : start + self.shape.rows_offset].numpy().view(np.int32)
+        return ints
+
+    def _rows(self, number: int, num_tokens: int) -> torch.Tensor:
+        """Return the hidden states of a pass, `[num_tokens, hidden_size]`: a view."""
+        shape, start = self.shape, self._start(number) + self.shape.rows_offset
+        num_bytes = num_tokens * shape.hidden_size * shape.dtype.itemsize
+        return self._memory[start : start + num_bytes].view(shape.dtype).view(-1, shape.hidden_size)
+
+    def _start(self, number: int) -> int:
+        return COUNTERS_BYTES + number % NUM_SLOTS * self.shape.slot_bytes
+
+
+class LayersOwner(_LayersMailbox):
+    """The owner's end, for one thread. `timeout_s` is the longest time that a layer may take the helper."""
+
+    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, timeout_s: float) -> None:
+        super().__init__(library, memory, shape)
+        self._timeout_s = timeout_s
+        self._asked: dict[int, tuple[int, int]] = {}
+        """Numbers of tokens and layers of the passes that were not taken yet."""
+        self._num_passes = 0
+
+    def ask(
+        self,
+        layers: range,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_tables: Sequence[np.ndarray],
+        page_size: int,
+        hidden: torch.Tensor,
+    ) -> int:
+        """Hand a pass over to the helper: `hidden` [T, hidden_size] before these layers. Return its number.
+
+        Raises ValueError for one that is too long.
+        """
+        shape = self.shape
+        num_pages = sum(-(-kv_len // page_size) for kv_len in kv_lens)
+        if (
+            len(hidden) > shape.num_tokens
+            or len(query_lens) > shape.num_sequences
+            or num_pages > shape.num_pages
+        ):
+            raise ValueError(
+                f"expected a pass of at most {shape.num_tokens} tokens of {shape.num_sequences} sequences in "
+                f"{shape.num_pages} pages, got {len(hidden)}, {len(query_lens)} and {num_pages}"
+            )
+        assert len(self._asked) < NUM_SLOTS, "the slot's answer has not been taken"
+        self._num_passes = number = self._num_passes + 1
+        self._asked[number] = len(hidden), len(layers)
+        write_pass(self._ints(number), layers, query_lens, kv_lens, page_tables, page_size)
+        self._rows(number, len(hidden)).copy_(hidden)
+        self._code.begin_pass(self._address)
+        return number
+
+    def take(self, number: int) -> torch.Tensor:
+        """Return the hidden states behind the layers of a pass, `[T, hidden_size]`. Blocks.
+
+        Raises HelperLost.
+        """
+        num_tokens, num_layers = self._asked.pop(number)
+        timeout_ms = c_int64(round(1000 * self._timeout_s * num_layers))
+        if not self._code.await_answer(self._address, c_uint32(number), timeout_ms):
+            raise HelperLost("the helper that has some of the layers does not answer")
+        return self._rows(number, num_tokens).clone()
+
+
+class LayersHelper(_LayersMailbox):
+    """The helper's end, for one thread. Pages have `page_size` tokens."""
+
+    def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, page_size: int) -> None:
+        super().__init__(library, memory, shape)
+        self._page_size, self._num_passes = page_size, 0
+
+    def await_pass(self) -> tuple[HostedPass, torch.Tensor] | None:
+        """Wait for the next pass, and return it with its hidden states `[T, hidden_size]`, a view; None when
+        the exchange is closed. Blocks.
+
+        Raises ValueError for a pass with more tokens than fit.
+        """
+        if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
+            return None
+        self._num_passes = number = self._num_passes + 1
+        described = read_pass(self._ints(number), number, self._page_size)
+        num_tokens = sum(described.query_lens)
+        if not 0 < num_tokens <= self.shape.num_tokens:
+            raise ValueError(f"expected a pass of at most {self.shape.num_tokens} tokens, got {num_tokens}")
+        return described, self._rows(number, num_tokens)
+
+    def answer(self) -> None:
+        """Tell the owner that the pass's hidden states are those behind the layers."""
+        self._code.answer_pass(self._address)

@@ -1,0 +1,134 @@
+"""The parts of a model that can be at a helper: some KV heads of all layers, or some layers.
+
+Owns: what is shared of a part, what each side computes with it. Does not know: sockets, whose pages are lent.
+"""
+
+from fractions import Fraction
+from typing import Protocol
+
+from kernels.cpu.hosted_layers import LayersHelper, LayersOwner, LayersShape
+from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
+from workers.engine.batch import Batch, Chunk
+from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
+from workers.engine.model import DecoderModel
+from workers.errors import HeadsStayError
+from workers.heads.link_messages import HostHeads, SharedMemory
+
+
+class Hosted(Protocol):
+    """A part at its helper, over mapped memory."""
+
+    def serve(self) -> None:
+        """Answer passes until `close`, on an own thread. Raises ValueError for one that does not fit."""
+
+    def close(self) -> None:
+        """End the exchange for both sides. Idempotent."""
+
+
+class SharedPart(Protocol):
+    """The part that a `HostHeads` names, with a number of pages."""
+
+    @property
+    def memory(self) -> SharedMemory: ...
+
+    def own(self, fd: int, timeout_s: float) -> MovedHeads | HostedLayers:
+        """Map the memory on the owner's side. A helper that takes `timeout_s` for a layer is lost."""
+
+    def host(self, fd: int) -> Hosted:
+        """Map the memory on the helper's side."""
+
+
+def shared_part(request: HostHeads, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
+    """Return the part that a request names."""
+    if request.layers is None:
+        return _Heads(request, num_pages, model, kv)
+    return _Layers(request, num_pages, model, kv)
+
+
+def share_of(request: HostHeads, model: DecoderModel) -> Fraction:
+    """Return the part's share of a page. Raises HeadsStayError for a part that the model does not have."""
+    spec = model.spec
+    if request.layers is not None:
+        if request.layers.stop > spec.num_layers or request.layers.count == spec.num_layers:
+            raise HeadsStayError(f"the model has {spec.num_layers} layers")
+        return Fraction(request.layers.count, spec.num_layers)
+    if not 0 < request.num_heads < spec.num_kv_heads:
+        raise HeadsStayError(f"the model has {spec.num_kv_heads} KV heads")
+    return Fraction(request.num_heads, spec.num_kv_heads)
+
+
+class _Heads:
+    def __init__(self, request: HostHeads, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
+        self._model, self._kv = model, kv
+        heads = model.heads.last(request.num_heads)
+        self._shape = MailboxShape(request.most_tokens, request.most_sequences, num_pages, heads, kv.dtype)
+        layer_shape = (num_pages, heads.num_kv_heads, 2, kv.page_size, heads.head_dim)
+        self.memory = SharedMemory(self._shape.size_bytes, layer_shape, len(kv.layers), kv.dtype)
+
+    def own(self, fd: int, timeout_s: float) -> MovedHeads:
+        mailbox, layers = self.memory.map(fd)
+        return MovedHeads(layers, HeadsOwner(self._model.library, mailbox, self._shape, timeout_s))
+
+    def host(self, fd: int) -> Hosted:
+        mailbox, layers = self.memory.map(fd)
+        windows = [self._model.spec.layer_sliding_window(layer) for layer in self._kv.layers]
+        return _HostedHeads(HeadsHelper(self._model.library, mailbox, self._shape, layers, windows))
+
+
+class _HostedHeads:
+    def __init__(self, helper: HeadsHelper) -> None:
+        self._helper = helper
+        self.close = helper.close
+
+    def serve(self) -> None:
+        while (described := self._helper.await_pass()) is not None:
+            self._helper.host(described)
+
+
+class _Layers:
+    def __init__(self, request: HostHeads, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
+        assert request.layers is not None
+        self._model, self._kv = model, kv
+        self._layers, self._num_pages = range(request.layers.start, request.layers.stop), num_pages
+        self._shape = LayersShape(
+            request.most_tokens, request.most_sequences, num_pages, model.spec.hidden_size, kv.dtype
+        )
+        layer_shape = (num_pages, len(kv.kv_heads), 2, kv.page_size, model.spec.head_dim)
+        self.memory = SharedMemory(self._shape.size_bytes, layer_shape, len(self._layers), kv.dtype)
+
+    def own(self, fd: int, timeout_s: float) -> HostedLayers:
+        mailbox, pages = self.memory.map(fd)
+        owner = LayersOwner(self._model.library, mailbox, self._shape, timeout_s)
+        return HostedLayers(self._layers, pages, owner)
+
+    def host(self, fd: int) -> Hosted:
+        mailbox, pages = self.memory.map(fd)
+        own = self._kv
+        kv = DeviceKVCache(
+            own.spec, self._layers, self._num_pages, own.page_size, own.dtype, own.device, memory=pages
+        )
+        helper = LayersHelper(self._model.library, mailbox, self._shape, own.page_size)
+        return _HostedLayers(helper, self._model, kv)
+
+
+class _HostedLayers:
+    def __init__(self, helper: LayersHelper, model: DecoderModel, kv: DeviceKVCache) -> None:
+        self._helper, self._model, self._kv = helper, model, kv
+        self.close = helper.close
+
+    def serve(self) -> None:
+        while (asked := self._helper.await_pass()) is not None:
+            described, hidden = asked
+            layers = described.layers
+            if not self._kv.layers.start <= layers.start < layers.stop <= self._kv.layers.stop:
+                raise ValueError(f"expected some of the layers {self._kv.layers}, got {layers}")
+            # Hidden states stand for tokens here.
+            chunks = [
+                Chunk([0] * query_len, kv_len - query_len, table.tolist())
+                for query_len, kv_len, table in zip(
+                    described.query_lens, described.kv_lens, described.page_tables, strict=True
+                )
+            ]
+            batch = Batch.build(chunks, self._kv)
+            hidden.copy_(self._model.forward_layers(layers, hidden, batch, self._kv))
+            self._helper.answer()
