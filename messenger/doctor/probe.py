@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from messenger.rdma.cards import Cards
 from messenger.sender.lane import Lane
 from messenger.sender.outgoing_session import SESSION_BYTES, OutgoingSession
+from messenger.sender.tcp_outlet import TcpOpening
 from messenger.transport.frames import Frames
 from messenger.transport.handshake import introduce
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
-from messenger.transport.transports import Path, TcpInlet, Traffic, Transport, connect
+from messenger.transport.transports import Path, Traffic, Transport, connect
 from messenger.wire.messages import Welcome
 from messenger.wire.protocol import Side
 from messenger.wire.rdma_info import EndpointInfo
@@ -48,8 +49,8 @@ class Probe:
         peer = OutgoingSession(str(self._path), Traffic())
         payload = memoryview(bytearray(_PIECE_BYTES))
         async with self._connected() as (frames, welcome):
-            inlet = TcpInlet(frames.stream)
-            lane = Lane(0, self._path, frames, inlet, None, welcome.identity.layout, peer, _TIMEOUT_S)
+            ends = await TcpOpening(frames.stream, source=memoryview(b"")).join(welcome)
+            lane = Lane(0, self._path, frames, ends, welcome.identity.layout, peer, _TIMEOUT_S)
             running = asyncio.create_task(peer.run_lane(lane))
             await asyncio.sleep(0)  # it begins
             started_s = time.perf_counter()

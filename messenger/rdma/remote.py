@@ -84,7 +84,7 @@ class RemotePages:
 class RemoteReads:
     """An inlet that reads found blocks into this side's segment."""
 
-    transport = Transport.RDMA
+    transport, has_payload, is_mapped = Transport.RDMA, False, False
 
     def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
         self._endpoint = endpoint
@@ -115,7 +115,7 @@ class InPlace:
     """The receiver's inlet for writes by RDMA: the peer has placed the bytes before its frame comes, so they
     are only verified."""
 
-    transport = Transport.RDMA
+    transport, has_payload, is_mapped = Transport.RDMA, False, False
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)

@@ -13,7 +13,7 @@ from messenger.rdma.windows import Range
 from messenger.receiver.pending_write import HeadRanges
 from messenger.receiver.replies import Replies
 from messenger.receiver.served_pool import Readable, ServedPool
-from messenger.transport.transports import Transport
+from messenger.transport.transports import Inlet
 from messenger.wire.messages import Fetch, Found, FoundBlock, brief
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
 from mooncake.errors import MooncakeError, TransferError
@@ -38,7 +38,7 @@ class FetchAnswerer:
     def __init__(
         self,
         served_pool: ServedPool,
-        transport: Transport,
+        inlet: Inlet,
         exposures: Exposures | None,
         parts: HeadRanges,
         replies: Replies,
@@ -46,7 +46,7 @@ class FetchAnswerer:
         self._layout = served_pool.identity.layout
         self._reads = served_pool.reads
         self._traffic = served_pool.traffic
-        self._transport = transport
+        self._inlet = inlet
         self._exposures = exposures
         self._parts = parts
         self._replies = replies
@@ -79,7 +79,7 @@ class FetchAnswerer:
 
     def _count_read(self, fetch: Fetch) -> None:
         """Count blocks that the sender has read in our segment, which it has mapped."""
-        if self._transport is not Transport.SHM:
+        if not self._inlet.is_mapped:
             raise TransferError("blocks are said to be read where nobody can see them")
         layers, heads = self._check_fetch(fetch)
         if heads is not None:
@@ -88,7 +88,7 @@ class FetchAnswerer:
             num_blocks = self._reads.count_read(fetch.keys)
         except MooncakeError as error:
             raise TransferError(str(error)) from error
-        self._traffic.sent_bytes[self._transport] += num_blocks * len(layers) * self._layout.layer_bytes
+        self._traffic.sent_bytes[self._inlet.transport] += num_blocks * len(layers) * self._layout.layer_bytes
 
     async def run(self) -> None:
         """Answer fetches that could not be answered at once."""
@@ -119,7 +119,7 @@ class FetchAnswerer:
             self._verify(answer, damaged)
         finally:
             answer.end_lease()
-        self._traffic.sent_bytes[self._transport] += answer.num_bytes
+        self._traffic.sent_bytes[self._inlet.transport] += answer.num_bytes
 
     def _verify(self, answer: _Answer, damaged: Sequence[int]) -> None:
         if not damaged:
@@ -170,7 +170,7 @@ class FetchAnswerer:
         num_bytes = sum([len(block.view) for block in blocks])
         self._read.append(_Answer(fetch, end_lease, num_bytes))
         found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
-        if self._transport is Transport.TCP:
+        if self._inlet.has_payload:
             self._replies.post(encode_frame(found, num_bytes), *(block.view for block in blocks))
         else:
             self._replies.post(encode_frame(found))

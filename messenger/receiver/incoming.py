@@ -16,7 +16,7 @@ from messenger.receiver.replies import Replies
 from messenger.receiver.served_pool import ServedPool, WriteRefused
 from messenger.transport.deadline import Deadline
 from messenger.transport.frames import Frames
-from messenger.transport.transports import Inlet, Transport
+from messenger.transport.transports import Inlet
 from messenger.wire.messages import (
     Abandon,
     Close,
@@ -87,7 +87,7 @@ class IncomingLane:
         """Rest of the handling of a frame, which has to be awaited."""
         self._placing: PendingWrite | None = None
         """The write whose payload is awaited."""
-        self._answerer = FetchAnswerer(served_pool, inlet.transport, exposures, self._parts, self._replies)
+        self._answerer = FetchAnswerer(served_pool, inlet, exposures, self._parts, self._replies)
         self.awaited: SessionLane | None = None
         """The lane whose end this one awaits."""
 
@@ -239,7 +239,7 @@ class IncomingLane:
         try:
             try:
                 self._session.ensure_open(write.transfer_id, write.grant_id)
-                placing.begin(is_on_wire=self._inlet.transport is Transport.TCP)
+                placing.begin(is_on_wire=self._inlet.has_payload)
             except WriteRefused as error:
                 placing.abandon()
                 return self._discard(payload_bytes, WriteAck(RefusalKind.STALE, brief(str(error))))

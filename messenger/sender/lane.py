@@ -3,28 +3,21 @@
 Requests are answered in the order in which they were sent. A lane that is lost hands its requests in flight
 back to its owner, which may send them on another one.
 
-Owns: one connection to a peer. Does not know: other lanes, the queues.
+Owns: one connection to a peer. Does not know: other lanes, the queues, how bytes move (`Outlet`, `Inlet`).
 """
 
 import asyncio
-from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
-from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.errors import RdmaError, Remedy
-from messenger.rdma.remote import RemotePages
+from messenger.rdma.errors import Remedy
 from messenger.sender.answer_handler import AnswerHandler, AnswerListener
-from messenger.sender.copies import Copies, copied_share
+from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts
 from messenger.sender.outstanding import Outstanding
-from messenger.sender.rdma_writes import RemoteWrites
-from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency, WriteOutcome, WriteRequest
+from messenger.sender.requests import Request, Urgency
 from messenger.sender.send_queue import SendQueue
-from messenger.shm.catalogue import Catalogue
-from messenger.shm.shared_pages import SharedPages
 from messenger.transport.frames import Frames
-from messenger.transport.source import SourceSegment
-from messenger.transport.transports import Inlet, Path, Transport
-from messenger.wire.messages import Close, Ended, Exposed, FetchDone, Found, Message, Probe, WriteAck
+from messenger.transport.transports import Path
+from messenger.wire.messages import Close, Ended, Exposed, FetchDone, Found, Message, WriteAck
 from messenger.wire.protocol import Frame, encode_frame
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
@@ -59,7 +52,7 @@ class Owner(AnswerListener, Protocol):
         """Record that the receiver gave a transfer up."""
 
     def written(self, transfer_id: int) -> None:
-        """Record that a write of this transfer is no longer in flight by RDMA."""
+        """Record that a write of this transfer is no longer in flight beside the connection."""
 
 
 class Lane:
@@ -70,57 +63,64 @@ class Lane:
         number: int,
         path: Path,
         frames: Frames,
-        inlet: Inlet,
-        source: SourceSegment | None,
+        ends: LaneEnds,
         layout: KVLayout,
         owner: Owner,
         answer_timeout_s: float,
-        endpoint: Endpoint | None = None,
-        shared: SharedPages | None = None,
-        catalogue: Catalogue | None = None,
     ) -> None:
-        """Make a lane that writes blocks from `source`; with None it writes nothing."""
         self.number = number
         self.path = path
         self.layout = layout
         """Layout of the peer's blocks."""
         self._frames = frames
         self._stream = frames.stream
-        self._source = memoryview(b"") if source is None else source.buffer
         self._owner = owner
-        self._answer_timeout_s = answer_timeout_s
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
-        self._answers = AnswerHandler(self._outstanding, inlet, path.transport, owner)
-        self._remote: RemoteWrites | None = None
-        """Writes whose bytes go by RDMA; None over other transports."""
-        if endpoint is not None:
-            pages = RemotePages(endpoint, layout, self.post)
-            self._remote = RemoteWrites(pages, answer_timeout_s, self._placed, self._stuck)
+        self._answers = AnswerHandler(self._outstanding, ends.inlet, path.transport, owner)
         self._send_queue = SendQueue(
             self._stream,
             answer_timeout_s,
             self._pump,
             lambda: self.give_up(f"nothing was taken within {answer_timeout_s:g} s"),
         )
-        self._copies = Copies(
-            shared, catalogue, self._stream, self._outstanding, self._answers, self._send_queue
+        self._parts = LaneParts(
+            self._stream,
+            self._outstanding,
+            self._answers,
+            self._send_queue,
+            answer_timeout_s,
+            self.post,
+            self._pump,
+            self.give_up,
+            owner.written,
         )
+        self._outlet = ends.make_outlet(self._parts)
         self._left: Frame | None = None
         """A received frame whose payload is still to be awaited."""
         self._is_pumping_soon = False
         self._given_up: str | None = None
         self._is_running = True
-        self.remedy: Remedy | None = None
-        """Remedy for the failure of the lane's queue pair, once the lane has ended because of it."""
-        self.refused: Request | None = None
-        """A request that RDMA cannot carry, and that would fail again if it were retried."""
+
+    @property
+    def bulk_pace(self) -> BulkPace:
+        return self._outlet.bulk_pace
+
+    @property
+    def remedy(self) -> Remedy | None:
+        """Remedy for the failure of RDMA that has ended the lane; None if it was none."""
+        return self._outlet.remedy
+
+    @property
+    def refused(self) -> Request | None:
+        """A request that the transport cannot carry, and that would fail again if it were retried."""
+        return self._outlet.refused
 
     @property
     def has_answered(self) -> bool:
         """Whether the lane has completed any request."""
-        return self._outstanding.num_answered > 0 or self._copies.have_been_read
+        return self._outstanding.num_answered > 0 or self._outlet.has_read
 
     @property
     def was_asked(self) -> bool:
@@ -152,7 +152,7 @@ class Lane:
     def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
         """Look for requests to send. Bulk that this side copies gets turns of its own, so that other tasks
         run in between."""
-        if self._copies.are_possible and urgency is Urgency.BULK:
+        if self._outlet.copies and urgency is Urgency.BULK:
             self._pump_soon()
         else:
             self._pump()
@@ -182,15 +182,12 @@ class Lane:
             await self._receive()
         except (OSError, TransferError) as error:
             if self._outstanding.fetches:
-                self._blame(self._outstanding.fetches[0], error)
+                self._outlet.blame(self._outstanding.fetches[0], error)
             return self._given_up or str(error)
         finally:
             self._is_running = False
-            if self._remote is not None:
-                if self._remote.failure is not None:
-                    self.remedy = self._remote.failure.remedy
-                await self._remote.close()
-            self._copies.leave()
+            await self._outlet.close()
+            self._parts.end()
             self._outstanding.end()
             self._send_queue.end()
             self._stream.close()  # before the next wait: whoever is cancelled again does not come back
@@ -198,22 +195,20 @@ class Lane:
 
     def send(self, request: Request) -> None:
         """Send `request` now, behind messages that were posted before, whatever waits in the queues."""
-        self._send_queue.send(*self._begin(request, is_next=True))
+        self._send_queue.send(*self._outlet.begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
-        """Stop writing a transfer that has ended. Over RDMA the device completes the writes that it has
-        already."""
-        if self._remote is not None:
-            self._remote.forget(transfer_id)
+        """Stop writing a transfer that has ended."""
+        self._outlet.forget(transfer_id)
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Return whether bytes of this transfer are in flight by RDMA: its pages must stay open for them."""
-        return self._remote is not None and self._remote.is_writing(transfer_id)
+        """Return whether bytes of this transfer are in flight beside the connection: its pages must stay open
+        for them."""
+        return self._outlet.is_writing(transfer_id)
 
     def take_outstanding(self) -> list[Request]:
         """Take the requests that were in flight when the lane was lost."""
-        placing = self._remote.take_all() if self._remote is not None else []
-        return [*self._outstanding.take_all(), *placing]
+        return [*self._outstanding.take_all(), *self._outlet.take_all()]
 
     def take_closes(self) -> list[Close]:
         """Take the `Close` messages that may not have arrived: no later request was answered."""
@@ -239,12 +234,12 @@ class Lane:
         begun: list[bytes | memoryview] = []
         num_bytes, may_wait = 0, True
         while num_bytes < _SENT_BYTES and (request := self._owner.next_request(self)) is not None:
-            pieces = self._begin(request, is_next=not begun)
+            pieces = self._outlet.begin(request, is_next=not begun)
             begun += pieces
             may_wait &= _may_wait(request)
             num_bytes += sum(map(len, pieces))
             if not request.moving_bytes:
-                num_bytes += copied_share(request, _SENT_BYTES, self._owner.frame_bytes)
+                num_bytes += self._copied_share(request)
         if begun and may_wait:
             self._send_queue.keep(*map(bytes, begun))
         elif begun:
@@ -258,66 +253,21 @@ class Lane:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        if self._copies.are_possible and self._owner.should_yield():
+        if self._outlet.copies and self._owner.should_yield():
             asyncio.get_running_loop().call_soon(self._turn)
         else:
             self._is_pumping_soon = False
             self._pump()
 
-    def _begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
-        """Mark `request` as in flight and return the bytes to send for it. `is_next`: only kept frames leave
-        before it."""
-        if (pieces := self._copies.begin(request, is_next=is_next)) is not None:
-            return pieces
-        self._outstanding.begin(request)
-        if isinstance(request, WriteRequest) and self._remote is not None:
-            self._remote.begin(request)
-        else:
-            self._outstanding.sent(request)
-        match request:
-            case WriteRequest():
-                return self._with_payload(request)
-            case FetchRequest():
-                return [encode_frame(request.fetch)]
-            case ProbeRequest():
-                return [encode_frame(Probe(), len(request.payload)), request.payload]
+    def _copied_share(self, request: Request) -> int:
+        """Return how much of a turn of `_SENT_BYTES` a copied request takes.
 
-    def _with_payload(self, request: WriteRequest) -> list[bytes | memoryview]:
-        if self._remote is not None:
-            return []
-        if self.path.transport is not Transport.TCP:
-            return [encode_frame(request.write)]
-        entries, layer_bytes, source = request.write.entries, request.layer_bytes, self._source
-        return [
-            encode_frame(request.write, request.num_bytes),
-            *(source[e.source_offset : e.source_offset + e.num_layers * layer_bytes] for e in entries),
-        ]
-
-    def _stuck(self, request: WriteRequest, error: BaseException | None) -> None:
-        """End the lane because nothing can be written by RDMA any more."""
-        if isinstance(error, TimeoutError):
-            self.remedy = Remedy.OTHER_PATH
-            self.give_up(f"no answer within {self._answer_timeout_s:g} s")
-        elif self._remote is not None:
-            self._blame(request, error)
-            self.give_up(str(self._remote.failure))
-
-    def _placed(self, request: WriteRequest, error: BaseException | None) -> None:
-        """Tell the peer that the bytes are in its memory, or complete the request with the error."""
-        if error is None:
-            self._outstanding.sent(request)
-            self.post(request.write)
-        else:
-            self._outstanding.give_up(request)
-            self._pump()
-            request.done(WriteOutcome.FAILED, str(error))
-        self._owner.written(request.write.transfer_id)
-        if error is not None and not isinstance(error, TransferError):
-            raise error  # one of ours: the loop's handler says so
-
-    def _blame(self, request: Request, error: BaseException | None) -> None:
-        if isinstance(error, RdmaError) and error.remedy is Remedy.GIVE_UP:
-            self.refused = request
+        A latency request takes the whole turn: its caller goes on before more is copied. Bulk of
+        `frame_bytes` makes one turn.
+        """
+        if request.urgency is Urgency.LATENCY:
+            return _SENT_BYTES
+        return max(1, request.num_bytes * _SENT_BYTES // self._owner.frame_bytes(Urgency.BULK))
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -357,10 +307,10 @@ class Lane:
                 self._end_fetch(damaged)
             case Ended(transfer_id, reason):
                 self._owner.ended(transfer_id, reason)
-            case Exposed() as exposed if self._remote is not None:
-                self._remote.exposed(exposed)
+            case Exposed() as exposed:
+                self._outlet.exposed(exposed)
             case _:
-                raise TransferError(f"{type(frame.message).__name__} came without RDMA")
+                raise TransferError(f"{type(frame.message).__name__} came, which is for receivers")
         return True
 
     def _end_fetch(self, damaged: list[int]) -> None:

@@ -67,7 +67,7 @@ class OutgoingSession:
         self._limits = {urgency: asyncio.Semaphore(MAX_QUEUED_REQUESTS) for urgency in Urgency}
         self._transfers: dict[int, Transfer] = {}
         self._delayed_closes: dict[int, Close] = {}
-        """`Close` messages of ended transfers that wait for bytes in flight by RDMA."""
+        """`Close` messages of ended transfers that wait for bytes in flight beside the connections."""
         self._announcement: asyncio.TimerHandle | None = None
         """Timer after which the peer hears of transfers that have not written yet."""
         self._transfer_ids = itertools.count(1)
@@ -137,18 +137,17 @@ class OutgoingSession:
         """Record a transfer that ends. `reason`: why it is given up, None if it is complete."""
         transfer_id = transfer.opening.transfer_id
         self._transfers.pop(transfer_id, None)
-        if self._queues.has_rdma:
-            for lane in self._lanes:
-                lane.forget(transfer_id)
+        for lane in self._lanes:
+            lane.forget(transfer_id)
         if self._lanes and (transfer.is_known or reason is not None):
             # Opened only to be closed, if the peer does not know it: the grant is to fail, for this reason.
             self._announce_one(transfer)
             self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
 
     def _send_close(self, close: Close) -> None:
-        """Send a `Close` as soon as no byte of the transfer is in flight by RDMA: the peer closes its pages
-        then, and a write to closed pages breaks the queue pair for all transfers."""
-        if self._queues.has_rdma and any(lane.is_writing(close.transfer_id) for lane in self._lanes):
+        """Send a `Close` as soon as no byte of the transfer is in flight beside the connections: the peer
+        closes its pages then, and a write to closed pages breaks the queue pair for all transfers."""
+        if any(lane.is_writing(close.transfer_id) for lane in self._lanes):
             self._delayed_closes[close.transfer_id] = close
         elif self._lanes:
             self._lanes[0].post(close, may_wait=close.reason is None)
@@ -304,10 +303,11 @@ class OutgoingSession:
             other.wake()
 
     def _detour(self, request: Request, lost: Lane, reason: str) -> None:
-        """Send a request by TCP that RDMA may not be able to carry, before it fails."""
-        others = [lane for lane in self._lanes if lane.path.transport is Transport.TCP]
+        """Send a request over a path that stands by, before it fails: the lost one may be unable to carry
+        it."""
+        others = [lane for lane in self._lanes if lane.path.is_standby]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
-        if lost.path.transport is Transport.RDMA and others and is_wanted:
+        if not lost.path.is_standby and others and is_wanted:
             min(others, key=lambda lane: lane.outstanding_bytes).send(request)
         else:
             request.fail(reason)

@@ -16,21 +16,19 @@ from weakref import WeakValueDictionary
 
 from messenger.paths.health import PathHealth
 from messenger.paths.sieve import Sieve
-from messenger.rdma.cards import Card, Cards
-from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.remote import RemoteReads
+from messenger.rdma.cards import Cards
 from messenger.sender.lane import Lane
 from messenger.sender.outgoing_session import OutgoingSession
-from messenger.shm.catalogue import Catalogue
-from messenger.shm.copy_table import native
-from messenger.shm.shared_pages import SharedPages
-from messenger.transport import handshake
+from messenger.sender.outlet import Opening
+from messenger.sender.rdma_outlet import RdmaOpening
+from messenger.sender.shm_outlet import ShmOpening
+from messenger.sender.tcp_outlet import TcpOpening
 from messenger.transport.frames import Frames
 from messenger.transport.handshake import introduce
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
-from messenger.transport.transports import Inlet, Path, ShmInlet, TcpInlet, Traffic, Transport, connect, paths
+from messenger.transport.transports import Path, Traffic, Transport, connect, paths
 from messenger.wire.identity import Identity
 from messenger.wire.protocol import Side
 from mooncake.config.sections import MessengerConfig
@@ -132,7 +130,7 @@ class OutgoingSessions:
         keeping = _Keeping(OutgoingSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
-            standing = PathHealth() if path.transport is Transport.RDMA else None
+            standing = PathHealth() if path.nic is not None else None
             for _ in range(self._settings.streams):
                 keep = self._keep(keeping, path, standing, address, numbers)
                 keeping.tasks.append(self._tasks.create_task(keep))
@@ -155,8 +153,8 @@ class OutgoingSessions:
         address: MessengerAddress,
         numbers: "itertools.count[int]",
     ) -> None:
-        """Keep one lane up until the session ends, with pauses after failures. An RDMA path is not tried
-        while it is backed off. TCP is never backed off, as it stands by for RDMA."""
+        """Keep one lane up until the session ends, with pauses after failures. A path through an RDMA device
+        is not tried while it is backed off. Others have no `standing`, as they stand by for it."""
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
         while True:
@@ -210,66 +208,48 @@ class OutgoingSessions:
                 async with asyncio.timeout(timeout_s):
                     stream = await connect(path, self._tls)
                     on_failure.callback(stream.close)
-                    card = endpoint = None
-                    if path.nic is not None:
-                        card = await self._cards.card(path.nic)
-                        endpoint = card.endpoint(peer.name)
-                        on_failure.callback(endpoint.close)
-                    lane = await self._greet(stream, card, endpoint, peer, path, address, number)
+                    opening = await self._opening(path, stream, peer.name)
+                    on_failure.callback(opening.close)
+                    lane = await self._greet(stream, opening, peer, path, address, number)
             except TimeoutError:
                 raise TransferError(f"no answer within {timeout_s:g} s") from None
             on_failure.pop_all()
             return lane
 
+    async def _opening(self, path: Path, stream: Stream, peer: str) -> Opening:
+        """Return the part of the path's transport in a handshake. Raises TransferError."""
+        match path.transport:
+            case Transport.SHM:
+                return ShmOpening(stream, self._source, self._identity.layout.heads)
+            case Transport.RDMA:
+                assert path.nic is not None
+                return RdmaOpening(await self._cards.card(path.nic), peer)
+            case Transport.TCP:
+                return TcpOpening(stream, self._source.buffer)
+
     async def _greet(
         self,
         stream: Stream,
-        card: Card | None,
-        endpoint: Endpoint | None,
+        opening: Opening,
         peer: OutgoingSession,
         path: Path,
         address: MessengerAddress,
         number: int,
     ) -> Lane:
         frames = Frames(stream, Side.SENDER)
-        is_shm = path.transport is Transport.SHM
-        source = self._source
         welcome = await introduce(
             frames,
             self._key,
             self._identity,
             session=peer.session,
             lane=number,
-            segment=handshake.Segment(len(source.buffer), source.read_only_fd) if is_shm else None,
-            endpoint=endpoint.local_info() if endpoint is not None else None,
-            takes_copy_slot=is_shm and native() is not None,
+            segment=opening.segment,
+            endpoint=opening.endpoint,
+            takes_copy_slot=opening.takes_copy_slot,
         )
-        layout, timeout_s = welcome.identity.layout, self._settings.ack_timeout_s
-        inlet: Inlet = TcpInlet(stream)
-        shared = catalogue = None
-        if is_shm:
-            slot = welcome.slot
-            mapped = inlet = ShmInlet(
-                stream, stream.take_fd(), welcome.segment_bytes, is_writable=slot is not None
-            )
-            # Else it must be said which heads are wanted.
-            if welcome.page_table is not None and layout.heads == self._identity.layout.heads:
-                catalogue = Catalogue.at(mapped.segment, welcome.page_table, layout)
-            if slot is not None:
-                shared = SharedPages(mapped.segment, slot, layout, source.buffer)
-        try:
-            _check_who(welcome.identity, address)
-        except TransferError:
-            if shared is not None:
-                shared.leave()
-            raise
-        if card is not None and endpoint is not None:
-            if welcome.endpoint is None or welcome.scratch is None:
-                raise TransferError(f"{address.instance} does not answer by RDMA")
-            endpoint.connect(welcome.endpoint)
-            await card.write_scratch(endpoint, welcome.scratch)
-            inlet = RemoteReads(endpoint, card.memory)
-        return Lane(number, path, frames, inlet, source, layout, peer, timeout_s, endpoint, shared, catalogue)
+        _check_who(welcome.identity, address)
+        ends = await opening.join(welcome)
+        return Lane(number, path, frames, ends, welcome.identity.layout, peer, self._settings.ack_timeout_s)
 
 
 def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSession, reason: str) -> None:

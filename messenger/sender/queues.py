@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from messenger.sender.outlet import BulkPace
 from messenger.sender.requests import FetchRequest, Request, Urgency
-from messenger.transport.transports import Path, Transport
+from messenger.transport.transports import Path
 from messenger.wire.protocol import MAX_FRAME_BYTES
 
 BULK_WAITS_S = 0.01
@@ -21,9 +22,6 @@ BULK_LETS_BY_S = 0.1
 starve."""
 _WINDOW_BYTES = 8 << 20
 """Most bytes of one class in flight on one lane."""
-_CAUTIOUS_BULK_WINDOW_BYTES = {Transport.TCP: 1 << 20, Transport.RDMA: 1 << 20, Transport.SHM: 2 << 20}
-"""Most bytes of bulk in flight on one lane while latency requests are expected, as a latency request waits
-behind them: two pieces, or one of fetches over shared memory."""
 _LATENCY_EXPECTED_S = 1.0
 """Seconds after a latency request for which another one is expected."""
 
@@ -32,6 +30,10 @@ class Carrier(Protocol):
     """A lane, as the queues see it."""
 
     path: Path
+
+    @property
+    def bulk_pace(self) -> BulkPace:
+        """Most bulk in flight on the lane while latency requests are expected."""
 
     @property
     def has_capacity(self) -> bool:
@@ -54,7 +56,8 @@ class Queues(Generic[CarrierT]):
     def __init__(self) -> None:
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
         self._lanes: Sequence[CarrierT] = []
-        self._has_rdma = False
+        self._has_main = False
+        """Whether any lane does not only stand by."""
         self._kept_free: CarrierT | None = None
         """The lane that carries no bulk while latency requests are expected; None if there is one lane."""
         self._latency_until_s = 0.0
@@ -63,14 +66,10 @@ class Queues(Generic[CarrierT]):
         self._bulk_sent_s = 0.0
 
     def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
-        """Set the lanes that are up. With RDMA lanes, TCP lanes only stand by."""
-        self._has_rdma = any(lane.path.transport is Transport.RDMA for lane in lanes)
+        """Set the lanes that are up. Those of standby paths carry nothing while there are others."""
+        self._has_main = any(not lane.path.is_standby for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
         self._kept_free = self._lanes[0] if len(self._lanes) > 1 else None
-
-    @property
-    def has_rdma(self) -> bool:
-        return self._has_rdma
 
     @property
     def has_any(self) -> bool:
@@ -87,7 +86,7 @@ class Queues(Generic[CarrierT]):
         up."""
         if urgency is Urgency.LATENCY or not self._lanes or now_s >= self._latency_until_s:
             return MAX_FRAME_BYTES
-        return min(_CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport] for lane in self._lanes) // 2
+        return min(lane.bulk_pace.piece_bytes for lane in self._lanes)
 
     def begun(self, request: Request, now_s: float) -> None:
         """Count a request until `ended` is called."""
@@ -159,10 +158,9 @@ class Queues(Generic[CarrierT]):
             return under_way_bytes < _WINDOW_BYTES
         if self._num_latency and now_s < self._bulk_sent_s + BULK_WAITS_S:
             return False
-        window_bytes = _CAUTIOUS_BULK_WINDOW_BYTES[lane.path.transport]
-        if lane.path.transport is Transport.SHM and isinstance(self._queues[urgency][0], FetchRequest):
-            window_bytes //= 2  # this side copies it, before it can ask for anything else
+        pace, is_fetch = lane.bulk_pace, isinstance(self._queues[urgency][0], FetchRequest)
+        window_bytes = pace.piece_bytes * (pace.num_fetches if is_fetch else pace.num_writes)
         return lane is not self._kept_free and under_way_bytes < window_bytes
 
     def _is_standby(self, lane: CarrierT) -> bool:
-        return self._has_rdma and lane.path.transport is Transport.TCP
+        return self._has_main and lane.path.is_standby

@@ -99,6 +99,8 @@ class Path(NamedTuple):
     place: str | tuple[str, int]
     nic: str | None = None
     """RDMA device of this side."""
+    is_standby: bool = False
+    """Whether the path carries requests only while no other one is up."""
 
     def __str__(self) -> str:
         place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
@@ -119,8 +121,7 @@ def paths(
     if choice == "rdma":
         return [by_rdma]
     if choice == "auto":
-        # Beside RDMA the TCP connections only stand by, see OutgoingSession.
-        between_hosts = [*by_rdma, *by_network]
+        between_hosts = [*by_rdma, *(path._replace(is_standby=bool(by_rdma)) for path in by_network)]
         return [by_memory, between_hosts] if shares_host else [between_hosts]
     if not shares_host:
         raise TransferError(
@@ -183,9 +184,14 @@ class Source(Protocol):
 
 
 class Inlet(Protocol):
-    """Receiving end of the payload of one connection."""
+    """Receiving end of the payload of one connection. For the side that asks there is an `Outlet` beside it
+    (`messenger.sender.outlet`)."""
 
     transport: Transport
+    has_payload: bool
+    """Whether bytes follow their frame over the connection, in both directions."""
+    is_mapped: bool
+    """Whether each side sees the other's segment."""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         """Raise TransferError if the payload does not fit a frame that brings `num_bytes`."""
@@ -207,7 +213,7 @@ class Inlet(Protocol):
 class ShmInlet:
     """Copies out of the peer's segment, which it maps. Takes `fd` over."""
 
-    transport = Transport.SHM
+    transport, has_payload, is_mapped = Transport.SHM, False, True
 
     def __init__(
         self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
@@ -256,7 +262,7 @@ class ShmInlet:
 class TcpInlet:
     """Receives from the stream straight into the pages."""
 
-    transport = Transport.TCP
+    transport, has_payload, is_mapped = Transport.TCP, True, False
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -77,15 +77,15 @@ async def test_what_the_receiver_was_not_told_is_said_again_on_another_lane(
         slots.take_slot = lambda pid: take_slot(pid) if len(node.slots_taken) < num_slots else None  # type: ignore[method-assign]
         grant = node.pages.grant(1, [0, 1])
         peer = await node.peer(2)
-        with_slot = sorted(peer.lanes, key=lambda lane: lane._copies.pages is None)
-        assert [lane._copies.pages is not None for lane in with_slot] == [True, num_slots == 2]
+        with_slot = sorted(peer.lanes, key=lambda lane: lane._outlet.pages is None)
+        assert [lane._outlet.pages is not None for lane in with_slot] == [True, num_slots == 2]
         peer._queues.set_lanes(with_slot)  # the first one takes it
         outcomes: list[WriteOutcome] = []
         with peer.transfer(1, "told twice", lambda: None) as transfer:
             for lane in peer.lanes:  # what they say is lost with them
                 lane._send_queue._outbox.post = lambda *_: None  # type: ignore[method-assign]
-                if lane._copies.pages is not None:
-                    sends(lane._copies.pages, lambda fd, word: len(word))
+                if lane._outlet.pages is not None:
+                    sends(lane._outlet.pages, lambda fd, word: len(word))
             await transfer.write([node.entry(0)], node.layout.block_bytes, outcomes.append)
             node.sender_memory.page(0)[:8] = bytes(8)  # nobody reads it any more
             lane = next(lane for lane in peer.lanes if lane.num_outstanding)
@@ -118,8 +118,8 @@ async def test_what_did_not_leave_with_the_bytes_that_it_is_about_follows(
     async with fabric(tmp_path, LARGE, 4, transport="shm", streams=1) as node:
         peer = await node.peer()
         (lane,) = peer.lanes
-        assert lane._copies.pages is not None
-        sends(lane._copies.pages, send)
+        assert lane._outlet.pages is not None
+        sends(lane._outlet.pages, send)
         for page in range(3):  # with each the end of the one before
             grant = node.pages.grant(page, [page])
             await node.write(page, [page])

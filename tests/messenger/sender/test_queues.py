@@ -4,8 +4,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from messenger.sender.outlet import BulkPace
 from messenger.sender.queues import BULK_LETS_BY_S, BULK_WAITS_S, Queues
+from messenger.sender.rdma_outlet import RdmaOutlet
 from messenger.sender.requests import FetchRequest, ProbeRequest, Request, Urgency
+from messenger.sender.shm_outlet import ShmOutlet
+from messenger.sender.tcp_outlet import TcpOutlet
 from messenger.transport.transports import Path, Transport
 from messenger.wire.messages import Fetch
 from messenger.wire.protocol import MAX_FRAME_BYTES
@@ -17,13 +21,14 @@ CALM_S = NOW_S + 10.0
 
 @dataclass(eq=False)
 class Lane:
-    transport: Transport = Transport.TCP
+    bulk_pace: BulkPace = TcpOutlet.bulk_pace
+    is_standby: bool = False
     has_capacity: bool = True
     under_way: dict[Urgency, int] = field(default_factory=lambda: dict.fromkeys(Urgency, 0))
 
     @property
     def path(self) -> Path:
-        return Path(self.transport, "there")
+        return Path(Transport.TCP, "there", is_standby=self.is_standby)
 
     @property
     def outstanding_bytes(self) -> int:
@@ -54,7 +59,7 @@ def taken_bytes(waiting: Queues[Lane], lane: Lane, now_s: float) -> int:
 
 
 def test_the_only_lane_that_does_not_stand_by_takes_bulk_too() -> None:
-    rdma, tcp = Lane(Transport.RDMA), Lane(Transport.TCP)
+    rdma, tcp = Lane(RdmaOutlet.bulk_pace), Lane(is_standby=True)
     waiting = queues(rdma, tcp)
     urgent = put(waiting, Urgency.LATENCY)
     assert waiting.take(rdma, NOW_S) is urgent
@@ -107,7 +112,7 @@ def test_bulk_that_comes_after_a_pause_goes_behind_those_in_a_hurry() -> None:
 
 @pytest.mark.parametrize("num_fetched", [1, 0])
 def test_of_bulk_fetched_over_shared_memory_those_in_a_hurry_wait_for_one_piece(num_fetched: int) -> None:
-    lane = Lane(Transport.SHM)
+    lane = Lane(ShmOutlet.bulk_pace)
     waiting = queues(lane)
     urgent = put(waiting, Urgency.LATENCY)
     assert waiting.take(lane, NOW_S) is urgent
@@ -150,7 +155,7 @@ def test_a_lane_is_kept_free_of_bulk_while_others_are_in_a_hurry() -> None:
 
 @pytest.mark.parametrize("urgency", Urgency)
 def test_a_lane_with_too_many_requests_takes_none_however_small(urgency: Urgency) -> None:
-    full, other = Lane(Transport.SHM, has_capacity=False), Lane(Transport.SHM)
+    full, other = Lane(ShmOutlet.bulk_pace, has_capacity=False), Lane(ShmOutlet.bulk_pace)
     waiting = queues(full, other)
     request = put(waiting, urgency)
     assert waiting.take(full, CALM_S) is None
