@@ -368,8 +368,7 @@ class Conductor:
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> list[Effect]:
         before, instance.heartbeat, instance.last_seen_s = instance.heartbeat, heartbeat, now_s
         is_resized = self._heads.heard(instance, before)
-        self.view.learn(instance, heartbeat)
-        self.elasticity.heard(instance, heartbeat, now_s)
+        self.view.learn(instance, heartbeat, now_s)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:
             tbt_slo_s = self._requests.strictest_tbt_slo_s

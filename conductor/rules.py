@@ -9,6 +9,7 @@ from mooncake.messages.requests import Request
 from mooncake.messages.workers import Role
 
 DEFAULT_BALANCING_THRESHOLD = 1.25
+DEFAULT_LOAD_THRESHOLD = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Rules:
     """Whether decode instances compute prompts where that adds the least waiting."""
     mixed_chunk_tokens: int = 256
     """Prompt tokens that an instance computes in an iteration of other requests without a TBT SLO."""
+    load_threshold: float = DEFAULT_LOAD_THRESHOLD
+    """The delta_L of BanaServe's Algorithm 2, of utilisations from 0 to 2; 0: by queues alone."""
 
     def can(self, role: Role, stage: Role) -> bool:
         """Return whether an instance of this role can do its part of a request in `stage`, one of

@@ -18,14 +18,11 @@ from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
 from conductor.membership.roles import Roles
-from conductor.performance.utilisation import Utilisation
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
 from conductor.rules import Rules
-from conductor.view.instances import Instance
 from mooncake.messages.costs import prefill_quantities
-from mooncake.messages.workers import Heartbeat
 
 RULES = (relieve, keep_headroom, defragment)
 """The rules of moves, the most urgent first."""
@@ -49,10 +46,8 @@ class Elasticity:
         self._rules, self._view, self._instances = rules, requests.view, requests.instances
         self._survey = Survey(requests, migrations)
         self._recent = RecentMoves()
-        self.demand, self.utilisation = Demand(), Utilisation()
+        self.demand = Demand()
         self.rebalancer = Rebalancer() if rules.has_rebalancing else None
-        self._capacity_token_s = 0.0
-        """Seconds of a decode instance that a token takes in a full batch; 0 while unknown."""
         self._num_arrived = 0
 
     # -- what happens -------------------------------------------------------------------------------
@@ -91,18 +86,10 @@ class Elasticity:
         if self.rebalancer is not None and tracked.placed.decode_began_s is not None:
             self.demand.finished(answer_of(tracked, num_output_tokens, now_s))
 
-    def heard(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
-        """Learn the real utilisation of an instance from its heartbeat."""
-        num_pages = instance.num_device_pages
-        self.utilisation.learn(
-            instance.name, instance.role, heartbeat, num_pages, self._capacity_token_s, now_s
-        )
-
     # -- as time passes -----------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
         """Move requests and change roles by the rules. Call this about twice a second."""
-        self.utilisation.keep({instance.name for instance in self._instances})
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)
@@ -154,9 +141,9 @@ class Elasticity:
         load = self.demand.load(self._survey.running(now_s), now_s)
         capacity = self._survey.capacity(batches, tbt_slo_s)
         if load is not None and capacity is not None:
-            self._capacity_token_s = 1 / capacity.tokens_per_s(load.mean_kv_tokens)
+            self._view.full_batch_token_s = 1 / capacity.tokens_per_s(load.mean_kv_tokens)
         return State(
-            self._survey.members(batches, self.utilisation, now_s),
+            self._survey.members(batches, now_s),
             load,
             self.demand.num_changes,
             capacity,

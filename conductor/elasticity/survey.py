@@ -10,7 +10,6 @@ from conductor.elasticity.batches import Batch, Coming, Resident
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
 from conductor.performance.model import DecodeCapacity
-from conductor.performance.utilisation import Utilisation
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
@@ -84,7 +83,7 @@ class Survey:
             self._migrations.may_move(tracked),
         )
 
-    def members(self, batches: list[Batch], utilisation: Utilisation, now_s: float) -> list[Member]:
+    def members(self, batches: list[Batch], now_s: float) -> list[Member]:
         """All instances, for the rebalancer."""
         loads, by_name = self._view.loads, {batch.instance: batch for batch in batches}
         queue_s, changeable = loads.queue_s(now_s), self._changeable()
@@ -98,7 +97,7 @@ class Survey:
                         instance.role,
                         instance.state,
                         instance.name in changeable,
-                        utilisation.of(instance.name),
+                        self._view.utilisation.of(instance.name),
                         float(queue_s[slot]),
                         by_name.get(instance.name),
                     )

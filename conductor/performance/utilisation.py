@@ -7,7 +7,6 @@ that their tokens would take in full batches; then Cmax is the same for both sta
 Owns: these figures by instance. Does not know: decisions about roles, predictions of loads.
 """
 
-from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,8 +44,8 @@ class Utilisation:
 
     def learn(
         self, name: str, role: Role, heartbeat: Heartbeat, num_device_pages: int, token_s: float, now_s: float
-    ) -> None:
-        """Learn from a heartbeat.
+    ) -> Used | None:
+        """Learn from a heartbeat, and return what is used now; None while too little is known.
 
         Args:
             name: The instance.
@@ -60,7 +59,7 @@ class Utilisation:
         new = _Totals(now_s, heartbeat.prefill_s, heartbeat.decode.num_tokens)
         self._totals[name] = new
         if before is None or now_s <= before.at_s or new.num_tokens < before.num_tokens:
-            return
+            return None
         seconds = now_s - before.at_s
         busy_s = max(0.0, new.prefill_s - before.prefill_s)
         busy_s += token_s * (new.num_tokens - before.num_tokens)
@@ -70,11 +69,11 @@ class Utilisation:
         now = Used(min(1.0, busy_s / seconds), min(1.0, max(0.0, memory)))
         last = before.used or now
         new.used = Used(*(one + _WEIGHT * (other - one) for one, other in zip(last, now, strict=True)))
+        return new.used
 
-    def keep(self, names: Set[str]) -> None:
-        """Forget all instances that are not in `names`."""
-        if not names >= self._totals.keys():
-            self._totals = {name: of for name, of in self._totals.items() if name in names}
+    def forget(self, name: str) -> None:
+        """Forget an instance that has gone."""
+        self._totals.pop(name, None)
 
     def by_name(self) -> dict[str, Used]:
         """Return the utilisation of each instance, as far as it is known."""

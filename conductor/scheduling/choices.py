@@ -4,7 +4,7 @@ its rivals.
     kvcache_centric, cache_aware  the least TTFT (Mooncake, section 6; the second, 6.1, knows no fetches)
     load_balancing                the fewest assigned requests (section 6.1)
     random                        any (section 6.2)
-    banaserve                     the least utilization (BanaServe, Algorithm 2)
+    banaserve                     the least measured utilisation (BanaServe, Algorithm 2)
 
 Owns: these rules. Does not know: how times are estimated.
 """
@@ -21,12 +21,8 @@ from conductor.view.estimators import Floats
 from conductor.view.loads import Loads
 from mooncake.config.policies import Scheduling
 
-LOAD_THRESHOLD = 1.5
-"""The delta_L of BanaServe's Algorithm 2, where utilization is 0 to 2."""
-_BUSY_S = 1.0
-"""The queue in seconds from which on an instance counts as fully used."""
 _TIE_BREAK = 1e-6
-"""The weight of one assigned request: it decides only between equal utilizations."""
+"""The weight of one assigned request: it decides only between equal utilisations."""
 
 
 class Candidates(NamedTuple):
@@ -59,7 +55,7 @@ def choice_of(rules: Rules) -> Choice:
         case Scheduling.RANDOM:
             return RandomChoice(rules.seed)
         case Scheduling.BANASERVE:
-            return least_utilized
+            return LeastUtilised(rules.load_threshold)
 
 
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
@@ -86,17 +82,21 @@ class RandomChoice:
         return int(possible[self._random.randrange(len(possible))]) if len(possible) else 0
 
 
-def least_utilized(candidates: Candidates, loads: Loads) -> int:
-    """Choose by BanaServe's Algorithm 2: the least compute and memory usage, each 0 to 1, then the fewest
-    requests.
+class LeastUtilised:
+    """Chooses by BanaServe's Algorithm 2: the least utilisation U, then the fewest requests.
 
-    If even the least usage is above the threshold, only the number of requests counts.
+    If even the least U is not below `threshold` (delta_L), only the number of requests counts. U is measured
+    from heartbeat to heartbeat; each prompt since the last one adds its estimated compute (line 15).
     """
-    utilization = np.minimum(candidates.queue_s / _BUSY_S, 1.0) + loads.memory_usage
-    target = _least(utilization + _TIE_BREAK * loads.num_assigned, candidates)
-    if utilization[target] < LOAD_THRESHOLD:
-        return target
-    return _least(loads.num_assigned, candidates)
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def __call__(self, candidates: Candidates, loads: Loads) -> int:
+        target = _least(loads.utilisation + _TIE_BREAK * loads.num_assigned, candidates)
+        if loads.utilisation.item(target) < self._threshold:
+            return target
+        return _least(loads.num_assigned, candidates)
 
 
 def _least(of: Floats | NDArray[np.int64], candidates: Candidates) -> int:

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from conductor.elasticity.control import Elasticity
+from conductor.performance.utilisation import Utilisation
 from conductor.telemetry.families import counters, gauges
 
 
-def elasticity_metrics(elasticity: Elasticity) -> Iterator[Metric]:
+def elasticity_metrics(elasticity: Elasticity, utilisation: Utilisation) -> Iterator[Metric]:
     """Yield all families. Those of the rebalancer are empty while it is off."""
     used = GaugeMetricFamily(
         "mooncake_instance_utilisation",
         "share of an instance that was really used: computing time, and bytes of KVCache",
         labels=["instance", "resource"],
     )
-    for name, shares in elasticity.utilisation.by_name().items():
+    for name, shares in utilisation.by_name().items():
         used.add_metric([name, "compute"], shares.compute)
         used.add_metric([name, "memory"], shares.memory)
     yield used

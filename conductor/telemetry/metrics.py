@@ -111,7 +111,7 @@ class ConductorMetrics(Collector):
             "state",
             {"pinned": contexts.num_pinned, "missing": contexts.num_blocks - contexts.num_pinned},
         )
-        yield from elasticity_metrics(conductor.elasticity)
+        yield from elasticity_metrics(conductor.elasticity, conductor.view.utilisation)
         if conductor.replication is not None:
             yield from replication_metrics(conductor.replication)
         yield CounterMetricFamily(

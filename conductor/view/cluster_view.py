@@ -12,6 +12,7 @@ import numpy as np
 
 from conductor.index.coming_prefixes import ComingPrefixes
 from conductor.index.prefix_index import PrefixIndex
+from conductor.performance.utilisation import Utilisation
 from conductor.rules import Rules
 from conductor.view.balancing import BalancingThreshold
 from conductor.view.corrections import TBTCorrection, TTFTCorrection
@@ -110,6 +111,9 @@ class ClusterView:
         self.prefill_costs = CostEstimator(prefill, PREFILL_DOUBT, is_profiled=profiled is not None)
         self.decode_costs = CostEstimator(decode, DECODE_DOUBT, is_profiled=profiled is not None)
         self.transfers = TransferEstimator()
+        self.utilisation = Utilisation()
+        self.full_batch_token_s = 0.0
+        """Seconds of a decode instance that a token takes in a full batch; 0 while unknown."""
         self.balancing = BalancingThreshold(rules.kvcache_balancing_threshold)
         self.forecast = forecast_of(rules.overload)
         self._pairs_ttft_correction, self._inlined_ttft_correction = TTFTCorrection(), TTFTCorrection()
@@ -201,6 +205,7 @@ class ClusterView:
         self.loads.reset(slot, None)
         self._decode_pool = None
         self.transfers.reset(slot)
+        self.utilisation.forget(instance.name)
         self.balancing.forget(slot)
 
     def close(self, instance: Instance) -> None:
@@ -229,13 +234,15 @@ class ClusterView:
         self._occupants[slot].computed = None
         self.decode_changed(slot)
 
-    def learn(self, instance: Instance, heartbeat: Heartbeat) -> None:
+    def learn(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         """Learn from the heartbeat of an instance."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
         self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
-        num_device_pages = max(1, instance.num_device_pages)
-        self.loads.memory_usage[slot] = 1 - heartbeat.num_free_device_pages / num_device_pages
+        used = self.utilisation.learn(
+            instance.name, instance.role, heartbeat, instance.num_device_pages, self.full_batch_token_s, now_s
+        )
+        self.loads.utilisation[slot] = 0.0 if used is None else used.utilisation
         pools = list(heartbeat.pools.values())
         self.balancing.learn(slot, pools)
         self.transfers.learn(slot, pools, self._slot_of_messenger)

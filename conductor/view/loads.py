@@ -19,6 +19,9 @@ from conductor.view.estimators import Floats
 from mooncake.messages.aging import rank_s
 from mooncake.messages.workers import Role
 
+HEARTBEAT_S = 1.0
+"""Seconds over which utilisation is measured: from a heartbeat to the next, as they usually come."""
+
 
 @dataclass(slots=True)
 class AssignedPrefill:
@@ -69,8 +72,9 @@ class Loads:
     """Requests, as prefill or as decode."""
     head_priority: NDArray[np.int64]
     """The priority of the prompt that is computed."""
-    memory_usage: Floats
-    """The share of the device's KVCache that is in use, as of the last heartbeat."""
+    utilisation: Floats
+    """U of BanaServe's equation 37, compute and memory in use, 0 to 2, as of the last heartbeat, and the
+    predicted compute of the prompts that were assigned since."""
     queued_s: Floats
     """Predicted seconds of all prefills that were assigned and have not ended."""
     behind_head_s: Floats
@@ -107,7 +111,7 @@ class Loads:
         self.is_prefill, self.is_decode, self.inlines = flags
         self.prefill_room_blocks, self.decode_room_blocks, self.num_assigned, self.head_priority = counts
         (
-            self.memory_usage,
+            self.utilisation,
             self.queued_s,
             self.behind_head_s,
             self.ends_s,
@@ -202,6 +206,7 @@ class Loads:
         self.num_assigned[slot] += 1
         self.num_prompts[slot] += 1
         self.queued_s[slot] += predicted_s
+        self.utilisation[slot] += predicted_s / HEARTBEAT_S
         if priority not in self._queued_s:
             self._queued_s[priority] = np.zeros(self.num_slots)
         self._num_queued[priority] += 1

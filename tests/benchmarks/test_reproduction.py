@@ -137,3 +137,14 @@ def test_what_is_chosen_is_compared_with_the_better_of_the_two() -> None:
     ]
     said = inlining.remark(Outcome([Table([], rows)]))
     assert "on 1 of 2 loads. The worst is b: 90.0% as many, with 110.0% as many prompt tokens" in said
+
+
+def test_load_aware_routing_says_which_rule_has_the_least_ttft() -> None:
+    rows: list[list[str | float | None]] = [
+        [load, rule, ttft_s, "", 1.0, 1.5, 0.5, 0.1]
+        for load in ("skewed prefixes, 20 req/s", "conversation trace")
+        for rule, ttft_s in zip(banaserve.POLICIES, (2.0, 4.0, 3.0, 1.0), strict=True)
+    ]
+    told = banaserve.remark(Outcome([Table([], rows)]))
+    assert "0.75 and 0.75 times that of `fewest requests`; 3.00 and 3.00 times that of `Algorithm 1`" in told
+    assert "The least has `Algorithm 1`." in told

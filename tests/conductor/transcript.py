@@ -15,7 +15,8 @@ follows `#` says what is checked. Times are in seconds. Prompts of one `prompt` 
     retire INSTANCE                            it wants to end itself
     keep CONTEXT N [prompt=P]                  a client keeps the first N blocks
     holds INSTANCE N [prompt=P] [dram=N]       its pool has the first N blocks, so many of them in DRAM
-    used INSTANCE pages=N      memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
+    used INSTANCE pages=N [prefill=S]          its heartbeat: pool pages in use, seconds of prefill so far
+    memory INSTANCE free=N      traffic INSTANCE from=INSTANCE bytes=N [rate=N]
     decoded INSTANCE iterations=N tokens=N seconds=T    totals of its decoding so far
     load INSTANCE requests=N tbt=T             what it predicts for so many requests: all that it has
     submit R tokens=N [prompt=P] [max_tokens=N] [priority=N] [slo=CLASS] [tenant=T]        cancel R
@@ -279,8 +280,8 @@ class Transcript:
         message = KeepContext(context_id, _keys(prompt, int(num_blocks)), 1000.0)
         return self._shown(self.conductor.handle(FRONT, message, self.now_s))
 
-    def _do_used(self, name: str, pages: str) -> list[str]:
-        return self._beat(name, num_used=int(pages))
+    def _do_used(self, name: str, pages: str, prefill: str = "0") -> list[str]:
+        return self._beat(name, num_used=int(pages), prefill_s=float(prefill))
 
     def _do_memory(self, name: str, free: str) -> list[str]:
         return self._tell(name, Heartbeat(0, 0, int(free), {}))
@@ -297,7 +298,13 @@ class Transcript:
         per_s = None if rate is None else float(rate)
         return self._beat(name, {source["from"]: PeerStats(int(float(bytes)), per_s, 1)})
 
-    def _beat(self, name: str, peers: dict[str, PeerStats] | None = None, num_used: int = 0) -> list[str]:
+    def _beat(
+        self,
+        name: str,
+        peers: dict[str, PeerStats] | None = None,
+        num_used: int = 0,
+        prefill_s: float = 0.0,
+    ) -> list[str]:
         num_pages = self._instances[name].capacity.num_pool_pages
         nothing: dict[str, Any] = dict.fromkeys(PoolStats.__struct_fields__, 0)
         empty: dict[str, Any] = {
@@ -306,7 +313,7 @@ class Transcript:
         stats = PoolStats(
             **{**nothing, **empty, "num_pages": num_pages, "num_used": num_used, "peers": peers or {}}
         )
-        return self._tell(name, Heartbeat(0, 0, num_pages, {name: stats}))
+        return self._tell(name, Heartbeat(0, 0, num_pages, {name: stats}, prefill_s=prefill_s))
 
     def _do_at(self, now_s: str) -> list[str]:
         self.now_s = float(now_s)

@@ -73,6 +73,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks of coupled instances, which compute whole prompts without."""
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = Rules().kvcache_balancing_threshold
+    load_threshold: float = Rules().load_threshold
     overload: Overload = Overload.PREDICTION
     max_waiting: int = 0
     """The requests that are deferred instead of rejected while decode's load is too high."""
@@ -184,6 +185,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             moves_requests=self.rebalancing,
             has_rebalancing=self.rebalancing,
             has_inlining=self.inlining,
+            load_threshold=self.load_threshold,
         )
         cluster = DisaggregatedCluster(
             shape,

@@ -50,6 +50,5 @@ def test_an_instance_that_has_gone_is_forgotten() -> None:
     for name in ("d0", "d1"):
         for at_s in (10.0, 11.0):
             utilisation.learn(name, Role.DECODE, heartbeat(), 100, TOKEN_S, at_s)
-    assert utilisation.by_name().keys() == {"d0", "d1"}
-    utilisation.keep({"d1", "d2"})
+    utilisation.forget("d0")
     assert utilisation.by_name().keys() == {"d1"}

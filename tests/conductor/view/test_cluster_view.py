@@ -38,7 +38,7 @@ def test_a_step_is_that_of_the_decoded_requests_not_of_queued_prompts() -> None:
     for num_beats in range(1, 30):
         view.loads.assign_decode(slot, LONG)
         stats = DecodeStats(10 * num_beats, 40 * num_beats, forward_s=10 * num_beats * step_s)
-        view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats))
+        view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats), 0.0)
     assert learned(view, slot) == pytest.approx(DECODE_COSTS)
 
 
@@ -49,7 +49,7 @@ def test_iterations_that_carried_prompts_teach_nothing_about_decode() -> None:
         mixed = MixedIterations(5 * num_beats, 20 * num_beats, 1.0 * num_beats, 500 * num_beats)
         pure_s = 10 * num_beats * step_s
         stats = DecodeStats(15 * num_beats, 60 * num_beats, pure_s + mixed.forward_s, mixed=mixed)
-        view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats))
+        view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats), 0.0)
     assert learned(view, slot) == pytest.approx(DECODE_COSTS)
 
 
@@ -66,7 +66,7 @@ def test_steps_of_requests_that_have_all_ended_teach_nothing() -> None:
     for _ in range(4):
         view.loads.end_decode(slot, SHORT, has_begun=True)
     view.loads.assign_decode(slot, LONG)
-    view.learn(instance, Heartbeat(0, 0, 50, {}, decode=DecodeStats(10, 40, forward_s=1.0)))
+    view.learn(instance, Heartbeat(0, 0, 50, {}, decode=DecodeStats(10, 40, forward_s=1.0)), 0.0)
     assert learned(view, slot) == DECODE_COSTS
 
 

@@ -103,9 +103,8 @@ def policies_remark(outcome: Outcome) -> str:
         " times"
         " the published ones: the modelled nodes compute a prompt faster than the testbed did. BanaServe's"
         " rule"
-        f" takes {ours['banaserve'] / ours[best]:.2f} times as long as the best, `{best}`: when everything"
-        " may be"
-        " fetched, loads alone are nearly enough. Within the TTFT SLO are"
+        f" takes {ours['banaserve'] / ours[best]:.2f} times as long as the best, `{best}`."
+        " Within the TTFT SLO are"
         f" {within[random]:.1%} with random scheduling, {within[balanced]:.1%} with load balancing,"
         f" {within[centric]:.1%} with `{centric}`."
     )
@@ -130,7 +129,7 @@ POLICIES = Experiment(
     "Mooncake (FAST'25): average TTFT of the conversation trace on 16 nodes. Mooncake (arXiv), Figure 8: TTFT"
     " and the share of requests within its SLO, KVCache-centric best in both.",
     "8P+8D, nothing is rejected. `cache_aware` knows prefixes but fetches none; `banaserve` is BanaServe's"
-    " Algorithm 2, which looks at loads alone and lets every instance fetch.",
+    " Algorithm 2, which looks at measured loads alone and lets every instance fetch.",
     policies_remark,
     run_policies,
     cost=80,
