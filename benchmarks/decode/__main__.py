@@ -3,8 +3,9 @@
     python -m benchmarks.decode [--rounds N] [--per-client N] [--concurrency N,N,...] [--peers NAME ...]
                                 [--peer-home FOLDER] [--peer-cores N,N,...] [mooncake-serve flags]
     python -m benchmarks.decode --only interference [mooncake-serve flags]
-    python -m benchmarks.decode --only goodput [--rates N,N,...] [--seconds N] [--peers vllm]
-                                [--peer-rates N,N,...] [--peer-chunks N ...] [mooncake-serve flags]
+    python -m benchmarks.decode --only goodput [--engine mooncake|vllm] [--rates N,N,...] [--seconds N]
+                                [--peers vllm] [--peer-rates N,N,...] [--peer-chunks N ...]
+                                [mooncake-serve flags]
 
 The default model in bfloat16; prompts of 128 random tokens, 64 tokens out, closed loop. Ours is
 `mooncake-serve` with the flags that are given, by default one prefill and one decode instance. The peers are
@@ -13,8 +14,8 @@ in turn; while one is, the others are not there or stand still. The table has me
 the first run, and vLLM compiles the model, which takes minutes.
 
 `interference`: gaps between tokens while long prompts arrive. `goodput`: requests within the SLOs in an open
-loop, of ours and of vLLM with its defaults and with other sizes of chunks; of ours also at twice the best
-rate.
+loop, of ours and of vLLM with its defaults and with other sizes of chunks, computed in a process behind its
+engine and in its engine; of ours also at twice the best rate. With `--engine vllm` our instances are vLLM's.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import operator
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +42,7 @@ from benchmarks.peers.transformers_serve import TransformersServe
 from benchmarks.peers.vllm_cpu import HOME, VllmCpu
 from benchmarks.servers import Server, ServerError, free_port, serving, telling_why
 from benchmarks.serving import Client, Completes, our_command
+from workers.vllm.command import Computing
 
 
 class Peer(Protocol):
@@ -137,25 +140,51 @@ async def measure_goodput(arguments: argparse.Namespace, flags: list[str], log: 
         return [float(rate) for rate in text.split(",")]
 
     print(goodput.HEADER, flush=True)
-    async with sender_to(our_command(port, flags), "/ready") as sender:
-        rows = await goodput.measure("ours", sender, rates(arguments.rates), arguments.seconds)
-        ours = goodput.best_that_spares_no_kind(rows)
-        overload = [goodput.OVERLOAD * ours.rate_per_s]
-        (overloaded,) = await goodput.measure("ours, overloaded", sender, overload, arguments.seconds)
+    with our_flags(arguments, flags) as flags:
+        async with sender_to(our_command(port, flags), "/ready") as sender:
+            rows = await goodput.measure("ours", sender, rates(arguments.rates), arguments.seconds)
+            ours = goodput.best_that_spares_no_kind(rows)
+            overload = [goodput.OVERLOAD * ours.rate_per_s]
+            (overloaded,) = await goodput.measure("ours, overloaded", sender, overload, arguments.seconds)
     theirs: list[Row] = []
     if "vllm" in arguments.peers:
-        vllm = VllmCpu(arguments.peer_home, arguments.peer_cores)
-        vllm.install()
-        for chunk in ("", *arguments.peer_chunks):
-            options = ("--max-num-batched-tokens", chunk) if chunk else ()
-            name = f"vLLM, chunks of {chunk}" if chunk else "vLLM"
-            command = vllm.serve_command(port, *options)
-            async with sender_to(command, "/health", vllm) as sender:
+        for name, vllm, options in ways_of_vllm(arguments):
+            async with sender_to(vllm.serve_command(port, *options), "/health", vllm) as sender:
                 rows = await goodput.measure(name, sender, rates(arguments.peer_rates), arguments.seconds)
             theirs.append(goodput.best(rows))
     tuned = max(theirs[1:], key=operator.attrgetter("goodput_per_s"), default=None)
-    is_met = goodput.compare(ours, theirs[0] if theirs else None, tuned)
+    bars = goodput.MIN_RATIOS[arguments.engine]
+    is_met = goodput.compare(ours, theirs[0] if theirs else None, tuned, bars)
     return goodput.holds(ours, overloaded) and is_met
+
+
+@contextlib.contextmanager
+def our_flags(arguments: argparse.Namespace, flags: list[str]) -> Iterator[list[str]]:
+    """Make a context with the flags of our cluster, whose instances compute with the engine that is asked
+    for."""
+    if arguments.engine == "mooncake":
+        yield flags
+        return
+    vllm = VllmCpu(arguments.peer_home, "nobind")
+    vllm.install()
+    vllm.add_connector()
+    with tempfile.TemporaryDirectory() as folder:
+        program = vllm.program(Path(folder))
+        of_engine = ["--engine", "vllm", "--vllm-command", str(program), "--model", str(vllm.model)]
+        yield [*of_engine, *flags]
+
+
+def ways_of_vllm(arguments: argparse.Namespace) -> Iterator[tuple[str, VllmCpu, list[str]]]:
+    """Yield vLLM's server by itself: with its defaults, and in all other ways. Each has all cores."""
+    home, cores = arguments.peer_home, arguments.peer_cores
+    behind = VllmCpu(home, cores)
+    behind.install()
+    yield "vLLM", behind, []
+    in_engine = VllmCpu(home, cores, Computing.in_engine(str(len(os.sched_getaffinity(0)))))
+    for chunk in arguments.peer_chunks:
+        options = ["--max-num-batched-tokens", chunk]
+        yield f"vLLM, chunks of {chunk}", behind, options
+        yield f"vLLM, chunks of {chunk}, in its engine's process", in_engine, options
 
 
 def host_totals(url: str) -> tuple[float, float]:
@@ -179,6 +208,9 @@ def main() -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--only", choices=["throughput", "interference", "goodput"], default="throughput")
+    parser.add_argument(
+        "--engine", choices=goodput.MIN_RATIOS, default="mooncake", help="goodput: that of our instances"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--per-client", type=int, default=4, help="requests that each client sends, a round")
     parser.add_argument("--concurrency", default=",".join(map(str, CONCURRENCIES)))

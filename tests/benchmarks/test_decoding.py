@@ -101,4 +101,4 @@ def test_ours_is_known_by_its_best_rate_at_which_long_prompts_are_not_turned_awa
 def test_goodput_is_not_bought_by_turning_long_prompts_away(
     ours: Row, peer: Row | None, tuned: Row | None, expected: bool
 ) -> None:
-    assert compare(ours, peer, tuned) is expected
+    assert compare(ours, peer, tuned, (2.2, 1.75)) is expected

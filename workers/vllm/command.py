@@ -45,6 +45,11 @@ class Computing:
         else:
             num_cores = len(os.sched_getaffinity(0))
             num_threads = inherited.get(_NUM_THREADS, str(max(1, num_cores // process.num_local_workers)))
+        return cls.in_engine(num_threads)
+
+    @classmethod
+    def in_engine(cls, num_threads: str) -> "Computing":
+        """Return how vLLM computes in its engine's process."""
         environment = {
             _BIND: _NOT_BOUND,
             _NUM_THREADS: num_threads,

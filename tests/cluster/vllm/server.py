@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -52,16 +51,7 @@ def messenger_of(pool: Server) -> int:
 
 def vllm_command(folder: Path) -> Path:
     """A program `vllm` in its environment, for those that start it as a user's shell would."""
-    vllm, program = installed(), folder / "vllm"
-    changed = {
-        name: value
-        for name, value in (vllm.connector_environment | {"OMP_NUM_THREADS": "1"}).items()
-        if os.environ.get(name) != value
-    }
-    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in changed.items())
-    program.write_text(f'#!/bin/sh\n{exports}exec {vllm.serve_command(0)[0]} "$@"\n')
-    program.chmod(0o755)
-    return program
+    return installed().program(folder, OMP_NUM_THREADS="1")
 
 
 def draw_prompts(draw: random.Random, num: int, lengths: range, tokens: range) -> list[list[int]]:
