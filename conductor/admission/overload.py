@@ -24,7 +24,7 @@ from conductor.view.corrections import NEAR_TBT_SLO
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement
 from conductor.view.rejection import Reason, Rejection
-from conductor.view.timeline import Work
+from conductor.view.timeline import PromptTotals
 from mooncake.config.policies import Overload
 from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.requests import Request
@@ -44,7 +44,7 @@ class Freed(NamedTuple):
 
     prefill_s: float
     """Prefill seconds that would have gone before the prompt of the preempting request."""
-    work: Work
+    work: PromptTotals
     """Requests to decode."""
 
     def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
@@ -52,11 +52,11 @@ class Freed(NamedTuple):
         num_requests, num_tokens = self.work
         return Freed(
             self.prefill_s + (assignment.placement.prediction.prefill_s if is_ahead else 0.0),
-            Work(num_requests + 1, num_tokens + assignment.num_tokens),
+            PromptTotals(num_requests + 1, num_tokens + assignment.num_tokens),
         )
 
 
-NOTHING = Freed(0.0, Work(0, 0))
+NOTHING = Freed(0.0, PromptTotals(0, 0))
 
 
 class Admission:
@@ -241,7 +241,9 @@ class Admission:
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())
 
-    def _tbt_then_s(self, known_until_s: float, freed: Work, num_tokens: int, now_s: float) -> float | None:
+    def _tbt_then_s(
+        self, known_until_s: float, freed: PromptTotals, num_tokens: int, now_s: float
+    ) -> float | None:
         """Predict the TBT at the horizon, or when the last accepted prefill ends, if that is more.
 
         None if some instance decodes nothing then.
@@ -257,7 +259,7 @@ class Admission:
             tbts_s.append(self._tbt_with_s(work, num_tokens, everything.num_requests - work.num_requests))
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
-    def _tbt_with_s(self, work: Work, num_tokens: int, num_absent: float = 0.0) -> float | None:
+    def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
         """Predict the TBT with this work, spread evenly, and the request; None if the work leaves some
         instance idle.
 

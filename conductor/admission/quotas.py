@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tokens:
+class TokenBudget:
     """The tokens of one tenant. Invariant: `num_left <= tokens_per_minute`, as of `at_s`."""
 
     tokens_per_minute: float
@@ -46,7 +46,7 @@ class Quotas:
     """The tokens that each tenant has left. A tenant without a token limit is not counted."""
 
     def __init__(self) -> None:
-        self.by_tenant: dict[str, Tokens] = {}
+        self.by_tenant: dict[str, TokenBudget] = {}
         """Tenants in the order in which they were first seen."""
 
     def refusal(self, tenant: str, claim: QuotaClaim, num_elsewhere: int, now_s: float) -> Refusal | None:
@@ -75,7 +75,7 @@ class Quotas:
         )
         return Refusal(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
-    def restore(self, tenant: str, tokens: Tokens) -> None:
+    def restore(self, tenant: str, tokens: TokenBudget) -> None:
         """Let a tenant have what it had left under an earlier Conductor."""
         self.by_tenant[tenant] = tokens
 
@@ -93,12 +93,12 @@ class Quotas:
             tokens.num_left = min(tokens.tokens_per_minute, tokens.num_left + num_tokens)
             tokens.num_refunded += num_tokens
 
-    def _renewed(self, tenant: str, per_minute: float, now_s: float) -> Tokens:
+    def _renewed(self, tenant: str, per_minute: float, now_s: float) -> TokenBudget:
         """Return the tenant's tokens with what the time has brought, under its present limit. New ones are
         full."""
         tokens = self.by_tenant.get(tenant)
         if tokens is None:
-            tokens = self.by_tenant[tenant] = Tokens(per_minute, per_minute, now_s)
+            tokens = self.by_tenant[tenant] = TokenBudget(per_minute, per_minute, now_s)
         tokens.num_left, tokens.at_s = tokens.left(now_s), max(now_s, tokens.at_s)
         if tokens.tokens_per_minute != per_minute:
             tokens.tokens_per_minute = per_minute

@@ -34,7 +34,7 @@ class Kind(NamedTuple):
         return cls(num_prompt_tokens.bit_length(), max_tokens.bit_length())
 
 
-class Answer(NamedTuple):
+class RunningAnswer(NamedTuple):
     """An answer of which some tokens have been drawn."""
 
     kind: Kind
@@ -55,10 +55,10 @@ class AnswerLengths:
     """The mean lengths of answers by kind."""
 
     def __init__(self) -> None:
-        self._by_kind: OrderedDict[Kind, deque[Answer]] = OrderedDict()
-        self._all: deque[Answer] = deque(maxlen=_NUM_RECENT)
+        self._by_kind: OrderedDict[Kind, deque[RunningAnswer]] = OrderedDict()
+        self._all: deque[RunningAnswer] = deque(maxlen=_NUM_RECENT)
 
-    def learn(self, answer: Answer) -> None:
+    def learn(self, answer: RunningAnswer) -> None:
         """Learn from an answer that has ended."""
         self._all.append(answer)
         self._by_kind.setdefault(answer.kind, deque(maxlen=_NUM_RECENT)).append(answer)
@@ -66,7 +66,9 @@ class AnswerLengths:
         if len(self._by_kind) > _NUM_KINDS:
             self._by_kind.popitem(last=False)
 
-    def means(self, kinds: Iterable[Kind], running: Iterable[Answer], since_s: float) -> dict[Kind, float]:
+    def means(
+        self, kinds: Iterable[Kind], running: Iterable[RunningAnswer], since_s: float
+    ) -> dict[Kind, float]:
         """Return the expected length of each kind's answers.
 
         Args:
@@ -75,14 +77,14 @@ class AnswerLengths:
             since_s: The time since when the load has been the same. Only answers that began after it are
             used; while few of these have ended, earlier ones are used too.
         """
-        by_kind: dict[Kind, list[Answer]] = {}
+        by_kind: dict[Kind, list[RunningAnswer]] = {}
         for answer in running:
             if answer.began_s >= since_s:
                 by_kind.setdefault(answer.kind, []).append(answer)
         return {kind: self._mean(kind, by_kind.get(kind, []), since_s) for kind in kinds}
 
-    def _mean(self, kind: Kind, running: list[Answer], since_s: float) -> float:
-        recent = self._by_kind.get(kind, deque[Answer]())
+    def _mean(self, kind: Kind, running: list[RunningAnswer], since_s: float) -> float:
+        recent = self._by_kind.get(kind, deque[RunningAnswer]())
         if len(recent) < _FEWEST_OF_KIND:
             recent = self._all
         if not recent and not running:

@@ -15,7 +15,7 @@ Owns: this comparison. Does not know: how the load was measured, what is done ab
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.elasticity.demand import Load
+from conductor.elasticity.demand import OfferedLoad
 from conductor.performance.model import DecodeCapacity
 from mooncake.messages.costs import TBT_SLO_SHARE
 from mooncake.messages.workers import Role
@@ -57,10 +57,10 @@ class Strain(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class DivisionCapacity:
     """Shares of a load that divisions of instances can serve."""
 
-    load: Load
+    load: OfferedLoad
     decode: DecodeCapacity
     has_inlining: bool = False
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.elasticity.answers import Answer, AnswerLengths, Kind
+from conductor.elasticity.answers import AnswerLengths, Kind, RunningAnswer
 
 WINDOW_S = 60.0
 """The longest time for which arrivals count."""
@@ -51,7 +51,7 @@ class _Arrivals:
     """The sum of the squares of each one's seconds."""
 
 
-class Load(NamedTuple):
+class OfferedLoad(NamedTuple):
     """The work that arrives in a second, on average."""
 
     num_requests: float
@@ -100,11 +100,11 @@ class Demand:
         arrivals.prefill_s += prefill_s
         arrivals.prefill_squares += prefill_s**2
 
-    def finished(self, answer: Answer) -> None:
+    def finished(self, answer: RunningAnswer) -> None:
         """Learn from an answer that has ended."""
         self.lengths.learn(answer)
 
-    def load(self, running: Sequence[Answer], now_s: float) -> Load | None:
+    def load(self, running: Sequence[RunningAnswer], now_s: float) -> OfferedLoad | None:
         """Return the present load; None before the first request."""
         if self._began_s is None:
             return None
@@ -118,7 +118,7 @@ class Demand:
         seconds = max(now_s - self._began_s, 1.0)
         num_requests = sum(of.num_requests for of in self._arrivals)
         num_outputs = sum(of.num_requests * means[of.kind] for of in self._arrivals)
-        return Load(
+        return OfferedLoad(
             num_requests / seconds,
             sum(of.prefill_s for of in self._arrivals) / seconds,
             num_outputs / seconds,
@@ -207,7 +207,7 @@ def _surprises(
 class Past(NamedTuple):
     """An earlier load."""
 
-    load: Load
+    load: OfferedLoad
     lasted_s: float
 
 
@@ -218,10 +218,10 @@ class Persistence:
         self.past: deque[Past] = deque(maxlen=_NUM_PAST)
         """The loads before, oldest first."""
         self._changed_s: float | None = None
-        self._latest: Load | None = None
+        self._latest: OfferedLoad | None = None
         """The load when it was last noted."""
 
-    def note(self, load: Load, has_changed: bool, now_s: float) -> None:
+    def note(self, load: OfferedLoad, has_changed: bool, now_s: float) -> None:
         """Record the present load, and whether it is another one than before."""
         if has_changed:
             if self._changed_s is not None and self._latest is not None:

@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from conductor.elasticity.batches import Batch
-from conductor.elasticity.capacity import FULL_SHARE, Capacity, Division, Work
+from conductor.elasticity.capacity import FULL_SHARE, Division, DivisionCapacity, Work
 from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
-from conductor.elasticity.demand import Load, Persistence
+from conductor.elasticity.demand import OfferedLoad, Persistence
 from conductor.performance.model import DecodeCapacity
 from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role
@@ -81,7 +81,7 @@ class State(NamedTuple):
     """The input of a decision."""
 
     members: list[Member]
-    load: Load | None
+    load: OfferedLoad | None
     num_changes: int
     """The number of times that the load has changed."""
     capacity: DecodeCapacity | None
@@ -152,7 +152,7 @@ class Rebalancer:
             return None
         self._persistence.note(load, state.num_changes > self._num_changes_seen, now_s)
         self._num_changes_seen = state.num_changes
-        able = Capacity(load, capacity, state.has_inlining)
+        able = DivisionCapacity(load, capacity, state.has_inlining)
         work = able.work
         self.desired = {
             Role.PREFILL: max(1, math.ceil(work.prefill / _TARGET_STRAIN)),
@@ -178,7 +178,7 @@ class Rebalancer:
         """Record that the latest change was not possible after all."""
         self.decisions[-1].outcome = Outcome(0.0, note=why)
 
-    def _is_known(self, load: Load) -> bool:
+    def _is_known(self, load: OfferedLoad) -> bool:
         num_arrivals = load.num_requests * load.window_s
         return load.window_s >= _LEAST_WINDOW_S and num_arrivals >= _FEWEST_ARRIVALS
 
@@ -203,12 +203,12 @@ class Rebalancer:
         larger, smaller = max(one, other), min(one, other)
         return larger <= _SAME_LOAD * smaller or larger < 0.2
 
-    def _best(self, state: State, able: Capacity, now_s: float) -> Change | None:
+    def _best(self, state: State, able: DivisionCapacity, now_s: float) -> Change | None:
         options = [self._change(state, able, role, now_s) for role in (Role.PREFILL, Role.DECODE)]
         found = [change for change in options if change is not None]
         return max(found, key=lambda change: change.benefit_s, default=None)
 
-    def _change(self, state: State, able: Capacity, role: Role, now_s: float) -> Change | None:
+    def _change(self, state: State, able: DivisionCapacity, role: Role, now_s: float) -> Change | None:
         """Return the change to one more instance of a role, if that pays; None if it does not, or no instance
         can be spared."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
@@ -237,13 +237,13 @@ class Rebalancer:
             return None
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
-    def _is_risky(self, load: Load) -> bool:
+    def _is_risky(self, load: OfferedLoad) -> bool:
         """Return whether a change would follow another one while it is unknown how long the new load will
         last."""
         is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
-    def _served(self, able: Capacity, division: Division) -> float:
+    def _served(self, able: DivisionCapacity, division: Division) -> float:
         """Return the share of the expected requests that a division serves.
 
         The present load is expected, as it was when it was there before, and the loads in between that were

@@ -5,7 +5,7 @@ Owns: the translation of view, registry and heartbeats into values. Does not kno
 
 from dataclasses import replace
 
-from conductor.elasticity.answers import Answer, Kind
+from conductor.elasticity.answers import Kind, RunningAnswer
 from conductor.elasticity.batches import Batch, Coming, Resident
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
@@ -120,7 +120,7 @@ class Survey:
             if of.role is not Role.BOTH and of.registration.can_decode and not holding[of.role] <= {of.name}
         }
 
-    def running(self, now_s: float) -> list[Answer]:
+    def running(self, now_s: float) -> list[RunningAnswer]:
         """The answers that are being decoded, with their estimated lengths so far."""
         return [
             answer_of(of, self._num_tokens(of, now_s) - of.request.num_prompt_tokens, now_s)
@@ -197,7 +197,7 @@ def _waiting_for_pages(
     return began[num_batched:]
 
 
-def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> Answer:
+def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningAnswer:
     """The answer of a request that is or was decoded, with so many tokens at this time.
 
     Its kind is that of the prompt and the limit which its client sent.
@@ -205,7 +205,7 @@ def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> Answer:
     request, began_s = tracked.request, tracked.placed.decode_began_s
     assert began_s is not None
     kind = Kind.of(request.num_prompt_tokens, request.sampling.max_tokens)
-    return Answer(kind, began_s, num_tokens, at_s)
+    return RunningAnswer(kind, began_s, num_tokens, at_s)
 
 
 def _costs_at(view: ClusterView, slot: int) -> Costs:

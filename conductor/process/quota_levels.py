@@ -12,7 +12,7 @@ import contextlib
 import sqlite3
 import time
 
-from conductor.admission.quotas import Quotas, Tokens
+from conductor.admission.quotas import Quotas, TokenBudget
 from mooncake.node.state_file import StateFile
 
 SCHEMA = """
@@ -41,7 +41,9 @@ class QuotaLevels:
         since_1970_s = time.time() - time.monotonic()
         file.clean(_FORGET_FULL, (time.time(),))
         for tenant, per_minute, num_left, at in file.read("SELECT * FROM tenant_tokens"):
-            quotas.restore(tenant, Tokens(per_minute, num_left, min(at - since_1970_s, time.monotonic())))
+            quotas.restore(
+                tenant, TokenBudget(per_minute, num_left, min(at - since_1970_s, time.monotonic()))
+            )
 
     async def run(self) -> None:
         """Save what has changed, now and then, until cancelled."""

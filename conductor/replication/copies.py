@@ -43,7 +43,7 @@ _ROOM_SHARE = 2
 
 
 @dataclass(slots=True)
-class Copy:
+class PrefixCopy:
     """Leading blocks that `instance` was told to fetch."""
 
     instance: Instance
@@ -70,7 +70,7 @@ class Replication:
         """Prompts that were counted since the latest round."""
         self._latest: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_LATEST)
         """The latest prompts that were counted."""
-        self._copies: dict[tuple[str, BlockKey], Copy] = {}
+        self._copies: dict[tuple[str, BlockKey], PrefixCopy] = {}
         """Copies by instance and last block, oldest first."""
         self._hot: list[Sequence[BlockKey]] = []
         """Prefixes that were worth a second copy in the latest round."""
@@ -199,7 +199,7 @@ class Replication:
             if 0 < num_bytes <= left_bytes and num_lacking <= room_blocks:
                 left_bytes -= num_bytes
                 source = view.instance_at(self._source(match, depth, layout))
-                copy = Copy(view.instance_at(slot), prefix[:depth], num_bytes, now_s + FETCH_S)
+                copy = PrefixCopy(view.instance_at(slot), prefix[:depth], num_bytes, now_s + FETCH_S)
                 effects.append(self._order(copy, source, layout, now_s))
         return effects
 
@@ -220,7 +220,7 @@ class Replication:
                 effects.append(self._order(copy, source, layout, now_s))
         return effects
 
-    def _order(self, copy: Copy, source: Instance, layout: KVLayout, now_s: float) -> Effect:
+    def _order(self, copy: PrefixCopy, source: Instance, layout: KVLayout, now_s: float) -> Effect:
         num_new_blocks = copy.num_bytes // layout.block_bytes
         self.num_ordered_blocks += num_new_blocks
         self._add(copy, len(copy.keys) - num_new_blocks, now_s)
@@ -237,7 +237,7 @@ class Replication:
 
     def _lacking(
         self, keys: Sequence[BlockKey], layout: KVLayout, left_bytes: int, now_s: float
-    ) -> list[tuple[Copy, Instance]]:
+    ) -> list[tuple[PrefixCopy, Instance]]:
         """Return the further copies of a prefix that its uses are worth, each with the instance to fetch it
         from."""
         view = self._view
@@ -245,7 +245,7 @@ class Replication:
         num_known = int(match.num_blocks.max(initial=0))
         num_blocks = self._with_coming(match.num_blocks, keys, now_s)
         is_prefill = view.loads.is_prefill
-        lacking: list[tuple[Copy, Instance]] = []
+        lacking: list[tuple[PrefixCopy, Instance]] = []
         for number in range(1, int(is_prefill.sum())):
             depth = min(self._heat.depth(keys, self.rules.uses_per_copy * number), num_known)
             if int((is_prefill & (num_blocks >= depth)).sum()) > number:
@@ -259,7 +259,7 @@ class Replication:
                 break
             num_bytes = (depth - num_held) * layout.block_bytes
             source = self._source(match, depth, layout)
-            copy = Copy(view.instance_at(target), keys[:depth], num_bytes, now_s + FETCH_S)
+            copy = PrefixCopy(view.instance_at(target), keys[:depth], num_bytes, now_s + FETCH_S)
             lacking.append((copy, view.instance_at(source)))
             num_blocks[target] = depth
             left_bytes -= num_bytes
@@ -302,7 +302,7 @@ class Replication:
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
         return int(holders[ahead_bytes.argmin()])
 
-    def _add(self, copy: Copy, num_held_blocks: int, now_s: float) -> None:
+    def _add(self, copy: PrefixCopy, num_held_blocks: int, now_s: float) -> None:
         """Add a copy. It replaces a copy that it continues: a long prefix that is fetched in parts is one
         copy."""
         if num_held_blocks:

@@ -57,7 +57,7 @@ class Prompt(NamedTuple):
     priority: int
 
 
-class Fetch(NamedTuple):
+class LongestPrefix(NamedTuple):
     """The longest prefix that any instance holds, and the time that a fetch of it takes."""
 
     best_matched_instance: int | None
@@ -76,7 +76,7 @@ class Fetch(NamedTuple):
         return self.whole_s - num_held_blocks * self.block_s
 
 
-NO_FETCH = Fetch(None, 0, 0.0, 0.0, 0.0)
+NO_FETCH = LongestPrefix(None, 0, 0.0, 0.0, 0.0)
 
 
 class Decoding(NamedTuple):
@@ -215,7 +215,7 @@ class Scheduler:
         num_coming_blocks = num_local_blocks - held.num_blocks_at(slot)
         return Placement(instance, instance, num_local_blocks, num_coming_blocks, None, 0, prediction)
 
-    def _best_fetch(self, match: PrefixMatch) -> Fetch:
+    def _best_fetch(self, match: PrefixMatch) -> LongestPrefix:
         """Find the best fetch: line 4, and line 16 for all instances at once."""
         view, num_blocks, mask = self._view, match.depths[-1], match.masks[-1]
         if not num_blocks:
@@ -226,7 +226,7 @@ class Scheduler:
         first_s, byte_s = view.transfers.costs(slot, match.num_ssd_blocks_at(slot) * view.block_bytes)
         block_s = byte_s * view.block_bytes
         worth_below_blocks = num_blocks / view.balancing.threshold
-        return Fetch(slot, num_blocks, first_s + num_blocks * block_s, block_s, worth_below_blocks)
+        return LongestPrefix(slot, num_blocks, first_s + num_blocks * block_s, block_s, worth_below_blocks)
 
     def _decoding(self, request: Request, refused_by: Collection[str], layout: KVLayout) -> Decoding:
         num_blocks = layout.num_blocks(num_tokens_held(request, Role.DECODE))
@@ -253,7 +253,9 @@ class Scheduler:
         holders = [slot for slot in range(match.num_slots) if match.num_blocks_at(slot) == best_prefix_len]
         return min(holders, key=ahead_bytes)
 
-    def estimate_ttft(self, prompt: Prompt, match: PrefixMatch, fetch: Fetch, now_s: float) -> Candidates:
+    def estimate_ttft(
+        self, prompt: Prompt, match: PrefixMatch, fetch: LongestPrefix, now_s: float
+    ) -> Candidates:
         """Lines 2 to 23: estimate the TTFT on each instance, and find the least."""
         loads = self._view.loads
         behind_s = loads.behind_s(prompt.priority)

@@ -19,8 +19,8 @@ from conductor.rules import Rules
 from conductor.scheduling.algorithm1 import (
     NO_FETCH,
     Decoding,
-    Fetch,
     Inlined,
+    LongestPrefix,
     Prompt,
     Scheduler,
     zeroed_candidates,
@@ -63,7 +63,9 @@ class NativeScheduler(Scheduler):
         """Line 4: find the holder of the longest prefix."""
         return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
 
-    def estimate_ttft(self, prompt: Prompt, match: PrefixMatch, fetch: Fetch, now_s: float) -> Candidates:
+    def estimate_ttft(
+        self, prompt: Prompt, match: PrefixMatch, fetch: LongestPrefix, now_s: float
+    ) -> Candidates:
         """Lines 2 to 23: estimate the TTFT on each instance. The next call overwrites the returned arrays."""
         behind_s = self._view.loads.behind_s(prompt.priority)
         behind = None if behind_s is None else behind_s.ctypes.data

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from conductor.policy import Conductor
-from conductor.telemetry.history import TRANSFERRING, History, Timeline
+from conductor.telemetry.history import TRANSFERRING, History, RequestTimeline
 from conductor.telemetry.metrics import instances_text
 from conductor.view.instances import Emptying, Instance
 from mooncake.messages.workers import Heartbeat
@@ -99,7 +99,7 @@ class Display:
         timeline = self._history.find(request_id)
         return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
 
-    def _summary(self, timeline: Timeline, num_received: NumReceived) -> dict[str, Any]:
+    def _summary(self, timeline: RequestTimeline, num_received: NumReceived) -> dict[str, Any]:
         num_tokens = timeline.num_output_tokens or num_received(timeline.request_id) or 0
         return {
             "id": timeline.request_id,

@@ -60,7 +60,7 @@ class _Decoded(NamedTuple):
 
 
 @dataclass(slots=True)
-class Timeline:
+class RequestTimeline:
     """The moments of one request in order of time. Once `is_over` the last one is its end."""
 
     request_id: str
@@ -92,7 +92,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class FailedRequest:
     """A request that got no token."""
 
     at_s: float
@@ -109,9 +109,9 @@ class Rejection:
 class History:
     """Timelines of live and recently ended requests, recent rejections, changes of instances, totals."""
 
-    live: dict[str, Timeline] = field(default_factory=dict)
-    ended: OrderedDict[str, Timeline] = field(default_factory=OrderedDict)
-    rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=NUM_REJECTIONS))
+    live: dict[str, RequestTimeline] = field(default_factory=dict)
+    ended: OrderedDict[str, RequestTimeline] = field(default_factory=OrderedDict)
+    rejections: deque[FailedRequest] = field(default_factory=lambda: deque(maxlen=NUM_REJECTIONS))
     changes: InstanceChanges = field(default_factory=InstanceChanges)
     num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(map(str, Reason), 0)))
     """Rejections by reason."""
@@ -122,12 +122,12 @@ class History:
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
     """The seconds that requests have spent in each step."""
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
-    on_end: Callable[[Timeline], None] = lambda _: None
+    on_end: Callable[[RequestTimeline], None] = lambda _: None
     """Called with each timeline that is over."""
     _held: dict[str, "_Decoded"] = field(default_factory=dict)
     """Requests of an earlier Conductor that instances decode, before their fronts have told of them."""
 
-    def find(self, request_id: str) -> Timeline | None:
+    def find(self, request_id: str) -> RequestTimeline | None:
         """Return a request that is live, or ended lately. The id of an answer stands for its first choice."""
         for known in (request_id, f"{request_id}-0"):
             if (timeline := self.live.get(known) or self.ended.get(known)) is not None:
@@ -141,7 +141,7 @@ class History:
         gone."""
         match message:
             case Submit(request) if request.request_id not in self.live:
-                self.live[request.request_id] = Timeline(
+                self.live[request.request_id] = RequestTimeline(
                     request.request_id, sender, len(request.token_ids), [Moment(now_s, QUEUED)]
                 )
             case Submit(request):
@@ -184,7 +184,7 @@ class History:
         """Record a request of an earlier Conductor, which an instance may have told that it decodes."""
         request = resume.request
         submitted = Moment(now_s - resume.waited_s, QUEUED, note="an earlier conductor had it")
-        timeline = Timeline(request.request_id, front, request.num_prompt_tokens, [submitted])
+        timeline = RequestTimeline(request.request_id, front, request.num_prompt_tokens, [submitted])
         self.live[request.request_id] = timeline
         decoded = self._held.pop(request.request_id, None)
         if decoded is not None:
@@ -199,7 +199,7 @@ class History:
             elif timeline.last.step == QUEUED:
                 self._go_on(timeline, _Decoded(held.ref.attempt, instance), now_s)
 
-    def _go_on(self, timeline: Timeline, decoded: "_Decoded", now_s: float) -> None:
+    def _go_on(self, timeline: RequestTimeline, decoded: "_Decoded", now_s: float) -> None:
         timeline.attempt, timeline.decode = decoded
         self._append(timeline, Moment(now_s, DECODING, timeline.decode, "it has gone on there"))
 
@@ -235,7 +235,9 @@ class History:
             case Failed(request_id, reason) if timeline := self.live.get(request_id):
                 self._end(timeline, Moment(now_s, FAILED, note=reason))
             case Rejected(request_id, reason, status, text) if timeline := self.live.get(request_id):
-                self._reject(Rejection(now_s, request_id, reason, status, text, timeline.num_prompt_tokens))
+                self._reject(
+                    FailedRequest(now_s, request_id, reason, status, text, timeline.num_prompt_tokens)
+                )
                 self._end(timeline, Moment(now_s, REJECTED, note=text))
 
     def _reject_duplicates(self, effects: Iterable[Effect], now_s: float) -> None:
@@ -243,13 +245,13 @@ class History:
         for effect in effects:
             if isinstance(effect.message, Rejected):
                 told = effect.message
-                self._reject(Rejection(now_s, told.request_id, told.reason, told.status, told.message))
+                self._reject(FailedRequest(now_s, told.request_id, told.reason, told.status, told.message))
 
-    def _reject(self, rejection: Rejection) -> None:
+    def _reject(self, rejection: FailedRequest) -> None:
         self.rejections.append(rejection)
         self.num_rejected[rejection.reason] += 1
 
-    def _current(self, ref: Ref) -> Timeline | None:
+    def _current(self, ref: Ref) -> RequestTimeline | None:
         timeline = self.live.get(ref.request_id)
         return timeline if timeline is not None and timeline.attempt == ref.attempt else None
 
@@ -272,14 +274,14 @@ class History:
             if timeline.last.step == before and wait_s is not None:
                 self._append(timeline, Moment(timeline.last.at_s + wait_s, step, timeline.decode))
 
-    def _append(self, timeline: Timeline, moment: Moment) -> None:
+    def _append(self, timeline: RequestTimeline, moment: Moment) -> None:
         last = timeline.last
         if last.step in self.num_steps:
             self.step_s[last.step] += moment.at_s - last.at_s
             self.num_steps[last.step] += 1
         timeline.moments.append(moment)
 
-    def _end(self, timeline: Timeline, moment: Moment) -> None:
+    def _end(self, timeline: RequestTimeline, moment: Moment) -> None:
         self._append(timeline, moment)
         timeline.is_over = True
         del self.live[timeline.request_id]

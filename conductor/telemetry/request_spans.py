@@ -16,7 +16,7 @@ import msgspec
 from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
 from conductor.requests.migration import Migration
-from conductor.telemetry.history import ABORTED, FAILED, QUEUED, REJECTED, RESERVING, Timeline
+from conductor.telemetry.history import ABORTED, FAILED, QUEUED, REJECTED, RESERVING, RequestTimeline
 from conductor.view.decision_stats import MigrationOutcome
 from conductor.view.placement import Placement
 from mooncake.messages.fronts import Continue, Rejected, Resume, Submit
@@ -106,14 +106,14 @@ class RequestSpans:
             return rule  # it has lost the pair again at the same moment
         return {**rule, **_chosen(tracked.assignment.placement)}
 
-    def ended(self, timeline: Timeline) -> None:
+    def ended(self, timeline: RequestTimeline) -> None:
         """Make the span of a request that has ended, if it is traced."""
         traced = self._traced.pop(timeline.request_id, None)
         if traced is not None:
             self._tracer.end(traced.span, _request_span(timeline, traced))
 
 
-def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
+def _request_span(timeline: RequestTimeline, traced: _Traced) -> EndedSpan:
     """Make the span of a request that is over."""
     last = timeline.last
     return EndedSpan(
@@ -144,7 +144,7 @@ def _request_span(timeline: Timeline, traced: _Traced) -> EndedSpan:
     )
 
 
-def _placings(timeline: Timeline, traced: _Traced) -> list[EndedSpan]:
+def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
     """Return each decision about the request with the wait for it, and the wait in which the request has
     ended."""
     parts, verdicts = list[EndedSpan](), iter(traced.placements)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.view.lifetimes import BUCKET_STEPS, Lifetimes
-from conductor.view.timeline import Timeline, Work
+from conductor.view.timeline import PromptTotals, Timeline
 from mooncake.config.policies import Overload
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Request
@@ -80,7 +80,7 @@ class Forecast(ABC):
         """Expected requests by the end of their prefill; decoded ones by a number of iterations."""
 
     @property
-    def everything(self) -> Work:
+    def everything(self) -> PromptTotals:
         """All work that is expected or decoded now: an upper bound of the work at any time."""
         return self._prefills.total.plus(self._decodes.total)
 
@@ -107,7 +107,7 @@ class Forecast(ABC):
         self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
 
     @abstractmethod
-    def at(self, time_s: float, now_s: float, step_s: float) -> Work:
+    def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
         """Return the work of all decode instances at a time that is not before now, if iterations take
         `step_s`."""
 
@@ -133,12 +133,12 @@ class SystemForecast(Forecast):
         assert stay.began_steps is not None
         self._lifetimes.learn(self.steps.at(now_s) - stay.began_steps)
 
-    def at(self, time_s: float, now_s: float, step_s: float) -> Work:
+    def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
         shares_left = self._lifetimes.shares_left((time_s - now_s) / step_s)
         left = self._decodes.weighted(shares_left, self.steps.at(now_s))
         return self._joined(time_s, now_s, step_s).plus(left)
 
-    def _joined(self, time_s: float, now_s: float, step_s: float) -> Work:
+    def _joined(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
         """Return the work of prefills that will have ended by then and are still decoded."""
         if self._lifetimes.all_last((time_s - now_s) / step_s):
             return self._prefills.until(time_s)
@@ -173,7 +173,7 @@ class RequestForecast(Forecast):
         super().learn(request, stay, decode_s, num_output_tokens, now_s)
         self._lengths.learn(request, num_output_tokens)
 
-    def at(self, time_s: float, now_s: float, step_s: float) -> Work:
+    def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
         num_steps = self.steps.at(now_s)
         joined = self._prefills.until(time_s).less(_between(self._leaves, now_s, time_s))
         ended = _between(self._decodes, num_steps, num_steps + (time_s - now_s) / step_s)
@@ -214,7 +214,7 @@ class OutputLengths:
                 self._by_kind.popitem(last=False)
 
 
-def _between(timeline: Timeline, now: float, then: float) -> Work:
+def _between(timeline: Timeline, now: float, then: float) -> PromptTotals:
     return timeline.until(then).less(timeline.until(now))
 
 

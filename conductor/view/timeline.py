@@ -13,19 +13,19 @@ from conductor.view.estimators import Floats
 _FEWEST_BUCKETS = 64
 
 
-class Work(NamedTuple):
+class PromptTotals(NamedTuple):
     """Requests and the tokens of their prompts."""
 
     num_requests: float
     num_tokens: float
 
-    def plus(self, other: "Work") -> "Work":
+    def plus(self, other: "PromptTotals") -> "PromptTotals":
         """Return the sum of both."""
-        return Work(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
+        return PromptTotals(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
 
-    def less(self, other: "Work") -> "Work":
+    def less(self, other: "PromptTotals") -> "PromptTotals":
         """Return the difference."""
-        return Work(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
+        return PromptTotals(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
 class Timeline:
@@ -34,7 +34,7 @@ class Timeline:
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
         self._first = 0  # bucket of index 0
-        self.total = Work(0, 0)
+        self.total = PromptTotals(0, 0)
         """The work at all times."""
         self._keep(np.zeros((2, _FEWEST_BUCKETS)))
 
@@ -52,13 +52,13 @@ class Timeline:
         if bucket - self._first >= self._work.shape[1]:
             self._make_room(bucket)
         self._change(bucket, 1, num_tokens)
-        self.total = Work(self.total.num_requests + 1, self.total.num_tokens + num_tokens)
+        self.total = PromptTotals(self.total.num_requests + 1, self.total.num_tokens + num_tokens)
         return bucket
 
     def remove(self, bucket: int, num_tokens: int) -> None:
         """Undo `add`."""
         self._change(bucket, -1, -num_tokens)
-        self.total = Work(self.total.num_requests - 1, self.total.num_tokens - num_tokens)
+        self.total = PromptTotals(self.total.num_requests - 1, self.total.num_tokens - num_tokens)
 
     def _change(self, bucket: int, num_requests: int, num_tokens: int) -> None:
         index = bucket - self._first
@@ -73,14 +73,14 @@ class Timeline:
         (used,) = self._work[0].nonzero()
         return (self._first + int(used[-1]) + 0.5) * self._bucket
 
-    def until(self, time: float) -> Work:
+    def until(self, time: float) -> PromptTotals:
         """Return the work up to a time, or to the end of its bucket."""
         end = self._index(time) + 1
         if end >= self._work.shape[1]:
             return self.total
-        return Work(*self._work[:, :end].dot(self._ones[:end]).tolist())
+        return PromptTotals(*self._work[:, :end].dot(self._ones[:end]).tolist())
 
-    def weighted(self, by_age: Floats, now: float) -> Work:
+    def weighted(self, by_age: Floats, now: float) -> PromptTotals:
         """Return the work until `now`, weighted by its age in buckets. The last weight is for all older
         work."""
         newest = math.floor(now / self._bucket) - self._first
@@ -90,7 +90,7 @@ class Timeline:
         sums = self._work[:, start:end].dot(weights)
         if start:
             sums += by_age.item(-1) * self._work[:, :start].dot(self._ones[:start])
-        return Work(*sums.tolist())
+        return PromptTotals(*sums.tolist())
 
     def _index(self, time: float) -> int:
         """Return the index of a time's bucket, within the kept buckets or next to them."""

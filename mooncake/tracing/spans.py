@@ -40,7 +40,7 @@ class EndedSpan(NamedTuple):
     parts: Sequence["EndedSpan"] = ()
 
 
-class End(NamedTuple):
+class SpanEnd(NamedTuple):
     """The end of a request's time at an instance."""
 
     at_s: float

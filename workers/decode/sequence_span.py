@@ -5,7 +5,7 @@ Owns: its form. Does not know: when it is made, where it is sent.
 
 import time
 
-from mooncake.tracing.spans import End, EndedSpan, SpanEvent
+from mooncake.tracing.spans import EndedSpan, SpanEnd, SpanEvent
 from workers.decode.sequence import PREPARE, Sequence
 
 DECODE = "decode"
@@ -13,7 +13,7 @@ DECODE = "decode"
 
 def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
     """Return the span of a sequence whose time at `instance` ends now. `error`: why it ends early."""
-    end, request = End(time.monotonic(), error), sequence.request
+    end, request = SpanEnd(time.monotonic(), error), sequence.request
     moves_here = any(copy.name == PREPARE for copy in sequence.copies)
     joins = sequence.joined_s is not None or sequence.finish_reason is None
     if sequence.is_inlined:

@@ -5,7 +5,7 @@ Owns: its form. Does not know: when it is made, where it is sent.
 
 import time
 
-from mooncake.tracing.spans import End, EndedSpan, SpanEvent
+from mooncake.tracing.spans import EndedSpan, SpanEnd, SpanEvent
 from workers.kvcache.prefix_fetch import PrefixFetch
 from workers.prefill.job import PrefillJob
 from workers.prefill.prompt_times import PassTimes
@@ -16,7 +16,7 @@ PREFILL = "prefill"
 def prompt_span(job: PrefillJob) -> EndedSpan:
     """Return the span of a prompt whose time here ends now."""
     times, request = job.times, job.order.request
-    end, block_bytes = End(time.monotonic(), times.error), job.layout.block_bytes
+    end, block_bytes = SpanEnd(time.monotonic(), times.error), job.layout.block_bytes
     computed_s = None if job.progress.num_left else times.passes[-1].ended_s
     sent = {"mooncake.bytes": len(job.order.grant.pages) * block_bytes}
     steps = [
@@ -57,7 +57,7 @@ def _fetch(fetch: PrefixFetch, layer_bytes: int) -> EndedSpan:
     )
 
 
-def _pass(of_pass: PassTimes, block_bytes: int, end: End) -> EndedSpan | None:
+def _pass(of_pass: PassTimes, block_bytes: int, end: SpanEnd) -> EndedSpan | None:
     attributes = {
         "mooncake.start": of_pass.start,
         "mooncake.tokens": of_pass.num_tokens,

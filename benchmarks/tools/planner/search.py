@@ -21,8 +21,8 @@ from benchmarks.tools.planner import placements
 from benchmarks.tools.planner.goodput import Goodputs
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.setup import Setup
-from conductor.elasticity.capacity import Capacity, Division
-from conductor.elasticity.demand import Load
+from conductor.elasticity.capacity import Division, DivisionCapacity
+from conductor.elasticity.demand import OfferedLoad
 from conductor.performance.model import DecodeCapacity, Sizes
 
 COARSE, FINE = 0.08, 0.03
@@ -99,10 +99,10 @@ class Search:
         """Return the goodput that the performance model predicts of a disaggregated cluster."""
         shape, sizes = setup.shape(), self._sizes
         prefill, decode = shape.costs.profiled
-        load = Load(1.0, sizes.prefill_s(prefill), sizes.num_output_tokens, *sizes[:2], window_s=1.0)
+        load = OfferedLoad(1.0, sizes.prefill_s(prefill), sizes.num_output_tokens, *sizes[:2], window_s=1.0)
         num_device_tokens = shape.num_device_blocks * shape.block_tokens
         capacity = DecodeCapacity(decode, setup.max_batch, num_device_tokens, setup.tbt_slo_s)
-        return Capacity(load, capacity).requests_per_s(Division(setup.num_prefill, setup.num_decode))
+        return DivisionCapacity(load, capacity).requests_per_s(Division(setup.num_prefill, setup.num_decode))
 
     def run(self) -> Plan:
         """Raises ConfigError."""

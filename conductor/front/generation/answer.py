@@ -15,7 +15,7 @@ from conductor.front.generation import logprobs
 from conductor.front.generation.generation import Delta, Usage
 from conductor.front.generation.tool_answer import ToolAnswer
 from conductor.front.openai.model import ServedModel
-from conductor.front.requests.validation import Endpoint, Job, UsageShown
+from conductor.front.requests.validation import ApiEndpoint, Job, UsageShown
 from mooncake.messages.requests import FinishReason
 
 STREAM_END = b"data: [DONE]\n\n"
@@ -58,7 +58,7 @@ class AnswerFormat:
     )
 
     def __init__(self, job: Job, served_model_name: str, model: ServedModel) -> None:
-        self._chat = job.endpoint is Endpoint.CHAT
+        self._chat = job.endpoint is ApiEndpoint.CHAT
         self._object = "chat.completion" if self._chat else "text_completion"
         self._usage_shown = job.usage_shown
         self._return_token_ids = job.return_token_ids

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conductor.front.requests.validation import Endpoint, Job
+from conductor.front.requests.validation import ApiEndpoint, Job
 from mooncake.messages.requests import SpanContext
 from mooncake.tracing.spans import EndedSpan, SpanEvent, Value, why_ended
 
 if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
-_OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETION: "text_completion"}
+_OPERATIONS = {ApiEndpoint.CHAT: "chat", ApiEndpoint.COMPLETION: "text_completion"}
 """OpenTelemetry's names."""
 _HEADERS = _PARENT, _STATE = b"traceparent", b"tracestate"
 _ENDS = frozenset({"stop", "length", "aborted"})

@@ -14,7 +14,7 @@ from mooncake.model.grammar import Grammars
 from mooncake.model.tokenizer import load_tokenizer
 
 
-class Tokenizer(Protocol):
+class FrontTokenizer(Protocol):
     """Interface of the tokenizer that the front needs, as `mooncake.model.tokenizer.Tokenizer` has it.
     Threads call it.
     """
@@ -62,7 +62,7 @@ class ServedModel:
     The model has weights for token ids below `vocab_size`. Its tokenizer may have more or fewer ids.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: FrontTokenizer
     new_detokenizer: Callable[[bool], Detokenizer]
     context_len: int
     vocab_size: int

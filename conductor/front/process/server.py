@@ -26,7 +26,7 @@ from conductor.front.http.timers import Timeouts
 from conductor.front.openai.model import ServedModel
 from conductor.front.routes.admin import create_admin_app
 from conductor.front.routes.app import create_app
-from conductor.front.routes.shared import Front
+from conductor.front.routes.shared import FrontState
 from conductor.telemetry.display import Display
 from mooncake import freed_memory
 from mooncake.config.settings import host_and_port
@@ -87,7 +87,7 @@ async def serve(
                 model.block_size,
                 asyncio.get_running_loop().time(),
             )
-        front = Front(config, model, conductor, registry, caches, display, tracer)
+        front = FrontState(config, model, conductor, registry, caches, display, tracer)
         sockets.callback(front.close)
         if tracer is not None:
             sockets.enter_context(tracer.exporting())  # with a thread: what forks has forked

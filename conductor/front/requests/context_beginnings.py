@@ -31,7 +31,7 @@ from conductor.front.openai.schema import (
     check_model,
 )
 from conductor.front.openai.tools import MAX_TOOLS, ToolFields
-from conductor.front.requests.validation import Endpoint, Job, Prompt, UsageShown, priority_of
+from conductor.front.requests.validation import ApiEndpoint, Job, KeyedPrompt, UsageShown, priority_of
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys
 from mooncake.messages.requests import SamplingParams
@@ -112,9 +112,9 @@ def _job_for(
 ) -> Job:
     root, is_salted = tenant_root(model, key, wanted.cache_salt)
     return Job(
-        endpoint=Endpoint.COMPLETION,
+        endpoint=ApiEndpoint.COMPLETION,
         id=f"cache-{time.time_ns():x}",
-        prompts=[Prompt(token_ids, block_keys(token_ids, model.block_size, root))],
+        prompts=[KeyedPrompt(token_ids, block_keys(token_ids, model.block_size, root))],
         num_choices_per_prompt=1,
         sampling=[SamplingParams(max_tokens=1, temperature=0.0)],
         max_tokens_field=None,

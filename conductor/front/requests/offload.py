@@ -49,7 +49,7 @@ class Queue(Enum):
     GRAMMAR = "grammars"
 
 
-class Answer(NamedTuple):
+class TaskResult(NamedTuple):
     """Result of a task. `value` is small, as the event loop unpickles it. `parts` are bytes, unchanged."""
 
     value: Any
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
 
 Pieces = Sequence[bytes | bytearray]
 """Pieces of a body, each short enough to be copied in one turn of the event loop."""
-Work = Callable[[Any, bytes], Answer]
+Work = Callable[[Any, bytes], TaskResult]
 """Function of a queue, called with a task and its body. Raises a MooncakeError that the caller expects."""
 
 
@@ -87,7 +87,7 @@ class Offload:
             self._socket.close()
             os.waitpid(self._pid, 0)
 
-    async def do(self, queue: Queue, task: Any, tenant: str = "", body: Pieces = ()) -> Answer:
+    async def do(self, queue: Queue, task: Any, tenant: str = "", body: Pieces = ()) -> TaskResult:
         """Return the result of the queue's work for `task`, which is small, and `body`, which may be large.
 
         Raises the error of the work; RequestError if it exceeded its limits; OverloadedError if too many
@@ -110,7 +110,7 @@ class Offload:
 class _Task(NamedTuple):
     value: Any
     body: Pieces
-    answered: asyncio.Future[Answer]
+    answered: asyncio.Future[TaskResult]
 
 
 class _WorkQueue:
@@ -122,7 +122,7 @@ class _WorkQueue:
         self._has_come = asyncio.Event()
         self.num_waiting = 0
 
-    async def do(self, value: Any, tenant: str, body: Pieces) -> Answer:
+    async def do(self, value: Any, tenant: str, body: Pieces) -> TaskResult:
         queue = self._waiting.setdefault(tenant, deque())
         if self.num_waiting >= MAX_WAITING or len(queue) >= MAX_WAITING_OF_TENANT:
             raise OverloadedError(f"{self.num_waiting} requests are being read", RETRY_AFTER_S)
@@ -171,7 +171,7 @@ class _Process:
 
     async def do(self, task: _Task) -> bool:
         """Perform a task. Returns whether the process can perform more."""
-        answer: Answer | Exception
+        answer: TaskResult | Exception
         try:
             async with asyncio.timeout(_MAX_S):
                 answer = await self._ask(task.value, task.body)
@@ -181,13 +181,13 @@ class _Process:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             answer, is_well = _too_costly(), False
         if not task.answered.done():
-            if isinstance(answer, Answer):
+            if isinstance(answer, TaskResult):
                 task.answered.set_result(answer)
             else:
                 task.answered.set_exception(answer)
         return is_well
 
-    async def _ask(self, value: Any, body: Pieces) -> Answer | Exception:
+    async def _ask(self, value: Any, body: Pieces) -> TaskResult | Exception:
         for part in (*_packed(value), _SIZE.pack(sum(map(len, body)))):
             self._writer.write(part)
         await self._writer.drain()
@@ -197,7 +197,7 @@ class _Process:
         head = await self._read()
         num_parts, answer = pickle.loads(head)
         parts = [await self._read() for _ in range(num_parts)]
-        return Answer(answer.value, parts) if isinstance(answer, Answer) else answer
+        return TaskResult(answer.value, parts) if isinstance(answer, TaskResult) else answer
 
     async def _read(self) -> bytes:
         [size] = _SIZE.unpack(await self._reader.readexactly(_SIZE.size))
@@ -257,8 +257,8 @@ def _serve(connection: socket.socket, work: Work) -> None:
             body = tasks.read(*_SIZE.unpack(tasks.read(_SIZE.size)))
             _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + _MAX_CPU_S)
             answer = _answer(work, value, body)
-            parts = answer.parts if isinstance(answer, Answer) else ()
-            head = Answer(answer.value) if isinstance(answer, Answer) else answer
+            parts = answer.parts if isinstance(answer, TaskResult) else ()
+            head = TaskResult(answer.value) if isinstance(answer, TaskResult) else answer
             for part in itertools.chain(_packed((len(parts), head)), *map(_framed, parts)):
                 answers.write(part)
             answers.flush()
@@ -277,7 +277,7 @@ def _lower_priority() -> None:
         Path("/proc/self/autogroup").write_text(str(niceness))
 
 
-def _answer(work: Work, value: Any, body: bytes) -> Answer | Exception:
+def _answer(work: Work, value: Any, body: bytes) -> TaskResult | Exception:
     try:
         return work(value, body)
     except MooncakeError as error:

@@ -19,13 +19,13 @@ from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.context_beginnings import NewBeginning, read_beginning
 from conductor.front.requests.grammars import WantedGrammar
-from conductor.front.requests.offload import Answer, Offload, Queue
+from conductor.front.requests.offload import Offload, Queue, TaskResult
 from conductor.front.requests.tokenization import AboutTokens, answer_about_tokens, check_num_ids
 from conductor.front.requests.validation import (
+    ApiEndpoint,
     CacheWantedError,
-    Endpoint,
     Job,
-    Prompt,
+    KeyedPrompt,
     is_brief,
     job_of,
     read_job,
@@ -46,7 +46,7 @@ FindCache = Callable[[str], Beginning]
 
 
 class _JobTask(NamedTuple):
-    endpoint: Endpoint
+    endpoint: ApiEndpoint
     key: ApiKey | None
     cache: Beginning | None
 
@@ -80,7 +80,7 @@ class Reading:
         self._offload.close()
 
     async def job(
-        self, endpoint: Endpoint, body: ReceivedBody, key: ApiKey | None, find_cache: FindCache
+        self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None, find_cache: FindCache
     ) -> Job:
         """Read the job in `body`, and check that its grammar compiles. Raises RequestError.
 
@@ -119,7 +119,7 @@ class Reading:
         [data] = (await self._ask(_TokensTask(kind), body, key)).parts
         return data
 
-    async def _ask(self, task: Any, body: ReceivedBody, key: ApiKey | None) -> Answer:
+    async def _ask(self, task: Any, body: ReceivedBody, key: ApiKey | None) -> TaskResult:
         queue = Queue.SHORT if len(body) <= _MAX_SHORT_BYTES else Queue.LONG
         return await self._offload.do(queue, task, _tenant(key), body.pieces)
 
@@ -147,27 +147,27 @@ class Reading:
 
     # -- in other processes ---------------------------------------------------------------------------
 
-    def _read(self, task: _JobTask | _BeginningTask | _TokensTask, body: bytes) -> Answer:
+    def _read(self, task: _JobTask | _BeginningTask | _TokensTask, body: bytes) -> TaskResult:
         model, name = self._model, self._name
         match task:
             case _JobTask(endpoint, key, cache):
                 try:
                     job = read_job(endpoint, body, model, name, self._max_choices, key, cache)
                 except CacheWantedError as wanted:
-                    return Answer(wanted)
-                return Answer(*_packed(job))
+                    return TaskResult(wanted)
+                return TaskResult(*_packed(job))
             case _BeginningTask(key):
                 new = read_beginning(body, model, name, key)
                 head, parts = _packed(new.job)
-                return Answer(new._replace(job=head), parts)
+                return TaskResult(new._replace(job=head), parts)
             case _TokensTask(kind):
                 answer = answer_about_tokens(kind, body, model, name)
                 assert answer is not None, "it may have any length"
-                return Answer(None, [answer])
+                return TaskResult(None, [answer])
 
-    def _compile(self, text: str, _body: bytes) -> Answer:
+    def _compile(self, text: str, _body: bytes) -> TaskResult:
         self._model.grammars.compile(text)
-        return Answer(None)
+        return TaskResult(None)
 
 
 def _tenant(key: ApiKey | None) -> str:
@@ -189,6 +189,6 @@ async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
         token_ids = array("I")
         token_ids.frombytes(ids)
         starts = range(0, len(keys), KEY_BYTES)
-        prompts.append(Prompt(token_ids.tolist(), [keys[start : start + KEY_BYTES] for start in starts]))
+        prompts.append(KeyedPrompt(token_ids.tolist(), [keys[start : start + KEY_BYTES] for start in starts]))
         await asyncio.sleep(0)
     return msgspec.structs.replace(job, prompts=prompts)

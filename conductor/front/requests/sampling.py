@@ -9,7 +9,7 @@ import secrets
 import msgspec
 
 from conductor.front.errors import counted
-from conductor.front.openai.model import ServedModel, Tokenizer
+from conductor.front.openai.model import FrontTokenizer, ServedModel
 from conductor.front.openai.prompt import check_token_ids
 from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, shortened
 from conductor.front.requests.grammars import WantedGrammar
@@ -116,7 +116,7 @@ def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], .
     return tuple(dict.fromkeys(forms))
 
 
-def _encode(text: str, tokenizer: Tokenizer, path: str) -> list[int]:
+def _encode(text: str, tokenizer: FrontTokenizer, path: str) -> list[int]:
     try:
         return tokenizer.encode(text, add_special_tokens=False)
     except RequestError as error:

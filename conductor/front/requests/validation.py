@@ -57,7 +57,7 @@ class CacheWantedError(Exception):
         self.name = name
 
 
-class Endpoint(Enum):
+class ApiEndpoint(Enum):
     """The two shapes of requests and answers."""
 
     CHAT = "chat"
@@ -66,7 +66,7 @@ class Endpoint(Enum):
     @property
     def id_prefix(self) -> str:
         """Prefix of the ids of answers."""
-        return "chatcmpl" if self is Endpoint.CHAT else "cmpl"
+        return "chatcmpl" if self is ApiEndpoint.CHAT else "cmpl"
 
 
 class UsageShown(Enum):
@@ -77,7 +77,7 @@ class UsageShown(Enum):
     IN_EACH_CHUNK = "in each chunk"
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class KeyedPrompt(msgspec.Struct, frozen=True):
     """One prompt, keys included; `keys` name its full blocks."""
 
     token_ids: list[int]
@@ -87,9 +87,9 @@ class Prompt(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """A valid HTTP request. Choice `i` answers prompt `i // num_choices_per_prompt`."""
 
-    endpoint: Endpoint
+    endpoint: ApiEndpoint
     id: str
-    prompts: list[Prompt]
+    prompts: list[KeyedPrompt]
     num_choices_per_prompt: int
     sampling: list[SamplingParams]
     max_tokens_field: str | None
@@ -142,7 +142,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def read_job(
-    endpoint: Endpoint,
+    endpoint: ApiEndpoint,
     body: bytes,
     model: ServedModel,
     served_model_name: str,
@@ -155,12 +155,12 @@ def read_job(
 
 
 def read_request(
-    endpoint: Endpoint, body: bytes, model: ServedModel, served_model_name: str
+    endpoint: ApiEndpoint, body: bytes, model: ServedModel, served_model_name: str
 ) -> GenerationRequest:
     """Parse a request's body, and check each field by itself. Raises RequestError, which names the field."""
     request: GenerationRequest
     with refusing_depth():
-        if endpoint is Endpoint.CHAT:
+        if endpoint is ApiEndpoint.CHAT:
             request = parse(ChatCompletionRequest, body, partial(check_num_messages, model=model))
         else:
             request = parse(CompletionRequest, body)
@@ -206,7 +206,7 @@ def _job_of(
     key: ApiKey | None,
     cache: Beginning | None,
 ) -> Job:
-    endpoint = Endpoint.CHAT if isinstance(request, ChatCompletionRequest) else Endpoint.COMPLETION
+    endpoint = ApiEndpoint.CHAT if isinstance(request, ChatCompletionRequest) else ApiEndpoint.COMPLETION
     stops, tools = _stops(request.stop), None
     if request.context_cache is not None:
         if cache is None:
@@ -234,7 +234,7 @@ def _job_of(
     return Job(
         endpoint=endpoint,
         id=f"{endpoint.id_prefix}-{secrets.token_hex(16)}",
-        prompts=[Prompt(prompt, block_keys(prompt, model.block_size, root)) for prompt in prompts],
+        prompts=[KeyedPrompt(prompt, block_keys(prompt, model.block_size, root)) for prompt in prompts],
         num_choices_per_prompt=num_choices_per_prompt,
         sampling=sampling,
         max_tokens_field=_given_max_tokens(request)[0],
@@ -321,8 +321,8 @@ def _usage_shown(options: StreamOptions | None) -> UsageShown:
     return UsageShown.IN_EACH_CHUNK if options.continuous_usage_stats else UsageShown.AT_END
 
 
-def _prompt_field(endpoint: Endpoint) -> str:
-    return "messages" if endpoint is Endpoint.CHAT else "prompt"
+def _prompt_field(endpoint: ApiEndpoint) -> str:
+    return "messages" if endpoint is ApiEndpoint.CHAT else "prompt"
 
 
 def _stops(stop: object) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from conductor.front.generation.link import Link
 from conductor.front.http.boundary import Boundary, answer_errors
 from conductor.front.openai.schema import shortened
 from conductor.front.routes.monitoring import monitoring
-from conductor.front.routes.shared import Front
+from conductor.front.routes.shared import FrontState
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import RequestError
 from mooncake.messages.migration import LayerRange
@@ -134,7 +134,7 @@ def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def create_admin_app(front: Front, access: AdminAccess) -> FastAPI:
+def create_admin_app(front: FrontState, access: AdminAccess) -> FastAPI:
     """Return the application of `http.admin_listen`. `access`: who may use its routes."""
     app = FastAPI(title="mooncake-serve, admin", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)

@@ -29,13 +29,13 @@ from conductor.front.metrics import Denial, RequestOutcome
 from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, check_model
 from conductor.front.requests.slo_classes import SLO_CLASS_HEADER, in_class
 from conductor.front.requests.tokenization import AboutTokens, DetokenizeRequest, TokenizeRequest
-from conductor.front.requests.validation import Endpoint
+from conductor.front.requests.validation import ApiEndpoint
 from conductor.front.routes.admin import admin
 from conductor.front.routes.context_api import context_caches
 from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.openapi import describe, described
 from conductor.front.routes.pages import add_pages
-from conductor.front.routes.shared import Front, claimed, key_of
+from conductor.front.routes.shared import FrontState, claimed, key_of
 from mooncake.errors import RequestError
 
 UNSERVED_ENDPOINTS = tuple(
@@ -81,14 +81,14 @@ class _DirectRoutes:
         await response(scope, receive, send)
 
 
-def create_app(front: Front, access: AdminAccess) -> FastAPI:
+def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
     """Make the HTTP API of `front`, whose link the caller runs. `access`: who may use the admin routes, if
     they are served. Raises ConfigError for unusable API keys."""
     app = FastAPI(
         title="mooncake-serve", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )
 
-    async def generate(endpoint: Endpoint, request: Request) -> Response:
+    async def generate(endpoint: ApiEndpoint, request: Request) -> Response:
         arrived_s, key = asyncio.get_running_loop().time(), key_of(request)
         try:
             body = await front.read_body(request)
@@ -116,10 +116,10 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
         )
 
     async def chat_completions(request: Request) -> Response:
-        return await generate(Endpoint.CHAT, request)
+        return await generate(ApiEndpoint.CHAT, request)
 
     async def completions(request: Request) -> Response:
-        return await generate(Endpoint.COMPLETION, request)
+        return await generate(ApiEndpoint.COMPLETION, request)
 
     generating = (
         ("/v1/chat/completions", chat_completions, ChatCompletionRequest),
@@ -168,7 +168,7 @@ def create_app(front: Front, access: AdminAccess) -> FastAPI:
     return app
 
 
-def _add_middleware(app: FastAPI, front: Front, answers: Mapping[str, Handler]) -> None:
+def _add_middleware(app: FastAPI, front: FrontState, answers: Mapping[str, Handler]) -> None:
     """Add what a request passes before its route. What is added last sees it first.
 
     In the order of a request: permissions of other sites, as browsers ask for them without a key, and are to
@@ -193,7 +193,7 @@ def _add_middleware(app: FastAPI, front: Front, answers: Mapping[str, Handler]) 
         )
 
 
-def _add_models(app: FastAPI, front: Front) -> None:
+def _add_models(app: FastAPI, front: FrontState) -> None:
     """Add the routes that list the one served model."""
     served = {
         "id": front.config.served_model_name,

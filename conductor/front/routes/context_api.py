@@ -22,7 +22,7 @@ from conductor.front.openai.fields import KnownFields
 from conductor.front.requests.context_beginnings import ContextCacheRequest, Ttl
 from conductor.front.requests.validation import Job, fit_into_pool
 from conductor.front.routes.openapi import described
-from conductor.front.routes.shared import Front, claimed, key_of
+from conductor.front.routes.shared import FrontState, claimed, key_of
 from mooncake.errors import RequestError
 from mooncake.messages.fronts import DropContext, KeepContext
 from mooncake.messages.in_process import Inbox
@@ -37,7 +37,7 @@ class ExtendRequest(KnownFields):
     ttl: Ttl
 
 
-def context_caches(front: Front) -> APIRouter:
+def context_caches(front: FrontState) -> APIRouter:
     """Return the routes of context caches."""
     router = APIRouter(prefix=PATH)
 
@@ -91,7 +91,7 @@ def context_caches(front: Front) -> APIRouter:
     return router
 
 
-async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
+async def _compute_for_client(front: FrontState, job: Job, request: Request) -> None:
     """Run a job while the client waits for it. Raises RequestError, ClientDisconnect."""
     computing = asyncio.create_task(_compute(front, job))
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
@@ -105,7 +105,7 @@ async def _compute_for_client(front: Front, job: Job, request: Request) -> None:
         raise ClientDisconnect from None
 
 
-async def _compute(front: Front, job: Job) -> None:
+async def _compute(front: FrontState, job: Job) -> None:
     """Run a job without an answer, after which its blocks are in a pool. Raises RequestError."""
     generation = front.generation(job, _now())
     inbox = Inbox[Event]()
@@ -117,12 +117,12 @@ async def _compute(front: Front, job: Job) -> None:
                 await generation.end(event.request_id, gained.finish_reason)
 
 
-async def _keep(front: Front, cache: ContextCache, ttl_s: int) -> None:
+async def _keep(front: FrontState, cache: ContextCache, ttl_s: int) -> None:
     await front.caches.keep(cache, ttl_s, _now())
     await front.link.tell(KeepContext(cache.id, cache.keys, ttl_s))
 
 
-def _shown(cache: ContextCache, front: Front) -> dict[str, Any]:
+def _shown(cache: ContextCache, front: FrontState) -> dict[str, Any]:
     since_1970_s = time.time() - _now()
     saved = cache.saved
     return {

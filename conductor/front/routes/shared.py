@@ -32,7 +32,7 @@ from conductor.front.openai.body import ReceivedBody
 from conductor.front.openai.model import ServedModel
 from conductor.front.requests.reading import Reading
 from conductor.front.requests.tokenization import AboutTokens
-from conductor.front.requests.validation import Endpoint, Job, fit_into_pool
+from conductor.front.requests.validation import ApiEndpoint, Job, fit_into_pool
 from conductor.telemetry.display import Display
 from mooncake.errors import RequestError
 from mooncake.messages.fronts import ClusterState
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 
-class Front:
+class FrontState:
     """State that the routes of a front share. Needs a running event loop."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Front:
         """Read a body. Raises RequestError if it is too large, ClientDisconnect if the client hangs up."""
         return await read_body(request, self.config.max_request_bytes)
 
-    async def read_job(self, endpoint: Endpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
+    async def read_job(self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
         """Return the valid job in `body`, for a cluster that could hold it. Raises RequestError.
 
         The Conductor decides whether there are instances to serve it, as a lost one may come back.

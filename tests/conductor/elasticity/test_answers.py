@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from conductor.elasticity.answers import Answer, AnswerLengths, Kind, mean_length
+from conductor.elasticity.answers import AnswerLengths, Kind, RunningAnswer, mean_length
 
 CHAT, SUMMARY = Kind.of(200, 2048), Kind.of(8000, 2048)
 
@@ -14,7 +14,7 @@ def learned(*lengths: tuple[Kind, int, float]) -> AnswerLengths:
     learned = AnswerLengths()
     for kind, num_tokens, began_s in lengths:
         for _ in range(8):
-            learned.learn(Answer(kind, began_s, num_tokens, began_s + 1.0))
+            learned.learn(RunningAnswer(kind, began_s, num_tokens, began_s + 1.0))
     return learned
 
 
@@ -28,13 +28,13 @@ def test_answers_of_a_load_before_count_until_enough_of_the_present_one_have_end
     lengths = learned((CHAT, 800, 0.0))
     assert lengths.means([CHAT], [], 100.0)[CHAT] == 800
     for _ in range(8):
-        lengths.learn(Answer(CHAT, 101.0, 100, 102.0))
+        lengths.learn(RunningAnswer(CHAT, 101.0, 100, 102.0))
     assert lengths.means([CHAT], [], 100.0)[CHAT] == 100
 
 
 def test_long_answers_that_are_still_decoded_are_not_overlooked() -> None:
     lengths = learned((CHAT, 100, 0.0))
-    running = [Answer(CHAT, 5.0, 400.0, 20.0)] * 24
+    running = [RunningAnswer(CHAT, 5.0, 400.0, 20.0)] * 24
     assert lengths.means([CHAT], running, 0.0)[CHAT] > 500
     assert lengths.means([CHAT], running, 10.0)[CHAT] == 100  # they are of the load before
 
@@ -63,8 +63,10 @@ def test_the_mean_length_is_found_while_only_the_latest_ends_are_remembered(seed
     ends = sorted((began_s + length / 40.0, began_s, length) for began_s, length in answers)
     for end_s, began_s, length in ends:
         if end_s <= now_s:
-            lengths.learn(Answer(CHAT, began_s, length, end_s))
-    running = [Answer(CHAT, at_s, 40.0 * (now_s - at_s), now_s) for end_s, at_s, _ in ends if end_s > now_s]
+            lengths.learn(RunningAnswer(CHAT, began_s, length, end_s))
+    running = [
+        RunningAnswer(CHAT, at_s, 40.0 * (now_s - at_s), now_s) for end_s, at_s, _ in ends if end_s > now_s
+    ]
     for since_s in (0.0, 260.0):
         assert lengths.means([CHAT], running, since_s)[CHAT] == pytest.approx(1000.0, rel=0.25)
 

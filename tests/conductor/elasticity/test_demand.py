@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from conductor.elasticity.demand import Demand, Load, Persistence
+from conductor.elasticity.demand import Demand, OfferedLoad, Persistence
 
-LOAD = Load(1.0, 0.5, 100.0, 1000.0, 100.0, 20.0)
+LOAD = OfferedLoad(1.0, 0.5, 100.0, 1000.0, 100.0, 20.0)
 
 
 def offer(

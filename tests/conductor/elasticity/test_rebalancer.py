@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from conductor.elasticity.batches import Batch, Resident
-from conductor.elasticity.capacity import Capacity, Division, Work
+from conductor.elasticity.capacity import Division, DivisionCapacity, Work
 from conductor.elasticity.decisions import Change
-from conductor.elasticity.demand import Load
+from conductor.elasticity.demand import OfferedLoad
 from conductor.elasticity.rebalancer import Member, Rebalancer, State
 from conductor.performance.model import DecodeCapacity
 from mooncake.messages.costs import Costs
@@ -18,10 +18,10 @@ CAPACITY = DecodeCapacity(COSTS, 64, 1e6, 0.0265)
 """A batch of 15 requests with prompts of 1,000 tokens, so 600 tokens/s."""
 
 
-def load_of(prefill: float, decode: float, window_s: float = 20.0, num_requests: float = 1.0) -> Load:
+def load_of(prefill: float, decode: float, window_s: float = 20.0, num_requests: float = 1.0) -> OfferedLoad:
     """A load that takes so many instances of each stage."""
-    tokens_per_s = CAPACITY.tokens_per_s(Load(1.0, 0.0, 0.0, 1000.0, 100.0, 1.0).mean_kv_tokens)
-    return Load(num_requests, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
+    tokens_per_s = CAPACITY.tokens_per_s(OfferedLoad(1.0, 0.0, 0.0, 1000.0, 100.0, 1.0).mean_kv_tokens)
+    return OfferedLoad(num_requests, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
 
 
 def batch(name: str, num_requests: int = 2) -> Batch:
@@ -29,7 +29,9 @@ def batch(name: str, num_requests: int = 2) -> Batch:
     return Batch(name, residents, COSTS, 64, 10**6, 10**6, 10**6)
 
 
-def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 2, changed: int = 0) -> State:
+def state(
+    num_prefill: int, num_decode: int, load: OfferedLoad, *, num_requests: int = 2, changed: int = 0
+) -> State:
     prefills = [
         Member(f"p{n}", Role.PREFILL, InstanceState.SERVING, True, None, 0.1 * n) for n in range(num_prefill)
     ]
@@ -41,13 +43,13 @@ def state(num_prefill: int, num_decode: int, load: Load, *, num_requests: int = 
 
 
 def test_work_is_counted_in_instances() -> None:
-    able = Capacity(load_of(1.5, 0.5), CAPACITY)
+    able = DivisionCapacity(load_of(1.5, 0.5), CAPACITY)
     assert able.work == pytest.approx(Work(1.5, 0.5))
     assert able.strain(Division(2, 2)) == pytest.approx((0.75, 0.25))
 
 
 def served(capacity: DecodeCapacity, *, has_inlining: bool) -> float:
-    return Capacity(load_of(3.0, 0.5), capacity, has_inlining).strain(Division(1, 3)).served
+    return DivisionCapacity(load_of(3.0, 0.5), capacity, has_inlining).strain(Division(1, 3)).served
 
 
 def test_inlining_lets_decode_instances_take_what_is_too_much_for_prefill_within_the_tbt_slo() -> None:

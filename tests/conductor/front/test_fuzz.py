@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conductor.front.generation.tool_answer import ToolAnswer
 from conductor.front.openai.tool_calls import ToolFormat
 from conductor.front.requests.tokenization import detokenize, tokenize
-from conductor.front.requests.validation import Endpoint, Job, read_job
+from conductor.front.requests.validation import ApiEndpoint, Job, read_job
 from mooncake.errors import GrammarError, RequestError
 from mooncake.messages.requests import FinishReason
 from tests.conductor.front.fakes import EOS, MODEL_NAME, byte_model
@@ -100,7 +100,7 @@ COMPLETIONS = st.fixed_dictionaries(
 FEW = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
-def job_of(endpoint: Endpoint, body: Any) -> Job | None:
+def job_of(endpoint: ApiEndpoint, body: Any) -> Job | None:
     try:
         return read_job(endpoint, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
     except RequestError as error:
@@ -110,7 +110,7 @@ def job_of(endpoint: Endpoint, body: Any) -> Job | None:
 
 
 def check_chat(body: Any) -> None:
-    job = job_of(Endpoint.CHAT, body)
+    job = job_of(ApiEndpoint.CHAT, body)
     if job is not None:
         assert job.requests("ipc://x")
         if job.tools is not None:
@@ -122,7 +122,7 @@ def check_chat(body: Any) -> None:
 
 
 def check_completion(body: Any) -> None:
-    job = job_of(Endpoint.COMPLETION, body)
+    job = job_of(ApiEndpoint.COMPLETION, body)
     assert job is None or job.requests("ipc://x")
 
 
@@ -179,7 +179,7 @@ def test_depth(depth: int) -> None:
         ):
             body = f'{{"model": "{MODEL_NAME}", {fields}}}'.encode()
             with contextlib.suppress(RequestError):
-                read_job(Endpoint.CHAT, body, model, MODEL_NAME, max_choices=8)
+                read_job(ApiEndpoint.CHAT, body, model, MODEL_NAME, max_choices=8)
             with contextlib.suppress(RequestError):
                 tokenize(body, model, MODEL_NAME)
 
@@ -188,7 +188,7 @@ def test_depth(depth: int) -> None:
 @given(SCHEMAS)
 def test_schemas_are_compiled_or_refused(schema: Any) -> None:
     job = job_of(
-        Endpoint.COMPLETION,
+        ApiEndpoint.COMPLETION,
         {
             "model": MODEL_NAME,
             "prompt": "x",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conductor.index.prefix_index import PrefixMatch
 from conductor.rules import Rules
 from conductor.scheduling import native
-from conductor.scheduling.algorithm1 import NO_FETCH, Decoding, Fetch, Prompt, Scheduler
+from conductor.scheduling.algorithm1 import NO_FETCH, Decoding, LongestPrefix, Prompt, Scheduler
 from conductor.scheduling.native import NativeScheduler, new_scheduler
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
@@ -100,7 +100,7 @@ def test_compiled_loops_and_plain_ones_have_the_same_results_to_the_last_bit(see
         load_block_s=draw.uniform(0, 1),
         priority=int(draw.integers(3)),
     )
-    for fetch in (Fetch(0, best, draw.uniform(0, 9), draw.uniform(0, 0.1), best / 1.25), NO_FETCH):
+    for fetch in (LongestPrefix(0, best, draw.uniform(0, 9), draw.uniform(0, 0.1), best / 1.25), NO_FETCH):
         found = compiled.estimate_ttft(prompt, match, fetch, 3.0)
         expected = plain.estimate_ttft(prompt, match, fetch, 3.0)
         for one, other in zip(found, expected, strict=True):

@@ -6,7 +6,7 @@ import pytest
 from conductor.effects import ToConductor
 from conductor.policy import Conductor
 from conductor.rules import Limits
-from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, Timeline
+from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, RequestTimeline
 from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submit
 from mooncake.messages.requests import FinishReason, Held, HeldStep
 from mooncake.messages.workers import (
@@ -48,7 +48,7 @@ class Watched:
     def hear(self, sender: bytes, message: ToConductor, now_s: float) -> None:
         self.history.observe(sender, message, self.conductor.handle(sender, message, now_s), now_s)
 
-    def timeline(self, request_id: str = "r") -> Timeline:
+    def timeline(self, request_id: str = "r") -> RequestTimeline:
         timeline = self.history.find(request_id)
         assert timeline is not None
         return timeline

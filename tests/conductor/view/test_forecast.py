@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.view.forecast import BUCKET_S, Forecast, OutputLengths, RequestForecast, Steps, SystemForecast
-from conductor.view.timeline import Timeline, Work
+from conductor.view.timeline import PromptTotals, Timeline
 from mooncake.messages.requests import Request, SamplingParams
 from tests.examples import num_examples
 
@@ -32,12 +32,12 @@ def test_sums_are_those_of_a_list(entries: list[tuple[float, int, bool]], time_s
             timeline.remove(bucket, num_tokens)
     now = math.floor(time_s / BUCKET_S)
     until = [num_tokens for bucket, num_tokens in kept if bucket <= now]
-    assert timeline.until(time_s) == Work(len(until), sum(until))
-    everything = Work(len(kept), sum(num_tokens for _, num_tokens in kept))
+    assert timeline.until(time_s) == PromptTotals(len(until), sum(until))
+    everything = PromptTotals(len(kept), sum(num_tokens for _, num_tokens in kept))
     assert timeline.until(timeline.latest) == everything
     assert not kept or timeline.until(timeline.latest - BUCKET_S) != everything
     assert timeline.until(math.inf) == everything
-    assert timeline.until(-math.inf) == Work(0, 0)
+    assert timeline.until(-math.inf) == PromptTotals(0, 0)
 
 
 @settings(max_examples=num_examples(60))
@@ -55,7 +55,7 @@ def test_weights_are_those_of_the_ages(
     expected = [weights[min(age, len(weights) - 1)] if age >= 0 else 0.0 for age in ages]
     num_tokens = [weight * tokens for weight, (_, tokens) in zip(expected, entries, strict=True)]
     found = timeline.weighted(np.array(weights), now_s)
-    assert found == pytest.approx(Work(sum(expected), sum(num_tokens)), abs=1e-6)
+    assert found == pytest.approx(PromptTotals(sum(expected), sum(num_tokens)), abs=1e-6)
 
 
 def request(num_tokens: int, kind: str = "a", max_tokens: int = 1000) -> Request:
@@ -81,23 +81,23 @@ def test_prefills_join_and_decodes_leave() -> None:
     forecast.expect(request(100), 10.0, STEP_S)
     forecast.expect(request(200), 17.5, STEP_S)
     decoded = forecast.begin(request(1000), 5.0)
-    assert forecast.at(9.0, 9.0, STEP_S) == Work(1, 1000)
-    assert forecast.at(11.0, 9.0, STEP_S) == Work(2, 1100)
-    assert forecast.at(14.0, 9.0, STEP_S) == Work(1, 100)
-    assert forecast.at(17.7, 9.0, STEP_S) == Work(2, 300)
-    assert forecast.at(19.0, 9.0, STEP_S) == Work(1, 200), "the first one has been decoded by then"
+    assert forecast.at(9.0, 9.0, STEP_S) == PromptTotals(1, 1000)
+    assert forecast.at(11.0, 9.0, STEP_S) == PromptTotals(2, 1100)
+    assert forecast.at(14.0, 9.0, STEP_S) == PromptTotals(1, 100)
+    assert forecast.at(17.7, 9.0, STEP_S) == PromptTotals(2, 300)
+    assert forecast.at(19.0, 9.0, STEP_S) == PromptTotals(1, 200), "the first one has been decoded by then"
     decoded.end()
-    assert forecast.at(19.0, 16.0, STEP_S) == Work(2, 300), "it has not even begun: it is late"
+    assert forecast.at(19.0, 16.0, STEP_S) == PromptTotals(2, 300), "it has not even begun: it is late"
 
 
 def test_a_batch_that_grows_makes_steps_longer_and_no_answer() -> None:
     forecast = having_learned(SystemForecast(), 8.0)
     forecast.begin(request(1), 10.0)
     forecast.steps.take(2 * STEP_S, 14.0)
-    assert forecast.at(20.0, 18.5, 2 * STEP_S) == Work(1, 1), "of 80 steps it has had 62"
-    assert forecast.at(23.0, 18.5, 2 * STEP_S) == Work(0, 0)
-    assert forecast.at(20.0, 20.0, STEP_S) == Work(1, 1)
-    assert forecast.at(21.7, 20.0, STEP_S) == Work(0, 0), "of steps that become shorter again"
+    assert forecast.at(20.0, 18.5, 2 * STEP_S) == PromptTotals(1, 1), "of 80 steps it has had 62"
+    assert forecast.at(23.0, 18.5, 2 * STEP_S) == PromptTotals(0, 0)
+    assert forecast.at(20.0, 20.0, STEP_S) == PromptTotals(1, 1)
+    assert forecast.at(21.7, 20.0, STEP_S) == PromptTotals(0, 0), "of steps that become shorter again"
 
 
 def test_steps_are_counted_at_the_pace_of_their_time() -> None:
@@ -112,27 +112,31 @@ def test_steps_are_counted_at_the_pace_of_their_time() -> None:
 def test_no_request_leaves_before_a_decode_has_ended() -> None:
     forecast = SystemForecast()
     forecast.begin(request(10), 0.0)
-    assert forecast.at(1e6, 1.0, STEP_S) == Work(1, 10)
+    assert forecast.at(1e6, 1.0, STEP_S) == PromptTotals(1, 10)
 
 
 def test_of_those_that_are_as_old_as_many_leave_as_did_lately() -> None:
     forecast = having_learned(SystemForecast(), 2.0, 2.0, 10.0, 30.0)
     forecast.begin(request(100), 0.0)
-    assert forecast.at(1.0, 0.0, STEP_S) == Work(1, 100)
-    assert forecast.at(5.0, 0.0, STEP_S) == pytest.approx(Work(0.5, 50))
-    assert forecast.at(20.0, 5.0, STEP_S) == pytest.approx(Work(0.5, 50))  # it was none of the short ones
-    assert forecast.at(40.0, 20.0, STEP_S) == Work(0, 0)
+    assert forecast.at(1.0, 0.0, STEP_S) == PromptTotals(1, 100)
+    assert forecast.at(5.0, 0.0, STEP_S) == pytest.approx(PromptTotals(0.5, 50))
+    assert forecast.at(20.0, 5.0, STEP_S) == pytest.approx(
+        PromptTotals(0.5, 50)
+    )  # it was none of the short ones
+    assert forecast.at(40.0, 20.0, STEP_S) == PromptTotals(0, 0)
     # Longer than any: it may last as long again as they did on average, 11 s.
-    assert forecast.at(45.0, 40.0, STEP_S) == pytest.approx(Work(1 - 5 / 11, 100 * (1 - 5 / 11)), rel=0.05)
-    assert forecast.at(52.0, 40.0, STEP_S) == Work(0, 0)
+    assert forecast.at(45.0, 40.0, STEP_S) == pytest.approx(
+        PromptTotals(1 - 5 / 11, 100 * (1 - 5 / 11)), rel=0.05
+    )
+    assert forecast.at(52.0, 40.0, STEP_S) == PromptTotals(0, 0)
 
 
 def test_of_prefills_that_will_have_ended_long_before_only_long_answers_are_left() -> None:
     forecast = having_learned(SystemForecast(), 2.0, 2.0, 2.0, 30.0)
     for second in range(10):
         forecast.expect(request(100), 100.05 + second, STEP_S)
-    assert forecast.at(109.5, 100.0, STEP_S) == pytest.approx(Work(2 + 8 / 4, 400))
-    assert forecast.at(99.0, 90.0, STEP_S) == Work(0, 0), "none of them will have ended"
+    assert forecast.at(109.5, 100.0, STEP_S) == pytest.approx(PromptTotals(2 + 8 / 4, 400))
+    assert forecast.at(99.0, 90.0, STEP_S) == PromptTotals(0, 0), "none of them will have ended"
 
 
 def test_t_d_is_a_mean_of_the_latest() -> None:
@@ -147,7 +151,7 @@ def test_a_request_that_is_not_expected_any_more_is_no_load(forecast: Forecast) 
     for stay in (forecast.expect(request(100), 10.0, STEP_S), forecast.begin(request(9), 3.0)):
         stay.end()
     for time_s in (3.0, 10.05, 50.0):
-        assert forecast.at(time_s, 3.0, STEP_S) == Work(0, 0)
+        assert forecast.at(time_s, 3.0, STEP_S) == PromptTotals(0, 0)
 
 
 def test_long_answers_stay_and_short_ones_leave() -> None:
@@ -157,17 +161,17 @@ def test_long_answers_stay_and_short_ones_leave() -> None:
     forecast.begin(request(100, "short"), 60.0)
     forecast.begin(request(200, "long"), 60.0)
     forecast.expect(request(400, "long"), 90.0, STEP_S)
-    assert forecast.at(60.5, 60.5, STEP_S) == Work(2, 300)
-    assert forecast.at(61.5, 60.5, STEP_S) == Work(1, 200)
-    assert forecast.at(91.0, 60.5, STEP_S) == Work(2, 600)
-    assert forecast.at(111.0, 60.5, STEP_S) == Work(1, 400)
+    assert forecast.at(60.5, 60.5, STEP_S) == PromptTotals(2, 300)
+    assert forecast.at(61.5, 60.5, STEP_S) == PromptTotals(1, 200)
+    assert forecast.at(91.0, 60.5, STEP_S) == PromptTotals(2, 600)
+    assert forecast.at(111.0, 60.5, STEP_S) == PromptTotals(1, 400)
 
 
 def test_what_is_longer_than_most_of_its_kind_stays() -> None:
     forecast = having_learned(RequestForecast(), *[1.0] * 10)
     forecast.begin(request(100), 20.0)
-    assert forecast.at(21.5, 20.5, STEP_S) == Work(0, 0)
-    assert forecast.at(31.5, 21.5, STEP_S) == Work(1, 100)
+    assert forecast.at(21.5, 20.5, STEP_S) == PromptTotals(0, 0)
+    assert forecast.at(31.5, 21.5, STEP_S) == PromptTotals(1, 100)
 
 
 def test_lengths_are_those_of_the_kind_once_it_is_known() -> None:
@@ -196,6 +200,6 @@ def test_at_no_time_is_there_more_than_everything(
         else:
             forecast.expect(request(num_tokens), at_s, STEP_S)
     most, work = forecast.everything, forecast.at(now_s + later_s, now_s, STEP_S)
-    assert most == Work(len(entries), sum(num_tokens for _, num_tokens, _ in entries))
+    assert most == PromptTotals(len(entries), sum(num_tokens for _, num_tokens, _ in entries))
     assert work.num_requests <= most.num_requests + 1e-9
     assert work.num_tokens <= most.num_tokens + 1e-6

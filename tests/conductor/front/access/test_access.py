@@ -24,7 +24,7 @@ from conductor.front.config import FrontConfig
 from conductor.front.errors import RateLimitedError
 from conductor.front.http.certificate import Certificate
 from conductor.front.process import server
-from conductor.front.requests.validation import Endpoint, Job, read_job
+from conductor.front.requests.validation import ApiEndpoint, Job, read_job
 from conductor.front.routes import app
 from mooncake.errors import ConfigError, RequestError
 from mooncake.messages.fronts import QuotaClaim, Rejected
@@ -141,7 +141,7 @@ def test_keys_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptur
 
 def job_of(of_key: ApiKey | None, **fields: Any) -> Job:
     body = json.dumps({**PROMPT, **fields}).encode()
-    return read_job(Endpoint.COMPLETION, body, byte_model(), MODEL_NAME, 8, of_key)
+    return read_job(ApiEndpoint.COMPLETION, body, byte_model(), MODEL_NAME, 8, of_key)
 
 
 def test_a_key_limits_the_priority_of_its_requests() -> None:

@@ -13,7 +13,7 @@ import pytest
 from conductor.front.generation.tool_answer import ToolAnswer
 from conductor.front.openai.tool_calls import ToolFormat, format_of_template, takes_tools
 from conductor.front.openai.tools import FunctionFields, ToolUse
-from conductor.front.requests.validation import Endpoint, Job, read_job
+from conductor.front.requests.validation import ApiEndpoint, Job, read_job
 from mooncake.errors import RequestError
 from mooncake.messages.requests import FinishReason, Request
 from tests.conductor.front.fakes import (
@@ -46,7 +46,7 @@ CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</too
 def prompt_of(messages: Any, **fields: Any) -> str:
     model = fields.pop("model_", MODEL)
     body = json.dumps({"model": MODEL_NAME, "messages": messages, **fields}).encode()
-    job: Job = read_job(Endpoint.CHAT, body, model, MODEL_NAME, max_choices=8)
+    job: Job = read_job(ApiEndpoint.CHAT, body, model, MODEL_NAME, max_choices=8)
     return bytes(job.prompts[0].token_ids).decode()
 
 

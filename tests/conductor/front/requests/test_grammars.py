@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from conductor.front.openai.tool_calls import Arguments, CallStart, ToolCallParser, ToolFormat
-from conductor.front.requests.validation import Endpoint, Job, read_job
+from conductor.front.requests.validation import ApiEndpoint, Job, read_job
 from mooncake.errors import RequestError
 from tests.conductor.front.fakes import DEADLINE_S, EOS, MODEL_NAME, Running, byte_model
 
@@ -45,7 +45,7 @@ WRITTEN = {
 def chat(tool_format: ToolFormat = ToolFormat.HERMES, **fields: Any) -> Job:
     body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], **fields}
     model = replace(MODEL, tool_format=tool_format)
-    return read_job(Endpoint.CHAT, json.dumps(body).encode(), model, MODEL_NAME, max_choices=8)
+    return read_job(ApiEndpoint.CHAT, json.dumps(body).encode(), model, MODEL_NAME, max_choices=8)
 
 
 def fits(job: Job, text: str) -> bool:

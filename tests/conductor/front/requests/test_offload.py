@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conductor.front.requests.offload import Answer, Offload, Queue
+from conductor.front.requests.offload import Offload, Queue, TaskResult
 from mooncake.errors import GrammarError, OverloadedError, RequestError
 
 
@@ -19,7 +19,7 @@ def autogroup() -> str | None:
     return file.read_text().split()[-1] if file.exists() else None
 
 
-def work(task: Any, body: bytes) -> Answer:
+def work(task: Any, body: bytes) -> TaskResult:
     """What the tests ask for."""
     match task:
         case "refuse":
@@ -30,13 +30,13 @@ def work(task: Any, body: bytes) -> Answer:
             while True:
                 pass
         case "take memory":
-            return Answer(len(bytearray(4 << 30)))
+            return TaskResult(len(bytearray(4 << 30)))
         case "die":
             os.abort()
         case "a bug":
             raise KeyError("a bug")
         case "say who gives way":
-            return Answer((os.nice(0), os.getsid(0) == os.getpid(), autogroup()))
+            return TaskResult((os.nice(0), os.getsid(0) == os.getpid(), autogroup()))
         case ("wait for", str(path)):
             Path(f"{path}.begun").touch()
             while not Path(path).exists():
@@ -44,7 +44,7 @@ def work(task: Any, body: bytes) -> Answer:
         case ("tell", str(path), str(name)):
             with Path(path).open("a") as file:
                 file.write(f"{name}\n")
-    return Answer(os.getpid(), [b"whole", bytes(1 << 20), body])
+    return TaskResult(os.getpid(), [b"whole", bytes(1 << 20), body])
 
 
 @pytest.fixture

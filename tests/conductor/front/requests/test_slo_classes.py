@@ -3,12 +3,12 @@
 import pytest
 
 from conductor.front.requests.slo_classes import in_class
-from conductor.front.requests.validation import Endpoint, Job, UsageShown
+from conductor.front.requests.validation import ApiEndpoint, Job, UsageShown
 from mooncake.errors import RequestError
 from mooncake.security.api_keys import ApiKey
 
 JOB = Job(
-    Endpoint.CHAT, "chatcmpl-1", [], 1, [], None, (), False, UsageShown.NOWHERE, False, None, b"", False
+    ApiEndpoint.CHAT, "chatcmpl-1", [], 1, [], None, (), False, UsageShown.NOWHERE, False, None, b"", False
 )
 PRIORITIES = {"interactive": -1, "batch": 5}
 

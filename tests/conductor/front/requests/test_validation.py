@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from conductor.front.requests.validation import Endpoint, Job, fit_into_pool, read_job
+from conductor.front.requests.validation import ApiEndpoint, Job, fit_into_pool, read_job
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.fronts import ClusterState
@@ -21,12 +21,12 @@ USER = [{"role": "user", "content": "hi"}]
 
 def chat(**fields: Any) -> Job:
     body = {"model": MODEL_NAME, "messages": USER, **fields}
-    return read_job(Endpoint.CHAT, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
+    return read_job(ApiEndpoint.CHAT, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
 
 
 def completion(**fields: Any) -> Job:
     body = {"model": MODEL_NAME, "prompt": "hi", **fields}
-    return read_job(Endpoint.COMPLETION, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
+    return read_job(ApiEndpoint.COMPLETION, json.dumps(body).encode(), MODEL, MODEL_NAME, max_choices=8)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_bad_completion_request_names_the_field(fields: dict[str, Any], param: s
 )
 def test_bad_json_is_the_clients_mistake(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        read_job(Endpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)
+        read_job(ApiEndpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)
     assert caught.value.status == 400
     assert len(str(caught.value)) < 300
 
@@ -344,7 +344,7 @@ def test_tokens_without_weights_are_refused_from_text_as_from_ids() -> None:
     for prompt in ("ab~", [97, 98, 126]):
         body = json.dumps({"model": MODEL_NAME, "prompt": prompt}).encode()
         with pytest.raises(RequestError, match=r"prompt\[2\]: expected a token id from 0 to 99, got 126"):
-            read_job(Endpoint.COMPLETION, body, small, MODEL_NAME, max_choices=8)
+            read_job(ApiEndpoint.COMPLETION, body, small, MODEL_NAME, max_choices=8)
 
 
 def test_top_k_of_any_size_fits_the_vocabulary() -> None:
@@ -396,7 +396,7 @@ def test_too_many_are_told_the_limit_and_how_many_came(
 )
 def test_what_is_no_utf_8_is_told_where(body: bytes, position: int) -> None:
     with pytest.raises(RequestError, match=f"byte 0x{body[position]:02x} at position {position} is no UTF-8"):
-        read_job(Endpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)
+        read_job(ApiEndpoint.CHAT, body, MODEL, MODEL_NAME, max_choices=8)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_what_is_no_utf_8_is_told_where(body: bytes, position: int) -> None:
 def test_a_number_that_is_too_large_is_refused_by_its_field(field: str, body: str) -> None:
     whole = f'{{"model": "{MODEL_NAME}", {body}}}'.encode()
     with pytest.raises(RequestError, match=f"^{field}: expected a number within") as caught:
-        read_job(Endpoint.COMPLETION, whole, MODEL, MODEL_NAME, max_choices=8)
+        read_job(ApiEndpoint.COMPLETION, whole, MODEL, MODEL_NAME, max_choices=8)
     assert caught.value.param == field
 
 
