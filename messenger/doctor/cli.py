@@ -20,7 +20,7 @@ import rich.text
 from messenger.doctor import certificates, gpu, host, network, rdma, reachability
 from messenger.doctor.findings import Check, Finding, Level
 from messenger.doctor.machine import Machine
-from messenger.doctor.probe import Probe
+from messenger.doctor.probe import ProbeClient
 from messenger.doctor.reachability import PeerAddress
 from messenger.native import SOURCES
 from messenger.rdma.cards import Cards, open_cards
@@ -156,7 +156,7 @@ def _peer_checks(machine: Machine, other: PeerAddress, key_file: Path | None, co
         if key_file is None:
             raise ConfigError("without the cluster's key nothing is measured; name it with --key-file")
         key = ClusterKey.load(key_file)
-        return Probe(*other, key, Tls.of(config.security), await _rdma_cards(config.messenger))
+        return ProbeClient(*other, key, Tls.of(config.security), await _rdma_cards(config.messenger))
 
     return [
         Check("peer name", partial(reachability.name, machine, other)),

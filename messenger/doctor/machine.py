@@ -21,7 +21,7 @@ _CAP_NET_BIND_SERVICE = 10
 _CAP_IPC_LOCK = 14
 
 
-class Process(NamedTuple):
+class MachineProcess(NamedTuple):
     """A process of this machine. `name` is the module if it is `python -m MODULE`."""
 
     pid: int
@@ -123,14 +123,14 @@ class Machine:
         line = re.search(rf"^{name}\s+(\S+)", self.read("proc/self/limits") or "", re.MULTILINE)
         return int(line[1]) if line is not None and line[1].isdecimal() else None
 
-    def processes(self) -> Iterator[Process]:
+    def processes(self) -> Iterator[MachineProcess]:
         """Return all processes that can be seen."""
         for pid in filter(str.isdecimal, self.names("proc")):
             words = (self.read(f"proc/{pid}/cmdline") or "").split("\0")
             module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
-            yield Process(int(pid), module or self.read(f"proc/{pid}/comm") or "?")
+            yield MachineProcess(int(pid), module or self.read(f"proc/{pid}/comm") or "?")
 
-    def owner_of_socket(self, inode: int) -> Process | None:
+    def owner_of_socket(self, inode: int) -> MachineProcess | None:
         """Return the process that has a socket open; None if another user's process has."""
         for process in self.processes():
             folder = f"proc/{process.pid}/fd"

@@ -30,7 +30,7 @@ _PIECE_BYTES = 2 << 20
 """Bytes of one probe: half of a frame, so that two are in flight."""
 
 
-class Probe:
+class ProbeClient:
     """Client of one messenger's port. Every call makes a new connection. Raises OSError or TransferError."""
 
     def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None, cards: Cards) -> None:

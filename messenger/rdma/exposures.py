@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import RdmaMemory
-from messenger.rdma.windows import Access, Grant, Range, grant, revoke
+from messenger.rdma.windows import Access, OpenRanges, Range, grant, revoke
 from messenger.wire.messages import ExposedPage
 
 
@@ -22,7 +22,7 @@ from messenger.wire.messages import ExposedPage
 class _Opened:
     """Pages of one transfer."""
 
-    grant: Grant
+    grant: OpenRanges
     on_closed: Callable[[], None]
     deadline: asyncio.TimerHandle | None = None
 

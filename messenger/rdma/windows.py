@@ -39,7 +39,7 @@ class Range(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Grant:
+class OpenRanges:
     """Ranges that are open to a peer: `remote_keys[i]` for the i-th, at the memory's addresses."""
 
     remote_keys: list[int]
@@ -49,7 +49,7 @@ class Grant:
 
 async def grant(
     endpoint: Endpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
-) -> Grant:
+) -> OpenRanges:
     """Open `ranges`, and nothing else, to the peer of a connected endpoint. Raises RdmaError."""
     for each in ranges:
         if each.offset < 0 or not 0 < each.size_bytes <= memory.size_bytes - each.offset:
@@ -57,7 +57,7 @@ async def grant(
                 f"{each} is not within the {memory.size_bytes} bytes of registered memory", Remedy.GIVE_UP
             )
     endpoint.check_usable()
-    granted = Grant([], [])
+    granted = OpenRanges([], [])
     try:
         if endpoint.adapter.has_windows:
             await _bind_windows(endpoint, granted, memory, ranges, access)
@@ -74,7 +74,7 @@ async def grant(
     return granted
 
 
-def revoke(endpoint: Endpoint, granted: Grant) -> None:
+def revoke(endpoint: Endpoint, granted: OpenRanges) -> None:
     """Revoke a grant. Afterwards its keys open nothing.
 
     A peer that still uses them gets an error, which breaks the endpoint. Does nothing the second time, or
@@ -91,7 +91,7 @@ def revoke(endpoint: Endpoint, granted: Grant) -> None:
 
 
 def _register(
-    endpoint: Endpoint, granted: Grant, memory: RdmaMemory, ranges: Sequence[Range], access: Access
+    endpoint: Endpoint, granted: OpenRanges, memory: RdmaMemory, ranges: Sequence[Range], access: Access
 ) -> None:
     rights = LOCAL_WRITE | int(access)
     for offset, size_bytes in ranges:
@@ -103,7 +103,7 @@ def _register(
 
 
 async def _bind_windows(
-    endpoint: Endpoint, granted: Grant, memory: RdmaMemory, ranges: Sequence[Range], access: Access
+    endpoint: Endpoint, granted: OpenRanges, memory: RdmaMemory, ranges: Sequence[Range], access: Access
 ) -> None:
     for _range in ranges:
         window = load_verbs().mr.MW(endpoint.adapter.domain, _TYPE_2)
@@ -117,7 +117,7 @@ async def _bind_windows(
 class _Binding:
     """The requests that give windows their ranges."""
 
-    granted: Grant
+    granted: OpenRanges
     memory: RdmaMemory
     ranges: Sequence[Range]
     access: Access

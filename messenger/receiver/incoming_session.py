@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from messenger.receiver.served_pool import WriteRefused, WriteTarget
-from messenger.wire.messages import Ended, Message, brief
+from messenger.wire.messages import Message, TransferEnded, brief
 from messenger.wire.protocol import encode_frame
 from mooncake.errors import TransferError
 
@@ -65,7 +65,7 @@ class IncomingSession:
             self.ensure_open(transfer_id, grant_id)
         except WriteRefused as error:
             log.info("transfer %.200r of %s refused: %s", ref_text, self.name, error)
-            self.post(Ended(transfer_id, brief(str(error))))
+            self.post(TransferEnded(transfer_id, brief(str(error))))
 
     def ensure_open(self, transfer_id: int, grant_id: int) -> None:
         """Open a transfer unless it is open: a write may arrive before its `Open`.
@@ -116,7 +116,7 @@ class IncomingSession:
     def revoke(self, grant_id: int, reason: str) -> None:
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             del self.grants[transfer_id]
-            self.post(Ended(transfer_id, brief(reason)))
+            self.post(TransferEnded(transfer_id, brief(reason)))
             self._conceal_in_time(transfer_id)
 
     def completed(self, grant_id: int) -> None:

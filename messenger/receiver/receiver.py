@@ -87,7 +87,9 @@ class Sessions:
         with contextlib.ExitStack() as on_failure:
             if introduction.segment_bytes is not None:
                 inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
-                segment = handshake.Segment(len(served_pool.source.buffer), served_pool.source.read_only_fd)
+                segment = handshake.OfferedSegment(
+                    len(served_pool.source.buffer), served_pool.source.read_only_fd
+                )
                 shared_segment = served_pool.shared_segment
                 if shared_segment is not None:
                     page_table = shared_segment.page_table
@@ -100,7 +102,7 @@ class Sessions:
                     slot = shared_segment.take_slot(stream.peer_pid)
                     if slot is not None:
                         on_failure.callback(shared_segment.copy_table.leave, slot.number)
-                        segment = handshake.Segment(len(served_pool.source.buffer), shared_segment.fd)
+                        segment = handshake.OfferedSegment(len(served_pool.source.buffer), shared_segment.fd)
             elif introduction.endpoint is not None:
                 try:
                     card = await served_pool.cards.answering(introduction.endpoint)

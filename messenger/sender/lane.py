@@ -17,7 +17,7 @@ from messenger.sender.requests import Request, Urgency
 from messenger.sender.send_queue import SendQueue
 from messenger.transport.frames import Frames
 from messenger.transport.transports import Path
-from messenger.wire.messages import Close, Ended, Exposed, FetchDone, Found, Message, WriteAck
+from messenger.wire.messages import Close, Exposed, FetchDone, Found, Message, TransferEnded, WriteAck
 from messenger.wire.protocol import Frame, encode_frame
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
@@ -305,7 +305,7 @@ class Lane:
                 if damaged is None:
                     return False
                 self._end_fetch(damaged)
-            case Ended(transfer_id, reason):
+            case TransferEnded(transfer_id, reason):
                 self._owner.ended(transfer_id, reason)
             case Exposed() as exposed:
                 self._outlet.exposed(exposed)

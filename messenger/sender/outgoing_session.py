@@ -29,7 +29,7 @@ from messenger.sender.requests import (
     WriteRequest,
     done_already,
 )
-from messenger.sender.transfer import Answer, Transfer
+from messenger.sender.transfer import RequestResult, Transfer
 from messenger.transport.transports import Path, Traffic, Transport
 from messenger.wire.messages import Abandon, Close, Fetch, Open, brief
 from messenger.wire.protocol import NOT_URGENT_S
@@ -182,7 +182,7 @@ class OutgoingSession:
         """
         if not keys:
             return {}
-        answer = Answer()
+        answer = RequestResult()
         request = FetchRequest(
             Fetch(
                 list(keys), layers.start, layers.stop, None if heads is None else (heads.start, heads.stop)
@@ -206,7 +206,7 @@ class OutgoingSession:
 
     async def probe(self, payload: memoryview) -> None:
         """Send bytes that the peer discards. Raises TransferError."""
-        answer = Answer()
+        answer = RequestResult()
         await self.submit(ProbeRequest(payload, Urgency.BULK, functools.partial(answer.give, {})))
         await answer.is_there.wait()
         if answer.failure is not None:

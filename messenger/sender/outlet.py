@@ -15,7 +15,7 @@ from messenger.sender.answer_handler import AnswerHandler
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.requests import FetchRequest, ProbeRequest, Request, WriteRequest
 from messenger.sender.send_queue import SendQueue
-from messenger.transport.handshake import Segment
+from messenger.transport.handshake import OfferedSegment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Inlet
 from messenger.wire.messages import Exposed, Message, Probe, Welcome
@@ -130,7 +130,7 @@ class LaneEnds(NamedTuple):
 class Opening:
     """The part of a transport in the handshake of one lane. `close` it if no lane comes of it."""
 
-    segment: Segment | None = None
+    segment: OfferedSegment | None = None
     """This side's segment, for the peer to map."""
     endpoint: EndpointInfo | None = None
     """This side's queue pair, for the peer to connect to."""

@@ -17,7 +17,7 @@ from messenger.sender.requests import FetchRequest, Request, Urgency, WriteOutco
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.copy_table import native
 from messenger.shm.shared_pages import SharedPages
-from messenger.transport.handshake import Segment
+from messenger.transport.handshake import OfferedSegment
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import ShmInlet
@@ -89,7 +89,7 @@ class ShmOpening(Opening):
     def __init__(self, stream: Stream, source: SourceSegment, heads: range) -> None:
         """Offer `source`, whose layers have these heads of the model."""
         self._stream, self._source, self._heads = stream, source, heads
-        self.segment = Segment(len(source.buffer), source.read_only_fd)
+        self.segment = OfferedSegment(len(source.buffer), source.read_only_fd)
         self.takes_copy_slot = native() is not None
 
     async def join(self, welcome: Welcome) -> LaneEnds:

@@ -113,7 +113,7 @@ class Transfer:
             self._on_change()
 
 
-class Answer:
+class RequestResult:
     """Result of a request, for the caller that waits for it."""
 
     def __init__(self) -> None:

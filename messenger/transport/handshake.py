@@ -15,7 +15,7 @@ from messenger.wire.messages import (
     Introduction,
     Message,
     PageTableOffsets,
-    Refused,
+    SenderRefused,
     Welcome,
 )
 from messenger.wire.protocol import SAME_TLS, SPOKEN, check_identity, common_version, encode_frame
@@ -32,7 +32,7 @@ class AuthenticationError(TransferError):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class OfferedSegment:
     """The size and the descriptor of a segment that a peer on the same host may map."""
 
     num_bytes: int
@@ -54,7 +54,7 @@ async def introduce(
     *,
     session: bytes,
     lane: int,
-    segment: Segment | None = None,
+    segment: OfferedSegment | None = None,
     endpoint: EndpointInfo | None = None,
     takes_copy_slot: bool = False,
 ) -> Welcome:
@@ -131,7 +131,7 @@ async def check_introduction(stream: Stream, ours: Identity, introduction: Intro
 async def welcome(
     stream: Stream,
     ours: Identity,
-    segment: Segment | None = None,
+    segment: OfferedSegment | None = None,
     slot: CopySlot | None = None,
     page_table: PageTableOffsets | None = None,
     endpoint: EndpointInfo | None = None,
@@ -145,10 +145,10 @@ async def welcome(
 
 async def refuse(stream: Stream, reason: str) -> None:
     """Tell the sender why it is refused."""
-    await stream.send([encode_frame(Refused(reason))])
+    await stream.send([encode_frame(SenderRefused(reason))])
 
 
 def _accepted(answer: Message) -> Message:
-    if isinstance(answer, Refused):
+    if isinstance(answer, SenderRefused):
         raise TransferError(f"refused: {answer.message}")
     return answer

@@ -18,7 +18,7 @@ UNPACED = b"reno"
 _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
-class Connection(Protocol):
+class PacedSocket(Protocol):
     """A socket, or a TLS socket."""
 
     def getsockname(self) -> tuple[str, int]: ...
@@ -30,13 +30,13 @@ class Connection(Protocol):
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None: ...
 
 
-def begin_unpaced(sock: Connection) -> None:
+def begin_unpaced(sock: PacedSocket) -> None:
     """Begin a connection with Reno, before it connects or listens. Accepted connections inherit it."""
     if _system_paces():
         _change(sock, UNPACED)
 
 
-def choose_by_peer(sock: Connection) -> None:
+def choose_by_peer(sock: PacedSocket) -> None:
     """Choose the congestion control of a new connection, before anything is sent.
 
     Between hosts, the choice of a route or another program is not changed.
@@ -58,7 +58,7 @@ def systems_own() -> bytes:
         return congestion_control_of(sock)
 
 
-def congestion_control_of(sock: Connection) -> bytes:
+def congestion_control_of(sock: PacedSocket) -> bytes:
     """Return the name of a connection's congestion control."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
 
@@ -67,7 +67,7 @@ def _system_paces() -> bool:
     return systems_own().startswith(b"bbr")
 
 
-def _change(sock: Connection, name: bytes) -> None:
+def _change(sock: PacedSocket, name: bytes) -> None:
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
     except OSError as error:  # not allowed to this process, see net.ipv4.tcp_allowed_congestion_control

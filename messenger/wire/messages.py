@@ -136,7 +136,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Memory by which the sender can see whether its queue pair carries anything."""
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class SenderRefused(msgspec.Struct, tag="Refused", frozen=True):
     """The receiver does not admit this sender."""
 
     message: str
@@ -287,7 +287,7 @@ class WriteAck(msgspec.Struct, tag=True, frozen=True):
     message: Text = ""
 
 
-class Ended(msgspec.Struct, tag=True, frozen=True):
+class TransferEnded(msgspec.Struct, tag="Ended", frozen=True):
     """The receiver needs no more of this transfer: its grant is revoked or unknown."""
 
     transfer_id: int
@@ -299,7 +299,7 @@ Message = (
     | Challenge
     | Introduction
     | Welcome
-    | Refused
+    | SenderRefused
     | Open
     | Write
     | Close
@@ -311,5 +311,5 @@ Message = (
     | Exposed
     | Probe
     | WriteAck
-    | Ended
+    | TransferEnded
 )

@@ -16,7 +16,6 @@ from messenger.wire.messages import (
     Abandon,
     Challenge,
     Close,
-    Ended,
     Expose,
     Exposed,
     Fetch,
@@ -27,7 +26,8 @@ from messenger.wire.messages import (
     Message,
     Open,
     Probe,
-    Refused,
+    SenderRefused,
+    TransferEnded,
     Welcome,
     Write,
     WriteAck,
@@ -77,9 +77,9 @@ class Phase(Enum):
 
 
 EXPECTED: dict[tuple[Side, Phase], tuple[type[Message], ...]] = {
-    (Side.SENDER, Phase.GREETING): (Challenge, Refused),
-    (Side.SENDER, Phase.INTRODUCTION): (Welcome, Refused),
-    (Side.SENDER, Phase.OPEN): (WriteAck, Ended, Found, Exposed),
+    (Side.SENDER, Phase.GREETING): (Challenge, SenderRefused),
+    (Side.SENDER, Phase.INTRODUCTION): (Welcome, SenderRefused),
+    (Side.SENDER, Phase.OPEN): (WriteAck, TransferEnded, Found, Exposed),
     (Side.SENDER, Phase.REFUSED): (),
     (Side.RECEIVER, Phase.GREETING): (Hello,),
     (Side.RECEIVER, Phase.INTRODUCTION): (Introduction,),
@@ -90,7 +90,7 @@ NEXT_PHASE: dict[type[Message], Phase] = {
     Challenge: Phase.INTRODUCTION,
     Introduction: Phase.OPEN,
     Welcome: Phase.OPEN,
-    Refused: Phase.REFUSED,
+    SenderRefused: Phase.REFUSED,
 }
 WITH_PAYLOAD = (Write, Found, Probe)
 

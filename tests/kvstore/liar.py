@@ -10,14 +10,14 @@ import msgspec
 from messenger.wire.identity import Identity
 from messenger.wire.messages import (
     Challenge,
-    Ended,
     Found,
     FoundBlock,
     Hello,
     Introduction,
     Message,
     RefusalKind,
-    Refused,
+    SenderRefused,
+    TransferEnded,
     Welcome,
     WriteAck,
 )
@@ -68,7 +68,7 @@ class Liar:
         proof = CLUSTER_KEY.proof(b"messenger receiver", hello.nonce, nonce)
         num_frames = _send(sock, Challenge(nonce, proof), mutator if random.random() < 0.1 else None)
         if random.random() < 0.05:
-            _send(sock, Refused("no"), None)
+            _send(sock, SenderRefused("no"), None)
         assert isinstance(_receive(sock), Introduction)
         identity = Identity("liar", 1, "elsewhere", FINGERPRINT, LAYOUT)
         return num_frames + _send(sock, Welcome(identity), mutator if random.random() < 0.1 else None)
@@ -87,7 +87,7 @@ class Liar:
             if kind < 0.4:
                 message = WriteAck(random.choice((None, None, *RefusalKind)), "so")
             elif kind < 0.8:
-                message = Ended(random.randrange(40), "enough")
+                message = TransferEnded(random.randrange(40), "enough")
             else:
                 message = Found([FoundBlock(0, bytes(8), 0)], random.choice((None, "no")))
             num_frames += _send(sock, message, mutator)

@@ -18,7 +18,7 @@ from messenger.rdma.cards import Cards
 from messenger.rdma.devices import RdmaDevice
 from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.memory import RdmaMemory
-from messenger.rdma.windows import Access, Grant, Range
+from messenger.rdma.windows import Access, OpenRanges, Range
 from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 
 
@@ -143,14 +143,14 @@ class FakeEndpoint:
 
 async def _grant(
     endpoint: FakeEndpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
-) -> Grant:
+) -> OpenRanges:
     keys = [next(endpoint.adapter.network.numbers) for _ in ranges]
     for key, (offset, num_bytes) in zip(keys, ranges, strict=True):
         endpoint.openings[key] = memory.address + offset, memory.address + offset + num_bytes
-    return Grant(keys, [])
+    return OpenRanges(keys, [])
 
 
-def _revoke(endpoint: FakeEndpoint, granted: Grant) -> None:
+def _revoke(endpoint: FakeEndpoint, granted: OpenRanges) -> None:
     for key in granted.remote_keys:
         endpoint.openings.pop(key, None)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.doctor.probe import Probe
+from messenger.doctor.probe import ProbeClient
 from messenger.paths import health
 from messenger.rdma import cards
 from messenger.rdma.cards import open_cards
@@ -214,7 +214,7 @@ async def test_a_path_that_carries_nothing_is_tried_less_and_less_often(
 async def test_a_probe_measures_without_being_anybody(tmp_path: Path, network: FakeNetwork) -> None:
     both = network.cards(device("a")), network.cards(device("b"))
     async with fabric(tmp_path, cards=both) as node:
-        probe = Probe(*node.endpoint, KEY, None, node.cards[0])
+        probe = ProbeClient(*node.endpoint, KEY, None, node.cards[0])
         assert probe.nics == ["a/1"]
         assert await probe.handshake() == "receiver"
         assert await probe.bandwidth(1 << 20) > 0
@@ -223,7 +223,7 @@ async def test_a_probe_measures_without_being_anybody(tmp_path: Path, network: F
 
 async def test_a_probe_hears_that_the_other_side_has_no_rdma(tmp_path: Path, network: FakeNetwork) -> None:
     async with fabric(tmp_path, cards=(network.cards(device("a")), network.cards())) as node:
-        probe = Probe(*node.endpoint, KEY, None, node.cards[0])
+        probe = ProbeClient(*node.endpoint, KEY, None, node.cards[0])
         with pytest.raises(TransferError, match="no RDMA device in use"):
             await probe.rdma_bandwidth("a/1", 1 << 20)
 

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 
 from messenger.transport.frames import Frames
-from messenger.transport.handshake import Segment, introduce, read_message
+from messenger.transport.handshake import OfferedSegment, introduce, read_message
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Path, Transport, connect
 from messenger.wire.identity import Identity
@@ -47,7 +47,7 @@ class Wire:
         return await introduce(self.frames, node.key, identity, session=session, lane=lane, segment=None)
 
     async def introduce_probe(
-        self, node: Fabric, segment: Segment | None = None, *, takes_copy_slot: bool = False
+        self, node: Fabric, segment: OfferedSegment | None = None, *, takes_copy_slot: bool = False
     ) -> Welcome:
         """As somebody who only measures."""
         return await introduce(

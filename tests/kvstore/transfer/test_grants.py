@@ -13,7 +13,16 @@ import pytest_asyncio
 from kvstore.client.worker_client import WorkerClient
 from kvstore.protocol.answers import Reservation
 from messenger.receiver.receiver import MOST_UNKNOWN
-from messenger.wire.messages import Abandon, Close, Ended, RefusalKind, Welcome, Write, WriteAck, WriteEntry
+from messenger.wire.messages import (
+    Abandon,
+    Close,
+    RefusalKind,
+    TransferEnded,
+    Welcome,
+    Write,
+    WriteAck,
+    WriteEntry,
+)
 from mooncake.errors import PoolFullError, TransferError
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Grant
@@ -180,7 +189,7 @@ async def test_layer_that_lies_where_another_belongs_is_sealed_with_no_others(
         answers = [sender.receive() for _ in range(2 + len(ALL_LAYERS))]
         assert answers.count(WriteAck()) == 1
         assert sum("are there already, and differ" in str(answer) for answer in answers) == 2
-        assert sum(isinstance(answer, Ended) for answer in answers) == 1
+        assert sum(isinstance(answer, TransferEnded) for answer in answers) == 1
         with pytest.raises(TransferError, match="differ"):
             await client.wait_arrived(reservation.reservation_id)
     await client.release(reservation.reservation_id)

@@ -12,7 +12,6 @@ from messenger.receiver.fetch_answerer import MOST_FETCHES, FetchAnswerer
 from messenger.transport.handshake import check_introduction
 from messenger.wire.messages import (
     Close,
-    Ended,
     Fetch,
     FetchDone,
     Found,
@@ -20,6 +19,7 @@ from messenger.wire.messages import (
     Message,
     Open,
     RefusalKind,
+    TransferEnded,
     Write,
     WriteAck,
 )
@@ -165,7 +165,7 @@ async def test_open_transfers_of_one_sender_have_a_limit(
         await wire.say(Open(3, 1, "there is room again"))
         await wire.say(Open(4, 1, "one too many"))
         answer = await wire.hear()
-        assert isinstance(answer, Ended)
+        assert isinstance(answer, TransferEnded)
         assert answer.transfer_id == 4
         assert "has 3 transfers open already" in answer.reason
         wire.close()

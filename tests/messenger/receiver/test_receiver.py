@@ -10,13 +10,13 @@ from messenger.receiver.fetch_answerer import MOST_FETCHES
 from messenger.wire.messages import (
     Abandon,
     Close,
-    Ended,
     Fetch,
     FetchDone,
     Hello,
     Open,
     Probe,
     RefusalKind,
+    TransferEnded,
     Write,
     WriteAck,
     WriteEntry,
@@ -206,7 +206,7 @@ async def test_a_write_whose_grant_is_revoked_under_it_is_refused(tmp_path: Path
         await wire.say_bytes(encode_frame(message, len(payload)) + payload[:half])
         await until(lambda: grant.receiving)
         node.pages.revoke(1, "nobody wants it")
-        assert await wire.hear() == Ended(7, "nobody wants it")
+        assert await wire.hear() == TransferEnded(7, "nobody wants it")
         await wire.say_bytes(payload[half:])
         assert await wire.hear() == WriteAck(RefusalKind.STALE, "revoked meanwhile")
         assert grant.arrived == {}
@@ -307,10 +307,10 @@ async def test_closing_what_is_not_open_does_nothing(tmp_path: Path) -> None:
         await wire.say(Close(9, None))
         await wire.say(Close(10, "given up"))
         await wire.say(Open(9, 77, "unknown"))
-        assert await wire.hear() == Ended(9, "grant 77 is unknown here")
+        assert await wire.hear() == TransferEnded(9, "grant 77 is unknown here")
         node.pages.grant(78, [0])
         await wire.say(Open(10, 78, "too late"))
-        assert await wire.hear() == Ended(10, "the transfer was given up")
+        assert await wire.hear() == TransferEnded(10, "the transfer was given up")
         assert node.pages.grants[78].writers == []
         wire.close()
         await until(lambda: node.num_served == 0)

@@ -14,10 +14,19 @@ import pytest
 
 from messenger.receiver import receiver
 from messenger.receiver.receiver import UnauthenticatedPeers, refuse_connection
-from messenger.transport.handshake import Segment
+from messenger.transport.handshake import OfferedSegment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Transport
-from messenger.wire.messages import Challenge, FetchDone, Hello, Introduction, Message, Open, Refused, Welcome
+from messenger.wire.messages import (
+    Challenge,
+    FetchDone,
+    Hello,
+    Introduction,
+    Message,
+    Open,
+    SenderRefused,
+    Welcome,
+)
 from messenger.wire.protocol import MAX_GREETING_BYTES, SPOKEN, encode_frame
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
@@ -72,7 +81,7 @@ async def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
         wire = await Wire.connect(node)
         await wire.say(Hello(99, NONCE))
         answer = await wire.hear()
-        assert answer == Refused(
+        assert answer == SenderRefused(
             f"messenger protocol version differs: ours is {SPOKEN}, theirs is 99; upgrade the receiver to a"
             " release that speaks 99 first: one version is upgraded at a time"
         )
@@ -279,7 +288,7 @@ async def leave(stream: Stream, hello: Hello) -> None:
         (leave, "connection closed by the peer|reset"),
         (answering(Challenge(NONCE, NONCE)), "has another cluster key"),
         (answering(Challenge(b"", b"")), "has another cluster key"),
-        (answering(Refused("no pool yet")), "refused: no pool yet"),
+        (answering(SenderRefused("no pool yet")), "refused: no pool yet"),
         (answering(HELLO), "expected Challenge or Refused, got Hello"),
         (answering(random.Random(3).randbytes(1 << 10)), "a frame announces"),
         (answering(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "a frame announces"),
@@ -319,7 +328,7 @@ async def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -
     async with fabric(tmp_path, TINY) as node:
         wire = await Wire.connect(node, Transport.SHM)
         source = node.sender_memory.source
-        segment = Segment(len(source.buffer), source.read_only_fd)
+        segment = OfferedSegment(len(source.buffer), source.read_only_fd)
         welcome = await wire.introduce_probe(node, segment, takes_copy_slot=True)
         assert welcome.slot is None
         assert node.slots_taken == set()

@@ -25,7 +25,7 @@ class Peer:
     def __init__(self, device_name: str, size_bytes: int) -> None:
         self.node = Node(device_name, size_bytes)
         self.endpoint: Endpoint | None = None
-        self.grants: list[windows.Grant] = []
+        self.grants: list[windows.OpenRanges] = []
         self.writing: asyncio.Task[str] | None = None
 
     async def connect(self, info: Any) -> Place:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from messenger.doctor.probe import Probe
+from messenger.doctor.probe import ProbeClient
 from messenger.rdma import cards
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.cards import Cards
@@ -105,7 +105,7 @@ async def test_transfer_that_is_aborted_in_mid_write_leaves_the_queue_pair_to_th
 
 async def test_probe_measures_what_the_queue_pair_carries(tmp_path: Path) -> None:
     async with joined(tmp_path, "auto") as node:
-        probe = Probe(*node.endpoint, KEY, None, node.cards[0])
+        probe = ProbeClient(*node.endpoint, KEY, None, node.cards[0])
         assert await probe.rdma_bandwidth("rxe0/1", 16 << 20) > 1 << 20
 
 
