@@ -31,7 +31,7 @@ LAYERS = {
     """,
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
     "kvstore": "events | pool | protocol, ssd | client, transfer | connectors, server",
-    "kernels": "attention, cpu, cuda | kv_copy",
+    "kernels": "head_norms | attention, cpu, cuda | kv_copy",
     "workers": "engine, errors | kvcache | execution | groups, heads | decode, prefill | process | vllm",
     "workers.engine": """
         logit_changes, sampling, spec, upload | kvcache, rotary, tensor_parallel

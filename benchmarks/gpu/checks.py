@@ -11,9 +11,10 @@ import torch
 
 from kernels.cuda import kv_quantise, page_copy, rms_norm, silu_mul
 from kernels.cuda.decode_attention import decode_attention
-from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write, rotate_and_write_reference
+from kernels.cuda.kv_write import TokenSlots, rotate_and_write, rotate_and_write_reference
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.spans import Spans, attention_reference, plan_spans
+from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel

@@ -49,7 +49,7 @@ class Coming(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class InstanceBatch:
     """The requests of one decode instance, and the predictions for them."""
 
     instance: str
@@ -128,18 +128,18 @@ class Batch:
         has_pages = num_free_after >= (1 - _ROOM_SHARE) * self.num_device_tokens
         return has_pages and self.with_(resident).is_within(share)
 
-    def with_(self, resident: Resident) -> "Batch":
+    def with_(self, resident: Resident) -> "InstanceBatch":
         """Return the batch with one more request."""
         free = self.num_free_tokens - resident.num_tokens
         return replace(self, residents=(*self.residents, resident), num_free_tokens=free)
 
-    def without(self, resident: Resident) -> "Batch":
+    def without(self, resident: Resident) -> "InstanceBatch":
         """Return the batch without one of its requests."""
         residents = tuple(other for other in self.residents if other.request_id != resident.request_id)
         free = self.num_free_tokens + resident.num_tokens
         return replace(self, residents=residents, num_free_tokens=free)
 
-    def fixing(self, request_ids: Collection[str]) -> "Batch":
+    def fixing(self, request_ids: Collection[str]) -> "InstanceBatch":
         """Return the batch in which these requests may not move."""
         if not any(of.request_id in request_ids for of in self.residents):
             return self
@@ -150,14 +150,16 @@ class Batch:
 
 
 def destination_of(
-    resident: Resident, batches: list[Batch], source: str, share: float = DESTINATION_SHARE
-) -> Batch | None:
+    resident: Resident, batches: list[InstanceBatch], source: str, share: float = DESTINATION_SHARE
+) -> InstanceBatch | None:
     """Return the batch with the least predicted TBT that may take the request; None without any."""
     able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 
 
-def moved(batches: list[Batch], resident: Resident, source: str, destination: str) -> list[Batch]:
+def moved(
+    batches: list[InstanceBatch], resident: Resident, source: str, destination: str
+) -> list[InstanceBatch]:
     """Return the batches after a move."""
     return [
         batch.without(resident)

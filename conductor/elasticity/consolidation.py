@@ -10,10 +10,10 @@ Owns: whether this is possible. Does not know: who wants an empty instance, how 
 
 from dataclasses import replace
 
-from conductor.elasticity.batches import Batch, destination_of, moved
+from conductor.elasticity.batches import InstanceBatch, destination_of, moved
 
 
-def can_be_emptied(source: Batch, batches: list[Batch]) -> bool:
+def can_be_emptied(source: InstanceBatch, batches: list[InstanceBatch]) -> bool:
     """Return whether all requests that `source` decodes fit the other batches without breaking an SLO there.
 
     Long requests are assigned first, as they fit on fewer instances. Requests whose prompts are not computed

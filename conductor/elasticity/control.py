@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from conductor.effects import Effect
-from conductor.elasticity.batches import Batch
+from conductor.elasticity.batches import InstanceBatch
 from conductor.elasticity.defragmentation import defragment
 from conductor.elasticity.demand import Demand
 from conductor.elasticity.moves import Move, RecentMoves
@@ -110,7 +110,7 @@ class Elasticity:
                 self._recent.note(move, now_s)
         return effects
 
-    def _wanted(self, batches: list[Batch]) -> Iterator[Move]:
+    def _wanted(self, batches: list[InstanceBatch]) -> Iterator[Move]:
         """The moves that the rules want. All rules see the present batches, so an instance takes part in one
         move only."""
         taken: set[str] = set()

@@ -6,7 +6,7 @@ its instances. Requests are moved away from the instance at which it waits until
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
 
-from conductor.elasticity.batches import Batch, Coming, destination_of, moved
+from conductor.elasticity.batches import Coming, InstanceBatch, destination_of, moved
 from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
@@ -14,7 +14,7 @@ PATIENCE_S = 2.0
 """Seconds for which a request waits before others move for it. Most find room by themselves."""
 
 
-def defragment(batches: list[Batch]) -> list[Move]:
+def defragment(batches: list[InstanceBatch]) -> list[Move]:
     """Return the moves after which the longest waiting request has device pages; none if moves cannot help
     it."""
     moves = []
@@ -29,7 +29,7 @@ def defragment(batches: list[Batch]) -> list[Move]:
     return moves
 
 
-def _waiting(batch: Batch) -> Coming | None:
+def _waiting(batch: InstanceBatch) -> Coming | None:
     """Return the longest request that waits for pages of the device."""
     stuck = [
         of
@@ -39,7 +39,7 @@ def _waiting(batch: Batch) -> Coming | None:
     return max(stuck, key=lambda of: of.num_prompt_tokens, default=None)
 
 
-def _make_room(source: Batch, waiting: Coming, batches: list[Batch]) -> list[Move]:
+def _make_room(source: InstanceBatch, waiting: Coming, batches: list[InstanceBatch]) -> list[Move]:
     """Return the fewest moves that free enough pages. All of them must be possible."""
     num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
     movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)

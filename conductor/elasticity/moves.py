@@ -6,7 +6,7 @@ Owns: the result of a rule, hysteresis. Does not know: why a request should move
 from collections import Counter
 from typing import NamedTuple
 
-from conductor.elasticity.batches import Batch
+from conductor.elasticity.batches import InstanceBatch
 from conductor.view.decision_stats import MigrationReason
 
 AGAIN_AFTER_S = 10.0
@@ -49,7 +49,7 @@ class RecentMoves:
         self._moved_s = _since(self._moved_s, now_s - AGAIN_AFTER_S)
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 
-    def settled(self, batches: list[Batch], now_s: float) -> list[Batch]:
+    def settled(self, batches: list[InstanceBatch], now_s: float) -> list[InstanceBatch]:
         """Return the batches that rules may use. Requests that have just moved are fixed in them."""
         return [
             batch.fixing(self._moved_s)

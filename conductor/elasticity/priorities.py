@@ -7,7 +7,7 @@ classes away before that.
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
 
-from conductor.elasticity.batches import Batch, Resident, destination_of, moved
+from conductor.elasticity.batches import InstanceBatch, Resident, destination_of, moved
 from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
@@ -15,7 +15,7 @@ HEADROOM_SHARE = 0.85
 """The share of a TBT SLO up to which requests of the first class share a batch with others."""
 
 
-def keep_headroom(batches: list[Batch]) -> list[Move]:
+def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
     """Return the move of one request of a lower class from each batch that has little headroom for its first
     one."""
     moves = []
@@ -36,13 +36,13 @@ def keep_headroom(batches: list[Batch]) -> list[Move]:
     return moves
 
 
-def _classes(batch: Batch) -> tuple[list[Resident], list[Resident]]:
+def _classes(batch: InstanceBatch) -> tuple[list[Resident], list[Resident]]:
     """Return the requests of the first class, and those of others that may move."""
     least = min((of.priority for of in batch.residents), default=0)
     first = [of for of in batch.residents if of.priority == least]
     return first, [of for of in batch.residents if of.priority > least and of.may_move]
 
 
-def _has(batch: Batch, resident: Resident) -> bool:
+def _has(batch: InstanceBatch, resident: Resident) -> bool:
     """Return whether the batch has requests of the resident's class, or of a class that goes before it."""
     return any(of.priority <= resident.priority for of in batch.residents)

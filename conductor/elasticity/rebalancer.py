@@ -17,7 +17,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from conductor.elasticity.batches import Batch
+from conductor.elasticity.batches import InstanceBatch
 from conductor.elasticity.capacity import FULL_SHARE, Division, DivisionCapacity, Work
 from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
@@ -68,7 +68,7 @@ class Member(NamedTuple):
     used: Used | None = None
     queue_s: float = 0.0
     """Predicted seconds of its prompts."""
-    batch: Batch | None = None
+    batch: InstanceBatch | None = None
     """Its batch, if it decodes."""
 
     @property

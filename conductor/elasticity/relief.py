@@ -8,12 +8,12 @@ compared by tokens.
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
 
-from conductor.elasticity.batches import Batch, Resident, destination_of, moved
+from conductor.elasticity.batches import InstanceBatch, Resident, destination_of, moved
 from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
 
-def relieve(batches: list[Batch]) -> list[Move]:
+def relieve(batches: list[InstanceBatch]) -> list[Move]:
     """Return the move of one request from each batch that misses an SLO, the latest batch first."""
     moves = []
     for source in sorted(filter(lambda batch: batch.is_late, batches), key=_lateness, reverse=True):
@@ -27,7 +27,7 @@ def relieve(batches: list[Batch]) -> list[Move]:
     return moves
 
 
-def _cheapest(source: Batch, batches: list[Batch]) -> tuple[Resident, Batch] | None:
+def _cheapest(source: InstanceBatch, batches: list[InstanceBatch]) -> tuple[Resident, InstanceBatch] | None:
     """Return the request whose move costs least, and its destination.
 
     A request whose move alone suffices is preferred to a cheaper one whose move does not.
@@ -45,6 +45,6 @@ def _cost(resident: Resident) -> tuple[int, int]:
     return -resident.priority, resident.num_tokens
 
 
-def _lateness(batch: Batch) -> float:
+def _lateness(batch: InstanceBatch) -> float:
     slos_s = [of.tbt_slo_s for of in batch.residents if of.tbt_slo_s is not None]
     return batch.tbt_s / min(slos_s)

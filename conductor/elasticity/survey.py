@@ -6,7 +6,7 @@ Owns: the translation of view, registry and heartbeats into values. Does not kno
 from dataclasses import replace
 
 from conductor.elasticity.answers import Kind, RunningAnswer
-from conductor.elasticity.batches import Batch, Coming, Resident
+from conductor.elasticity.batches import Coming, InstanceBatch, Resident
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
 from conductor.performance.model import DecodeCapacity
@@ -33,7 +33,7 @@ class Survey:
         self._requests, self._migrations = requests, migrations
         self._view, self._instances = requests.view, requests.instances
 
-    def batches(self, now_s: float) -> list[Batch]:
+    def batches(self, now_s: float) -> list[InstanceBatch]:
         """The batches of all instances that decode."""
         by_id, view = self._requests.by_id, self._view
         batches = []
@@ -44,7 +44,9 @@ class Survey:
                 batches.append(self._batch(instance, slot, here, now_s))
         return batches
 
-    def _batch(self, instance: Instance, slot: int, here: list[TrackedRequest], now_s: float) -> Batch:
+    def _batch(
+        self, instance: Instance, slot: int, here: list[TrackedRequest], now_s: float
+    ) -> InstanceBatch:
         own = [of for of in here if of.decode == instance.name]
         decoded = [of for of in own if of.state is RequestState.DECODING]
         waiting = _waiting_for_pages(instance, decoded, now_s)
@@ -57,7 +59,7 @@ class Survey:
         if instance.heartbeat is not None:
             num_free_pages = instance.heartbeat.num_free_device_pages
         costs = _costs_at(self._view, slot)
-        batch = Batch(
+        batch = InstanceBatch(
             instance.name,
             residents,
             costs,
@@ -83,7 +85,7 @@ class Survey:
             self._migrations.may_move(tracked),
         )
 
-    def members(self, batches: list[Batch], now_s: float) -> list[Member]:
+    def members(self, batches: list[InstanceBatch], now_s: float) -> list[Member]:
         """All instances, for the rebalancer."""
         loads, by_name = self._view.loads, {batch.instance: batch for batch in batches}
         queue_s, changeable = loads.queue_s(now_s), self._changeable()
@@ -148,7 +150,7 @@ class Survey:
                 return True
         return False
 
-    def capacity(self, batches: list[Batch], tbt_slo_s: float | None) -> DecodeCapacity | None:
+    def capacity(self, batches: list[InstanceBatch], tbt_slo_s: float | None) -> DecodeCapacity | None:
         """The tokens that a mean decode instance can draw; None without one."""
         pool = self._view.decode_pool()
         if pool is None:
@@ -213,7 +215,7 @@ def _costs_at(view: ClusterView, slot: int) -> Costs:
     return Costs(costs.constant_s.item(slot), costs.first_s.item(slot), costs.second_s.item(slot))
 
 
-def _measured_by_predicted(instance: Instance, batch: Batch) -> float:
+def _measured_by_predicted(instance: Instance, batch: InstanceBatch) -> float:
     """The ratio of the TBT in the latest heartbeat to the predicted one."""
     load = None if instance.heartbeat is None else instance.heartbeat.decode_load
     if load is None or load.tbt_s is None or not batch.residents or load.num_requests != batch.size:

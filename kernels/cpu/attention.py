@@ -45,7 +45,7 @@ class _Batch(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class AttentionShape:
     """The heads of a layer; `num_heads` is a multiple of `num_kv_heads`. `scale` multiplies the scores."""
 
     num_heads: int
@@ -53,13 +53,13 @@ class Heads:
     head_dim: int
     scale: float
 
-    def last(self, num_kv_heads: int) -> "Heads":
+    def last(self, num_kv_heads: int) -> "AttentionShape":
         """Return the last KV heads, with their query heads."""
         return replace(
             self, num_heads=self.num_heads // self.num_kv_heads * num_kv_heads, num_kv_heads=num_kv_heads
         )
 
-    def without(self, others: "Heads") -> "Heads":
+    def without(self, others: "AttentionShape") -> "AttentionShape":
         """Return the heads before these last ones."""
         return self.last(self.num_kv_heads - others.num_kv_heads)
 
@@ -79,7 +79,7 @@ class PagedAttention:
         kv_lens: Sequence[int],
         page_tables: Sequence[np.ndarray],
         kv_shape: Sequence[int],
-        heads: Heads,
+        heads: AttentionShape,
         sliding_window: int | None = None,
     ) -> None:
         self.kv_shape = tuple(kv_shape)

@@ -9,11 +9,11 @@ Owns: the checks. Does not know: layers.
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
 
 import torch
 
 from kernels.cpu.library import Library
+from kernels.head_norms import HeadNorms
 
 MULTIPLE = 16
 """Norms go over multiples of so many elements, rotations over twice as many."""
@@ -65,15 +65,6 @@ class Slots:
 
     def __len__(self) -> int:
         return len(self.pages)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights `[head_dim]` of the norms that some models apply to each query and key before rotation."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
 
 
 class Elementwise:

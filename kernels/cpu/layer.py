@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.attention import Heads, PagedAttention
-from kernels.cpu.elementwise import MULTIPLE, HeadNorms, Slots
+from kernels.cpu.attention import AttentionShape, PagedAttention
+from kernels.cpu.elementwise import MULTIPLE, Slots
 from kernels.cpu.library import Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from kernels.cpu.mailbox import HelperLost
 from kernels.cpu.moved_heads import HeadsOwner
+from kernels.head_norms import HeadNorms
 
 
 class _Weights(ctypes.Structure):
@@ -72,7 +73,7 @@ class PackedLayerWeights:
 class Layer:
     """One decoder layer. Raises ValueError for weights that do not fit together."""
 
-    def __init__(self, library: Library, weights: PackedLayerWeights, heads: Heads) -> None:
+    def __init__(self, library: Library, weights: PackedLayerWeights, heads: AttentionShape) -> None:
         hidden_size, inner = weights.o.out_features, weights.down.in_features
         query_size = heads.num_heads * heads.head_dim
         qkv_size = query_size + 2 * heads.num_kv_heads * heads.head_dim

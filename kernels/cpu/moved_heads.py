@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kernels.cpu.attention import Heads, PagedAttention
+from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.library import Library
 from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
@@ -50,7 +50,7 @@ class MailboxShape:
     num_sequences: int
     num_pages: int
     """Pages of all sequences of a pass."""
-    heads: Heads
+    heads: AttentionShape
     """The moved heads alone."""
     dtype: torch.dtype
 

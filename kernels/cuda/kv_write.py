@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.launch import check_pages, check_tensor, on_device_of
+from kernels.head_norms import HeadNorms
 
 _BLOCK_HEADS = 16
 """Heads of one token that a program handles."""
@@ -31,15 +32,6 @@ class TokenSlots:
     sin: torch.Tensor
     pages: torch.Tensor
     offsets: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights `[head_dim]`, in the heads' dtype, of the norms of each query and key before the rotation."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    eps: float
 
 
 def bytes_moved(num_tokens: int, num_rows: int, head_dim: int, item_bytes: int) -> int:

@@ -40,7 +40,7 @@ class BlockTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """Events between two seals, oldest first. Never changes."""
 
     sequence: int
@@ -56,7 +56,7 @@ class EventLog:
         self.capacity_batches = capacity_batches
         self.next_sequence = 0
         """Number of the batch that is being collected."""
-        self._batches: deque[Batch] = deque(maxlen=capacity_batches)
+        self._batches: deque[EventBatch] = deque(maxlen=capacity_batches)
         self._listeners: list[Callable[[], None]] = []
         self._events: list[KVEvent]
         self._tokens: dict[BlockKey, BlockTokens]
@@ -132,11 +132,11 @@ class EventLog:
 
     # -- batches ------------------------------------------------------------------------------------
 
-    def seal(self) -> Batch | None:
+    def seal(self) -> EventBatch | None:
         """End the batch and give it the next number. Returns None if nothing has been collected."""
         if not self._events:
             return None
-        batch = Batch(self.next_sequence, self._events, self._tokens)
+        batch = EventBatch(self.next_sequence, self._events, self._tokens)
         self._batches.append(batch)
         self.next_sequence += 1
         self._start_batch()
@@ -147,7 +147,7 @@ class EventLog:
         """Number of the oldest batch that is still here; `next_sequence` if there is none."""
         return self.next_sequence - len(self._batches)
 
-    def since(self, sequence: int) -> list[Batch] | None:
+    def since(self, sequence: int) -> list[EventBatch] | None:
         """Return all sealed batches from number `sequence` on. None if some of them are gone, or if
         `sequence` lies beyond the next number: then it is not from this log."""
         if not self.oldest_sequence <= sequence <= self.next_sequence:

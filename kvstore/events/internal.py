@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import zmq
 
-from kvstore.events.batches import Batch, EventLog
+from kvstore.events.batches import EventBatch, EventLog
 from kvstore.events.publisher import FLUSH_INTERVAL_S, Publisher
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.kv_events import (
@@ -73,10 +73,10 @@ class InternalPublisher(Publisher):
     def close(self) -> None:
         self._gate.close()
 
-    def _frames(self, batch: Batch) -> list[bytes]:
+    def _frames(self, batch: EventBatch) -> list[bytes]:
         return [KV_TOPIC, self._encoded(batch)]
 
-    def _encoded(self, batch: Batch) -> bytes:
+    def _encoded(self, batch: EventBatch) -> bytes:
         return _encode(KVEvents(*self._life, batch.sequence, batch.events))
 
     def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:

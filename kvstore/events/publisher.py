@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import zmq
 import zmq.asyncio
 
-from kvstore.events.batches import Batch, EventLog
+from kvstore.events.batches import EventBatch, EventLog
 from mooncake.doubling import Doubling
 from mooncake.endpoints import listen
 from mooncake.errors import ConfigError
@@ -90,7 +90,7 @@ class Publisher(ABC):
         self._router.close(linger=0)
 
     @abstractmethod
-    def _frames(self, batch: Batch) -> list[bytes]:
+    def _frames(self, batch: EventBatch) -> list[bytes]:
         """Encode `batch` as the PUB socket sends it. Called once for each batch, in order."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvstore.events.batches import Batch, BlockTokens, EventLog
+from kvstore.events.batches import BlockTokens, EventBatch, EventLog
 from kvstore.events.open_peers import OpenPeers
 from kvstore.events.publisher import FLUSH_INTERVAL_S, Publisher
 from mooncake.messages.blocks import BlockKey
@@ -97,7 +97,7 @@ class VllmPublisher(Publisher):
         super().__init__(events, pub, router, endpoint, replay_endpoint, flush_interval_s)
         self._clock = clock
         self._topic = topic.encode()
-        self._published: deque[tuple[Batch, float]] = deque(maxlen=events.capacity_batches)
+        self._published: deque[tuple[EventBatch, float]] = deque(maxlen=events.capacity_batches)
         """The last batches, and when each was sent."""
 
     def close(self) -> None:
@@ -105,11 +105,11 @@ class VllmPublisher(Publisher):
             peers.close()
         super().close()
 
-    def _frames(self, batch: Batch) -> list[bytes]:
+    def _frames(self, batch: EventBatch) -> list[bytes]:
         self._published.append((batch, self._clock()))
         return self._encoded(*self._published[-1])
 
-    def _encoded(self, batch: Batch, ts: float) -> list[bytes]:
+    def _encoded(self, batch: EventBatch, ts: float) -> list[bytes]:
         payload = _encode(_EventBatch(ts, list(_vllm_events(batch))))
         return [self._topic, batch.sequence.to_bytes(8, "big"), payload]
 
@@ -128,7 +128,7 @@ class VllmPublisher(Publisher):
         yield [*envelope, b"", END_OF_REPLAY, b""]
 
 
-def _vllm_events(batch: Batch) -> Iterator[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
+def _vllm_events(batch: EventBatch) -> Iterator[_BlockStored | _BlockRemoved | _AllBlocksCleared]:
     for event in batch.events:
         match event:
             case KVStored(tier, keys):

@@ -149,7 +149,7 @@ class Disk:
 
     async def store(
         self,
-        write: "Write",
+        write: "SlotWrite",
         block: memoryview,
         key: BlockKey,
         checksums: bytes,
@@ -177,7 +177,7 @@ class Disk:
 
 
 @dataclass(slots=True)
-class Write:
+class SlotWrite:
     """A block that is being written to a slot."""
 
     disk: Disk

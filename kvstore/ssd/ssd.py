@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.events.batches import EventLog
-from kvstore.ssd.disk import Disk, Suspended, Write
+from kvstore.ssd.disk import Disk, SlotWrite, Suspended
 from kvstore.ssd.slab import Slab
 from messenger.wire.checksums import layer_checksums
 from mooncake.config.policies import EvictionPolicy
@@ -73,7 +73,7 @@ class SsdTier:
             for slab in slabs
         ]
         self._turns = itertools.cycle(self.disks)
-        self._writing: dict[BlockKey, Write] = {}
+        self._writing: dict[BlockKey, SlotWrite] = {}
 
     @property
     def is_accepting(self) -> bool:
@@ -114,7 +114,7 @@ class SsdTier:
         slot = disk.take_slot() if disk is not None else None
         if disk is None or slot is None:
             return False
-        write = self._writing[key] = Write(disk, slot)
+        write = self._writing[key] = SlotWrite(disk, slot)
         try:
             await disk.store(write, page, key, checksums, position, num_uses)
         except Suspended:

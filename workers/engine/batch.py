@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.attention import AttentionPlan, PageGeometry, plan_attention
-from kernels.cpu.attention import Heads, PagedAttention
+from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.elementwise import Slots
 from kernels.cpu.library import Library
 from workers.engine.kvcache import DeviceKVCache
@@ -159,7 +159,9 @@ class Batch:
         """Angles and token slots, for the CPU's kernels."""
         return Slots(*self.cos_sin, self.page_of_token, self.offset_of_token)
 
-    def attention(self, library: Library, heads: Heads, sliding_window: int | None) -> PagedAttention:
+    def attention(
+        self, library: Library, heads: AttentionShape, sliding_window: int | None
+    ) -> PagedAttention:
         """Return the CPU's attention, for layers with this window."""
         if sliding_window not in self._attentions:
             self._attentions[sliding_window] = PagedAttention(

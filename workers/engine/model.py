@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kernels.cpu.attention import Heads
+from kernels.cpu.attention import AttentionShape
 from kernels.cpu.library import Library, choose
 from workers.engine import cuda
 from workers.engine.batch import Batch
@@ -136,10 +136,10 @@ class DecoderModel:
         return self._library
 
     @property
-    def heads(self) -> Heads:
+    def heads(self) -> AttentionShape:
         """The attention heads of the whole model."""
         spec = self.spec
-        return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
+        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
 
     @property
     def is_first_stage(self) -> bool:

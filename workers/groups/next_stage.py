@@ -31,7 +31,7 @@ from workers.groups.stage_messages import (
     StageRefused,
     StageWelcome,
 )
-from workers.groups.stage_pulse import Pulse
+from workers.groups.stage_pulse import LinkPulse
 
 _PASSES_AHEAD = 2
 """Passes that are sent before the stage has begun them: one in flight, and one so that the stage never
@@ -76,7 +76,7 @@ class NextStage:
         self._router: Router[FromFollower] = Router(endpoint, FromFollower, key)
         self.stage, self._num_stages, self._fingerprint = stage, num_stages, fingerprint
         self._kind, self._name = kind, f"{kind} {stage}"
-        self._pulse = Pulse(self._name, timeout_s)
+        self._pulse = LinkPulse(self._name, timeout_s)
         self._peer: bytes | None = None
         self._num_ahead = 0
         self._taken = asyncio.Event()

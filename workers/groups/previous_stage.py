@@ -29,7 +29,7 @@ from workers.groups.stage_messages import (
     StageRefused,
     StageWelcome,
 )
-from workers.groups.stage_pulse import Pulse
+from workers.groups.stage_pulse import LinkPulse
 
 
 class IncomingPass:
@@ -74,7 +74,7 @@ class PreviousStage:
         self._dealer: Dealer[FromLeader] = Dealer(endpoint, identity, FromLeader, key)
         self._hello, self._pools = hello, pools
         self._name = name
-        self._pulse = Pulse(name, timeout_s)
+        self._pulse = LinkPulse(name, timeout_s)
         self._has_joined = False
         self._num_connections = 0
         """Number of connections until this stage had joined. The other end may restart before that."""

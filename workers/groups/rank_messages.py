@@ -52,7 +52,7 @@ class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
+class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
     """Reserve blocks, and fetch those that this pool lacks from the pools of another instance.
 
     Answered with `BlocksFetched`. Earlier pages of the sequence are released.
@@ -102,7 +102,7 @@ class ReleaseSequence(msgspec.Struct, tag=True, frozen=True):
 
 
 RankWork = (
-    ReservePrompt | AwaitArrival | FetchBlocks | LoadBlocks | StoreBlocks | SaveToHost | ReleaseSequence
+    ReservePrompt | AwaitArrival | ReserveAndFetch | LoadBlocks | StoreBlocks | SaveToHost | ReleaseSequence
 )
 
 
@@ -154,7 +154,7 @@ class PromptReserved(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
-    """The result of `FetchBlocks`: the number of leading blocks that are in this pool now."""
+    """The result of `ReserveAndFetch`: the number of leading blocks that are in this pool now."""
 
     num_blocks: Count
 

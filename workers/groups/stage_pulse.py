@@ -11,7 +11,7 @@ from workers.errors import SessionLostError
 _BEATS_PER_TIMEOUT = 5
 
 
-class Pulse:
+class LinkPulse:
     """The beats of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
 
     Silence is counted in beats: while this process itself is held up, none passes, and messages that have

@@ -98,7 +98,7 @@ class QueuedPrompt(PromptProgress):
         return rank_s(self.priority, self.deadline_s), self.arrival
 
 
-class PlannedChunk(NamedTuple):
+class QueuedChunk(NamedTuple):
     """A prompt's next `num_tokens` as a part of a planned pass."""
 
     prompt: QueuedPrompt
@@ -241,7 +241,7 @@ class PrefillQueue:
         num_blocks = self._num_blocks_worth_waiting
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
-    def plan(self) -> list[PlannedChunk]:
+    def plan(self) -> list[QueuedChunk]:
         """Return the next pass to compute: of each prompt in turn as many tokens as fit.
 
         If the first prompts in order are of tenants with little to compute, the pass has only these. It may
@@ -249,7 +249,7 @@ class PrefillQueue:
         """
         return self._charged(self._plan_light([]) or self._plan_full())
 
-    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[PlannedChunk]:
+    def plan_cut_in(self, running: Collection[QueuedPrompt]) -> list[QueuedChunk]:
         """Return a pass that is computed between two layers of the pass of `running`; it may be empty.
 
         It has prompts of tenants with little to compute that come before all of `running`. Nothing cuts into
@@ -261,13 +261,13 @@ class PrefillQueue:
             return []
         return self._charged(self._plan_light(running))
 
-    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[PlannedChunk]:
+    def _plan_light(self, running: Collection[QueuedPrompt]) -> list[QueuedChunk]:
         """Return whole prompts of tenants whose prompts, all together, are at most `saturating_tokens`.
 
         The prompts of a tenant with more to compute would make the pass longer and end no sooner.
         """
         num_expected = self._num_expected()
-        chunks, room = list[PlannedChunk](), self._saturating_tokens
+        chunks, room = list[QueuedChunk](), self._saturating_tokens
         for prompt in self._in_order():
             if prompt in running:
                 break
@@ -277,7 +277,7 @@ class PrefillQueue:
             fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
             if not is_light or not fits_whole or prompt.is_alone:
                 break
-            chunks.append(PlannedChunk(prompt, prompt.num_left))
+            chunks.append(QueuedChunk(prompt, prompt.num_left))
             room -= prompt.num_left
         return chunks
 
@@ -288,8 +288,8 @@ class PrefillQueue:
             num_expected[prompt.flow.tenant] += prompt.num_expected
         return num_expected
 
-    def _plan_full(self) -> list[PlannedChunk]:
-        chunks, num_taken = list[PlannedChunk](), 0
+    def _plan_full(self) -> list[QueuedChunk]:
+        chunks, num_taken = list[QueuedChunk](), 0
         for prompt in self._in_order():
             if chunks and (prompt.is_alone or chunks[0].prompt.is_alone):
                 continue
@@ -297,11 +297,11 @@ class PrefillQueue:
                 most = self._saturating_tokens if chunks else self._prefill_chunk
                 num_tokens = self._num_next(prompt, most - num_taken)
                 if num_tokens:
-                    chunks.append(PlannedChunk(prompt, num_tokens))
+                    chunks.append(QueuedChunk(prompt, num_tokens))
                     num_taken += num_tokens
         return chunks
 
-    def _charged(self, chunks: list[PlannedChunk]) -> list[PlannedChunk]:
+    def _charged(self, chunks: list[QueuedChunk]) -> list[QueuedChunk]:
         """Charge the chunks to their tenants, and return them."""
         for chunk in chunks:
             self._fair_order.computed(*chunk)

@@ -23,7 +23,7 @@ from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs
 from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
 from workers.prefill.job import PrefillJob
-from workers.prefill.queue import PlannedChunk, PrefillQueue, PromptState, QueuedPrompt
+from workers.prefill.queue import PrefillQueue, PromptState, QueuedChunk, QueuedPrompt
 from workers.prefill.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class PrefillRunner:
 
     # -- passes -------------------------------------------------------------------------------------
 
-    async def _compute_with_cut_ins(self, chunks: Sequence[PlannedChunk]) -> None:
+    async def _compute_with_cut_ins(self, chunks: Sequence[QueuedChunk]) -> None:
         """Compute one pass; prompts that need not wait for its end cut in meanwhile."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(chunks))
@@ -206,7 +206,7 @@ class PrefillRunner:
                     self._ready.clear()
                     await self._ready.wait()
 
-    async def _compute(self, chunks: Sequence[PlannedChunk], *, cuts_in: bool = False) -> None:
+    async def _compute(self, chunks: Sequence[QueuedChunk], *, cuts_in: bool = False) -> None:
         in_pass = [(self._job_of[prompt], num_tokens) for prompt, num_tokens in chunks]
         rounds = [job.round for job, _ in in_pass]
         computed = await self._stage.compute(in_pass, cuts_in=cuts_in)

@@ -48,7 +48,7 @@ from mooncake.node.process_config import WorkerProcess
 from workers.errors import SessionLostError
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.front_links import FrontLinks
-from workers.process.metrics_listener import InstanceStatus
+from workers.process.metrics_listener import ListenerState
 from workers.process.retirement import Retirement, end, is_sending
 from workers.process.unheard import UnheardPrompts
 
@@ -76,7 +76,7 @@ class ConductorLink:
         self,
         process: WorkerProcess,
         incarnation: int,
-        status: InstanceStatus,
+        status: ListenerState,
         retirement: Retirement,
         leaders: Leaders,
         stats: LatestStats,

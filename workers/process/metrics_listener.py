@@ -33,7 +33,7 @@ _CLIENT_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
-class InstanceStatus:
+class ListenerState:
     """The state that the listener reports: written by the session, read by the listener's threads."""
 
     role: Role
@@ -44,7 +44,7 @@ class InstanceStatus:
 
 
 @contextmanager
-def listening(address: str, model_name: str, status: InstanceStatus) -> Iterator[int]:
+def listening(address: str, model_name: str, status: ListenerState) -> Iterator[int]:
     """Make a context in which requests at `address` (host:port) are answered. Yields the port.
 
     Raises ConfigError if it cannot.
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         self,
         registry: CollectorRegistry,
         model_name: str,
-        status: InstanceStatus,
+        status: ListenerState,
         *connection: object,
     ) -> None:
         self._registry, self._model_name, self._status = registry, model_name, status

@@ -22,7 +22,7 @@ from workers.errors import SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.loading import load_executor
 from workers.execution.pass_record import PassRecord
-from workers.process.metrics_listener import InstanceStatus, listening
+from workers.process.metrics_listener import ListenerState, listening
 from workers.process.rank_session import RankSession
 from workers.process.retirement import Retirement, end
 from workers.process.returning import say_returning
@@ -44,7 +44,7 @@ async def serve(process: WorkerProcess) -> None:
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
-    status, retirement = InstanceStatus(process.role), Retirement()
+    status, retirement = ListenerState(process.role), Retirement()
     tracer = open_tracer(config.tracing, process.part)
     async with contextlib.AsyncExitStack() as stack:
         if tracer is not None:
@@ -67,7 +67,7 @@ async def _serve_sessions(
     executor: Executor,
     layout: KVLayout,
     fingerprint: str,
-    status: InstanceStatus,
+    status: ListenerState,
     retirement: Retirement,
     leaders: Leaders,
     tracer: "Tracer | None",

@@ -52,7 +52,7 @@ from workers.prefill.runner import PrefillRunner
 from workers.prefill.stage import stage_of
 from workers.process.block_orders import BlockOrders
 from workers.process.conductor_link import ConductorLink, await_leader
-from workers.process.metrics_listener import InstanceStatus
+from workers.process.metrics_listener import ListenerState
 from workers.process.retirement import Retirement
 from workers.process.session_tasks import end_beside, session_tasks
 
@@ -73,7 +73,7 @@ class LeaderSession:
         executor: Executor,
         layout: KVLayout,
         fingerprint: str,
-        status: InstanceStatus,
+        status: ListenerState,
         retirement: Retirement,
         leaders: Leaders,
         tracer: "Tracer | None",

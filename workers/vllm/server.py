@@ -65,7 +65,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """The load of the engine, from its metrics."""
 
     num_running: int = 0
@@ -94,7 +94,7 @@ class VllmServer:
     ) -> None:
         self.kv_events = kv_events
         self._http, self._child, self._hang_timeout_s = http, child, hang_timeout_s
-        self._pulse, self._load = Pulse(hang_timeout_s), Load()
+        self._pulse, self._load = Pulse(hang_timeout_s), EngineLoad()
 
     async def ended(self) -> None:
         """Wait until the server ends unexpectedly, and raise EngineLostError."""
@@ -136,7 +136,7 @@ class VllmServer:
         finally:
             self._pulse.ended()
 
-    async def load(self) -> Load:
+    async def load(self) -> EngineLoad:
         """Return the engine's load, as soon as the server answers and none of its processes is stopped.
 
         Raises EngineLostError if that takes `hang_timeout_s`, or if the engine hangs.
@@ -166,7 +166,7 @@ class VllmServer:
             await asyncio.sleep(_POLL_S)
 
 
-def _load_of(text: str) -> Load:
+def _load_of(text: str) -> EngineLoad:
     """Read the load from metrics."""
     values: dict[str, float] = {}
     num_pages = 0
@@ -175,7 +175,7 @@ def _load_of(text: str) -> Load:
             values[sample.name] = sample.value
             if sample.name == "vllm:cache_config_info":
                 num_pages = int(sample.labels.get("num_gpu_blocks", "0"))
-    return Load(
+    return EngineLoad(
         int(values.get("vllm:num_requests_running", 0)),
         int(values.get("vllm:num_requests_waiting", 0)),
         values.get("vllm:kv_cache_usage_perc", 0.0),

@@ -18,7 +18,7 @@ from mooncake.node.process import child_main
 from mooncake.node.process_config import WorkerProcess
 from mooncake.tracing.opening import open_tracer
 from workers.errors import SessionLostError
-from workers.process.metrics_listener import InstanceStatus, listening
+from workers.process.metrics_listener import ListenerState, listening
 from workers.process.retirement import Retirement, end
 from workers.process.returning import say_returning
 from workers.vllm.server import running
@@ -35,7 +35,7 @@ async def serve(process: WorkerProcess) -> None:
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     fingerprint = checkpoint.fingerprint(dtype, config.kvcache.block_size)
-    status, retirement = InstanceStatus(process.role), Retirement()
+    status, retirement = ListenerState(process.role), Retirement()
     retirement.begin_on_sigterm(config.worker.drain_timeout_s)
     tracer = open_tracer(config.tracing, process.part)
     async with contextlib.AsyncExitStack() as stack:

@@ -29,7 +29,7 @@ from workers.execution.jobs import Jobs
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.block_orders import BlockOrders
 from workers.process.conductor_link import ConductorLink, await_leader
-from workers.process.metrics_listener import InstanceStatus
+from workers.process.metrics_listener import ListenerState
 from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
 from workers.vllm.attempts import Attempts
@@ -54,7 +54,7 @@ class VllmSession:
         server: VllmServer,
         layout: KVLayout,
         fingerprint: str,
-        status: InstanceStatus,
+        status: ListenerState,
         retirement: Retirement,
         leaders: Leaders,
         tracer: "Tracer | None",

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.client.client import KVCachePool
 from kvstore.connectors.vllm.pages import EnginePages
-from kvstore.connectors.vllm.plans import Load, PlacedBlock, pages_of
+from kvstore.connectors.vllm.plans import LoadPlan, PlacedBlock, pages_of
 from mooncake.errors import MooncakeError
 
 _NUM_THREADS = 2
@@ -32,7 +32,7 @@ _SLOW_BYTES_PER_S = 50e6
 class _Running:
     """A load in progress. `num_loaded`: leading blocks that are in their pages; None until it has ended."""
 
-    def __init__(self, load: Load, deadline_s: float) -> None:
+    def __init__(self, load: LoadPlan, deadline_s: float) -> None:
         self.load, self.deadline_s = load, deadline_s
         self.num_loaded: int | None = None
         self.is_given_up = False
@@ -49,7 +49,7 @@ class _Running:
         return pages_of(self.load.blocks[self.num_loaded :])
 
 
-class Loads:
+class WorkerLoads:
     """The loads of one worker. `begin` and `take_finished` are called by the engine's thread."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
@@ -57,7 +57,7 @@ class Loads:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "mooncake-load")
         self._running: list[_Running] = []
 
-    def begin(self, load: Load) -> None:
+    def begin(self, load: LoadPlan) -> None:
         num_bytes = len(load.blocks) * self._pages.layout.block_bytes
         running = _Running(load, time.monotonic() + _GRACE_S + num_bytes / _SLOW_BYTES_PER_S)
         self._running.append(running)

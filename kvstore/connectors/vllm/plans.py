@@ -28,7 +28,7 @@ def pages_of(blocks: Iterable[PlacedBlock]) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPlan:
     """Blocks that a request waits for."""
 
     request_id: str
@@ -40,7 +40,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class StorePlan:
     """Blocks that a request completes with a step, in the order of its tokens."""
 
     request_id: str
@@ -51,8 +51,8 @@ class Store:
 class StepPlan:
     """The loads that begin with a step, the blocks that it completes, and changes of requests before it."""
 
-    loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
+    loads: list[LoadPlan] = field(default_factory=list)
+    stores: list[StorePlan] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     """Requests that have lost their pages. This step may give these to other requests."""
     finished: dict[str, int] = field(default_factory=dict)

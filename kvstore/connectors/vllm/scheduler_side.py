@@ -16,7 +16,7 @@ from typing import Any
 from kvstore.client.client import KVCachePool
 from kvstore.client.leases import Lease
 from kvstore.connectors.vllm.link import PoolLink
-from kvstore.connectors.vllm.plans import Load, StepPlan, Store, place_blocks
+from kvstore.connectors.vllm.plans import LoadPlan, StepPlan, StorePlan, place_blocks
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey, client_salt, extended_keys, root_key
 
@@ -34,7 +34,7 @@ _PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundPrefix:
     """The number of a request's leading blocks that are in the pool, and their lease."""
 
     num_blocks: int
@@ -51,7 +51,7 @@ class _Search:
     """A search for a request's blocks, which began at `begun_s`."""
 
     begun_s: float
-    result: "Future[Found]"
+    result: "Future[FoundPrefix]"
 
     def end(self) -> None:
         """End the search and its lease, now or when it ends."""
@@ -102,7 +102,7 @@ class SchedulerSide:
         self._link, self._page_tokens = link, page_tokens
         self._adapter_of, self._loads, self._stores = adapter_of, loads, stores
         self._requests: dict[str, _Tracked] = {}
-        self._new_loads: list[Load] = []
+        self._new_loads: list[LoadPlan] = []
         self._kept: dict[str, int] = {}
         """Number of kept pages of each request that has finished since the last step."""
         self._num_kept = 0
@@ -131,7 +131,7 @@ class SchedulerSide:
         num_tokens = min(found.num_blocks * self._block_size, most_tokens)
         return max(0, num_tokens // self._page_tokens * self._page_tokens - num_local_tokens)
 
-    def _found(self, tracked: _Tracked, num_tokens: int) -> Found | None:
+    def _found(self, tracked: _Tracked, num_tokens: int) -> FoundPrefix | None:
         """Return the result of a request's search; None while it goes on. Begins the search if there is
         none."""
         now_s = time.monotonic()
@@ -141,7 +141,7 @@ class SchedulerSide:
             pool = self._link.pool
             keys = self._keys(tracked, num_tokens)
             if pool is None or not keys or now_s < self._resume_s:
-                return Found(0, None)
+                return FoundPrefix(0, None)
             tracked.search = _Search(now_s, self._threads.submit(find, pool, keys))
         try:
             return tracked.search.result.result(_AT_ONCE_S if tracked.search.begun_s == now_s else 0)
@@ -152,7 +152,7 @@ class SchedulerSide:
             pass  # the client has said what it has to say
         self._end_search(tracked)
         self._resume_s = now_s + _PAUSE_S
-        return Found(0, None)
+        return FoundPrefix(0, None)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class SchedulerSide:
             block_size=self._block_size,
             page_tokens=self._page_tokens,
         )
-        load = Load(request.request_id, blocks)
+        load = LoadPlan(request.request_id, blocks)
         tracked.loading_pages = load.pages
         self._new_loads.append(load)
 
@@ -217,7 +217,7 @@ class SchedulerSide:
             )
             tracked.num_stored = num_full_blocks
             tracked.has_stored = True
-            plan.stores.append(Store(request_id, [block for block in blocks if block.key not in planned]))
+            plan.stores.append(StorePlan(request_id, [block for block in blocks if block.key not in planned]))
             planned.update(block.key for block in blocks)
         return plan
 
@@ -304,7 +304,7 @@ def _root(given: object) -> BlockKey:
     return bytes.fromhex(str(given))
 
 
-def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> Found:
+def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> FoundPrefix:
     """Find the leading blocks that are in the pool, promote them to DRAM, and keep them there.
 
     Raises MooncakeError if no pool answers.
@@ -312,13 +312,13 @@ def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> Found:
     num_blocks = pool.prefix_len(keys)
     is_local = [address.startswith("unix:") for address in pool.addresses]
     if not num_blocks or not any(is_local):
-        return Found(num_blocks, None)
+        return FoundPrefix(num_blocks, None)
     lease = pool.lease(keys[:num_blocks], _LEASE_S)
     if all(is_local):  # what cannot be had in DRAM now is not there; others may send it
         num_blocks = next((i for i, view in enumerate(lease.blocks) if view is None), num_blocks)
-    return Found(num_blocks, lease)
+    return FoundPrefix(num_blocks, lease)
 
 
-def _end_found(result: "Future[Found]") -> None:
+def _end_found(result: "Future[FoundPrefix]") -> None:
     if not result.cancelled() and result.exception() is None:
         result.result().end()

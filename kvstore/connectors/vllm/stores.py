@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvstore.client.client import KVCachePool
 from kvstore.connectors.vllm.pages import EnginePages
-from kvstore.connectors.vllm.plans import PlacedBlock, Store
+from kvstore.connectors.vllm.plans import PlacedBlock, StorePlan
 from messenger.wire.checksums import Addresses, Digests
 from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey
@@ -61,7 +61,7 @@ class _Kept:
     due_s: float
 
 
-class Stores:
+class WorkerStores:
     """The stores of one worker. The engine calls all methods, and none of them waits for the pool."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
@@ -86,7 +86,7 @@ class Stores:
         """Lock of the engine's pages, while they are read."""
         threading.Thread(target=self._serve, name="mooncake-store", daemon=True).start()
 
-    def add(self, stores: Iterable[Store]) -> None:
+    def add(self, stores: Iterable[StorePlan]) -> None:
         """Store complete blocks, or drop them while stores are paused after a failure."""
         now_s = time.monotonic()
         with self._changed:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvstore.connectors.vllm import pages
 from kvstore.connectors.vllm.link import PoolLink
-from kvstore.connectors.vllm.loads import Loads
+from kvstore.connectors.vllm.loads import WorkerLoads
 from kvstore.connectors.vllm.pages import EnginePages, Order
-from kvstore.connectors.vllm.plans import Load, StepPlan
-from kvstore.connectors.vllm.stores import Stores
+from kvstore.connectors.vllm.plans import LoadPlan, StepPlan
+from kvstore.connectors.vllm.stores import WorkerStores
 from messenger.wire import checksums
 
 
@@ -31,9 +31,9 @@ class WorkerSide:
     def __init__(self, link: PoolLink) -> None:
         self._link = link
         self._registered: tuple[Memory, Order] | None = None
-        self._transfers: tuple[Loads, Stores] | None = None
+        self._transfers: tuple[WorkerLoads, WorkerStores] | None = None
         """Loads and stores; None until a pool has answered, as the pool determines the block size."""
-        self._refused: list[Load] = []
+        self._refused: list[LoadPlan] = []
         """Loads that were ordered before a pool had answered."""
         self._missing_pages: set[int] = set()
         self._plan = StepPlan()
@@ -61,14 +61,14 @@ class WorkerSide:
             else:
                 self._transfers[0].begin(load)
 
-    def _open(self) -> tuple[Loads, Stores] | None:
+    def _open(self) -> tuple[WorkerLoads, WorkerStores] | None:
         assert self._registered is not None, "vLLM registers its pages before the first step"
         pool = self._link.pool
         if pool is None:
             return None
         memory, order = self._registered
         engine = EnginePages(memory.layers, memory.page_stride, memory.num_pages, order, pool.layout)
-        return Loads(pool, engine), Stores(pool, engine)
+        return WorkerLoads(pool, engine), WorkerStores(pool, engine)
 
     def end_step(self) -> None:
         """Begin to store what the step has completed."""

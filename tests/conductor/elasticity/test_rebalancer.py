@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.elasticity.batches import Batch, Resident
+from conductor.elasticity.batches import InstanceBatch, Resident
 from conductor.elasticity.capacity import Division, DivisionCapacity, Work
 from conductor.elasticity.decisions import Change
 from conductor.elasticity.demand import OfferedLoad
@@ -24,9 +24,9 @@ def load_of(prefill: float, decode: float, window_s: float = 20.0, num_requests:
     return OfferedLoad(num_requests, prefill, decode * tokens_per_s, 1000.0, 100.0, window_s)
 
 
-def batch(name: str, num_requests: int = 2) -> Batch:
+def batch(name: str, num_requests: int = 2) -> InstanceBatch:
     residents = tuple(Resident(f"{name}-{n}", 1000, 10, 2000, 0.0265) for n in range(num_requests))
-    return Batch(name, residents, COSTS, 64, 10**6, 10**6, 10**6)
+    return InstanceBatch(name, residents, COSTS, 64, 10**6, 10**6, 10**6)
 
 
 def state(

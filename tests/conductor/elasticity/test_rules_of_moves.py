@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.elasticity.batches import Batch, Coming, Resident
+from conductor.elasticity.batches import Coming, InstanceBatch, Resident
 from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.defragmentation import defragment
 from conductor.elasticity.moves import Move, RecentMoves
@@ -23,8 +23,10 @@ def resident(name: str, num_tokens: int, *, slo_s: float | None = SLO_S, priorit
     return Resident(name, num_tokens, 0, num_tokens, slo_s, priority)
 
 
-def batch(name: str, *residents: Resident, free: int = 100_000, coming: tuple[Coming, ...] = ()) -> Batch:
-    return Batch(name, residents, COSTS, 8, 200_000, 200_000, free, coming)
+def batch(
+    name: str, *residents: Resident, free: int = 100_000, coming: tuple[Coming, ...] = ()
+) -> InstanceBatch:
+    return InstanceBatch(name, residents, COSTS, 8, 200_000, 200_000, free, coming)
 
 
 def shown(moves: list[Move] | None) -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.attention import HEAD_DIMS, Heads, PagedAttention
+from kernels.cpu.attention import HEAD_DIMS, AttentionShape, PagedAttention
 from kernels.cpu.library import Isa, Library
 from kernels.kv_copy import write_kv
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 class Case:
     """Sequences in shuffled pages; what no sequence has written is NaN."""
 
-    heads: Heads
+    heads: AttentionShape
     query: torch.Tensor
     kv_layer: torch.Tensor
     tables: list[np.ndarray]
@@ -44,7 +44,7 @@ class Case:
         return attention(self.query[rows], self.kv_layer)
 
 
-def make_case(heads: Heads, page_size: int, dtype: torch.dtype) -> Case:
+def make_case(heads: AttentionShape, page_size: int, dtype: torch.dtype) -> Case:
     used = [-(-kv_len // page_size) for _, kv_len in SEQUENCES]
     shuffled = torch.randperm(sum(used) + 3, generator=torch.Generator().manual_seed(1))
     shape = (len(shuffled), heads.num_kv_heads, 2, page_size, heads.head_dim)
@@ -95,7 +95,7 @@ def test_equals_naive_attention(
     page_size: int,
     window: int | None,
 ) -> None:
-    heads = Heads(num_kv_heads * group, num_kv_heads, head_dim, 0.2)
+    heads = AttentionShape(num_kv_heads * group, num_kv_heads, head_dim, 0.2)
     case = make_case(heads, page_size, dtype)
     expected, expected_lse = naive(case, window)
     query_lens, kv_lens = zip(*SEQUENCES, strict=True)
@@ -116,7 +116,7 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_batched(
     isa: Isa, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> None:
     library = library_of(isa)
-    case = make_case(Heads(6, 2, head_dim, head_dim**-0.5), 32, dtype)
+    case = make_case(AttentionShape(6, 2, head_dim, head_dim**-0.5), 32, dtype)
     whole = case.attend(library, SEQUENCES, list(range(len(SEQUENCES))), slice(None), window)
     which, first = 5, sum(query_len for query_len, _ in SEQUENCES[:5])
     query_len, kv_len = SEQUENCES[which]
@@ -134,7 +134,7 @@ def test_a_token_has_the_same_bits_however_its_sequence_is_cut_and_batched(
 
 @on_every_isa
 def test_queries_may_be_a_part_of_a_larger_matrix(isa: Isa) -> None:
-    case = make_case(Heads(4, 2, 64, 0.1), 16, torch.float32)
+    case = make_case(AttentionShape(4, 2, 64, 0.1), 16, torch.float32)
     wide = torch.cat((case.query, random(case.query.shape, torch.float32)), dim=1)
     expected = case.attend(library_of(isa), SEQUENCES, list(range(len(SEQUENCES))), slice(None), None)
     case.query = wide[:, :4]
@@ -143,7 +143,7 @@ def test_queries_may_be_a_part_of_a_larger_matrix(isa: Isa) -> None:
 
 
 class TestRefuses:
-    heads = Heads(4, 2, 64, 0.1)
+    heads = AttentionShape(4, 2, 64, 0.1)
     shape = (8, 2, 2, 16, 64)
 
     def plan(self, query_len: int = 2, kv_len: int = 20, **changes: object) -> PagedAttention:
@@ -172,10 +172,10 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"heads": Heads(4, 2, 96, 0.1)}, "expected pages of Heads"),
-            ({"heads": Heads(3, 2, 64, 0.1)}, "that KV heads divide"),
+            ({"heads": AttentionShape(4, 2, 96, 0.1)}, "expected pages of Heads"),
+            ({"heads": AttentionShape(3, 2, 64, 0.1)}, "that KV heads divide"),
             (
-                {"heads": Heads(4, 2, 32, 0.1), "kv_shape": (8, 2, 2, 16, 32)},
+                {"heads": AttentionShape(4, 2, 32, 0.1), "kv_shape": (8, 2, 2, 16, 32)},
                 r"of \(64, 96, 128\) dimensions",
             ),
             ({"sliding_window": 0}, "sees itself at least"),

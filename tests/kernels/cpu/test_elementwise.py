@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-from kernels.cpu.elementwise import Elementwise, HeadNorms, Slots
+from kernels.cpu.elementwise import Elementwise, Slots
 from kernels.cpu.library import Isa
+from kernels.head_norms import HeadNorms
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.attention import Heads, PagedAttention
-from kernels.cpu.elementwise import Elementwise, HeadNorms, Slots
+from kernels.cpu.attention import AttentionShape, PagedAttention
+from kernels.cpu.elementwise import Elementwise, Slots
 from kernels.cpu.layer import Layer, PackedLayerWeights
 from kernels.cpu.library import Isa, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
+from kernels.head_norms import HeadNorms
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 
-HEADS = Heads(4, 2, 64, 0.125)
+HEADS = AttentionShape(4, 2, 64, 0.125)
 HIDDEN, INNER, NUM_TOKENS = 48, 80, 11
 KV_SHAPE = (3, 2, 2, 8, 64)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.attention import Heads, PagedAttention
+from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.elementwise import Slots
 from kernels.cpu.layer import Layer, run_layers
 from kernels.cpu.library import Isa, Library
@@ -19,7 +19,7 @@ from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 from tests.kernels.cpu.test_layer import HIDDEN, weights
 
-HEADS = Heads(4, 2, 64, 0.125)
+HEADS = AttentionShape(4, 2, 64, 0.125)
 MOVED = HEADS.last(1)
 PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 8, 12, 2
 WINDOWS = (None, 20)
@@ -37,7 +37,9 @@ class Pages:
         self.moved = [layer[:, 1:].contiguous() for layer in self.whole]
 
 
-def attentions(library: Library, kv_layers: list[torch.Tensor], heads: Heads) -> list[PagedAttention]:
+def attentions(
+    library: Library, kv_layers: list[torch.Tensor], heads: AttentionShape
+) -> list[PagedAttention]:
     return [
         PagedAttention(library, QUERY_LENS, KV_LENS, TABLES, kv_layer.shape, heads, window)
         for kv_layer, window in zip(kv_layers, WINDOWS, strict=True)

@@ -22,11 +22,12 @@ from triton.runtime.jit import JITFunction
 
 from kernels.cuda import kv_quantise, page_copy
 from kernels.cuda.decode_attention import decode_attention
-from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write
+from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
 from kernels.cuda.spans import Spans
+from kernels.head_norms import HeadNorms
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUM_KV_HEADS = 8

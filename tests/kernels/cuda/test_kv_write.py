@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write, rotate_and_write_reference
+from kernels.cuda.kv_write import TokenSlots, rotate_and_write, rotate_and_write_reference
+from kernels.head_norms import HeadNorms
 from tests.triton_device import DEVICE, TOLERANCE, runs_kernels
 
 pytestmark = runs_kernels

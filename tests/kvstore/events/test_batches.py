@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.events.batches import MAX_BATCH_BLOCKS, Batch, BlockTokens, EventLog
+from kvstore.events.batches import MAX_BATCH_BLOCKS, BlockTokens, EventBatch, EventLog
 from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
@@ -21,13 +21,13 @@ def log_after_start(capacity_batches: int = 8) -> EventLog:
     return log
 
 
-def sealed(log: EventLog) -> Batch:
+def sealed(log: EventLog) -> EventBatch:
     batch = log.seal()
     assert batch is not None
     return batch
 
 
-def apply(batches: Iterable[Batch], held: set[tuple[Tier, bytes]]) -> None:
+def apply(batches: Iterable[EventBatch], held: set[tuple[Tier, bytes]]) -> None:
     for batch in batches:
         for event in batch.events:
             match event:
@@ -42,7 +42,7 @@ def apply(batches: Iterable[Batch], held: set[tuple[Tier, bytes]]) -> None:
 def test_first_batch_has_number_0_and_begins_with_cleared() -> None:
     log = EventLog(8)
     log.stored(DRAM, A)
-    assert log.seal() == Batch(0, [KVCleared(), KVStored(DRAM, [A])], {})
+    assert log.seal() == EventBatch(0, [KVCleared(), KVStored(DRAM, [A])], {})
 
 
 def test_numbers_count_sealed_batches_and_empty_ones_are_not_sealed() -> None:
@@ -78,7 +78,7 @@ def test_events_after_a_seal_do_not_change_the_sealed_batch() -> None:
     log.stored(DRAM, A)
     batch = sealed(log)
     log.stored(DRAM, B, BlockTokens(A, [1]))
-    assert batch == Batch(1, [KVStored(DRAM, [A])], {})
+    assert batch == EventBatch(1, [KVStored(DRAM, [A])], {})
     assert sealed(log).events == [KVStored(DRAM, [B])]
 
 
@@ -87,7 +87,7 @@ def test_cleared_voids_what_the_batch_has_collected() -> None:
     log.stored(DRAM, A, BlockTokens(None, [1, 2]))
     log.cleared()
     log.stored(DRAM, B)
-    assert log.seal() == Batch(1, [KVCleared(), KVStored(DRAM, [B])], {})
+    assert log.seal() == EventBatch(1, [KVCleared(), KVStored(DRAM, [B])], {})
 
 
 def test_tokens_are_kept_for_the_blocks_that_have_them() -> None:

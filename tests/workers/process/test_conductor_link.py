@@ -17,7 +17,7 @@ from tests.conductor.small_cluster import POOL, registration
 from tests.deadline import DEADLINE_S
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.conductor_link import ConductorLink
-from workers.process.metrics_listener import InstanceStatus
+from workers.process.metrics_listener import ListenerState
 from workers.process.retirement import Retirement
 
 KEY = ClusterKey.generate()
@@ -47,7 +47,7 @@ async def linked(leaders: Leaders, peer_timeout_s: float) -> AsyncIterator[Condu
         heads_socket="",
         num_local_workers=1,
     )
-    status = InstanceStatus(Role.DECODE)
+    status = ListenerState(Role.DECODE)
     link = ConductorLink(process, 1, status, Retirement(), leaders, FixedStats(), lambda: "an engine")
 
     async def heartbeat(pools: dict[str, PoolStats]) -> Heartbeat:

@@ -13,13 +13,13 @@ from mooncake.messages.workers import Heartbeat, Role
 from tests.deadline import DEADLINE_S
 from tests.mooncake.messages.test_instance_metrics import STATS, of, parsed
 from workers.process import metrics_listener
-from workers.process.metrics_listener import InstanceStatus, listening
+from workers.process.metrics_listener import ListenerState, listening
 
 REPORT = InstanceReport("p0", 100, Heartbeat(1, 2, 30, {"p0": STATS}))
 
 
 def test_the_latest_heartbeat_and_the_process_are_told() -> None:
-    status = InstanceStatus(Role.DECODE)
+    status = ListenerState(Role.DECODE)
     with listening("127.0.0.1:0", "model", status) as port:
         url = f"http://127.0.0.1:{port}"
         assert "mooncake_instance_requests{" not in httpx.get(f"{url}/metrics", timeout=DEADLINE_S).text
@@ -31,7 +31,7 @@ def test_the_latest_heartbeat_and_the_process_are_told() -> None:
 
 
 def test_ready_is_what_the_conductor_says() -> None:
-    status = InstanceStatus(Role.DECODE)
+    status = ListenerState(Role.DECODE)
     with listening("127.0.0.1:0", "model", status) as port:
         url = f"http://127.0.0.1:{port}/ready"
         assert httpx.get(url, timeout=DEADLINE_S).status_code == 503
@@ -40,7 +40,7 @@ def test_ready_is_what_the_conductor_says() -> None:
 
 
 def test_a_port_in_use_is_an_error_that_names_the_key() -> None:
-    status = InstanceStatus(Role.DECODE)
+    status = ListenerState(Role.DECODE)
     with listening("127.0.0.1:0", "model", status) as port:
         address = f"127.0.0.1:{port}"
         with (
@@ -55,7 +55,7 @@ def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metrics_listener, "MOST_CONNECTIONS", 3)
     monkeypatch.setattr(metrics_listener._Handler, "timeout", 3600.0)
     with (
-        listening("127.0.0.1:0", "model", InstanceStatus(Role.DECODE)) as port,
+        listening("127.0.0.1:0", "model", ListenerState(Role.DECODE)) as port,
         contextlib.ExitStack() as stack,
     ):
         address = ("127.0.0.1", port)
@@ -67,7 +67,7 @@ def test_one_connection_too_many_ends_the_oldest(monkeypatch: pytest.MonkeyPatch
 
 def test_clients_that_hang_up_do_not_fill_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     reset = struct.pack("ii", 1, 0)
-    with listening("127.0.0.1:0", "model", InstanceStatus(Role.DECODE)) as port:
+    with listening("127.0.0.1:0", "model", ListenerState(Role.DECODE)) as port:
         for said in (b"", b"GET /metrics HTTP/1.1\r\n", b"\xff" * 100):
             with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as client:
                 client.sendall(said)

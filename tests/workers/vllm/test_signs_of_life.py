@@ -14,7 +14,7 @@ from tests.cluster.harness import eventually
 from workers.errors import EngineLostError
 from workers.vllm.kv_events import KVEventFollower
 from workers.vllm.processes import groups_below, members
-from workers.vllm.server import Load, VllmServer
+from workers.vllm.server import EngineLoad, VllmServer
 
 METRICS = """
 # TYPE vllm:num_requests_running gauge
@@ -61,7 +61,7 @@ async def test_a_stopped_process_is_waited_for(guard: asyncio.subprocess.Process
         await server(guard, SHORT_S).load()
     loading = asyncio.create_task(server(guard, None).load())
     os.killpg(group, signal.SIGCONT)
-    assert await loading == Load(num_running=3, num_waiting=2, kv_usage=0.25, num_pages=80)
+    assert await loading == EngineLoad(num_running=3, num_waiting=2, kv_usage=0.25, num_pages=80)
 
 
 async def test_a_server_that_does_not_answer_is_lost(guard: asyncio.subprocess.Process) -> None:

@@ -22,12 +22,12 @@ from workers.groups.followers import Followers
 from workers.groups.rank_messages import (
     AwaitArrival,
     BlocksFetched,
-    FetchBlocks,
     LoadBlocks,
     PromptReserved,
     RankResult,
     RankWork,
     ReleaseSequence,
+    ReserveAndFetch,
     ReservePrompt,
     SaveToHost,
     StoreBlocks,
@@ -100,7 +100,7 @@ class GroupBlocks:
 
         Return how many leading blocks all ranks have.
         """
-        results = await self._perform(FetchBlocks(sequence.number, keys, shards, sequence.request.tenant))
+        results = await self._perform(ReserveAndFetch(sequence.number, keys, shards, sequence.request.tenant))
         return min(result.num_blocks for result in results if isinstance(result, BlocksFetched))
 
     async def load(self, sequence: Sequence) -> None:

@@ -22,12 +22,12 @@ from workers.decode.blocks.block_transfers import BlockPair, BlockTransfers
 from workers.groups.rank_messages import (
     AwaitArrival,
     BlocksFetched,
-    FetchBlocks,
     LoadBlocks,
     PromptReserved,
     RankResult,
     RankWork,
     ReleaseSequence,
+    ReserveAndFetch,
     ReservePrompt,
     SaveToHost,
     StoreBlocks,
@@ -86,7 +86,7 @@ class SequenceBlocks:
                 return await self._reserve_prompt(holding, work)
             case AwaitArrival():
                 await self._pool.wait_arrived(holding.reserved.reservation_id)
-            case FetchBlocks():
+            case ReserveAndFetch():
                 return await self._fetch(holding, work)
             case LoadBlocks(pages=pages) if holding.saved:
                 await self._transfers.restore(pages, holding.saved)
@@ -111,7 +111,7 @@ class SequenceBlocks:
         cached = itertools.takewhile(lambda block: block.sealed, reservation.blocks)
         return PromptReserved(grant, [block.tier for block in cached])
 
-    async def _fetch(self, holding: _Holding, work: FetchBlocks) -> BlocksFetched:
+    async def _fetch(self, holding: _Holding, work: ReserveAndFetch) -> BlocksFetched:
         if holding.reservation is not None:
             await self._pool.release(holding.reservation.reservation_id)
             holding.reservation = None

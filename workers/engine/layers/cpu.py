@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import embedding
 
-from kernels.cpu.attention import HEAD_DIMS, Heads, PagedAttention
-from kernels.cpu.elementwise import MULTIPLE, Elementwise, HeadNorms
+from kernels.cpu.attention import HEAD_DIMS, AttentionShape, PagedAttention
+from kernels.cpu.elementwise import MULTIPLE, Elementwise
 from kernels.cpu.layer import Layer, PackedLayerWeights, run_layers
 from kernels.cpu.library import DTYPES, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from kernels.cpu.memory import HugeMemory
+from kernels.head_norms import HeadNorms
 from workers.engine import weights as plain
 from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
@@ -44,7 +45,7 @@ class CpuLayers:
         self._library, self._spec = library, spec
         self._memory = HugeMemory()
         num_heads, num_kv_heads = len(weights.part.heads), len(weights.part.kv_heads)
-        self._heads = Heads(num_heads, num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
+        self._heads = AttentionShape(num_heads, num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
         self._elementwise = Elementwise(library, weights.dtype)
         self._layers = {layer: self._pack(weights.layers.pop(layer)) for layer in list(weights.layers)}
         self._final_norm = weights.final_norm
@@ -115,7 +116,7 @@ class CpuLayers:
         computed = self._layers[layer]
         return computed.mlp_half(hidden, batch.workspace(computed.workspace_elements))
 
-    def _attention(self, layer: int, batch: Batch, heads: Heads) -> PagedAttention:
+    def _attention(self, layer: int, batch: Batch, heads: AttentionShape) -> PagedAttention:
         return batch.attention(self._library, heads, self._spec.layer_sliding_window(layer))
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:

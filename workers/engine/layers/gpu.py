@@ -14,11 +14,12 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from kernels.cuda.decode_attention import decode_attention, pick_num_splits
-from kernels.cuda.kv_write import HeadNorms, TokenSlots, rotate_and_write
+from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
 from kernels.cuda.spans import Spans, plan_spans
+from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.spec import ModelSpec

@@ -22,7 +22,7 @@ from mooncake.messages.block_orders import Replicate
 from mooncake.messages.pools import PrefixSource
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Abort, Prefill, Prefilled
-from workers.prefill.queue import PlannedChunk, PrefillQueue, PromptState, QueuedPrompt
+from workers.prefill.queue import PrefillQueue, PromptState, QueuedChunk, QueuedPrompt
 
 
 class Destination(Protocol):
@@ -85,7 +85,7 @@ class PrefillInstance:
         self._jobs: dict[Ref, Job] = {}
         self._job_of: dict[QueuedPrompt, Job] = {}
         self._admitting: Job | None = None
-        self._pass: list[PlannedChunk] = []
+        self._pass: list[QueuedChunk] = []
         self._pass_began_s = self._pass_layer_s = 0.0
         self._is_waiting_for_fetches = False
         self.busy_s = 0.0
