@@ -14,9 +14,9 @@ from conductor.view.instances import Instance
 from mooncake.messages.fronts import Ended, Interrupted
 from mooncake.messages.migration import FromMigration, HandedOver, PreCopied, Prepared
 from mooncake.messages.requests import Ref, Request
-from mooncake.messages.workers import Abort, Finished, Prefilled, Refused, Reserved, WorkFailed
+from mooncake.messages.workers import Abort, DecodeRefused, Finished, Prefilled, Reserved, WorkFailed
 
-FromWork = Reserved | Prefilled | Finished | Refused | WorkFailed | FromMigration
+FromWork = Reserved | Prefilled | Finished | DecodeRefused | WorkFailed | FromMigration
 
 
 class WorkerReports:
@@ -126,7 +126,7 @@ class WorkerReports:
                 return self._migrations.on_pre_copied(tracked, message, now_s)
             case HandedOver() if tracked.state is RequestState.DECODING:
                 return self._on_handed_over(tracked, message, now_s)
-            case Refused():
+            case DecodeRefused():
                 return self._on_refused(tracked, sender, message, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
@@ -169,7 +169,7 @@ class WorkerReports:
         return self._requests.begin_decode(tracked, prefilled, now_s)
 
     def _on_refused(
-        self, tracked: TrackedRequest, instance: Instance, refused: Refused, now_s: float
+        self, tracked: TrackedRequest, instance: Instance, refused: DecodeRefused, now_s: float
     ) -> list[Effect]:
         """React to the double check of section 3: place the request on another decode instance, or reject
         it."""

@@ -20,12 +20,12 @@ from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import (
     Abort,
     Decode,
+    DecodeRefused,
     Finished,
     Heartbeat,
     Joining,
     Prefill,
     Prefilled,
-    Refused,
     Register,
     Reserve,
     Reserved,
@@ -154,7 +154,7 @@ class History:
             case Register(held=held):
                 for one in held:
                     self._hold(one, _instance(sender), now_s)
-            case Refused(ref=ref, reason=reason) | WorkFailed(ref=ref, reason=reason):
+            case DecodeRefused(ref=ref, reason=reason) | WorkFailed(ref=ref, reason=reason):
                 self._again(ref, f"{_instance(sender)}: {reason}", now_s)
             case Reserved(ref=ref):
                 if (timeline := self._current(ref)) is not None and timeline.is_inlined:

@@ -15,7 +15,7 @@ from messenger.wire.messages import (
     Introduction,
     Message,
     PageTableOffsets,
-    SenderRefused,
+    Refused,
     Welcome,
 )
 from messenger.wire.protocol import SAME_TLS, SPOKEN, check_identity, common_version, encode_frame
@@ -145,10 +145,10 @@ async def welcome(
 
 async def refuse(stream: Stream, reason: str) -> None:
     """Tell the sender why it is refused."""
-    await stream.send([encode_frame(SenderRefused(reason))])
+    await stream.send([encode_frame(Refused(reason))])
 
 
 def _accepted(answer: Message) -> Message:
-    if isinstance(answer, SenderRefused):
+    if isinstance(answer, Refused):
         raise TransferError(f"refused: {answer.message}")
     return answer

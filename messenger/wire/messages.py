@@ -136,7 +136,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Memory by which the sender can see whether its queue pair carries anything."""
 
 
-class SenderRefused(msgspec.Struct, tag="Refused", frozen=True):
+class Refused(msgspec.Struct, tag=True, frozen=True):
     """The receiver does not admit this sender."""
 
     message: str
@@ -299,7 +299,7 @@ Message = (
     | Challenge
     | Introduction
     | Welcome
-    | SenderRefused
+    | Refused
     | Open
     | Write
     | Close

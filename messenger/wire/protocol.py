@@ -26,7 +26,7 @@ from messenger.wire.messages import (
     Message,
     Open,
     Probe,
-    SenderRefused,
+    Refused,
     TransferEnded,
     Welcome,
     Write,
@@ -77,8 +77,8 @@ class Phase(Enum):
 
 
 EXPECTED: dict[tuple[Side, Phase], tuple[type[Message], ...]] = {
-    (Side.SENDER, Phase.GREETING): (Challenge, SenderRefused),
-    (Side.SENDER, Phase.INTRODUCTION): (Welcome, SenderRefused),
+    (Side.SENDER, Phase.GREETING): (Challenge, Refused),
+    (Side.SENDER, Phase.INTRODUCTION): (Welcome, Refused),
     (Side.SENDER, Phase.OPEN): (WriteAck, TransferEnded, Found, Exposed),
     (Side.SENDER, Phase.REFUSED): (),
     (Side.RECEIVER, Phase.GREETING): (Hello,),
@@ -90,7 +90,7 @@ NEXT_PHASE: dict[type[Message], Phase] = {
     Challenge: Phase.INTRODUCTION,
     Introduction: Phase.OPEN,
     Welcome: Phase.OPEN,
-    SenderRefused: Phase.REFUSED,
+    Refused: Phase.REFUSED,
 }
 WITH_PAYLOAD = (Write, Found, Probe)
 

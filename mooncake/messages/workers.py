@@ -240,7 +240,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     joining_s: Span | None = None
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
     """The decode instance refuses a request with which a token would take longer than the TBT SLO.
 
     Sent only in answer to `Decode`, before the first token has left, when the request may not wait any
@@ -374,7 +374,7 @@ FromWorker = (
     | Reserved
     | Prefilled
     | Finished
-    | Refused
+    | DecodeRefused
     | WorkFailed
     | FromMigration
 )

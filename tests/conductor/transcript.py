@@ -83,13 +83,13 @@ from mooncake.messages.workers import (
     Abort,
     Decode,
     DecodeLoad,
+    DecodeRefused,
     DecodeStats,
     Finished,
     Heartbeat,
     HeartbeatAck,
     Prefill,
     Prefilled,
-    Refused,
     Register,
     Registered,
     Reserve,
@@ -387,7 +387,7 @@ class Transcript:
 
     def _do_refused(self, request_id: str, batch: str = "1", tbt: str = "0.2") -> list[str]:
         tracked = self.conductor.requests[request_id]
-        return self._tell(tracked.decode, Refused(tracked.ref, "too slow here", int(batch), float(tbt)))
+        return self._tell(tracked.decode, DecodeRefused(tracked.ref, "too slow here", int(batch), float(tbt)))
 
     def _do_failed(self, request_id: str) -> list[str]:
         tracked = self.conductor.requests[request_id]

@@ -16,7 +16,7 @@ from messenger.wire.messages import (
     Introduction,
     Message,
     RefusalKind,
-    SenderRefused,
+    Refused,
     TransferEnded,
     Welcome,
     WriteAck,
@@ -68,7 +68,7 @@ class Liar:
         proof = CLUSTER_KEY.proof(b"messenger receiver", hello.nonce, nonce)
         num_frames = _send(sock, Challenge(nonce, proof), mutator if random.random() < 0.1 else None)
         if random.random() < 0.05:
-            _send(sock, SenderRefused("no"), None)
+            _send(sock, Refused("no"), None)
         assert isinstance(_receive(sock), Introduction)
         identity = Identity("liar", 1, "elsewhere", FINGERPRINT, LAYOUT)
         return num_frames + _send(sock, Welcome(identity), mutator if random.random() < 0.1 else None)

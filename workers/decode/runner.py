@@ -26,7 +26,7 @@ from mooncake.messages.migration import (
     TakeOver,
 )
 from mooncake.messages.requests import Held, Ref
-from mooncake.messages.workers import Decode, DecodeLoad, Joining, Refused, Reserve, WorkFailed
+from mooncake.messages.workers import Decode, DecodeLoad, DecodeRefused, Joining, Reserve, WorkFailed
 from workers.decode.arrivals import Arrivals
 from workers.decode.batch_loop import BatchLoop, Emit
 from workers.decode.batching.batch import DecodeBatch
@@ -252,7 +252,7 @@ class DecodeRunner:
             await serving
         except TooSlowError as refusal:
             self.meter.num_refusals += 1
-            await self._send(Refused(ref, str(refusal), refusal.batch_size, refusal.predicted_tbt_s))
+            await self._send(DecodeRefused(ref, str(refusal), refusal.batch_size, refusal.predicted_tbt_s))
         except SessionLostError:
             raise  # another rank is gone: this worker leaves, and what it had is placed again
         except NoRoomError as error:

@@ -19,10 +19,10 @@ from mooncake.messages.requests import Ref, Request
 from mooncake.messages.workers import (
     TO_HOST,
     TO_POOL,
+    DecodeRefused,
     Finished,
     Joining,
     Prefilled,
-    Refused,
     Reserved,
     WorkFailed,
 )
@@ -39,7 +39,9 @@ from workers.execution.jobs import wait_to_end
 from workers.kvcache.shared_prefixes import PrefixTurns
 
 log = logging.getLogger(__name__)
-Send = Callable[[Reserved | Prefilled | Refused | Finished | WorkFailed | FromMigration], Awaitable[None]]
+Send = Callable[
+    [Reserved | Prefilled | DecodeRefused | Finished | WorkFailed | FromMigration], Awaitable[None]
+]
 """Callback that sends a message to the Conductor."""
 Record = Callable[[Sequence, str], None]
 """Callback for a sequence that ends here, and why it ends early; empty if it does not."""

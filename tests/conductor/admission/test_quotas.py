@@ -12,7 +12,7 @@ from conductor.rules import Limits
 from conductor.view.rejection import Reason
 from mooncake.messages.fronts import Cancel, FrontHello, QuotaClaim, Rejected, Submit
 from mooncake.messages.requests import FinishReason
-from mooncake.messages.workers import PROTOCOL_VERSION, Finished, Prefilled, Refused, Reserved
+from mooncake.messages.workers import PROTOCOL_VERSION, DecodeRefused, Finished, Prefilled, Reserved
 from tests.conductor.small_cluster import D0, FRONT, GRANT, P0, new_conductor, ref, request
 
 OTHER_FRONT = b"front-elsewhere#1"
@@ -146,6 +146,6 @@ def test_a_request_that_is_rejected_costs_nothing() -> None:
     assert conductor.quotas.by_tenant[""].left(1.0) == 51
     conductor.handle(D0, Reserved(ref(request_id="a"), GRANT), 1.0)
     conductor.handle(P0, Prefilled(ref(request_id="a"), 5, 0), 1.0)
-    conductor.handle(D0, Refused(ref(request_id="a"), "slow", 2, 0.2), 1.0)
+    conductor.handle(D0, DecodeRefused(ref(request_id="a"), "slow", 2, 0.2), 1.0)
     assert "a" not in conductor.requests
     assert conductor.quotas.by_tenant[""].left(1.0) == 60

@@ -16,10 +16,10 @@ from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
+    DecodeRefused,
     Finished,
     Leave,
     Prefilled,
-    Refused,
     Reserved,
     WorkFailed,
 )
@@ -162,7 +162,7 @@ def test_a_request_whose_source_fails_runs_again_behind_what_its_front_has(step:
 
 def refuse(moving: Moving) -> None:
     """Section 3's double check: the first token has not left."""
-    moving.hear(D0, Refused(SOURCE, "slow", 2, 0.2))
+    moving.hear(D0, DecodeRefused(SOURCE, "slow", 2, 0.2))
 
 
 @pytest.mark.parametrize("step", STEPS)

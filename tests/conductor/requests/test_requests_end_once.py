@@ -35,11 +35,11 @@ from mooncake.messages.workers import (
     STAGES,
     Decode,
     DecodeLoad,
+    DecodeRefused,
     Finished,
     Heartbeat,
     Prefill,
     Prefilled,
-    Refused,
     Reserve,
     Reserved,
     Returning,
@@ -150,7 +150,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
         if outcome in ("retry", "fail"):
             self.hear(effect.peer, WorkFailed(order.ref, "x", outcome == "retry"))
         elif outcome == "refuse":
-            self.hear(effect.peer, Refused(order.ref, "slow", 2, 0.2))
+            self.hear(effect.peer, DecodeRefused(order.ref, "slow", 2, 0.2))
         elif outcome == "well":
             self.do_well(effect.peer, order, data.draw(st.integers(1, 40)))
 

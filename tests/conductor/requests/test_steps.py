@@ -22,10 +22,10 @@ from mooncake.messages.requests import FinishReason, TokenLogprobs
 from mooncake.messages.workers import (
     Abort,
     Decode,
+    DecodeRefused,
     Finished,
     Prefill,
     Prefilled,
-    Refused,
     Reserve,
     Reserved,
     Retire,
@@ -145,7 +145,7 @@ def test_a_request_that_one_decode_instance_refuses_is_placed_on_another() -> No
     """Mooncake, section 3: the local scheduler double-checks."""
     conductor, order = two_decode_instances(), request()
     assert conductor.handle(FRONT, Submit(order), 1.0) == [Effect(D0, Reserve(ref(), order, TBT_SLO_S))]
-    effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    effects = conductor.handle(D0, DecodeRefused(ref(), "slow", 2, 0.2), 1.0)
     assert effects == [
         Effect(D0, Abort(ref())),
         Effect(P0, Abort(ref())),
@@ -156,8 +156,8 @@ def test_a_request_that_one_decode_instance_refuses_is_placed_on_another() -> No
 def test_a_request_that_all_decode_instances_refuse_is_rejected_with_a_time_to_retry() -> None:
     conductor = two_decode_instances()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
-    *aborts, rejected = conductor.handle(D1, Refused(ref(2), "slower", 2, 0.3), 1.0)
+    conductor.handle(D0, DecodeRefused(ref(), "slow", 2, 0.2), 1.0)
+    *aborts, rejected = conductor.handle(D1, DecodeRefused(ref(2), "slower", 2, 0.3), 1.0)
     assert aborts == [Effect(D1, Abort(ref(2))), Effect(P0, Abort(ref(2)))]
     assert rejected == Effect(FRONT, Rejected("r", "double_check", 429, "slower", 1.0))
     assert conductor.num_open == 0
@@ -169,7 +169,7 @@ def test_a_request_may_be_refused_when_its_prefill_has_ended() -> None:
     conductor.handle(FRONT, Submit(order), 1.0)
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     conductor.handle(P0, Prefilled(ref(), 42, 0), 1.0)
-    effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    effects = conductor.handle(D0, DecodeRefused(ref(), "slow", 2, 0.2), 1.0)
     assert effects[-1] == Effect(D1, Reserve(ref(2), order, TBT_SLO_S))
 
 
@@ -179,7 +179,7 @@ def test_a_refusal_teaches_the_step_of_a_batch_without_requests_that_wait_for_th
         conductor.handle(FRONT, Submit(request(name)), 1.0)
         conductor.handle(D0, Reserved(ref(1, name), GRANT), 1.0)
         conductor.handle(P0, Prefilled(ref(1, name), 42, 0), 1.0)
-    conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    conductor.handle(D0, DecodeRefused(ref(), "slow", 2, 0.2), 1.0)
     slot = conductor.view.slot_of("d0")
     assert slot is not None
     num_tokens = 2 * len(request().token_ids)
@@ -193,7 +193,7 @@ def test_a_request_that_waited_for_its_turn_until_its_first_token_is_due_is_not_
     conductor.handle(D0, Reserved(ref(), GRANT), 1.0)
     [effect] = conductor.handle(P0, Prefilled(ref(), 42, 0), 1.5)
     assert effect == Effect(D0, Decode(ref(), 42, 0, time_left_s=3.5))
-    effects = conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 5.0)
+    effects = conductor.handle(D0, DecodeRefused(ref(), "slow", 2, 0.2), 5.0)
     assert effects[-1] == Effect(FRONT, Rejected("r", "double_check", 429, "slow", 1.0))
 
 
@@ -239,7 +239,7 @@ def test_an_interrupted_request_that_is_cancelled_ends() -> None:
 def test_refusals_are_no_failures_and_are_forgotten_after_one() -> None:
     conductor, order = two_decode_instances(Limits(max_attempts=2, tbt_slo_s=TBT_SLO_S)), request()
     conductor.handle(FRONT, Submit(order), 1.0)
-    conductor.handle(D0, Refused(ref(1), "slow", 2, 0.2), 1.0)
+    conductor.handle(D0, DecodeRefused(ref(1), "slow", 2, 0.2), 1.0)
     effects = conductor.handle(D1, WorkFailed(ref(2), "first", True), 1.0)
     assert effects[-1] == Effect(D0, Reserve(ref(3), order, TBT_SLO_S, may_refuse=False))
 
@@ -281,10 +281,10 @@ def test_an_accepted_request_that_leaves_a_draining_instance_is_not_refused_by_a
 def test_a_request_that_stays_on_a_draining_instance_is_not_rejected_when_all_refuse_it() -> None:
     conductor, order = two_decode_instances(), request()
     conductor.handle(FRONT, Submit(order), 1.0)
-    conductor.handle(D0, Refused(ref(), "slow", 2, 0.2), 1.0)
+    conductor.handle(D0, DecodeRefused(ref(), "slow", 2, 0.2), 1.0)
     effects = conductor.handle(D1, Retire(), 1.0)
     assert all(effect.peer == FRONT for effect in effects), "the other instance has refused the request"
-    effects = conductor.handle(D1, Refused(ref(2), "slow", 2, 0.2), 1.0)
+    effects = conductor.handle(D1, DecodeRefused(ref(2), "slow", 2, 0.2), 1.0)
     assert Effect(D0, Reserve(ref(3), order, TBT_SLO_S, may_refuse=False)) in effects
 
 

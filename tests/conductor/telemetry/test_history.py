@@ -11,11 +11,11 @@ from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submi
 from mooncake.messages.requests import FinishReason, Held, HeldStep
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
+    DecodeRefused,
     Finished,
     Joining,
     Leave,
     Prefilled,
-    Refused,
     Register,
     Reserved,
     Role,
@@ -164,7 +164,7 @@ def test_rejections_are_kept_with_their_reason() -> None:
 
 def test_a_refusal_of_every_decode_instance_is_a_rejection(cluster: Watched) -> None:
     cluster.hear(FRONT, Submit(request()), 1.0)
-    cluster.hear(D0, Refused(ref(), "TBT would be 0.5 s", 2, 0.5), 2.0)
+    cluster.hear(D0, DecodeRefused(ref(), "TBT would be 0.5 s", 2, 0.5), 2.0)
     assert [step for _, step, _ in cluster.steps()] == ["queued", "reserving", "queued", "rejected"]
     assert cluster.history.num_rejected["double_check"] == 1
 

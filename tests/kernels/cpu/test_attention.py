@@ -172,7 +172,7 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"heads": AttentionShape(4, 2, 96, 0.1)}, "expected pages of Heads"),
+            ({"heads": AttentionShape(4, 2, 96, 0.1)}, "expected pages of AttentionShape"),
             ({"heads": AttentionShape(3, 2, 64, 0.1)}, "that KV heads divide"),
             (
                 {"heads": AttentionShape(4, 2, 32, 0.1), "kv_shape": (8, 2, 2, 16, 32)},

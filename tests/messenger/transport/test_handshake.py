@@ -24,7 +24,7 @@ from messenger.wire.messages import (
     Introduction,
     Message,
     Open,
-    SenderRefused,
+    Refused,
     Welcome,
 )
 from messenger.wire.protocol import MAX_GREETING_BYTES, SPOKEN, encode_frame
@@ -81,7 +81,7 @@ async def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
         wire = await Wire.connect(node)
         await wire.say(Hello(99, NONCE))
         answer = await wire.hear()
-        assert answer == SenderRefused(
+        assert answer == Refused(
             f"messenger protocol version differs: ours is {SPOKEN}, theirs is 99; upgrade the receiver to a"
             " release that speaks 99 first: one version is upgraded at a time"
         )
@@ -288,7 +288,7 @@ async def leave(stream: Stream, hello: Hello) -> None:
         (leave, "connection closed by the peer|reset"),
         (answering(Challenge(NONCE, NONCE)), "has another cluster key"),
         (answering(Challenge(b"", b"")), "has another cluster key"),
-        (answering(SenderRefused("no pool yet")), "refused: no pool yet"),
+        (answering(Refused("no pool yet")), "refused: no pool yet"),
         (answering(HELLO), "expected Challenge or Refused, got Hello"),
         (answering(random.Random(3).randbytes(1 << 10)), "a frame announces"),
         (answering(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "a frame announces"),

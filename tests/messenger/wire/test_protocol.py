@@ -12,7 +12,7 @@ from messenger.wire.messages import (
     Message,
     Open,
     RefusalKind,
-    SenderRefused,
+    Refused,
     Welcome,
     Write,
     WriteAck,
@@ -92,7 +92,7 @@ def test_every_cut_of_a_stream_yields_exactly_the_frames_before_it() -> None:
         ),
         (Side.SENDER, [WriteAck()], "expected Challenge or Refused, got WriteAck"),
         (Side.SENDER, [CHALLENGE, WriteAck()], "expected Welcome or Refused, got WriteAck"),
-        (Side.SENDER, [SenderRefused("no"), HELLO], "expected nothing more, got Hello"),
+        (Side.SENDER, [Refused("no"), HELLO], "expected nothing more, got Hello"),
     ],
 )
 def test_message_out_of_phase_is_refused(side: Side, messages: list[Message], complaint: str) -> None:

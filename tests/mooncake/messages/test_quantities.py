@@ -11,7 +11,7 @@ from msgspec.inspect import FloatType, IntType, StructType, multi_type_info
 from mooncake.messages.fronts import FromFront, Tokens
 from mooncake.messages.pools import PeerStats
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import DecodeLoad, DecodeStats, FromWorker, Heartbeat, Prefilled, Refused
+from mooncake.messages.workers import DecodeLoad, DecodeRefused, DecodeStats, FromWorker, Heartbeat, Prefilled
 
 NAMES_ONLY = {"protocol_version", "newest_version", "version", "incarnation", "epoch", "attempt", "grant_id"}
 """compared with one's own, and with nothing else"""
@@ -69,8 +69,8 @@ REF = Ref(1, "r", 0)
         heartbeat(stats=DecodeStats(forward_s=-0.1)),
         Prefilled(REF, 1, -1),
         Prefilled(REF, 1 << 32, 0),
-        Refused(REF, "", -1, 0.1),
-        Refused(REF, "", 1, NAN),
+        DecodeRefused(REF, "", -1, 0.1),
+        DecodeRefused(REF, "", 1, NAN),
     ],
 )
 def test_a_worker_that_tells_what_cannot_be_is_not_heard(lie: FromWorker) -> None:

@@ -20,7 +20,7 @@ from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
 from mooncake.messages.pools import Grant, GrantedPage
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import Decode, Refused, Reserve, Reserved
+from mooncake.messages.workers import Decode, DecodeRefused, Reserve, Reserved
 
 
 class Arrivals:
@@ -110,7 +110,7 @@ class Arrivals:
         return self._double_check.too_slow_s(sequence.tbt_slo_s, num_others, num_kv_tokens)
 
     def _refuse(self, sequence: Sequence, num_others: int, tbt_s: float) -> None:
-        self._node.send(Refused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
+        self._node.send(DecodeRefused(sequence.ref, "the TBT SLO would be missed", num_others + 1, tbt_s))
 
     def _turn_too_slow_s(self, sequence: Sequence) -> float | None:
         sequences = self._sequences

@@ -37,7 +37,7 @@ from workers.decode.tbt_slo.tbt import IterationPredictors
 
 class DecodeInstance:
     """Takes `Reserve`, `Decode`, `Abort` and the orders of migrations; sends `Reserved`, `Prefilled`,
-    `Refused`, `Finished` and the answers.
+    `DecodeRefused`, `Finished` and the answers.
 
     `capacity_tokens`: of KVCache on the device. `checks_reservations` is for `Arrivals`.
     """
