@@ -122,7 +122,7 @@ class Conductor:
             self._resumption,
             self.roles,
         )
-        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, rules)
+        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, self._heads, rules)
         self._last_tick_s: float | None = None
 
     # -- what telemetry reads -----------------------------------------------------------------------

@@ -39,6 +39,8 @@ class Rules:
     """Whether rules move running requests between decode instances."""
     has_rebalancing: bool = False
     """Whether roles of instances change as the load does."""
+    moves_modules: bool = False
+    """Whether layers and KV heads of decode instances move to helpers by themselves."""
     has_inlining: bool = False
     """Whether decode instances compute prompts where that adds the least waiting."""
     mixed_chunk_tokens: int = 256

@@ -46,8 +46,8 @@ _NOT_REPRODUCED = """\
   figure.
 - **BanaServe's throughput** (1.2 to 3.9 times vLLM's, 1.1 to 2.8 times DistServe's). The paper does not say
   on how many devices, and gives lengths only as ranges. What it credits with the gain is that layers and
-  attention heads migrate between prefill and decode devices while requests run; this system does not do
-  that, so there is nothing to simulate. Its routing is above.
+  attention heads migrate between prefill and decode devices while requests run. Here they migrate between
+  instances that decode, which is not simulated. Its routing is above.
 - **Heights in figures without numbers** (arXiv Figures 8 to 10 and 13): compared in order and shape only.
 """
 

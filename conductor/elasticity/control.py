@@ -1,10 +1,14 @@
-"""The control loop of elasticity, which moves requests and changes roles by rules.
+"""The control loop of elasticity, which moves requests, changes roles and moves modules by rules.
+
+Each gap has one tool: requests move where an SLO is at stake, roles change where a stage lacks an instance,
+and modules move between instances of one host when neither does.
 
 Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
 a request moves (`conductor.requests.migrations`), how an instance changes its role
-(`conductor.membership.roles`).
+(`conductor.membership.roles`), how modules move (`conductor.membership.heads`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,20 +16,33 @@ from conductor.effects import Effect
 from conductor.elasticity.batches import InstanceBatch
 from conductor.elasticity.defragmentation import defragment
 from conductor.elasticity.demand import Demand
+from conductor.elasticity.devices import devices_by_host
+from conductor.elasticity.modules import Kind, ModuleMove, Thresholds, plan
 from conductor.elasticity.moves import Move, RecentMoves
 from conductor.elasticity.priorities import keep_headroom
 from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
+from conductor.membership.heads import Heads, place_of
 from conductor.membership.roles import Roles
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
 from conductor.rules import Rules
 from mooncake.messages.costs import prefill_quantities
+from mooncake.messages.migration import LayerRange
+from mooncake.messages.operators import MoveHeads
+from mooncake.messages.workers import InstanceState
 
 RULES = (relieve, keep_headroom, defragment)
 """The rules of moves, the most urgent first."""
+
+THRESHOLDS = Thresholds()
+"""The parameters of moves of modules."""
+MODULES_PERIOD_S = 10.0
+"""The time between two looks at modules, in which heartbeats measure anew."""
+MODULES_AGAIN_S = 60.0
+"""The time for which modules of an instance do not leave again, were they refused or back soon."""
 
 OVERLOADED = 429
 """The HTTP status of rejections because of the load; others say nothing of it."""
@@ -38,17 +55,23 @@ class Elasticity:
         requests: The registry.
         migrations: The component that moves requests.
         roles: The component that changes roles.
+        heads: The component that moves layers and KV heads.
         rules: The settings: which of these is on.
     """
 
-    def __init__(self, requests: Requests, migrations: Migrations, roles: Roles, rules: Rules) -> None:
-        self._requests, self._migrations, self._roles = requests, migrations, roles
+    def __init__(
+        self, requests: Requests, migrations: Migrations, roles: Roles, heads: Heads, rules: Rules
+    ) -> None:
+        self._requests, self._migrations, self._roles, self._heads = requests, migrations, roles, heads
         self._rules, self._view, self._instances = rules, requests.view, requests.instances
-        self._survey = Survey(requests, migrations)
+        self._survey = Survey(requests, migrations, heads)
         self._recent = RecentMoves()
         self.demand = Demand()
         self.rebalancer = Rebalancer() if rules.has_rebalancing else None
         self._num_arrived = 0
+        self._modules_looked_s = -math.inf
+        self._given_s: dict[str, float] = {}
+        """The time at which modules of an instance were last ordered to a helper."""
 
     # -- what happens -------------------------------------------------------------------------------
 
@@ -93,6 +116,8 @@ class Elasticity:
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)
+            if self._rules.moves_modules and not effects:
+                effects += self._move_modules(now_s)
         return effects
 
     def _move(self, now_s: float) -> list[Effect]:
@@ -100,6 +125,8 @@ class Elasticity:
         if not self._survey.may_need_moves():
             return []
         batches = self._recent.settled(self._survey.batches(now_s), now_s)
+        moving = {instance.name for instance in self._instances if place_of(instance).is_moving}
+        batches = [batch for batch in batches if batch.instance not in moving]
         moves = list(self._wanted(batches))
         effects = []
         for move in self._recent.within(moves, self._in_flight()):
@@ -134,6 +161,34 @@ class Elasticity:
             rebalancer.refused(why_not)
             return []
         return self._roles.switch(instance, change.after, now_s)
+
+    def _move_modules(self, now_s: float) -> list[Effect]:
+        """Move layers or KV heads of one instance, or back, while no request, role or module moves."""
+        if now_s - self._modules_looked_s < MODULES_PERIOD_S or self._requests.migrating:
+            return []
+        if any(of.state is InstanceState.SWITCHING or place_of(of).is_moving for of in self._instances):
+            return []
+        self._modules_looked_s = now_s
+        for devices in devices_by_host(self._view, self._instances, self._heads):
+            for move in plan(devices, THRESHOLDS):
+                if effects := self._order(move, now_s):
+                    return effects
+        return []
+
+    def _order(self, move: ModuleMove, now_s: float) -> list[Effect]:
+        owner, helper = self._instances.get(move.owner), self._instances.get(move.helper)
+        assert owner is not None
+        assert helper is not None
+        if move.kind is not None and now_s - self._given_s.get(move.owner, -math.inf) < MODULES_AGAIN_S:
+            return []
+        num_layers = owner.registration.layout.num_layers
+        layers = LayerRange(num_layers - move.num, num_layers) if move.kind is Kind.LAYERS else None
+        num_heads = move.num if move.kind is Kind.HEADS else 0
+        if self._heads.why_not(owner, helper, MoveHeads(0, owner.name, helper.name, num_heads, layers)):
+            return []
+        if move.kind is not None:
+            self._given_s[move.owner] = now_s
+        return self._heads.order(owner, helper, num_heads, layers)
 
     def _state(self, now_s: float) -> State:
         tbt_slo_s = self._requests.strictest_tbt_slo_s or self._requests.limits.tbt_slo_s

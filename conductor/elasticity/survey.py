@@ -9,6 +9,7 @@ from conductor.elasticity.answers import Kind, RunningAnswer
 from conductor.elasticity.batches import Coming, InstanceBatch, Resident
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
+from conductor.membership.heads import Heads
 from conductor.performance.model import DecodeCapacity
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
@@ -29,8 +30,8 @@ _SANE = (0.5, 2.0)
 class Survey:
     """Reads the state of the registry's cluster."""
 
-    def __init__(self, requests: Requests, migrations: Migrations) -> None:
-        self._requests, self._migrations = requests, migrations
+    def __init__(self, requests: Requests, migrations: Migrations, heads: Heads) -> None:
+        self._requests, self._migrations, self._heads = requests, migrations, heads
         self._view, self._instances = requests.view, requests.instances
 
     def batches(self, now_s: float) -> list[InstanceBatch]:
@@ -107,7 +108,8 @@ class Survey:
         return members
 
     def _changeable(self) -> set[str]:
-        """The instances to which the rebalancer may give another role. Instances with both roles keep them.
+        """The instances to which the rebalancer may give another role. Instances with both roles keep them,
+        and so do those with modules elsewhere or of others.
 
         Of each role, at least one instance must be left that holds the longest sequences of the cluster.
         """
@@ -119,7 +121,10 @@ class Survey:
         return {
             of.name
             for of in instances
-            if of.role is not Role.BOTH and of.registration.can_decode and not holding[of.role] <= {of.name}
+            if of.role is not Role.BOTH
+            and of.registration.can_decode
+            and not holding[of.role] <= {of.name}
+            and not self._heads.why_busy(of)
         }
 
     def running(self, now_s: float) -> list[RunningAnswer]:

@@ -1,4 +1,4 @@
-"""KV heads and layers of decode instances at helpers, by order of operators (BanaServe, section 4.1).
+"""KV heads and layers of decode instances at helpers, by order (BanaServe, section 4.1).
 
 An instance tells in its heartbeats where they are, so that another Conductor knows it too.
 

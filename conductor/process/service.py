@@ -228,6 +228,7 @@ def _new_conductor(
         replication=_replication_rules(config),
         moves_requests=config.migrate_for_slos,
         has_rebalancing=config.rebalancing,
+        moves_modules=config.migrate_modules,
         has_inlining=config.inlining,
         mixed_chunk_tokens=mixed_chunk_tokens,
     )

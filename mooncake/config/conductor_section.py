@@ -123,6 +123,11 @@ class ConductorConfig(Section):
         description="move running requests to other decode instances where an SLO would be missed, a stricter"
         " class lacks headroom, or a long request lacks device pages",
     )
+    migrate_modules: bool = Field(
+        False,
+        description="move layers and KV heads of decode instances to helpers on their host where utilisation"
+        " differs much; only with rebalancing",
+    )
     overload: Overload = Field(
         Overload.PREDICTION,
         description="what rejects requests that would miss ttft_slo_s or tbt_slo_s: baseline,"

@@ -1,0 +1,80 @@
+"""The decode instances of a host as Algorithm 1 of BanaServe sees them: devices with modules.
+
+Computing is measured by the tokens that an instance draws, wherever its modules are; here it counts where
+these are. Layers take their part of a step, KV heads their part of its attention.
+
+Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
+"""
+
+from collections import defaultdict
+
+from conductor.elasticity.modules import Away, Device, Kind, Modules
+from conductor.membership.heads import Heads, host_of, place_of
+from conductor.performance.utilisation import Used
+from conductor.view.cluster_view import ClusterView
+from conductor.view.instances import Instance, Instances
+from mooncake.messages.workers import InstanceState, Role
+
+
+def devices_by_host(view: ClusterView, instances: Instances, heads: Heads) -> list[list[Device]]:
+    """Return the instances of each host whose modules may move; nothing measured leaves an instance out."""
+    by_host = defaultdict[str, list[Instance]](list)
+    for instance in instances:
+        is_able = instance.role is not Role.PREFILL and instance.state is InstanceState.SERVING
+        if is_able and not instance.registration.heads.why_not:
+            by_host[host_of(instance)].append(instance)
+    return [_devices(view, of_host, heads) for of_host in by_host.values()]
+
+
+def _devices(view: ClusterView, instances: list[Instance], heads: Heads) -> list[Device]:
+    hosted_s = defaultdict[str, float](float)
+    """Compute of modules of others, by helper."""
+    found = []
+    for instance in instances:
+        used = view.utilisation.of(instance.name)
+        if used is not None:
+            device, computed_away = _device(view, instance, used, heads)
+            found.append(device)
+            if device.away is not None:
+                hosted_s[device.away.helper] += computed_away
+    return [_with_hosted(device, hosted_s[device.name]) for device in found]
+
+
+def _with_hosted(device: Device, compute: float) -> Device:
+    used = device.used._replace(compute=device.used.compute + compute)
+    return Device(device.name, used, device.modules, device.away, sync_s=device.sync_s)
+
+
+def _device(view: ClusterView, instance: Instance, used: Used, heads: Heads) -> tuple[Device, float]:
+    """An instance without modules of others, and the share of computing that its helper does for it."""
+    slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
+    assert slot is not None
+    assert instance.heartbeat is not None
+    num_requests, num_tokens = view.loads.num_decoding.item(slot), view.loads.num_decoding_tokens.item(slot)
+    step_s = view.decode_costs.predict_s(slot, num_requests, num_tokens)
+    attention = num_tokens * view.decode_costs.second_s.item(slot) / step_s if step_s > 0 else 0.0
+    num_pages = instance.num_device_pages
+    num_bytes = (num_pages - instance.heartbeat.num_free_device_pages) * layout.block_bytes
+    transfer_s = num_bytes * view.transfers.costs(slot, 0.0)[1]
+    num_layers, num_heads = layout.num_layers, layout.num_kv_heads
+    modules = {
+        Kind.LAYERS: Modules(
+            num_layers - 1,
+            Used(used.compute / num_layers, used.memory / num_layers),
+            transfer_s / num_layers,
+        ),
+        Kind.HEADS: Modules(
+            num_heads - 1,
+            Used(attention * used.compute / num_heads, used.memory / num_heads),
+            transfer_s / num_heads,
+        ),
+    }
+    away, computed_away = None, 0.0
+    if place.are_elsewhere:
+        of_layers = 0 if place.layers is None else place.layers.count / num_layers
+        computed_away = used.compute * (of_layers + attention * place.num_heads / num_heads)
+        beyond = num_pages / max(1, instance.registration.capacity.num_device_pages) - 1
+        away = Away(place.helper, Used(computed_away, max(0.0, beyond) * used.memory))
+    here = used._replace(compute=used.compute - computed_away)
+    may_give = not place.are_elsewhere and not heads.owners_at(instance)
+    return Device(instance.name, here, modules if may_give else {}, away, sync_s=step_s), computed_away

@@ -1,0 +1,176 @@
+"""Adaptive module migration: layers and KV heads go from devices that are used much to those that are used
+little (BanaServe, section 4.4.1, Algorithm 1).
+
+    line 5     load[d] is the utilisation U of a device, compute and memory (equation 32)
+    6, 7       overloaded: load[d] - min(load) > delta_up; underloaded: max(load) - load[d] > delta_up (33)
+    10, 11     the pair with the largest gap Delta (34)
+    12 to 15   layers, or KV heads for what is left: as many as halve the gap, or as T_budget allows (2)
+    17         loads are what they will be then
+
+A move must pay: benefit / cost >= rho (35). What is at a helper comes back when the gap would be at most
+delta_down with it (hysteresis). In a plan a device gives or takes, and a helper takes of one owner.
+
+Owns: this policy. Does not know: where figures come from, how modules move.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import product
+from typing import NamedTuple
+
+from conductor.performance.utilisation import Used
+
+
+class Kind(Enum):
+    """The kinds of modules, the coarser one first."""
+
+    LAYERS = "layers"
+    HEADS = "KV heads"
+
+
+class Modules(NamedTuple):
+    """Modules of one kind that may leave a device, all alike."""
+
+    num: int
+    used: Used
+    """The shares of the device that one of them takes while all are there."""
+    transfer_s: float
+    """Seconds in which the state of one is copied (equations 4 and 11)."""
+
+
+class Away(NamedTuple):
+    """Modules of a device that are at a helper."""
+
+    helper: str
+    used: Used
+    """The shares of a device that they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device among equal ones that can exchange modules."""
+
+    name: str
+    used: Used
+    """All that it computes and holds, modules of others among it."""
+    modules: dict[Kind, Modules]
+    """The modules that may leave, none of kinds without support."""
+    away: Away | None = None
+    may_take: bool = True
+    """Whether it may get modules of others."""
+    sync_s: float = 0.0
+    """Seconds for which its requests wait during a move (T_sync)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The parameters of Algorithm 1. `0 <= delta_down < delta_up`."""
+
+    delta_up: float = 0.5
+    """The gap of utilisations, from 0 to 2, above which modules leave."""
+    delta_down: float = 0.25
+    """The gap up to which they come back."""
+    rho: float = 0.5
+    """The least benefit, as a difference of utilisations, for each second of cost."""
+    budget_s: float = 2.0
+    """T_budget: the longest time that a move may take."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.delta_down < self.delta_up
+
+
+class ModuleMove(NamedTuple):
+    """Modules of `owner` that go to `helper`, or (kind None) all that come back from there."""
+
+    owner: str
+    helper: str
+    kind: Kind | None
+    num: int
+    benefit: float = 0.0
+    """The gap of both utilisations before the move, less that after it."""
+    cost_s: float = 0.0
+    """T_transfer + T_sync."""
+
+
+def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
+    """Return the moves that even the devices out, the largest gap first; those that come back before all."""
+    loads = {device.name: device.used.utilisation for device in devices}
+    moves = list(_returns(devices, loads, thresholds))
+    settled = {name for move in moves for name in (move.owner, move.helper)}
+    able = [device for device in devices if device.away is None and device.name not in settled]
+    given: dict[tuple[str, Kind], str] = {}
+    """The helpers of this plan, by owner and kind."""
+    while (move := _next(able, loads, given, thresholds)) is not None:
+        assert move.kind is not None
+        moves.append(move)
+        given[move.owner, move.kind] = move.helper
+        loads[move.owner] -= move.benefit / 2
+        loads[move.helper] += move.benefit / 2
+    return moves
+
+
+def _returns(
+    devices: Sequence[Device], loads: dict[str, float], thresholds: Thresholds
+) -> Iterator[ModuleMove]:
+    """The modules that come back. Loads are changed accordingly."""
+    for device in devices:
+        if (away := device.away) is not None and away.helper in loads:
+            amount = away.used.utilisation
+            if loads[device.name] - loads[away.helper] + 2 * amount <= thresholds.delta_down:
+                loads[device.name] += amount
+                loads[away.helper] -= amount
+                yield ModuleMove(device.name, away.helper, None, 0, cost_s=device.sync_s)
+
+
+def _next(
+    able: Sequence[Device],
+    loads: dict[str, float],
+    given: dict[tuple[str, Kind], str],
+    thresholds: Thresholds,
+) -> ModuleMove | None:
+    """The move between the two devices with the largest gap between which one pays."""
+    least, most = min(loads.values(), default=0.0), max(loads.values(), default=0.0)
+    delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
+    overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]
+    giving = {owner for owner, _ in given}
+    underloaded = [
+        of for of in able if most - loads[of.name] > delta and of.may_take and of.name not in giving
+    ]
+    gaps = [
+        (loads[one.name] - loads[other.name], one, other) for one, other in product(overloaded, underloaded)
+    ]
+    for gap, owner, helper in sorted(gaps, key=lambda of: -of[0]):
+        if gap <= delta:
+            break
+        if owner_of.get(helper.name, owner.name) != owner.name:
+            continue
+        for kind in Kind:
+            if (owner.name, kind) not in given:
+                move = _move(owner, helper, kind, gap, loads[owner.name], thresholds)
+                if move is not None:
+                    return move
+    return None
+
+
+def _move(
+    owner: Device, helper: Device, kind: Kind, gap: float, load: float, thresholds: Thresholds
+) -> ModuleMove | None:
+    """The move of as many modules of a kind as even both devices out; None if none pays.
+
+    `load` is what the owner has left: heads have as much less as layers have gone.
+    """
+    modules = owner.modules.get(kind)
+    if modules is None or modules.used.utilisation <= 0:
+        return None
+    amount = modules.used.utilisation * load / owner.used.utilisation
+    num = min(modules.num, int(gap / 2 / amount))
+    left_s = thresholds.budget_s - owner.sync_s
+    if num * modules.transfer_s > left_s:
+        num = int(left_s / modules.transfer_s)
+    if num < 1:
+        return None
+    benefit, cost_s = 2 * num * amount, num * modules.transfer_s + owner.sync_s
+    if benefit < thresholds.rho * cost_s:
+        return None
+    return ModuleMove(owner.name, helper.name, kind, num, benefit, cost_s)

@@ -1,0 +1,172 @@
+"""Layers and KV heads that the Conductor moves by itself: when it does, and when it leaves them alone."""
+
+import random
+
+import msgspec
+import pytest
+
+from conductor.effects import Effect
+from conductor.elasticity.control import MODULES_AGAIN_S, MODULES_PERIOD_S
+from conductor.policy import Conductor
+from conductor.rules import Limits, Rules
+from mooncake.messages.blocks import KVLayout
+from mooncake.messages.costs import Costs
+from mooncake.messages.fronts import FrontHello, Submit
+from mooncake.messages.migration import HeadsPlace, HeadsSupport, PlaceHeads
+from mooncake.messages.operators import MoveHeads
+from mooncake.messages.pools import PoolShard
+from mooncake.messages.requests import Request, SamplingParams
+from mooncake.messages.workers import (
+    PROTOCOL_VERSION,
+    DecodeStats,
+    Heartbeat,
+    Prefill,
+    Prefilled,
+    Register,
+    Reserve,
+    Reserved,
+    Role,
+)
+from tests.conductor.small_cluster import EPOCH, FRONT, GRANT, POOL, address, registration
+
+PROFILE = Costs(0.01, 1e-4, 0.0), Costs(0.01, 0.0, 1e-6)
+LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=8, block_size=4, dtype="float32")
+NUM_PAGES, NUM_REQUESTS = 10_000, 30
+BUSY, IDLE = (2000, 0.9), (100, 0.05)
+"""Tokens that are drawn in a second, and the share of device pages in use."""
+
+
+def member(name: str, role: Role, host: str, why_not: str) -> Register:
+    shard = PoolShard(msgspec.structs.replace(address(name), host_id=host), LAYOUT)
+    return msgspec.structs.replace(
+        registration(name, role, pages=NUM_PAGES),
+        layout=LAYOUT,
+        shards=(shard,),
+        heads=HeadsSupport(f"/run/{name}", why_not),
+    )
+
+
+class Cluster:
+    """A prefill instance and three that decode, whose orders about modules are carried out at once."""
+
+    def __init__(
+        self,
+        *,
+        moves_modules: bool = True,
+        hosts: tuple[str, ...] = ("host", "host", "host"),
+        why_not: str = "",
+    ) -> None:
+        rules = Rules(moves_modules=moves_modules, has_rebalancing=True)
+        self.conductor = Conductor(EPOCH, "model", Limits(), rules, PROFILE)
+        self.now_s, self.num_requests = 0.0, 0
+        self.orders: list[tuple[str, PlaceHeads]] = []
+        self.places = {f"d{n}": HeadsPlace() for n in range(len(hosts))}
+        self.num_tokens = dict.fromkeys(self.places, 0)
+        self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
+        self.tell(b"p0#1", member("p0", Role.PREFILL, "host", why_not))
+        for name, host in zip(self.places, hosts, strict=True):
+            self.tell(f"{name}#1".encode(), member(name, Role.DECODE, host, why_not))
+
+    def tell(self, sender: bytes, message: object) -> None:
+        self.carry_out(self.conductor.handle(sender, message, self.now_s))  # type: ignore[arg-type]
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            name, message = effect.peer.decode().partition("#")[0], effect.message
+            if isinstance(message, Reserve):
+                self.tell(effect.peer, Reserved(message.ref, GRANT))
+            elif isinstance(message, Prefill):
+                self.tell(effect.peer, Prefilled(message.ref, 5, 0))
+            elif isinstance(message, PlaceHeads):
+                self.orders.append((name, message))
+                self.places[name] = HeadsPlace(
+                    message.epoch, message.number, message.helper, message.num_heads, message.layers
+                )
+                if message.num_heads == 0 and message.layers is None:
+                    self.places[name] = HeadsPlace(message.epoch, message.number)
+
+    def submit(self) -> None:
+        """One request more, of some that are decoded all the time."""
+        if self.num_requests == NUM_REQUESTS:
+            return
+        self.num_requests += 1
+        request = Request(f"r{self.num_requests}", [0] * 100, [], SamplingParams(5000), "ep")
+        self.tell(FRONT, Submit(request))
+
+    def pass_seconds(self, num: int, **used: tuple[int, float]) -> None:
+        """Let heartbeats say what is used, by instance; 100 tokens and 5% where nothing is said."""
+        for _ in range(num):
+            self.now_s += 1.0
+            self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
+            self.submit()
+            for name, place in self.places.items():
+                num_tokens, memory = used.get(name, IDLE)
+                self.num_tokens[name] += num_tokens
+                self.beat(name, memory, self.num_tokens[name], place)
+            self.beat("p0", 0.0, 0, HeadsPlace())
+            self.carry_out(self.conductor.tick(self.now_s))
+
+    def beat(self, name: str, memory: float, num_tokens: int, place: HeadsPlace) -> None:
+        pools = {name: msgspec.structs.replace(POOL, num_pages=NUM_PAGES, num_free=NUM_PAGES)}
+        num_free = round((1 - memory) * NUM_PAGES)
+        stats = DecodeStats(num_tokens=num_tokens)
+        self.tell(f"{name}#1".encode(), Heartbeat(1, 0, num_free, pools, decode=stats, heads=place))
+
+
+def test_layers_of_a_busy_instance_go_to_an_idle_one_once() -> None:
+    cluster = Cluster()
+    cluster.pass_seconds(60, d0=BUSY)
+    [(owner, order)] = cluster.orders
+    assert (owner, order.helper in ("d1", "d2")) == ("d0", True)
+    assert order.layers is not None
+    assert order.layers.stop == 30
+    assert 8 <= order.layers.count <= 15
+
+
+def test_layers_come_back_when_the_load_is_even_and_do_not_leave_at_once_again() -> None:
+    cluster = Cluster()
+    cluster.pass_seconds(40, d0=BUSY)
+    cluster.pass_seconds(40)
+    assert [(owner, order.layers is None) for owner, order in cluster.orders] == [("d0", False), ("d0", True)]
+    since_s = cluster.now_s
+    while len(cluster.orders) == 2:
+        cluster.pass_seconds(1, d0=BUSY)
+    assert cluster.now_s - since_s < MODULES_AGAIN_S + 3 * MODULES_PERIOD_S
+
+
+def test_a_hundred_quiet_periods_move_nothing() -> None:
+    cluster, rng = Cluster(), random.Random(1)
+    for _ in range(int(100 * MODULES_PERIOD_S)):
+        used = {name: (rng.randint(800, 1000), rng.uniform(0.4, 0.6)) for name in cluster.places}
+        cluster.pass_seconds(1, **used)
+    assert cluster.orders == []
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        lambda: Cluster(moves_modules=False),
+        lambda: Cluster(hosts=("host", "other", "third")),
+        lambda: Cluster(why_not="it has a GPU"),
+    ],
+)
+def test_nothing_moves_where_it_is_off_or_between_hosts_or_without_support(cluster: object) -> None:
+    made = cluster()  # type: ignore[operator]
+    made.pass_seconds(40, d0=BUSY)
+    assert made.orders == []
+
+
+def test_an_instance_with_modules_elsewhere_keeps_its_role() -> None:
+    cluster = Cluster()
+    cluster.tell(FRONT, MoveHeads(1, "d0", "d1", 1))
+    cluster.pass_seconds(2)
+    survey = cluster.conductor.elasticity._survey
+    assert survey._changeable() == {"d2"}
+
+
+def test_no_module_moves_while_a_role_changes_or_an_order_is_carried_out() -> None:
+    cluster = Cluster()
+    cluster.tell(FRONT, MoveHeads(1, "d1", "d2", 1))
+    cluster.places["d1"] = HeadsPlace(EPOCH, 1, "d2", 1, is_moving=True)
+    cluster.pass_seconds(40, d0=BUSY)
+    assert [owner for owner, _ in cluster.orders] == ["d1"]
