@@ -87,7 +87,7 @@ def plan_attention(
     geometry: PageGeometry,
     sliding_window: int | None,
 ) -> AttentionPlan:
-    """Plans one forward pass over sequences whose queries are concatenated in this order.
+    """Plan one forward pass over sequences whose queries are concatenated in this order.
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
     its token t lies in page `page_tables[s][t // page_size]` (int64, on the CPU).
@@ -112,7 +112,8 @@ def plan_attention(
 def paged_attention(
     query: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
-    """Attention of `query` [T, num_heads, head_dim] over the pages of one layer; same shape and dtype.
+    """Return the attention of `query` [T, num_heads, head_dim] over the pages of one layer; same shape and
+    dtype.
 
     `kv_layer`: `[num_pages, num_kv_heads, 2, page_size, head_dim]`, with the new tokens written. Query head h
     uses KV head `h // (num_heads // num_kv_heads)`. `scale` multiplies the scores.
@@ -146,7 +147,8 @@ def paged_attention(
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of `queries` [kv_heads, group, rows, d] over `keys`, `values` [kv_heads, 1, num_keys, d].
+    """Return the attention of `queries` [kv_heads, group, rows, d] over `keys`, `values` [kv_heads, 1,
+    num_keys, d].
 
     `mask` [rows, num_keys] is added to the scores; returns the shape of `queries`.
     """
@@ -175,12 +177,12 @@ class _Single:
 
 
 def _first_seen(position: int, sliding_window: int | None) -> int:
-    """First key position that the query at `position` may see."""
+    """Return the first key position that the query at `position` may see."""
     return 0 if sliding_window is None else max(0, position - sliding_window + 1)
 
 
 def _page_rows(pages: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
-    """Indices into a layer viewed as `[num_pages * num_kv_heads * 2, page_size * head_dim]`.
+    """Return the indices into a layer viewed as `[num_pages * num_kv_heads * 2, page_size * head_dim]`.
 
     For `pages` [B, P] they are ordered [2, B, num_kv_heads, P], so that one `index_select` yields K and V as
     contiguous `[2, B, num_kv_heads, P * page_size, head_dim]`. int64, flat.
@@ -200,7 +202,7 @@ def _plan_prefill(
     geometry: PageGeometry,
     sliding_window: int | None,
 ) -> PrefillPlan:
-    """Plans a chunk whose first gathered key has position `base`."""
+    """Plan a chunk whose first gathered key has position `base`."""
     start = kv_len - query_len
     num_seen = len(pages) * geometry.page_size
     block_rows = _MAX_BLOCK_SCORES // num_seen // _MIN_BLOCK_ROWS * _MIN_BLOCK_ROWS
@@ -249,7 +251,7 @@ def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Ten
 
 
 def _similar_lengths(singles: Sequence[_Single]) -> list[list[_Single]]:
-    """Splits decode queries so that padding at most doubles the keys that are read.
+    """Split decode queries so that padding at most doubles the keys that are read.
 
     Short sequences stay together: there a further call costs more than the padding.
     """

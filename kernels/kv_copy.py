@@ -20,7 +20,7 @@ def write_kv(
     page_of_token: torch.Tensor,
     offset_of_token: torch.Tensor,
 ) -> None:
-    """Writes new tokens into their pages: `kv_layer[page, :, 0, offset] = keys`, `[..., 1, ...] = values`.
+    """Write new tokens into their pages: `kv_layer[page, :, 0, offset] = keys`, `[..., 1, ...] = values`.
 
     `keys`, `values`: `[T, num_kv_heads, head_dim]`; `page_of_token`, `offset_of_token`: int64 `[T]`, no slot
     twice. Reads and writes `2 * T * num_kv_heads * head_dim` elements each.
@@ -30,7 +30,7 @@ def write_kv(
 
 
 def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Copies pages out: `kv_layer[pages]`, contiguous `[n, num_kv_heads, 2, page_size, head_dim]`.
+    """Copy pages out: `kv_layer[pages]`, contiguous `[n, num_kv_heads, 2, page_size, head_dim]`.
 
     `pages`: int64 `[n]`. Reads and writes n pages each.
     """
@@ -42,7 +42,7 @@ def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_pages(kv_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copies `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 [n], no page twice).
+    """Copy `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 [n], no page twice).
 
     Reads and writes n pages each.
     """

@@ -94,7 +94,8 @@ class Elasticity:
         self.demand.arrived(request.num_prompt_tokens, max_tokens, prefill_s, now_s)
 
     def _prefill_s(self, tracked: TrackedRequest) -> float:
-        """Seconds of prefill of an unplaced request on the instance that holds most of its prompt."""
+        """Return the seconds of prefill of an unplaced request on the instance that holds most of its
+        prompt."""
         costs, layout = self._view.mean_prefill_costs(), self._view.layout
         if costs is None or layout is None:
             return 0.0
@@ -138,8 +139,8 @@ class Elasticity:
         return effects
 
     def _wanted(self, batches: list[InstanceBatch]) -> Iterator[Move]:
-        """The moves that the rules want. All rules see the present batches, so an instance takes part in one
-        move only."""
+        """Yield the moves that the rules want. All rules see the present batches, so an instance takes part
+        in one move only."""
         taken: set[str] = set()
         for rule in RULES:
             for move in rule([batch for batch in batches if batch.instance not in taken]):

@@ -46,7 +46,8 @@ def _with_hosted(device: Device, compute: float) -> Device:
 
 
 def _device(view: ClusterView, instance: Instance, used: Used, heads: Heads) -> tuple[Device, float]:
-    """An instance without modules of others, and the share of computing that its helper does for it."""
+    """Return an instance without modules of others, and the share of computing that its helper does for
+    it."""
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
     assert instance.heartbeat is not None

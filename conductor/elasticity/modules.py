@@ -113,7 +113,7 @@ def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
 def _returns(
     devices: Sequence[Device], loads: dict[str, float], thresholds: Thresholds
 ) -> Iterator[ModuleMove]:
-    """The modules that come back. Loads are changed accordingly."""
+    """Yield the modules that come back. Loads are changed accordingly."""
     for device in devices:
         if (away := device.away) is not None and away.helper in loads:
             amount = away.used.utilisation
@@ -129,7 +129,7 @@ def _next(
     given: dict[tuple[str, Kind], str],
     thresholds: Thresholds,
 ) -> ModuleMove | None:
-    """The move between the two devices with the largest gap between which one pays."""
+    """Return the move between the two devices with the largest gap between which one pays."""
     least, most = min(loads.values(), default=0.0), max(loads.values(), default=0.0)
     delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
     overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]
@@ -156,7 +156,7 @@ def _next(
 def _move(
     owner: Device, helper: Device, kind: Kind, gap: float, load: float, thresholds: Thresholds
 ) -> ModuleMove | None:
-    """The move of as many modules of a kind as even both devices out; None if none pays.
+    """Return the move of as many modules of a kind as even both devices out; None if none pays.
 
     `load` is what the owner has left: heads have as much less as layers have gone.
     """

@@ -35,7 +35,7 @@ class Survey:
         self._view, self._instances = requests.view, requests.instances
 
     def batches(self, now_s: float) -> list[InstanceBatch]:
-        """The batches of all instances that decode."""
+        """Return the batches of all instances that decode."""
         by_id, view = self._requests.by_id, self._view
         batches = []
         for instance in self._instances:
@@ -108,8 +108,8 @@ class Survey:
         return members
 
     def _changeable(self) -> set[str]:
-        """The instances to which the rebalancer may give another role. Instances with both roles keep them,
-        and so do those with modules elsewhere or of others.
+        """Return the instances to which the rebalancer may give another role. Instances with both roles keep
+        them, and so do those with modules elsewhere or of others.
 
         Of each role, at least one instance must be left that holds the longest sequences of the cluster.
         """
@@ -128,7 +128,7 @@ class Survey:
         }
 
     def running(self, now_s: float) -> list[RunningAnswer]:
-        """The answers that are being decoded, with their estimated lengths so far."""
+        """Return the answers that are being decoded, with their estimated lengths so far."""
         return [
             answer_of(of, self._num_tokens(of, now_s) - of.request.num_prompt_tokens, now_s)
             for of in self._requests.by_id.values()
@@ -139,7 +139,7 @@ class Survey:
         return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
 
     def may_need_moves(self) -> bool:
-        """Whether some rule might want a move: a cheap check, which is mostly false."""
+        """Return whether some rule might want a move: a cheap check, which is mostly false."""
         view, loads = self._view, self._view.loads
         slo_s = self._requests.strictest_tbt_slo_s
         for instance in self._instances:
@@ -156,7 +156,7 @@ class Survey:
         return False
 
     def capacity(self, batches: list[InstanceBatch], tbt_slo_s: float | None) -> DecodeCapacity | None:
-        """The tokens that a mean decode instance can draw; None without one."""
+        """Return the tokens that a mean decode instance can draw; None without one."""
         pool = self._view.decode_pool()
         if pool is None:
             return None
@@ -188,8 +188,8 @@ def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:
 def _waiting_for_pages(
     instance: Instance, decoded: list[TrackedRequest], now_s: float
 ) -> list[TrackedRequest]:
-    """The requests that wait for pages: the newest of those that were ready before the latest heartbeat and
-    are in no batch.
+    """Return the requests that wait for pages: the newest of those that were ready before the latest
+    heartbeat and are in no batch.
 
     Requests that wait for the TBT of the batch are not among them.
     """
@@ -205,7 +205,7 @@ def _waiting_for_pages(
 
 
 def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningAnswer:
-    """The answer of a request that is or was decoded, with so many tokens at this time.
+    """Return the answer of a request that is or was decoded, with so many tokens at this time.
 
     Its kind is that of the prompt and the limit which its client sent.
     """
@@ -221,7 +221,7 @@ def _costs_at(view: ClusterView, slot: int) -> Costs:
 
 
 def _measured_by_predicted(instance: Instance, batch: InstanceBatch) -> float:
-    """The ratio of the TBT in the latest heartbeat to the predicted one."""
+    """Return the ratio of the TBT in the latest heartbeat to the predicted one."""
     load = None if instance.heartbeat is None else instance.heartbeat.decode_load
     if load is None or load.tbt_s is None or not batch.residents or load.num_requests != batch.size:
         return 1.0

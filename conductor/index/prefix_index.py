@@ -78,7 +78,7 @@ class PrefixMatch(NamedTuple):
         return next(depth for depth, mask in zip(self.depths, self.masks, strict=True) if mask >> slot & 1)
 
     def num_ssd_blocks_at(self, slot: int) -> int:
-        """Number of the prompt's leading blocks that the instance in `slot` must read from SSD."""
+        """Return the number of the prompt's leading blocks that the instance in `slot` must read from SSD."""
         return sum(num_blocks for num_blocks, mask in self.on_ssd if mask >> slot & 1)
 
     @property

@@ -23,7 +23,7 @@ class Heads:
         self._numbers = itertools.count(1)
 
     def why_not(self, owner: Instance, helper: Instance, order: MoveHeads) -> str:
-        """Why what an order names of an instance may not be at a helper; empty if it may."""
+        """Return why an order cannot be carried out by `owner` and `helper`; empty if it can."""
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
         place = place_of(owner)
@@ -73,7 +73,8 @@ class Heads:
         ]
 
     def owners_at(self, helper: Instance) -> list[str]:
-        """The names of the instances that have heads or layers at a helper, or are moving them there."""
+        """Return the names of the instances that have heads or layers at a helper, or are moving them
+        there."""
         return [
             owner.name
             for owner in self._instances
@@ -81,8 +82,8 @@ class Heads:
         ]
 
     def why_busy(self, instance: Instance) -> str:
-        """Why an instance must keep its role: heads or layers are elsewhere, or it has others'; empty if it
-        need not."""
+        """Return why an instance must keep its role: heads or layers are elsewhere, or it has others'; empty
+        if it need not."""
         if place_of(instance).are_elsewhere:
             return where(instance)
         if owners := self.owners_at(instance):
@@ -135,5 +136,5 @@ def _why_too_many(layout: KVLayout, order: MoveHeads) -> str:
 
 
 def host_of(instance: Instance) -> str:
-    """The host of an instance's messenger."""
+    """Return the host of an instance's messenger."""
     return instance.registration.shards[0].messenger.host_id

@@ -37,7 +37,7 @@ class Leaving:
         self._instances = requests.instances
 
     def why_not(self, instance: Instance, *, force: bool = False) -> str:
-        """Why an instance may not be drained; empty if it may, or is drained already."""
+        """Return why an instance may not be drained; empty if it may, or is drained already."""
         if force or instance.state not in (InstanceState.SERVING, InstanceState.SWITCHING):
             return ""
         stage = self._instances.stage_of_none_but(instance)

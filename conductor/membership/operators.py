@@ -75,7 +75,7 @@ class Operators:
 
 
 def status_of(instance: Instance, now_s: float) -> InstanceStatus:
-    """An instance as operators see it."""
+    """Return an instance as operators see it."""
     emptying = instance.emptying or Emptying(now_s)
     return InstanceStatus(
         instance.name,

@@ -52,7 +52,7 @@ class Roles:
         """Switches by their end."""
 
     def why_not(self, instance: Instance, role: Role, *, force: bool = False) -> str:
-        """Why an instance may not switch to a role now; empty if it may."""
+        """Return why an instance may not switch to a role now; empty if it may."""
         if instance.state is not InstanceState.SERVING:
             ends = instance.state in (InstanceState.RETIRING, InstanceState.RETIRED)
             how = "" if ends else f"; POST /admin/instances/{instance.name}/serve takes that back"

@@ -155,7 +155,7 @@ class Pairs:
         )
 
     def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
-        """The rate of answers with this T_TPOT: that without queues, as far as prefill keeps up."""
+        """Return the rate of answers with this T_TPOT: that without queues, as far as prefill keeps up."""
         prefill_s = sizes.prefill_s(self.prefill)
         transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
         ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)
@@ -163,5 +163,6 @@ class Pairs:
 
 
 def _decode_s(sizes: Sizes, tpot_s: float) -> float:
-    """Seconds from the first token to the last. (Equation 30 counts a gap for the first one, too.)"""
+    """Return the seconds from the first token to the last. (Equation 30 counts a gap for the first one,
+    too.)"""
     return max(0.0, sizes.num_output_tokens - 1) * tpot_s

@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 
 
 def main() -> None:
-    """Entry point of the `mooncake-picker` command."""
+    """Run the `mooncake-picker` command."""
     sys.exit(run(sys.argv[1:]))
 
 

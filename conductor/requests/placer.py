@@ -344,7 +344,7 @@ class Placer:
         return Effect(front, Rejected(request_id, reason, reason.status, message, retry_after_s))
 
     def reject_by_slo(self, tracked: TrackedRequest, rejection: Rejection, now_s: float) -> list[Effect]:
-        """Algorithm 1, line 26: HTTP 429."""
+        """Reject a request that would miss an SLO (Algorithm 1, line 26), by HTTP 429."""
         self._admission.learn_rejection(tracked.request, rejection, now_s)
         return self._reject(tracked, rejection.reason, rejection.message, now_s, rejection.retry_after_s)
 

@@ -32,11 +32,11 @@ class Display:
         self._wall_offset_s = wall_offset_s
 
     def metrics_text(self) -> str:
-        """The instances' metrics in Prometheus' text format."""
+        """Return the instances' metrics in Prometheus' text format."""
         return instances_text(self._conductor, self._model_name)
 
     def state(self, num_received: NumReceived) -> dict[str, Any]:
-        """The instances, the traffic between pools, the latest requests and rejections.
+        """Return the instances, the traffic between pools, the latest requests and rejections.
 
         `num_received` returns the number of tokens of a request that have arrived. No value changes with time
         alone.
@@ -87,7 +87,7 @@ class Display:
         }
 
     def timeline(self, request_id: str, num_received: NumReceived) -> dict[str, Any] | None:
-        """The moments of one request; None if it is not known any more."""
+        """Return the moments of one request; None if it is not known any more."""
         timeline = self._history.find(request_id)
         if timeline is None:
             return None
@@ -95,7 +95,7 @@ class Display:
         return {**self._summary(timeline, num_received), "moments": moments}
 
     def pair(self, request_id: str) -> tuple[str | None, str | None]:
-        """The prefill and the decode instance of a request, as far as they are known."""
+        """Return the prefill and the decode instance of a request, as far as they are known."""
         timeline = self._history.find(request_id)
         return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
 
@@ -117,7 +117,7 @@ class Display:
         }
 
     def _moves(self) -> list[dict[str, Any]]:
-        """The migrations in progress."""
+        """Return the migrations in progress."""
         moves = []
         for request_id, tracked in islice(self._conductor.migrations.in_progress.items(), NUM_MOVES):
             if (migration := tracked.migration) is not None:
@@ -135,7 +135,7 @@ class Display:
         return moves
 
     def _decisions(self) -> list[dict[str, Any]]:
-        """The latest decisions of the rebalancer, the last one first."""
+        """Return the latest decisions of the rebalancer, the last one first."""
         rebalancer = self._conductor.elasticity.rebalancer
         if rebalancer is None:
             return []
@@ -155,7 +155,7 @@ class Display:
         ]
 
     def _paths(self) -> list[dict[str, Any]]:
-        """The busiest paths between pools, by the bytes that either end has sent or fetched."""
+        """Return the busiest paths between pools, by the bytes that either end has sent or fetched."""
         num_bytes: Counter[tuple[str, str, str]] = Counter()
         for instance in self._conductor.instances:
             for part, pool in instance.heartbeat.pools.items() if instance.heartbeat is not None else ():

@@ -12,12 +12,12 @@ Label = TypeVar("Label", bound=str)
 
 
 def gauges(name: str, text: str, label: str, values: Mapping[Label, float]) -> Metric:
-    """Gauges by the values of `label`."""
+    """Return gauges by the values of `label`."""
     return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
 
 
 def counters(name: str, text: str, label: str, values: Mapping[Label, float]) -> Metric:
-    """Counters by the values of `label`."""
+    """Return counters by the values of `label`."""
     return _filled(CounterMetricFamily(name, text, labels=[label]), values)
 
 

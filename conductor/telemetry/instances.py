@@ -14,7 +14,7 @@ from mooncake.messages.workers import STAGES, InstanceState, Role
 
 
 def instance_metrics(conductor: Conductor) -> Iterator[Metric]:
-    """Instances by role and state, and the ends of switches."""
+    """Yield the numbers of instances by role and state, and the ends of switches."""
     instances = list(conductor.instances)
     by_role = {role.value: sum(instance.role is role for instance in instances) for role in Role}
     yield gauges("mooncake_instances", "registered instances", "role", by_role)

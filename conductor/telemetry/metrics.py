@@ -150,7 +150,8 @@ class HistoryMetrics(Collector):
 
 
 def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, float]:
-    """The predictions for each stage in relation to its SLO: Mooncake's definition of load (section 7.1).
+    """Return the predictions for each stage in relation to its SLO: Mooncake's definition of load (section
+    7.1).
 
     Stages without an SLO or instances are left out.
     """
@@ -169,7 +170,7 @@ def stage_loads(view: ClusterView, limits: Limits, now_s: float) -> dict[str, fl
 
 
 def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
-    """Placements, rejections, fetches, and the errors of predictions."""
+    """Yield the numbers of placements, rejections and fetches, and the errors of predictions."""
     yield counters(
         "mooncake_placements",
         "requests that were given a pair of instances, by where the prefix that is reused comes from",
@@ -211,7 +212,7 @@ def decision_metrics(stats: DecisionStats) -> Iterator[Metric]:
 
 
 def quota_metrics(quotas: Quotas, now_s: float) -> Iterator[Metric]:
-    """Tokens of tenants with a limit; of so many tenants that Prometheus bears it, those with most."""
+    """Yield the tokens of tenants with a limit, at most `MAX_TENANTS` of them: those with most tokens."""
     shown = nlargest(MAX_TENANTS, quotas.by_tenant.items(), key=lambda entry: entry[1].num_charged)
     yield gauges(
         "mooncake_tenant_tokens_left",
@@ -231,7 +232,7 @@ def quota_metrics(quotas: Quotas, now_s: float) -> Iterator[Metric]:
 
 
 def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Iterator[Metric]:
-    """Migrations of running requests, and what they took."""
+    """Yield the numbers of migrations of running requests, and what they took."""
     yield GaugeMetricFamily(
         "mooncake_migrations_in_progress",
         "running requests that move to another decode instance",
@@ -264,7 +265,7 @@ def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Itera
 
 
 def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
-    """The blocks of each pool that the prefix index has, and the KV events that it has got."""
+    """Yield the blocks of each pool that the prefix index has, and the KV events that it has got."""
     yield GaugeMetricFamily(
         "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
     )
@@ -302,7 +303,7 @@ def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> 
 
 
 def replication_metrics(replication: Replication) -> Iterator[Metric]:
-    """Copies of hot prefixes that were ordered ahead of requests."""
+    """Yield the numbers of copies of hot prefixes that were ordered ahead of requests."""
     yield GaugeMetricFamily(
         "mooncake_replication_copies",
         "copies of hot prefixes that were ordered ahead and have come",
@@ -321,7 +322,7 @@ def replication_metrics(replication: Replication) -> Iterator[Metric]:
 
 
 def instances_text(conductor: Conductor, model_name: str) -> str:
-    """The latest heartbeats of the instances in Prometheus' text format."""
+    """Return the latest heartbeats of the instances in Prometheus' text format."""
     return instance_text(
         [
             InstanceReport(instance.name, instance.num_device_pages, instance.heartbeat)

@@ -136,24 +136,24 @@ class ClusterView:
         self.next_step_s, self.next_token_s, self.next_delay = rows
 
     def instance_at(self, slot: int) -> Instance:
-        """The instance in this slot."""
+        """Return the instance in this slot."""
         return self._occupants[slot].instance
 
     def holds(self, slot: int, instance: Instance) -> bool:
-        """Whether this life of the instance still has the slot."""
+        """Return whether this life of the instance still has the slot."""
         occupant = self._occupants.get(slot)
         return occupant is not None and occupant.instance is instance
 
     def ttft_correction(self, placement: Placement) -> TTFTCorrection:
-        """The TTFT correction: one for pairs, one for instances that inline prompts, as their errors have
-        other causes.
+        """Return the TTFT correction: one for pairs, one for instances that inline prompts, as their errors
+        have other causes.
 
         (Chunks of an inlined prompt are as long as the batch allows, and other requests join it meanwhile.)
         """
         return self._inlined_ttft_correction if placement.is_inlined else self._pairs_ttft_correction
 
     def slot_of(self, name: str) -> int | None:
-        """The slot of a registered instance; None if no instance has this name."""
+        """Return the slot of a registered instance; None if no instance has this name."""
         return self._slots.get(name)
 
     # -- instances ----------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class ClusterView:
         self.decode_changed(slot)
 
     def _alike(self, slot: int) -> list[int]:
-        """The slots of other instances with equal devices and kernels."""
+        """Return the slots of other instances with equal devices and kernels."""
         kind = _kind(self._occupants[slot].instance)
         return [
             other
@@ -250,7 +250,7 @@ class ClusterView:
             self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
 
     def decode_pool(self) -> DecodePool | None:
-        """The decode instances that take requests; None if there is none."""
+        """Return the decode instances that take requests; None if there is none."""
         is_decode = self.loads.is_decode
         if self._decode_pool is None and is_decode.any():
             mean_costs = self.decode_costs.mean(is_decode)
@@ -260,7 +260,8 @@ class ClusterView:
         return self._decode_pool
 
     def mean_step_s(self) -> float | None:
-        """The mean predicted step of the decode instances with their present batches; None without any."""
+        """Return the mean predicted step of the decode instances with their present batches; None without
+        any."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
             return None
@@ -270,7 +271,8 @@ class ClusterView:
         return pool.mean_costs.seconds(share * num_requests, share * num_tokens)
 
     def mean_prefill_costs(self) -> Costs | None:
-        """The mean costs of the prefill instances, or else of the instances that inline; None without any."""
+        """Return the mean costs of the prefill instances, or else of the instances that inline; None without
+        any."""
         loads = self.loads
         slots = loads.is_prefill if loads.is_prefill.any() else loads.inlines
         return self.prefill_costs.mean(slots) if slots.any() else None
@@ -295,7 +297,8 @@ class ClusterView:
         return (self.next_step_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
-        """Seconds since a prefill on this instance last allowed a comparison with its predicted costs."""
+        """Return the seconds since a prefill on this instance last allowed a comparison with its predicted
+        costs."""
         return now_s - self._occupants[slot].checked_s
 
     # -- what is learned ----------------------------------------------------------------------------
@@ -348,11 +351,11 @@ class ClusterView:
         return self.tbt_s(slot, num_requests, num_requests * self._mean_assigned_tokens(slot))
 
     def _mean_assigned_tokens(self, slot: int) -> float:
-        """The mean prompt length of all requests that the instance has, decoded or not."""
+        """Return the mean prompt length of all requests that the instance has, decoded or not."""
         return self.loads.num_kv_tokens.item(slot) / max(1.0, self.loads.batch_size.item(slot))
 
     def _mean_decoding_tokens(self, slot: int) -> float:
-        """The mean prompt length of the requests whose prefill has ended. Queued prompts may be much
+        """Return the mean prompt length of the requests whose prefill has ended. Queued prompts may be much
         longer."""
         return self.loads.num_decoding_tokens.item(slot) / max(1.0, self.loads.num_decoding.item(slot))
 
@@ -378,14 +381,15 @@ class ClusterView:
 
 
 def _kind(instance: Instance) -> tuple[str, str, int]:
-    """The facts that are equal for instances of equal speed: device, kernels, number of stages or ranks."""
+    """Return the facts that are equal for instances of equal speed: device, kernels, number of stages or
+    ranks."""
     registration = instance.registration
     return registration.device, registration.engine, len(registration.shards)
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:
-    """The longest sequence, in blocks, that fits when all assigned requests have ended. Pages in use by pins
-    and pool clients are subtracted."""
+    """Return the longest sequence, in blocks, that fits when all assigned requests have ended. Pages in use
+    by pins and pool clients are subtracted."""
     layout = instance.registration.layout
     num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in instance.requests.values())
     num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)

@@ -100,15 +100,15 @@ class Instance:
         return self.registration.capacity.num_device_pages if now is None else now
 
     def shares_cores(self, other: "Instance") -> bool:
-        """Whether both instances compute on some of the same CPU cores, each while the other leaves them
-        idle."""
+        """Return whether both instances compute on some of the same CPU cores, each while the other leaves
+        them idle."""
         ours, theirs = self.registration, other.registration
         if ours.idle_cores.isdisjoint(theirs.idle_cores):
             return False
         return ours.shards[0].messenger.host_id == theirs.shards[0].messenger.host_id
 
     def can_hold(self, num_tokens: int) -> bool:
-        """Whether a sequence of this length fits when the instance does nothing else."""
+        """Return whether a sequence of this length fits when the instance does nothing else."""
         return self.registration.layout.num_blocks(num_tokens) <= self.max_sequence_blocks
 
 
@@ -194,7 +194,7 @@ class Instances:
         return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 
     def lacks(self, stage: Role) -> bool:
-        """Whether no instance for a stage is registered, or expected."""
+        """Return whether no instance for a stage is registered, or expected."""
         return self.largest(stage) is None and self._all_expected_until_s is None
 
     @property
@@ -220,7 +220,8 @@ class Instances:
             self._largest.clear()
 
     def largest(self, stage: Role) -> Instance | None:
-        """The instance for a stage that holds the longest sequence; lost ones that may return count."""
+        """Return the instance for a stage that holds the longest sequence; lost ones that may return
+        count."""
         if stage not in self._largest:
             lost = [instance for instance, _ in self._lost.values() if self._can(instance, stage)]
             expected = self.serving(stage) + lost
@@ -233,24 +234,24 @@ class Instances:
         return self._rules.can(instance.role, stage)
 
     def get(self, name: str | None) -> Instance | None:
-        """A registered instance by its name."""
+        """Return a registered instance by its name."""
         return self._by_name.get(name) if name is not None else None
 
     def by_identity(self, identity: bytes) -> Instance | None:
-        """The instance that speaks from this socket, if that life is the registered one."""
+        """Return the instance that speaks from this socket, if that life is the registered one."""
         instance = self._by_name.get(identity.decode(errors="replace").rpartition("#")[0])
         return instance if instance is not None and instance.identity == identity else None
 
     def able(self, stage: Role) -> list[Instance]:
-        """The instances for a stage."""
+        """Return the instances for a stage."""
         return [instance for instance in self._by_name.values() if self._can(instance, stage)]
 
     def serving(self, stage: Role) -> list[Instance]:
-        """The instances for a stage that take requests."""
+        """Return the instances for a stage that take requests."""
         return [instance for instance in self.able(stage) if instance.state is InstanceState.SERVING]
 
     def why_none(self, stage: Role) -> str:
-        """A message for clients if no instance for a stage takes requests."""
+        """Return a message for clients if no instance for a stage takes requests."""
         able = self.able(stage)
         if not able:
             return f"no {stage.value} instance is ready"
@@ -258,13 +259,14 @@ class Instances:
         return f"all {stage.value} instances are draining{' or switching their role' if switches else ''}"
 
     def why_unknown(self, name: str) -> str:
-        """A message for operators if no instance of this name is registered."""
+        """Return a message for operators if no instance of this name is registered."""
         names = sorted(self._by_name)
         verb = "is" if len(names) == 1 else "are"
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """The stage that no instance could do any more without this one, or if this one had another `role`.
+        """Return the stage that no instance could do any more without this one, or if this one had another
+        `role`.
 
         None if every stage that it can do would be left.
         """
@@ -275,23 +277,25 @@ class Instances:
         return None
 
     def lacks_stage(self, role: Role, other: Role) -> bool:
-        """Whether no instance, expected ones included, does a stage that `role` could do, and `other` not."""
+        """Return whether no instance, expected ones included, does a stage that `role` could do, and `other`
+        not."""
         return any(
             self._rules.can(role, stage) and not self._rules.can(other, stage) and self.lacks(stage)
             for stage in STAGES
         )
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
-        """The instances that were last heard before `deadline_s`."""
+        """Return the instances that were last heard before `deadline_s`."""
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
     def max_sequence_blocks(self) -> int:
-        """The longest prompt and output that some expected pair can hold, in blocks; 0 without a pair."""
+        """Return the longest prompt and output that some expected pair can hold, in blocks; 0 without a
+        pair."""
         largest = [self.largest(stage) for stage in STAGES]
         return min(0 if instance is None else instance.max_sequence_blocks for instance in largest)
 
     def __len__(self) -> int:
-        """The number of registered instances."""
+        """Return the number of registered instances."""
         return len(self._by_name)
 
     def __iter__(self) -> Iterator[Instance]:

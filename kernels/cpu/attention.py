@@ -133,7 +133,7 @@ class PagedAttention:
     def __call__(
         self, query: torch.Tensor, kv_layer: torch.Tensor, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention of `query` [T, num_heads, head_dim] over the pages of one layer.
+        """Return the attention of `query` [T, num_heads, head_dim] over the pages of one layer.
 
         The result is contiguous. Tokens of `query` may lie apart (a part of a larger matrix), its heads may
         not. `kv_layer` holds the new tokens already. Both are float32 or bfloat16 in the CPU's memory.

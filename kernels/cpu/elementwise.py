@@ -81,7 +81,8 @@ class Elementwise:
         self._rotate_and_write = library.function("rotate_and_write", dtype, *[c_void_p] * 6, c_float)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x` [T, n]; `weight` is [n]; n % 16 == 0."""
+        """Return `x / sqrt(mean(x^2) + eps) * weight` of each row of `x` [T, n]; `weight` is [n]; n % 16 ==
+        0."""
         num_rows, n = x.shape
         _check("x", x, x.shape, self._dtype)
         _check("weights", weight, (n,), self._dtype)
@@ -94,7 +95,7 @@ class Elementwise:
     def rotate_and_write(
         self, qkv: torch.Tensor, kv_layer: torch.Tensor, slots: Slots, norms: HeadNorms | None = None
     ) -> None:
-        """Rotates the queries in place, writes rotated keys and values to their pages.
+        """Rotate the queries in place, and write rotated keys and values to their pages.
 
         `qkv` [T, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; head_dim % 32 == 0.
         `kv_layer` [num_pages, num_kv_heads, 2, page_size, head_dim]. Pairs are (i, i + head_dim / 2). The

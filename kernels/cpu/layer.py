@@ -146,7 +146,8 @@ class Layer:
         slots: Slots,
         workspace: torch.Tensor,
     ) -> torch.Tensor:
-        """`hidden` [T, hidden_size] after this layer; writes the keys and values of its tokens to `kv_layer`.
+        """Return `hidden` [T, hidden_size] after this layer, and write the keys and values of its tokens to
+        `kv_layer`.
 
         `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError.
         """
@@ -231,7 +232,7 @@ def run_layers(
     workspace: torch.Tensor,
     moved: HeadsOwner | None = None,
 ) -> torch.Tensor:
-    """`hidden` [T, hidden_size] after these layers, each with its pages and attention.
+    """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
     With `moved` a helper has the last heads, and the pass has been described to it; pages and attention have
     the others. Otherwise as `Layer.__call__`. Raises HelperLost.

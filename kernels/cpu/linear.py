@@ -56,7 +56,7 @@ class PackedLinear:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """`x @ W.T + bias + residual`: `[T, N]` for `x` [T, K] and `residual` [T, N], all contiguous.
+        """Return `x @ W.T + bias + residual`: `[T, N]` for `x` [T, K] and `residual` [T, N], all contiguous.
 
         `out_dtype` is that of the weights (default), or float32. Raises ValueError.
         """
@@ -81,7 +81,7 @@ class PackedLinear:
         return y
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the matrix, as an embedding: `[T, K]` for int64 `ids` [T]. Raises IndexError."""
+        """Return rows of the matrix, as an embedding: `[T, K]` for int64 `ids` [T]. Raises IndexError."""
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError(f"expected int64 ids of one dimension, got {ids.dtype} {list(ids.shape)}")
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.out_features):
@@ -115,7 +115,7 @@ class GatedLinear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, N]` for `x` [T, K], contiguous, of the weights' dtype. Raises ValueError."""
+        """Return `[T, N]` for `x` [T, K], contiguous, of the weights' dtype. Raises ValueError."""
         _check("x", x, (x.shape[0], self.in_features), self.dtype)
         y = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
         self._function(

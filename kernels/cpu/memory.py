@@ -21,7 +21,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, from the beginning of a huge page on, where the system has them.
+    """Return zeros on the CPU, from the beginning of a huge page on, where the system has them.
 
     Streams 4 to 10% faster than small pages do.
     """

@@ -34,20 +34,20 @@ class DecodeTile(NamedTuple):
 
 
 def default_tile(dtype: torch.dtype, head_dim: int) -> DecodeTile:
-    """Small enough that several programs share an SM: it is their loads in flight that fill the memory."""
+    """Return a tile so small that an SM runs several programs: their loads in flight keep the memory busy."""
     if dtype is torch.float32 or head_dim > 128:
         return DecodeTile(32, 4, 2)
     return DecodeTile(64, 4, 3)
 
 
 def pick_num_splits(num_queries: int, num_kv_heads: int, num_sms: int) -> int:
-    """Parts of each sequence, so that `num_sms` multiprocessors have enough to do: a power of two to 64."""
+    """Return the number of splits of each sequence that keeps `num_sms` processors busy, a power of two."""
     wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads))
     return min(_MAX_SPLITS, int(triton.next_power_of_2(wanted)))
 
 
 def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:
-    """K and V of every sequence and all queries read once, results written once; their parts left out."""
+    """Return the bytes moved: K, V and queries are read once, results written once; parts are left out."""
     return (2 * sum(kv_lens) * num_kv_heads + 2 * len(kv_lens) * num_heads) * head_dim * item_bytes
 
 
@@ -156,7 +156,7 @@ def decode_attention(
     lse: torch.Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
-    """Writes the rows of `out` that `spans` (of at most one token each) name; other rows stay.
+    """Write the rows of `out` that `spans` (of at most one token each) name; other rows stay.
 
     `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens of `query` may lie apart, its heads
     may not. Query head h uses KV head `h // (num_heads // num_kv_heads)`. `kv_layer`: contiguous

@@ -130,7 +130,7 @@ def _dequantise(
 def quantise_pages(
     kv_layer: torch.Tensor, pages: torch.Tensor, encoding: Encoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers `[n, num_kv_heads, 2, page_size, head_dim]` in `encoding.dtype`, and their scales.
+    """Return numbers `[n, num_kv_heads, 2, page_size, head_dim]` in `encoding.dtype`, and their scales.
 
     Scales are float32 `[n, num_kv_heads, 2]`. `kv_layer`: contiguous pages of one layer, with finite
     elements, unused ones too; `pages`: int64 `[n]` on its device. Raises ValueError; page numbers are not
@@ -155,7 +155,7 @@ def quantise_pages(
 def dequantise_pages(
     kv_layer: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Writes what `quantise_pages` returned into `pages` (int64 `[n]`, no page twice) of one layer.
+    """Write what `quantise_pages` returned into `pages` (int64 `[n]`, no page twice) of one layer.
 
     Raises ValueError; page numbers are not checked.
     """

@@ -53,6 +53,6 @@ def check_pages(kv_layer: torch.Tensor) -> None:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Launches within it go to the tensor's GPU, like torch's own, and not to the thread's current one."""
+    """Make a context whose launches go to the tensor's GPU, not to the thread's current one."""
     device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return device

@@ -37,7 +37,7 @@ def _copy_pages(
 def gather_pages(
     kv_layer: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copies pages out: `kv_layer[pages]`, `[n, num_kv_heads, 2, page_size, head_dim]`, into `out` if given.
+    """Copy pages out: `kv_layer[pages]`, `[n, num_kv_heads, 2, page_size, head_dim]`, into `out` if given.
 
     `kv_layer`: contiguous pages of one layer; `pages`: int64 `[n]` on its device. Items of `out` may lie
     apart (one layer of a buffer of whole blocks). Raises ValueError; page numbers are not checked.
@@ -49,7 +49,7 @@ def gather_pages(
 
 
 def scatter_pages(kv_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Copies `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 `[n]`, no page twice).
+    """Copy `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 `[n]`, no page twice).
 
     Items of `blocks` may lie apart. Raises ValueError; page numbers are not checked.
     """

@@ -35,7 +35,8 @@ def key_offsets(
 
 
 def block_dim(head_dim: int) -> int:
-    """The power of two that a kernel computes with for heads of `head_dim`; what is too much is masked."""
+    """Return the power of two that a kernel computes with for heads of `head_dim`; what is too much is
+    masked."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
@@ -47,7 +48,7 @@ def check_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError unless these fit together as the attention kernels' docstrings say."""
+    """Raise ValueError unless these fit together as the attention kernels' docstrings say."""
     check_pages(kv_layer)
     _, num_kv_heads, _, _, head_dim = kv_layer.shape
     if query.dim() != 3 or query.shape[1] % num_kv_heads or head_dim > MAX_HEAD_DIM:

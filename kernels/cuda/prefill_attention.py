@@ -30,7 +30,7 @@ class PrefillTile(NamedTuple):
     num_stages: int
 
     def num_tokens(self, group: int) -> int:
-        """Tokens of a tile if `group` query heads share a KV head."""
+        """Return the number of tokens of a tile if `group` query heads share a KV head."""
         return max(1, self.block_rows // group)
 
 
@@ -152,7 +152,7 @@ def prefill_attention(
     lse: torch.Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """Writes the rows of `out` that `spans` cover; other rows stay.
+    """Write the rows of `out` that `spans` cover; other rows stay.
 
     Takes what `decode_attention` takes, but spans of up to `tile.num_tokens(num_heads // num_kv_heads)`
     tokens, as `plan_spans` must have cut them; without a tile it is `default_tile`'s. Raises ValueError.

@@ -47,7 +47,7 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` of each row of contiguous `x` [T, n]; `weight` is `[n]`.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` of each row of contiguous `x` [T, n]; `weight` is `[n]`.
 
     float32, bfloat16 or float16. Raises ValueError.
     """
@@ -55,7 +55,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds `x` to `residual` in place; returns the norm of the sum.
+    """Add `x` to `residual` in place, and return the norm of the sum.
 
     Both are contiguous `[T, n]` of one dtype. Raises ValueError.
     """

@@ -38,7 +38,7 @@ def _silu_mul(gate_up, out, num_columns, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`[T, n]` from contiguous `gate_up` [T, 2 * n], gates first.
+    """Return `[T, n]` from contiguous `gate_up` [T, 2 * n], gates first.
 
     float32, bfloat16 or float16. Raises ValueError.
     """

@@ -50,7 +50,7 @@ def plan_spans(
     page_size: int,
     tile_tokens: int,
 ) -> SpanPlan:
-    """Plans one forward pass over sequences whose queries are concatenated in this order.
+    """Plan one forward pass over sequences whose queries are concatenated in this order.
 
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
     its token t lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of
@@ -84,7 +84,7 @@ def plan_spans(
 
 
 def _cut(chunk: np.ndarray, tile_tokens: int) -> np.ndarray:
-    """The spans of one chunk (a span itself)."""
+    """Return the spans of one chunk (a span itself)."""
     row, num_tokens, position, first_page = chunk
     begins = np.arange(0, num_tokens, tile_tokens)
     lens = np.minimum(tile_tokens, num_tokens - begins)

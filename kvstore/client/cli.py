@@ -38,7 +38,7 @@ Exit codes: 0, 1 if something failed or is damaged, 2 for wrong use, 130 after C
 
 
 def main() -> None:
-    """Entry point of the `mooncake-kv` command."""
+    """Run the `mooncake-kv` command."""
     sys.exit(run(sys.argv[1:]))
 
 

@@ -113,7 +113,7 @@ class PacketConnection(Generic[Incoming]):
                 return
 
     def _refuse(self, error: PoolError) -> None:
-        """Called for a message that the other side should not have sent, before the connection is closed."""
+        """Answer a message that the other side should not have sent; the connection is closed next."""
 
     def _flush(self) -> None:
         while self._outbox:

@@ -63,11 +63,11 @@ class SessionFetches:
         return Fetched(call.call_id, num_layers, [block.page for block in fetch.blocks])
 
     def runs(self, reservation_id: int) -> bool:
-        """Whether a reservation is being fetched."""
+        """Return whether a reservation is being fetched."""
         return reservation_id in self._running
 
     def writes(self, reservation_id: int, page: int) -> bool:
-        """Whether the fetch of a reservation writes this page."""
+        """Return whether the fetch of a reservation writes this page."""
         fetch = self._running.get(reservation_id)
         return fetch is not None and fetch.writes(page)
 

@@ -50,7 +50,7 @@ Exit codes: 0 if nothing failed, 1 if something did, 2 for wrong use, 130 after 
 
 
 def main() -> None:
-    """Entry point of the `mooncake-doctor` command."""
+    """Run the `mooncake-doctor` command."""
     sys.exit(run(sys.argv[1:]))
 
 

@@ -23,7 +23,7 @@ class Outbox:
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Number of messages that wait."""
+        """Return the number of messages that wait."""
         return len(self._waiting)
 
     def post(self, *buffers: bytes | memoryview) -> None:

@@ -55,8 +55,7 @@ def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: in
 
 
 def main() -> int:
-    """Main function of the trial process. Returns 0 if all programs keep within the limits, even if they fail
-    otherwise.
+    """Run the trial process. Returns 0 if all programs keep within the limits, even if they fail otherwise.
 
     Before each step it prints the error that applies if the step does not end.
     """

@@ -22,7 +22,7 @@ class Inbox(Generic[Incoming]):
         self._arrival: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
-        """Number of unread messages."""
+        """Return the number of unread messages."""
         return len(self._messages)
 
     def put_nowait(self, message: Incoming) -> None:

@@ -94,7 +94,7 @@ class Checkpoint:
         return json.dumps(relevant, sort_keys=True, separators=(",", ":"))
 
     def fingerprint(self, dtype: KVDtype, block_size: int) -> str:
-        """Identity of this model's KVCache in `dtype` with blocks of `block_size` tokens."""
+        """Return the identity of this model's KVCache in `dtype` with blocks of `block_size` tokens."""
         return model_fingerprint(
             self.architecture, self.weights_digest, dtype, kv_layout(self, block_size, dtype)
         )

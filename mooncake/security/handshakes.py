@@ -66,7 +66,8 @@ class Handshakes:
                 self._forget(descriptor)
 
     def num_refused(self, now_s: float) -> int:
-        """Number of connections that showed another key, or none: never too high, and never falling."""
+        """Return the number of connections that showed another key, or none: never too high, and never
+        falling."""
         while self._undecided:
             descriptor, since_s = next(iter(self._undecided.items()))
             if now_s - since_s < HANDSHAKE_S + HANDSHAKE_MARGIN_S:

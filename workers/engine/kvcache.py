@@ -132,7 +132,7 @@ class DeviceKVCache:
         return len(self._free)
 
     def layer(self, layer: int) -> torch.Tensor:
-        """The pages of `layer` (its number in the whole model): a view, not a copy."""
+        """Return the pages of `layer` (its number in the whole model): a view, not a copy."""
         assert layer in self.layers, f"layer {layer} is not in {self.layers}"
         return self._tensors[(layer - self.layers.start) % len(self._tensors)]
 

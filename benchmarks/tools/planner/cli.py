@@ -44,7 +44,7 @@ Exit codes: 0, 1 if something failed, 2 for wrong use, 130 after Ctrl-C.
 
 
 def main() -> None:
-    """Entry point of the `mooncake-plan` command."""
+    """Run the `mooncake-plan` command."""
     sys.exit(run(sys.argv[1:]))
 
 

@@ -41,7 +41,7 @@ machines will do. Exit codes: 0, 1 if something failed, 2 for wrong use, 130 aft
 
 
 def main() -> None:
-    """Entry point of the `mooncake-sim` command."""
+    """Run the `mooncake-sim` command."""
     sys.exit(run(sys.argv[1:]))
 
 

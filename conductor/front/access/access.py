@@ -147,7 +147,7 @@ class KeyUse:
 
 
 def _most(requests_per_minute: float | None) -> float:
-    """Number of requests that may be sent at once: at least one, however low the rate is."""
+    """Return the number of requests that may be sent at once: at least one, however low the rate is."""
     return max(requests_per_minute or 0.0, 1.0)
 
 
