@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.reproduction.experiment import Experiment, Trace
-from benchmarks.reproduction.experiments.cache import formulas, hit_rate, pools, workload
+from benchmarks.reproduction.experiments.cache import formulas, hit_rate, pipeline, pools, workload
 from benchmarks.reproduction.experiments.disaggregation import (
     coupled,
     datasets,
@@ -56,6 +56,7 @@ EXPERIMENTS = (
     formulas.SHAPES,
     formulas.REUSE,
     formulas.OCCUPANCY,
+    pipeline.EXPERIMENT,
     interconnects.EXPERIMENT,
     prefill_groups.EXPERIMENT,
 )

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.reproduction.__main__ import EXPERIMENTS, main, run_all
 from benchmarks.reproduction.experiment import Outcome, Table, Trace
+from benchmarks.reproduction.experiments.cache import pipeline
 from benchmarks.reproduction.experiments.cache.formulas import needed_bytes_per_s
 from benchmarks.reproduction.experiments.cache.workload import block_hits
 from benchmarks.reproduction.experiments.disaggregation import inlining, interconnects
@@ -19,6 +20,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome as Ended
 from benchmarks.tools.simulator.cluster.requests import Results, SimulatedRequest
 from benchmarks.tools.simulator.summary import SLOs
 from benchmarks.tools.traces.request import TraceRequest
+from conductor.performance.model import overlapped_s
 from mooncake.cli.command_line import FAILED, WRONG_USE
 
 
@@ -148,3 +150,19 @@ def test_load_aware_routing_says_which_rule_has_the_least_ttft() -> None:
     told = banaserve.remark(Outcome([Table([], rows)]))
     assert "0.75 and 0.75 times that of `fewest requests`; 3.00 and 3.00 times that of `Algorithm 1`" in told
     assert "The least has `Algorithm 1`." in told
+
+
+def test_measured_pipelines_take_what_the_model_says_within_15_percent(tmp_path: Path) -> None:
+    *_, shown = pipeline.run(Trace(tmp_path), tmp_path).tables
+    for _, pipelined, measured, after, measured_after in shown.rows:
+        assert measured == pytest.approx(pipelined, rel=0.15)
+        assert measured_after == pytest.approx(after, rel=0.15)
+
+
+def test_a_transfer_hides_from_the_needed_bandwidth_on() -> None:
+    num_layers, (model, hardware, num_gpus) = 32, pipeline.DEVICES[0]
+    layer = pipeline.layer_of(model, hardware, num_gpus, 4096, 3072)
+    compute_s, num_bytes = num_layers * layer.compute_s, num_layers * layer.fetched_bytes
+    for factor, shown in ((2.0, 1 / (2 * num_layers)), (1.0, 1 / num_layers), (0.5, 1 + 1 / num_layers)):
+        transfer_s = num_bytes / (factor * layer.needed_bytes_per_s)
+        assert overlapped_s(compute_s, transfer_s, num_layers) == pytest.approx((1 + shown) * compute_s)
