@@ -19,6 +19,7 @@ MAX_SHARE = 0.75
 """The largest part of a TTFT SLO that is kept free. A prompt that needs more would only fit if devices ran
 out of work, so nothing is kept for it."""
 _NUM_TERMS = 1000
+"""Kinds of terms that are remembered: they come from requests, so their number needs a bound."""
 
 
 class Terms(NamedTuple):

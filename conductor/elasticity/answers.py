@@ -18,6 +18,7 @@ import numpy as np
 _NUM_RECENT = 64
 """The number of answers of a kind that are remembered."""
 _NUM_KINDS = 256
+"""The number of kinds that are remembered; the one that was least lately learned from goes first."""
 _FEWEST_OF_KIND = 6
 """The number of ended answers of a kind from which on its mean is known."""
 

@@ -24,6 +24,7 @@ FULL_SHARE = 0.85
 """The load of a stage, as a share of its capacity, above which requests begin to miss SLOs, as arrivals are
 uneven."""
 _LEAST = 1e-9
+"""Divisor in place of 0."""
 
 
 class Division(NamedTuple):

@@ -87,7 +87,7 @@ class Survey:
         )
 
     def members(self, batches: list[InstanceBatch], now_s: float) -> list[Member]:
-        """All instances, for the rebalancer."""
+        """Return all instances, for the rebalancer."""
         loads, by_name = self._view.loads, {batch.instance: batch for batch in batches}
         queue_s, changeable = loads.queue_s(now_s), self._changeable()
         members = []

@@ -45,9 +45,9 @@ class GenerationFailedError(RequestError):
         super().__init__(message, status=500, code="generation_failed")
 
 
-def counted(number: int, noun: str) -> str:
-    """Return the number with its noun, such as "1 token" or "2 tokens"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def tokens_in_words(num_tokens: int) -> str:
+    """Return "1 token", or "2 tokens"."""
+    return f"{num_tokens} token{'' if num_tokens == 1 else 's'}"
 
 
 def error_body(error: RequestError) -> dict[str, Any]:

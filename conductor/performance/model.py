@@ -21,6 +21,7 @@ from mooncake.messages.costs import TBT_MARGIN, Costs, prefill_quantities
 _ROOM_SHARE = 0.9
 """The share of device pages that batches fill."""
 _LEAST = 1e-9
+"""Divisor in place of 0."""
 _NUM_HALVINGS = 40
 """Halvings by which the size of a batch is found."""
 

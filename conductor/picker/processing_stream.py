@@ -43,6 +43,7 @@ NO_FRONT = {
     }
 }
 RETRY_AFTER_S = 1
+"""Seconds after which a client may try again, told with `NO_FRONT`."""
 
 
 class ProcessingStream:

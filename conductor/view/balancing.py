@@ -14,10 +14,13 @@ from conductor.rules import DEFAULT_BALANCING_THRESHOLD
 from mooncake.messages.pools import PoolStats
 
 LOWEST, HIGHEST = 1.05, 4.0
+"""Bounds of an adapted threshold."""
 MANY_EVICTED = 0.02
 """The share of lookups for lately evicted blocks above which the threshold rises."""
 _LOOKUPS_A_STEP = 1000
+"""Lookups in all pools after which the threshold is adapted once."""
 _RISE, _FALL = 1.25, 0.95
+"""Factors of one step: up fast, as evictions cost blocks, and down slowly."""
 
 
 class BalancingThreshold:

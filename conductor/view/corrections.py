@@ -35,7 +35,9 @@ MOST_TBT = 1.5
 MEMORY_S = 60.0
 """The age at which an error is forgotten."""
 _NUM_RECENT = 64
+"""The most errors that are remembered."""
 _NUM_SLOS = 100
+"""The most SLOs of which errors are remembered apart: they come from API keys and requests."""
 
 
 class _Error(NamedTuple):

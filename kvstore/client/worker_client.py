@@ -59,6 +59,7 @@ Result = TypeVar("Result")
 _SERIAL = 0
 """Serial of the worker's session: a process has at most one worker, and its clients are numbered from 1."""
 _KEYS_PER_MESSAGE = 1 << 12
+"""Keys in one report of the engine's blocks; more are split."""
 _TOKEN_BYTES = 1 << 17
 """Bytes of token ids in one message; more are split."""
 _COMMIT_BYTES = 1 << 17

@@ -53,13 +53,11 @@ class SsdTier:
         depth: int,
         timeout_s: float,
         events: EventLog | None = None,
-        on_lost: Callable[[BlockKey], None] = lambda _: None,
-        on_health: Callable[[], None] = lambda: None,
     ) -> None:
         self.counters = SsdCounters()
-        self.on_lost = on_lost
+        self.on_lost: Callable[[BlockKey], None] = lambda _: None
         """Callback for every block that leaves this tier."""
-        self.on_health = on_health
+        self.on_health: Callable[[], None] = lambda: None
         self._events = events
         self.disks = [
             Disk(

@@ -36,10 +36,14 @@ from mooncake.node.process import (
 from mooncake.node.rundir import RunDirectory
 
 STOP_GRACE_S = 4.0
+"""Time that processes have to end by themselves."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
+"""The first and the longest pause before a process is started again."""
 KILL_GRACE_S = 2.0
+"""Time after which killed processes are not waited for: a grandchild may hold a pipe open."""
 NUM_LAST_LINES = 20
+"""Lines of a process that are shown when it fails."""
 LONGEST_LINE_BYTES = 1 << 14
 
 _status_decoder = msgspec.json.Decoder(Status)

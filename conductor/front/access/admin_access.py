@@ -9,7 +9,6 @@ Owns: this decision. Does not know: what the routes do (`admin`, `monitoring`).
 import base64
 import ipaddress
 import time
-from collections.abc import Callable
 from enum import Enum
 
 from fastapi import Request
@@ -38,12 +37,10 @@ class _Rule(Enum):
 class AdminAccess:
     """The check of each request to an admin route, as dependencies of these routes."""
 
-    def __init__(
-        self, config: FrontConfig, metrics: Metrics, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: FrontConfig, metrics: Metrics) -> None:
         """Read the admins' keys. Raises ConfigError for unusable ones."""
         self._ring = None if config.admin_keys_file is None else KeyRing(config.admin_keys_file)
-        self._metrics, self._now = metrics, now
+        self._metrics = metrics
         if self._ring is not None:
             self._rule = _Rule.A_KEY
         else:
@@ -75,7 +72,7 @@ class AdminAccess:
                 code="no_admin_keys",
             )
         try:
-            self._ring.find(_as_bearer(request.headers.get("authorization")), self._now())
+            self._ring.find(_as_bearer(request.headers.get("authorization")), time.monotonic())
         except UnauthorizedError as error:
             message = f"{error}; /dashboard and /admin take those of http.admin_keys_file"
             raise UnauthorizedError(message, error.code or "invalid_api_key", challenge) from None

@@ -23,6 +23,7 @@ MAX_BAD_WORDS = 128
 MAX_BIASES = 1024
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TOP_LOGPROBS = 20
+_MAX_QUOTED_CHARS = 80
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
 """Characters that may go into a header and a log line."""
 
@@ -260,6 +261,6 @@ def check_model(name: str | None, served_model_name: str) -> None:
         )
 
 
-def shortened(text: str, num_chars: int = 80) -> str:
+def shortened(text: str) -> str:
     """Shorten `text` for an error message, which must not repeat megabytes."""
-    return text if len(text) <= num_chars else text[:num_chars] + "..."
+    return text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "..."

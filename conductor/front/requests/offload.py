@@ -32,8 +32,10 @@ from mooncake.errors import MooncakeError, OverloadedError, RequestError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
+"""Tasks that may wait, in all and of one tenant."""
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
+"""Processor time and memory that one task may take."""
 _NICE = 10
 """Niceness of the processes: they get a tenth of a core on which another process computes all the time."""
 _MAX_S = 120.0

@@ -8,7 +8,7 @@ import secrets
 
 import msgspec
 
-from conductor.front.errors import counted
+from conductor.front.errors import tokens_in_words
 from conductor.front.openai.model import FrontTokenizer, ServedModel
 from conductor.front.openai.prompt import check_token_ids
 from conductor.front.openai.schema import ChatCompletionRequest, CompletionRequest, shortened
@@ -54,7 +54,7 @@ class Sampling:
         if self._min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {self._min_tokens}, but the answer has at most"
-                f" {counted(max_tokens, 'token')}; reduce it or raise max_tokens",
+                f" {tokens_in_words(max_tokens)}; reduce it or raise max_tokens",
                 param="min_tokens",
                 code="invalid_value",
             )

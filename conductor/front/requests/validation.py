@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from conductor.front.caches.context_caches import Beginning, CacheUse
-from conductor.front.errors import counted
+from conductor.front.errors import tokens_in_words
 from conductor.front.openai.body import parse, refusing_depth
 from conductor.front.openai.model import ServedModel
 from conductor.front.openai.prompt import (
@@ -276,7 +276,7 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
     num_tokens = max(len(prompt.token_ids) for prompt in job.prompts)
     if num_tokens >= pool_len:
         raise RequestError(
-            f"the prompt has {counted(num_tokens, 'token')}, but {held}, the answer included; "
+            f"the prompt has {tokens_in_words(num_tokens)}, but {held}, the answer included; "
             "shorten it or start the server with larger pools",
             param=_prompt_field(job.endpoint),
             code="prompt_exceeds_pool",
@@ -288,7 +288,7 @@ def fit_into_pool(job: Job, cluster: ClusterState, block_size: int) -> Job:
     max_tokens = job.sampling[0].max_tokens
     if num_tokens + max_tokens > pool_len:
         raise RequestError(
-            f"the prompt has {counted(num_tokens, 'token')} and {job.max_tokens_field} is {max_tokens}, but"
+            f"the prompt has {tokens_in_words(num_tokens)} and {job.max_tokens_field} is {max_tokens}, but"
             f" {held}; reduce {job.max_tokens_field} to {pool_len - num_tokens} or less",
             param=job.max_tokens_field,
             code="output_exceeds_pool",
@@ -364,7 +364,7 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, context_len:
     room = context_len - num_prompt_tokens
     if field is not None and max_tokens > room:
         raise RequestError(
-            f"the prompt has {counted(num_prompt_tokens, 'token')} and {field} is {max_tokens}, together "
+            f"the prompt has {tokens_in_words(num_prompt_tokens)} and {field} is {max_tokens}, together "
             f"{num_prompt_tokens + max_tokens}, but this model's maximum context length is {context_len} "
             f"tokens; reduce {field} to {room} or less, or shorten the prompt",
             param=field,

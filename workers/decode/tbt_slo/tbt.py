@@ -11,12 +11,15 @@ Owns: the models of one device. Does not know: the clock, requests, limits.
 from typing import NamedTuple
 
 DECAY = 0.995
+"""The weight of an iteration relative to the next one: some 200 iterations count."""
 PROMPT_DECAY = 0.9
+"""The same for iterations with prompts, which are rare: some ten count."""
 MIN_ITERATIONS = 8
 """Iterations that are measured before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
 """Iterations with prompts in a row, after which such iterations too are used to learn what decoding takes."""
 _TOKENS_PER_UNIT = 1000.0
+"""KV tokens of a unit of the line, so that its features have similar sizes."""
 _RIDGE = 0.01
 """Variance of a feature (requests or 1,000 tokens, squared) that is too small to learn from."""
 
