@@ -194,7 +194,7 @@ TRANSFER = [
             f" (rate(mooncake_transfer_peer_bytes_total{RATE})) / sum by (instance, peer, transport)"
             f" (rate(mooncake_transfer_peer_seconds_total{RATE})))": "{{instance}} {{peer}} {{transport}}"
         },
-        "Bytes divided by the time in which some were under way.",
+        "Bytes divided by the time in which some were in flight.",
     ),
     Chart("Open connections", "short", {"sum by (instance) (mooncake_transfer_streams)": "{{instance}}"}),
 ]

@@ -33,7 +33,7 @@ class Mailbox:
         return bool(self._code.mailbox_is_closed(self._address))
 
     def close(self) -> None:
-        """End the exchange, for both sides: whoever waits for the other stops. Idempotent."""
+        """End the exchange, for both sides: a side that waits for the other stops. Idempotent."""
         self._code.close_mailbox(self._address)
 
 

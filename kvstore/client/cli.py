@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
             code: int = options.command(options, pools)
             sys.stdout.flush()
             return max(code, FAILED if pools.has_lost else 0)
-    except BrokenPipeError:  # whoever read has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -232,7 +232,7 @@ class PageTable:
         self.last_use_of[page] = last_use
         self.positions[page] = position
         self.num_uses_of[page] = num_uses
-        self._writer[page] = _NOBODY  # has written all of it; whoever keeps the page from now on reads
+        self._writer[page] = _NOBODY  # all of it is written; the page is only read from now on
         self._move(page, SEALED)
 
     def seal_all(

@@ -123,7 +123,7 @@ class Mover:
                 return  # the next demotion that ends, or the end of the pause, wakes us
         if not self._demoting:
             evictor.num_wanted = (
-                0  # whoever still waits will ask again; others must not be evicted for nobody
+                0  # requests that still wait ask again; others must not be evicted for nobody
             )
 
     async def flush(self, timeout_s: float) -> None:

@@ -53,7 +53,7 @@ class _Request:
 
 
 _Asking = asyncio.Task[list[bytes]]
-_UnderWay = deque[tuple[_Request, list[_Asking]]]
+_InFlight = deque[tuple[_Request, list[_Asking]]]
 """Requests in flight, each with its tasks, one for each source; oldest first."""
 
 
@@ -138,7 +138,7 @@ class BlockFetch:
             )
 
     async def _stream(self, sources: Sequence[PoolShard], urgency: Urgency) -> None:
-        under_way: _UnderWay = deque()
+        in_flight: _InFlight = deque()
         pages = [block.page for block in self._blocks]
         for page in pages:
             self._pool.hold(page)
@@ -151,16 +151,16 @@ class BlockFetch:
                     for peer, share in zip(peers, parts, strict=True)
                     if common(share.layers, self._model_layers(request))
                 ]
-                under_way.append((request, asking))
-                if len(under_way) == _MOST_AT_ONCE:
-                    await self._take(peers, under_way)
-            while under_way:
-                await self._take(peers, under_way)
+                in_flight.append((request, asking))
+                if len(in_flight) == _MOST_AT_ONCE:
+                    await self._take(peers, in_flight)
+            while in_flight:
+                await self._take(peers, in_flight)
         except TransferError as error:
             names = ", ".join(shard.messenger.instance for shard in sources)
             log.info("fetching from %s failed: %s", names, error)
         finally:
-            await _end([task for _, asking in under_way for task in asking])
+            await _end([task for _, asking in in_flight for task in asking])
             for page in pages:
                 self._pool.unhold(page)
 
@@ -206,26 +206,26 @@ class BlockFetch:
         checksums = await peer.fetch(keys, views, layers, urgency, heads)
         return [checksums[index] for index in takewhile(checksums.__contains__, range(len(blocks)))]
 
-    async def _take(self, peers: Sequence[OutgoingSession], under_way: _UnderWay) -> None:
+    async def _take(self, peers: Sequence[OutgoingSession], in_flight: _InFlight) -> None:
         """Record the answers to the oldest request, and call `on_layers`.
 
         A block is given up only when nothing is in flight to its page any more.
         """
         num_wanted = self._num_wanted
-        await self._take_first(peers, under_way)
-        while under_way and self._num_wanted < num_wanted:
-            await self._take_first(peers, under_way)
+        await self._take_first(peers, in_flight)
+        while in_flight and self._num_wanted < num_wanted:
+            await self._take_first(peers, in_flight)
         if not self._is_stopped:
             self._pages.difference_update(block.page for block in self._blocks[self._num_wanted :])
             self._said = self._num_wanted, self._num_layers
             self._on_layers(*self._said)
 
-    async def _take_first(self, peers: Sequence[OutgoingSession], under_way: _UnderWay) -> None:
+    async def _take_first(self, peers: Sequence[OutgoingSession], in_flight: _InFlight) -> None:
         """Record the answers to the oldest request. So the layers of a block are recorded in their order."""
-        request, asking = under_way[0]
+        request, asking = in_flight[0]
         await self._answered(peers, asking)
         answers = [await task for task in asking]
-        under_way.popleft()
+        in_flight.popleft()
         if self._is_stopped:
             return
         num_there = min(len(checksums) for checksums in answers)

@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         (_print_json if options.json else _print_report)(findings)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return FAILED if any(finding.level is Level.FAIL for finding in findings) else 0

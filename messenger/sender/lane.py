@@ -190,7 +190,7 @@ class Lane:
             self._parts.end()
             self._outstanding.end()
             self._send_queue.end()
-            self._stream.close()  # before the next wait: whoever is cancelled again does not come back
+            self._stream.close()  # before the next wait: a task that is cancelled again does not come back
             await self._send_queue.close()
 
     def send(self, request: Request) -> None:

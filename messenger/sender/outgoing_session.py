@@ -257,7 +257,7 @@ class OutgoingSession:
         """Record that a request was completed, and let its caller go on before bulk does."""
         if urgency is Urgency.LATENCY:
             self._has_served = True
-            if self._queues.has_bulk:  # whoever waited for this goes on first
+            if self._queues.has_bulk:  # the caller that waited for this goes on first
                 asyncio.get_running_loop().call_soon(self._wake_one, Urgency.BULK)
 
     # -- lanes ------------------------------------------------------------------------------------

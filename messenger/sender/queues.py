@@ -153,14 +153,14 @@ class Queues(Generic[CarrierT]):
         """Return whether `lane` may be given the next request of this class. There must be one."""
         if self._is_standby(lane) or not lane.has_capacity:
             return False
-        under_way_bytes = lane.outstanding_bytes_of(urgency)
+        in_flight_bytes = lane.outstanding_bytes_of(urgency)
         if urgency is Urgency.LATENCY or now_s >= self._latency_until_s:
-            return under_way_bytes < _WINDOW_BYTES
+            return in_flight_bytes < _WINDOW_BYTES
         if self._num_latency and now_s < self._bulk_sent_s + BULK_WAITS_S:
             return False
         pace, is_fetch = lane.bulk_pace, isinstance(self._queues[urgency][0], FetchRequest)
         window_bytes = pace.piece_bytes * (pace.num_fetches if is_fetch else pace.num_writes)
-        return lane is not self._kept_free and under_way_bytes < window_bytes
+        return lane is not self._kept_free and in_flight_bytes < window_bytes
 
     def _is_standby(self, lane: CarrierT) -> bool:
         return self._has_main and lane.path.is_standby

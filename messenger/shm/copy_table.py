@@ -219,7 +219,7 @@ class CopyTable:
         self._looking = None
         awaited, self._awaited = self._awaited, []
         for each in awaited:
-            each.copies = [copy for copy in each.copies if self._is_under_way(copy)]
+            each.copies = [copy for copy in each.copies if self._is_in_flight(copy)]
             if each.copies:
                 self._awaited.append(each)
             else:
@@ -231,7 +231,7 @@ class CopyTable:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._looking = asyncio.get_running_loop().call_later(self._pause_s, self._look)
 
-    def _is_under_way(self, copy: Copy) -> bool:
+    def _is_in_flight(self, copy: Copy) -> bool:
         is_copying = self._native.is_copying(self._address, copy.slot, copy.grant_id)
         return bool(is_copying) and not self._has_ended(copy.slot)
 

@@ -41,7 +41,7 @@ def check_node(config: Config) -> None:
     if config.has_pool:
         _check_certificates(config.security)
     if config.role == "pool":
-        return  # whoever stores the first block says of which model
+        return  # the client that stores the first block says of which model
     checkpoint = open_checkpoint(config.model, config.load_format)
     if config.runs_instances:
         _check_device(config.worker.device)

@@ -107,7 +107,7 @@ class ConductorConfig(Section):
         description="a prefix is worth one copy more for every so many uses; one counts half after a minute",
     )
     replication_bytes: ByteSize = Field(
-        ByteSize(256 << 20), description="of copies that are under way, and that are ordered in one period"
+        ByteSize(256 << 20), description="of copies in flight, and of those that are ordered in one period"
     )
     inlining: bool = Field(
         True,

@@ -186,8 +186,8 @@ def _transfers(pools: Mapping[str, PoolStats]) -> list[Family]:
     by_peer = _counter(
         "mooncake_transfer_peer_bytes", "KVCache moved to and from a peer at the instance's request"
     )
-    seconds = _counter("mooncake_transfer_peer_seconds", "Time in which any of that was under way")
-    in_flight = _gauge("mooncake_transfer_in_flight_bytes", "Bytes under way or waiting for it")
+    seconds = _counter("mooncake_transfer_peer_seconds", "Time in which any of that was in flight")
+    in_flight = _gauge("mooncake_transfer_in_flight_bytes", "Bytes in flight or waiting to be")
     bandwidth = _gauge("mooncake_transfer_bandwidth_bytes_per_second", "Of the latest transfers")
     streams = _gauge("mooncake_transfer_streams", "Open connections")
     for part, pool in pools.items():

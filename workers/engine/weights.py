@@ -127,7 +127,7 @@ class Weights:
             raise WeightsError(
                 f"{len(missing)} of {len(self._slots)} tensors are missing, among them: {shapes}"
             )
-        self._slots.clear()  # whoever takes a layer now is its only owner
+        self._slots.clear()  # the next taker of a layer is its only owner
 
     def init_dummy(self, seed: int) -> None:
         """Fill in small random weights. Values depend on `seed` and name only, not on stage or rank."""

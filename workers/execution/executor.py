@@ -79,7 +79,7 @@ class Executor:
         def make() -> None:
             try:
                 ended.set_result(call())
-            except Exception as error:  # noqa: BLE001 - whoever waits for the call gets its error
+            except Exception as error:  # noqa: BLE001 - the waiter for the call gets its error
                 ended.set_exception(error)
 
         self._cutting_in.append(make)

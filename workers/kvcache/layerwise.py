@@ -162,6 +162,6 @@ class _AtOnce(Executor):
         done: Future[T] = Future()
         try:
             done.set_result(call(*arguments, **named))
-        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it, as from a thread
+        except Exception as error:  # noqa: BLE001 - the caller of `result` gets it, as from a thread
             done.set_exception(error)
         return done

@@ -225,7 +225,7 @@ def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: whoever serves ends this
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, for all: the front ends this
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         _close_others({2, *(one.fileno() for one in keep)})
         work()

@@ -22,7 +22,7 @@ from mooncake.errors import RequestError
 _KEPT_S = 0.5
 """Seconds for which an answer is kept, so that several open pages take as much time as one."""
 _METRICS_KEPT_S = 0.1
-"""The same for scrapes, which need no key: whoever asks all the time takes little of the event loop's"""
+"""The same for scrapes, which need no key: constant scraping takes little of the event loop's time."""
 _PAGE = {
     "": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),

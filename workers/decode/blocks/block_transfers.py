@@ -42,7 +42,7 @@ class BlockTransfers:
     def __init__(self, copies: LayerCopies, kv: DeviceKVCache) -> None:
         self._copies = copies
         self._kv = kv
-        self._quiet = copies.mark()  # whoever computed with the pages before has been waited for
+        self._quiet = copies.mark()  # earlier computations with the pages have been waited for
         self._loading = ThreadPoolExecutor(1, "kvcache-join")
         self._storing = ThreadPoolExecutor(1, "kvcache-seal")
         self._num_running = 0
