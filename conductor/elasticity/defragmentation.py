@@ -10,7 +10,7 @@ from conductor.elasticity.batches import Coming, InstanceBatch, destination_of, 
 from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
-PATIENCE_S = 2.0
+LEAST_WAIT_S = 2.0
 """Seconds for which a request waits before others move for it. Most find room by themselves."""
 
 
@@ -34,7 +34,7 @@ def _waiting(batch: InstanceBatch) -> Coming | None:
     stuck = [
         of
         for of in batch.coming
-        if of.has_waited_s > PATIENCE_S and of.num_prompt_tokens > batch.num_free_tokens
+        if of.has_waited_s > LEAST_WAIT_S and of.num_prompt_tokens > batch.num_free_tokens
     ]
     return max(stuck, key=lambda of: of.num_prompt_tokens, default=None)
 

@@ -1,6 +1,6 @@
 """Emptying of instances that drain or switch their role.
 
-No more requests are placed on such an instance. Queued requests are placed elsewhere, running prefills end,
+No more requests are placed on such an instance. Queued requests are placed on others, running prefills end,
 and running decodes migrate to instances that have room for them, or end there.
 
 Owns: how an instance is emptied. Does not know: why, what happens to the instance then.

@@ -2,7 +2,7 @@
 
 It has the format of a segment (see segment) under its own magic. Header and slot table are mapped, so writes
 to them outlive a process that is killed at any moment. The slots are not mapped: blocks go to and from the
-disk by O_DIRECT, past the page cache, where they would only displace other data.
+disk by O_DIRECT, past the page cache, where they would only evict other data.
 
 Beside `<name>.slab` lies `<name>.slab.lock`, which is never removed. The process that holds its flock owns
 the slab. A slab is created as `<name>.slab.new` and gets its name once it is complete on the disk.

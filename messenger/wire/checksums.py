@@ -28,7 +28,7 @@ _FEW_BYTES = 64 * 1024
 """Bytes up to which neither a compiled call nor hashing in pieces pays."""
 _STREAMED_BYTES = 512 * 1024
 """Bytes from which on a copy bypasses the caches."""
-_PATIENCE_NS = 200_000
+_SPIN_NS = 200_000
 """Nanoseconds that a call waits for more of a block before other tasks have their turn."""
 SHORT_LAYER_BYTES = 240
 """Bytes of a layer up to which xxh3 uses another algorithm. The library hashes such layers."""
@@ -151,7 +151,7 @@ class LayerChecksums:
             self._layer_bytes,
             self.num_there,
             min(num_wanted, len(self.block)),
-            _PATIENCE_NS,
+            _SPIN_NS,
             byref(self._num_hashed),
             self._state.buffer_info()[0],
             self._digests.buffer_info()[0],

@@ -12,10 +12,10 @@ they are one *session*, and a transfer may use all of them.
     Write(transfer, heads, ...)    ->                     over TCP the bytes follow the frame
                                    <-     WriteAck        one per Write, in their order
     Close(transfer, reason)        ->                     done, or given up: it has stopped to write
-                                   <-     Ended           the receiver gave it up, and waits for Close
+                                   <-     TransferEnded   the receiver gave it up, and waits for Close
     Fetch(keys, layers, heads)     ->                     read blocks, if they are there
                                    <-     Found           one per Fetch, in their order, bytes as in Write
-    FetchDone(damaged)             ->                     the oldest Found has been read: let go of it
+    FetchDone(damaged)             ->                     the oldest Found has been read: release it
     Abandon(lane)                  ->                     forget that lane: what was on it comes again here
     Write(..., is_placed)          ->                     over shared memory, the bytes are in their pages
     Fetch(..., is_read)            ->                     over shared memory, they have been read: no answer

@@ -199,7 +199,7 @@ class Returning(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The worker stops now: its requests are to be placed elsewhere. Needs no answer."""
+    """The worker stops now: its requests are to be placed on others. Needs no answer."""
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
