@@ -150,7 +150,8 @@ class DecodeLoad(msgspec.Struct, frozen=True):
     num_prompt_tokens_left: Count = 0
     """Tokens of inlined prompts that are still to be computed."""
     prompt_token_s: Seconds = 0.0
-    """Seconds that a prompt token adds to an iteration, as learned; 0 while unknown."""
+    """Seconds that a prompt token adds to an iteration, as learned; 0 while unknown. Nothing reads it, and it
+    goes with protocol 27."""
 
 
 class Joining(msgspec.Struct, frozen=True):
