@@ -32,12 +32,9 @@ class AnswerHandler:
     An answer that fits no request raises TransferError, which ends the connection.
     """
 
-    def __init__(
-        self, outstanding: Outstanding, inlet: Inlet, transport: Transport, listener: AnswerListener
-    ) -> None:
+    def __init__(self, outstanding: Outstanding, inlet: Inlet, listener: AnswerListener) -> None:
         self._outstanding = outstanding
         self._inlet = inlet
-        self._transport = transport
         self._listener = listener
 
     def acknowledged(self, ack: WriteAck) -> None:
@@ -76,7 +73,7 @@ class AnswerHandler:
 
     def moved(self, request: Request, *, received: bool) -> None:
         """Count all bytes of a request."""
-        self._listener.moved(self._transport, request.num_bytes, received=received)
+        self._listener.moved(self._inlet.transport, request.num_bytes, received=received)
 
     def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
         """Return the views of the blocks that were found."""
@@ -100,7 +97,7 @@ class AnswerHandler:
         damaged = [block.index for block in found.blocks if block.index not in intact]
         if damaged:
             self._listener.damaged()
-        self._listener.moved(self._transport, sum(map(len, views)), received=True)
+        self._listener.moved(self._inlet.transport, sum(map(len, views)), received=True)
         failure = found.failure
         request.done(intact, failure and f"{self._listener.name} cannot send: {failure}")
         return damaged

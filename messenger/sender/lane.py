@@ -78,7 +78,7 @@ class Lane:
         self._outstanding = Outstanding(
             answer_timeout_s, lambda: self.give_up(f"no acknowledgement within {answer_timeout_s:g} s")
         )
-        self._answers = AnswerHandler(self._outstanding, ends.inlet, path.transport, owner)
+        self._answers = AnswerHandler(self._outstanding, ends.inlet, owner)
         self._send_queue = SendQueue(
             self._stream,
             answer_timeout_s,
