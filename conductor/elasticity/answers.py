@@ -23,14 +23,14 @@ _FEWEST_OF_KIND = 6
 """The number of ended answers of a kind from which on its mean is known."""
 
 
-class Kind(NamedTuple):
+class AnswerKind(NamedTuple):
     """Prompts of similar length with similar limits for their answers, by powers of two."""
 
     prompt: int
     most: int
 
     @classmethod
-    def of(cls, num_prompt_tokens: int, max_tokens: int) -> "Kind":
+    def of(cls, num_prompt_tokens: int, max_tokens: int) -> "AnswerKind":
         """Return the kind of a request."""
         return cls(num_prompt_tokens.bit_length(), max_tokens.bit_length())
 
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 class RunningAnswer(NamedTuple):
     """An answer of which some tokens have been drawn."""
 
-    kind: Kind
+    kind: AnswerKind
     began_s: float
     """The time of its first token."""
     num_tokens: float
@@ -56,7 +56,7 @@ class AnswerLengths:
     """The mean lengths of answers by kind."""
 
     def __init__(self) -> None:
-        self._by_kind: OrderedDict[Kind, deque[RunningAnswer]] = OrderedDict()
+        self._by_kind: OrderedDict[AnswerKind, deque[RunningAnswer]] = OrderedDict()
         self._all: deque[RunningAnswer] = deque(maxlen=_NUM_RECENT)
 
     def learn(self, answer: RunningAnswer) -> None:
@@ -68,8 +68,8 @@ class AnswerLengths:
             self._by_kind.popitem(last=False)
 
     def means(
-        self, kinds: Iterable[Kind], running: Iterable[RunningAnswer], since_s: float
-    ) -> dict[Kind, float]:
+        self, kinds: Iterable[AnswerKind], running: Iterable[RunningAnswer], since_s: float
+    ) -> dict[AnswerKind, float]:
         """Return the expected length of each kind's answers.
 
         Args:
@@ -78,13 +78,13 @@ class AnswerLengths:
             since_s: The time since when the load has been the same. Only answers that began after it are
             used; while few of these have ended, earlier ones are used too.
         """
-        by_kind: dict[Kind, list[RunningAnswer]] = {}
+        by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:
             if answer.began_s >= since_s:
                 by_kind.setdefault(answer.kind, []).append(answer)
         return {kind: self._mean(kind, by_kind.get(kind, []), since_s) for kind in kinds}
 
-    def _mean(self, kind: Kind, running: list[RunningAnswer], since_s: float) -> float:
+    def _mean(self, kind: AnswerKind, running: list[RunningAnswer], since_s: float) -> float:
         recent = self._by_kind.get(kind, deque[RunningAnswer]())
         if len(recent) < _FEWEST_OF_KIND:
             recent = self._all

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.elasticity.answers import AnswerLengths, Kind, RunningAnswer
+from conductor.elasticity.answers import AnswerKind, AnswerLengths, RunningAnswer
 
 WINDOW_S = 60.0
 """The longest time for which arrivals count."""
@@ -42,7 +42,7 @@ class _Arrivals:
     """The requests of one kind that have arrived in one second of the clock."""
 
     second: int
-    kind: Kind
+    kind: AnswerKind
     num_requests: int = 0
     num_prompt_tokens: int = 0
     prefill_s: float = 0.0
@@ -79,7 +79,7 @@ class Demand:
     """The number of times that the load has changed."""
     _arrivals: deque[_Arrivals] = field(default_factory=deque)
     """Arrivals by second and kind: many requests in a second take no more room than few."""
-    _latest: dict[Kind, _Arrivals] = field(default_factory=dict)
+    _latest: dict[AnswerKind, _Arrivals] = field(default_factory=dict)
     """The arrivals of the latest second that had any."""
     _began_s: float | None = None
     """The time since when the load has been the same."""
@@ -88,7 +88,7 @@ class Demand:
         """Count a request that a client has sent, accepted or not."""
         if self._began_s is None:
             self._began_s = now_s
-        second, kind = math.floor(now_s), Kind.of(num_prompt_tokens, max_tokens)
+        second, kind = math.floor(now_s), AnswerKind.of(num_prompt_tokens, max_tokens)
         if not self._arrivals or self._arrivals[-1].second != second:
             self._latest.clear()
         arrivals = self._latest.get(kind)
@@ -133,7 +133,7 @@ class Demand:
             self._arrivals.popleft()
         return began_s
 
-    def _clearest_change(self, means: dict[Kind, float], began_s: float, now_s: float) -> float | None:
+    def _clearest_change(self, means: dict[AnswerKind, float], began_s: float, now_s: float) -> float | None:
         """Find the time of the change of the load that is the least like chance; None if the load has been
         the same since `began_s`.
 

@@ -5,7 +5,7 @@ Owns: the translation of view, registry and heartbeats into values. Does not kno
 
 from dataclasses import replace
 
-from conductor.elasticity.answers import Kind, RunningAnswer
+from conductor.elasticity.answers import AnswerKind, RunningAnswer
 from conductor.elasticity.batches import Coming, InstanceBatch, Resident
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
@@ -211,7 +211,7 @@ def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningA
     """
     request, began_s = tracked.request, tracked.placed.decode_began_s
     assert began_s is not None
-    kind = Kind.of(request.num_prompt_tokens, request.sampling.max_tokens)
+    kind = AnswerKind.of(request.num_prompt_tokens, request.sampling.max_tokens)
     return RunningAnswer(kind, began_s, num_tokens, at_s)
 
 

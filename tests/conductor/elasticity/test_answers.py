@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from conductor.elasticity.answers import AnswerLengths, Kind, RunningAnswer, mean_length
+from conductor.elasticity.answers import AnswerKind, AnswerLengths, RunningAnswer, mean_length
 
-CHAT, SUMMARY = Kind.of(200, 2048), Kind.of(8000, 2048)
+CHAT, SUMMARY = AnswerKind.of(200, 2048), AnswerKind.of(8000, 2048)
 
 
-def learned(*lengths: tuple[Kind, int, float]) -> AnswerLengths:
+def learned(*lengths: tuple[AnswerKind, int, float]) -> AnswerLengths:
     """Eight answers of each kind, of a length, that began at a time."""
     learned = AnswerLengths()
     for kind, num_tokens, began_s in lengths:
@@ -41,7 +41,7 @@ def test_long_answers_that_are_still_decoded_are_not_overlooked() -> None:
 
 def test_no_answer_is_expected_to_be_longer_than_its_limit() -> None:
     lengths = learned((CHAT, 4000, 0.0))
-    short = Kind.of(200, 10)
+    short = AnswerKind.of(200, 10)
     assert lengths.means([short], [], 0.0)[short] <= 16
 
 
