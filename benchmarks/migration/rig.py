@@ -28,6 +28,9 @@ from mooncake.messages.migration import (
     FromMigration,
     HandedOver,
     HandOver,
+    HeadsPlace,
+    LayerRange,
+    PlaceHeads,
     PreCopied,
     PreCopy,
     Prepare,
@@ -70,6 +73,9 @@ class Instance:
 
     def __init__(self, register: Register, identity: bytes) -> None:
         self.register, self.identity = register, identity
+        self.place = HeadsPlace()
+        """The latest place of its KV heads and layers that it has told."""
+        self.placed = asyncio.Event()
         self.token_times_s: list[float] = []
         """Arrival times of its tokens here, those of streams that are `counts`."""
 
@@ -115,7 +121,7 @@ class Rig:
         self._joined = asyncio.Event()
         self._streams: dict[str, Stream] = {}
         self._answers: defaultdict[Ref, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
-        self._block_size = 0
+        self._block_size = self._num_orders = 0
 
     async def run(self) -> None:
         """The loop: receive, act."""
@@ -133,6 +139,10 @@ class Rig:
                         await self._router.send(sender, ReturnNoted())
                     case Heartbeat():
                         await self._router.send(sender, HeartbeatAck(True, 1))
+                        for instance in self.instances.values():
+                            if instance.identity == sender:
+                                instance.place = message.heads
+                                instance.placed.set()
                     case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():
                         self._answers[message.ref].put_nowait(message)
 
@@ -230,6 +240,20 @@ class Rig:
         stream.at = destination
         await self._tell(destination, Reserve(stream.ref, request, inline=True))
 
+    async def place(self, owner: Instance, layers: LayerRange | None) -> HeadsPlace:
+        """Have layers of an instance at the other one; None: have them back. Return when that is told."""
+        self._num_orders += 1
+        helper = self.other(owner).register
+        order = PlaceHeads(1, self._num_orders, helper.instance, helper.heads.socket, layers=layers)
+        await self._tell(owner, order)
+        async with asyncio.timeout(DEADLINE_S):
+            while owner.place.number != order.number or owner.place.is_moving:
+                owner.placed.clear()
+                await owner.placed.wait()
+        if owner.place.error:
+            raise MoveError(owner.place.error)
+        return owner.place
+
     def _next_ref(self, stream: Stream) -> Ref:
         return Ref(1, stream.request.request_id, stream.num_attempts + 1)
 
@@ -277,7 +301,7 @@ def _start(spec: ChildSpec, core: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def _config_of(rig: Rig, name: str) -> Config:
+def _config_of(rig: Rig, name: str, max_batch: int) -> Config:
     flags = {
         ("role",): "decode",
         ("instance",): name,
@@ -286,12 +310,13 @@ def _config_of(rig: Rig, name: str) -> Config:
         ("kvcache", "pool_bytes"): "512MiB",
         ("kvcache", "device_bytes"): "512MiB",
         ("worker", "num_threads"): "1",
+        ("worker", "max_batch"): str(max_batch),
     }
     return load_config(None, {}, flags)
 
 
 @contextlib.asynccontextmanager
-async def rig() -> AsyncIterator[Rig]:
+async def rig(max_batch: int = 32) -> AsyncIterator[Rig]:
     """Both instances, ready, each on a core of its own as far as there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
@@ -302,7 +327,7 @@ async def rig() -> AsyncIterator[Rig]:
         try:
             for index, name in enumerate(NAMES):
                 run_dir = stack.enter_context(RunDirectory())
-                specs = plan_node(_config_of(made, name), run_dir)
+                specs = plan_node(_config_of(made, name, max_batch), run_dir)
                 processes += [_start(spec, cores[index % len(cores)]) for spec in specs]
             await made.joined()
             yield made

@@ -86,6 +86,7 @@ class LayersOwner(_LayersMailbox):
         self._asked: dict[int, tuple[int, int]] = {}
         """Numbers of tokens and layers of the passes that were not taken yet."""
         self._num_passes = 0
+        self._is_lost = False
 
     def ask(
         self,
@@ -122,11 +123,12 @@ class LayersOwner(_LayersMailbox):
     def take(self, number: int) -> torch.Tensor:
         """Return the hidden states behind the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost.
+        Raises HelperLost, and from then on for each pass: it may need the KVCache of the one that was lost.
         """
         num_tokens, num_layers = self._asked.pop(number)
         timeout_ms = c_int64(round(1000 * self._timeout_s * num_layers))
-        if not self._code.await_answer(self._address, c_uint32(number), timeout_ms):
+        if self._is_lost or not self._code.await_answer(self._address, c_uint32(number), timeout_ms):
+            self._is_lost = True
             raise HelperLost("the helper that has some of the layers does not answer")
         return self._rows(number, num_tokens).clone()
 

@@ -122,7 +122,8 @@ class BatchLoop:
                 self._meter.idle()
                 self._is_quiet.set()
             return
-        chunks = self._chunks.plan(self._batch.plan())
+        ready = self._batch.plan()
+        chunks = self._chunks.plan(ready, self._iterations.turn(ready))
         if not chunks:
             self._meter.idle()
             return

@@ -43,11 +43,14 @@ class DecodeMeter:
         """Record the times of an iteration that has ended."""
         seconds = iteration.ended_s - iteration.began_s
         self.predictors.observe(
-            iteration.num_decoded, iteration.num_kv_tokens, iteration.num_prompt_tokens, seconds
+            iteration.num_decoded + iteration.num_decoded_beside,
+            iteration.num_kv_tokens + iteration.num_kv_tokens_beside,
+            iteration.num_prompt_tokens,
+            seconds,
         )
         self._num_iterations += 1
         self._num_tokens += iteration.num_tokens
-        forward_s = iteration.ended_s - iteration.forward_began_s
+        forward_s = iteration.forward_s
         self._forward_s += forward_s
         if iteration.num_prompt_tokens:
             mixed = self._mixed
@@ -59,7 +62,7 @@ class DecodeMeter:
             )
         self._host_s += iteration.forward_began_s - iteration.began_s
         if self._last_ended_s is not None:
-            gap_s = iteration.began_s - self._last_ended_s
+            gap_s = max(0.0, iteration.began_s - self._last_ended_s)  # none between two that overlap
             self._bubble_s += 0.0 if self._has_paused else gap_s
             self._pause_s += gap_s if self._has_paused else 0.0
         self._last_ended_s, self._has_paused = iteration.ended_s, False

@@ -11,7 +11,7 @@ meet. Callers that load or store KVCache between layers (section 5.2) write the 
 import logging
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -44,6 +44,13 @@ class Layers(Protocol):
     ) -> torch.Tensor: ...
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor: ...
+
+
+class HandedOver(NamedTuple):
+    """A pass that is at the helper that has some of the layers."""
+
+    hosted: HostedLayers
+    number: int
 
 
 class DecoderModel:
@@ -235,8 +242,9 @@ class DecoderModel:
 
         On CUDA, decode steps over the pages of one cache are captured graphs. Raises HelperLost.
         """
-        if kv.hosted is not None:
-            return self.finish(self.hand_over(kv.hosted, batch, kv), kv.hosted, batch, kv)
+        handed_over = self.hand_over(batch, kv)
+        if handed_over is not None:
+            return self.finish(handed_over, batch, kv)
         graphs = self._graphs_over(kv)
         if graphs is not None and graphs.can_compute(batch):
             return graphs.forward(batch)
@@ -244,17 +252,20 @@ class DecoderModel:
         return self.logits(hidden[batch.last_rows])
 
     @torch.inference_mode()
-    def hand_over(self, hosted: HostedLayers, batch: Batch, kv: DeviceKVCache) -> int:
-        """Compute the layers before those that a helper has, and hand the pass over. Return its number."""
+    def hand_over(self, batch: Batch, kv: DeviceKVCache) -> HandedOver | None:
+        """Compute the layers before those that a helper has, and hand the pass over to it; None if no helper
+        has layers."""
+        hosted = kv.hosted
+        if hosted is None:
+            return None
         before = range(self.layers.start, hosted.layers.start)
-        return _ask(hosted, hosted.layers, self.forward_layers(before, self.embed(batch), batch, kv), batch)
+        hidden = self.forward_layers(before, self.embed(batch), batch, kv)
+        return HandedOver(hosted, _ask(hosted, hosted.layers, hidden, batch))
 
     @torch.inference_mode()
-    def finish(self, number: int, hosted: HostedLayers, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return the logits of a pass that was handed over, as `forward` does, when the helper has answered.
-
-        Raises HelperLost.
-        """
+    def finish(self, handed_over: HandedOver, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+        """Return the logits of a pass, as `forward` does, when the helper has answered. Raises HelperLost."""
+        hosted, number = handed_over
         behind = range(hosted.layers.stop, self.layers.stop)
         hidden = self.forward_layers(behind, hosted.owner.take(number), batch, kv)
         return self.logits(hidden[batch.last_rows])

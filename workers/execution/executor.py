@@ -16,7 +16,7 @@ from mooncake.errors import GrammarError
 from mooncake.model.grammar import Grammars, GrammarState
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
-from workers.engine.model import DecoderModel
+from workers.engine.model import DecoderModel, HandedOver
 from workers.execution.device_name import device_name
 from workers.execution.draws import Drawn, Draws
 from workers.execution.jobs import wait_to_end
@@ -57,6 +57,11 @@ class Executor:
     def engine(self) -> str:
         """Device and kernels, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
         return f"{self.kv.device} ({self.model.computed_by})"
+
+    @property
+    def has_helper_for_layers(self) -> bool:
+        """Whether another instance computes some of the layers."""
+        return self.kv.hosted is not None
 
     @property
     def device_name(self) -> str:
@@ -141,6 +146,15 @@ class Executor:
         """Build the batch of a pass on the caller's thread, without using the device."""
         return Batch.build(chunks, self.kv)
 
+    def hand_over(self, batch: Batch) -> HandedOver | None:
+        """Compute one iteration up to the layers that a helper has, and hand over to it; None if it has
+        none."""
+        return self.model.hand_over(batch, self.kv)
+
+    def finish(self, handed_over: HandedOver, batch: Batch, draws: Draws) -> Drawn:
+        """Compute the rest of an iteration that was handed over, as `decode` does. Raises HelperLost."""
+        return draws.draw(self.model.finish(handed_over, batch, self.kv))
+
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
-        """Compute one iteration: the next token of every sequence."""
+        """Compute one iteration: the next token of every sequence. Raises HelperLost."""
         return draws.draw(self.model.forward(batch, self.kv))

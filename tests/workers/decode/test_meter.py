@@ -13,8 +13,9 @@ class Ended(Iteration):
     def __init__(self, num_decoded: int, num_prompt_tokens: int, seconds: float) -> None:
         self.num_decoded, self.num_kv_tokens = num_decoded, 100 * num_decoded
         self.num_prompt_tokens = num_prompt_tokens
+        self.num_decoded_beside = self.num_kv_tokens_beside = 0
         self.began_s = self.forward_began_s = 0.0
-        self.ended_s = seconds
+        self.ended_s = self.forward_s = seconds
         self._tokens = []
 
 

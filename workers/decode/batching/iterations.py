@@ -4,6 +4,9 @@ The device thread begins an iteration with the tokens of the previous one as soo
 the event loop sees these tokens. Until then the planned iteration can be taken back and planned anew, with
 sequences that were loaded meanwhile.
 
+Where a helper has some of the layers, both form a pipeline: the batch is decoded in two micro-batches, and
+while the helper has one of them, the device thread computes with the other one.
+
 Owns: the way of tokens from one iteration to the next. Does not know: which sequences are decoded, and why.
 """
 
@@ -13,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +25,18 @@ from kernels.cpu.mailbox import HelperLost
 from mooncake.messages.requests import TokenLogprobs
 from workers.decode.sequence import Sequence
 from workers.engine.batch import Batch, Chunk
+from workers.engine.model import HandedOver
 from workers.engine.tensor_parallel import RankLost
-from workers.execution.draws import Draws, Row
+from workers.execution.draws import Drawn, Draws, Row
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end
 from workers.groups.followers import Followers
 from workers.groups.rank_messages import DecodePass, PassChunk
+
+_MOST_AT_HELPER = 2
+"""Iterations that a helper has at a time: one that it computes, and one whose answer has not been taken."""
+_PLANNING_S = 0.003
+"""Seconds for which the device thread waits for a plan before it waits for the helper."""
 
 
 class PlannedChunk(NamedTuple):
@@ -52,12 +62,16 @@ class Computed(NamedTuple):
 
 
 class Iteration:
-    """One iteration over `planned` chunks. `before` is in flight: its tokens are not known yet."""
+    """One iteration over `planned` chunks. `before` is in flight: its tokens are not known yet.
+
+    `beside` is in flight with other sequences.
+    """
 
     def __init__(
         self,
         planned: list[PlannedChunk],
         before: "Iteration | None",
+        beside: "Iteration | None",
         executor: Executor,
         followers: Followers | None = None,
     ) -> None:
@@ -67,9 +81,12 @@ class Iteration:
         decoded = [end for chunk, end in zip(planned, self.ends, strict=True) if not chunk.of_prompt]
         self.num_decoded, self.num_kv_tokens = len(decoded), sum(decoded)
         """Sequences that are decoded, and their tokens with KVCache."""
+        self.num_decoded_beside = 0 if beside is None else beside.num_decoded
+        self.num_kv_tokens_beside = 0 if beside is None else beside.num_kv_tokens
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
-        self.began_s = self.forward_began_s = self.ended_s = 0.0
+        self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
+        self._handed_over: HandedOver | None = None
         self.is_lost = False
         """Whether the iteration has no results, as the helper that has some of the heads did not answer."""
         self._tokens: list[int] = []
@@ -82,7 +99,8 @@ class Iteration:
             if end == sequence.num_planned_tokens
         ]
         self._draw_of = {self.sequences[row]: draw for draw, row in enumerate(drawing)}
-        self._before = before
+        self.before = before
+        """The iteration whose tokens this one needs; None when it has them."""
         self._unknown = [row for row, sequence in enumerate(self.sequences) if sequence.draws_in_flight]
         """Rows whose input tokens `before` draws."""
         self._batch = executor.prepare([_next_chunk(*chunk[:2]) for chunk in planned])
@@ -91,29 +109,55 @@ class Iteration:
     def begin(self) -> None:
         """Fill in the tokens of `before`, which has ended. Runs on the device thread."""
         self.began_s = time.perf_counter()
-        self.is_lost = self._before is not None and self._before.is_lost
-        if self._before is not None and self._unknown and not self.is_lost:
+        self.is_lost = self.before is not None and self.before.is_lost
+        if self.before is not None and self._unknown and not self.is_lost:
             sequences = [self.sequences[row] for row in self._unknown]
-            tokens = [self._before.token_of(sequence) for sequence in sequences]
+            tokens = [self.before.token_of(sequence) for sequence in sequences]
             for sequence, token in zip(sequences, tokens, strict=True):
                 self._draws.extend(self._draw_of[sequence], token)
             self._batch.fill_in(self._unknown, tokens)
-        self._before = None
+        self.before = None
         self.forward_began_s = time.perf_counter()
 
+    def hand_over(self) -> bool:
+        """Compute, after `begin`, the layers before those that a helper has. Return whether it has the pass
+        now; then `run` computes the rest when it has answered, and is the next call."""
+        if self.is_lost:
+            return False
+        began_s = time.perf_counter()
+        with self._computing():
+            self._handed_over = self._executor.hand_over(self._batch)
+        self.forward_s += time.perf_counter() - began_s
+        return self._handed_over is not None
+
     def run(self) -> None:
-        """Compute, after `begin`, on the device thread. The other ranks begin when they are told."""
+        """Compute, after `begin` or `hand_over`, on the device thread. The other ranks begin when they are
+        told."""
         if self.is_lost:
             return
-        refs = [sequence.ref for sequence in self.sequences]
+        began_s = time.perf_counter()
         try:
-            with self._executor.record.computing(refs, expected=(RankLost, HelperLost)):
+            with self._computing():
                 if self._followers is not None:
                     self._followers.announce(_announced(self._batch))
-                self._tokens, self._logprobs = self._executor.decode(self._batch, self._draws)
+                self._tokens, self._logprobs = self._drawn()
         except HelperLost:
             self.is_lost = True
         self.ended_s = time.perf_counter()
+        self.forward_s += self.ended_s - began_s
+
+    def _drawn(self) -> Drawn:
+        if self._handed_over is None:
+            return self._executor.decode(self._batch, self._draws)
+        return self._executor.finish(self._handed_over, self._batch, self._draws)
+
+    def _computing(self) -> AbstractContextManager[None]:
+        refs = [sequence.ref for sequence in self.sequences]
+        return self._executor.record.computing(refs, expected=(RankLost, HelperLost))
+
+    def draws(self, sequence: Sequence) -> bool:
+        """Whether the iteration draws a token for a sequence."""
+        return sequence in self._draw_of
 
     @property
     def num_tokens(self) -> int:
@@ -136,8 +180,8 @@ class Iteration:
 
 
 class Iterations:
-    """The iterations of a batch. At most one is planned, and at most one is running or has results that were
-    not received."""
+    """The iterations of a batch. At most one is planned, and one is running or has results that were not
+    received; where a helper has layers, `_MOST_AT_HELPER` more are with it."""
 
     def __init__(
         self, executor: Executor, on_turn: Callable[[], None], followers: Followers | None = None
@@ -149,11 +193,15 @@ class Iterations:
         """
         self._executor, self._followers = executor, followers
         self._on_turn = on_turn
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._planned: Iteration | None = None
-        self._in_flight: Iteration | None = None
+        self._is_closing = False
+        self._in_flight: list[Iteration] = []
+        """Iterations that have begun and were not received, in order."""
+        self._at_helper: deque[Iteration] = deque()
+        """Those of them whose rest is to be computed when the helper has answered."""
         self._num_idle_calls = 0
-        """Calls to the device thread that have not looked for a planned iteration yet."""
+        """Calls to the device thread that have not looked yet for an iteration to begin, or to go on with."""
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:
@@ -168,50 +216,95 @@ class Iterations:
                 _unset_in_flight(iteration)
         if planned is not None:
             _unset_in_flight(planned)
-        if ended and ended[-1] is self._in_flight:
-            self._in_flight = None
-        if self._in_flight is not None:
-            _set_in_flight(self._in_flight)
+        with self._lock:
+            self._in_flight = [iteration for iteration in self._in_flight if iteration not in ended]
+            in_flight = list(self._in_flight)
+        for iteration in in_flight:
+            _set_in_flight(iteration)
         return ended
 
     @property
     def is_running(self) -> bool:
         """Whether an iteration has begun whose tokens are not known. Valid after `receive`."""
-        return self._in_flight is not None
+        return bool(self._in_flight)
+
+    def turn(self, ready: list[Sequence]) -> list[Sequence]:
+        """Return which of the sequences that are ready the next iteration is to have: all, or half of them
+        where a helper has layers, so that it computes with the others meanwhile. To be called after
+        `receive`."""
+        if not self._executor.has_helper_for_layers:
+            return ready
+        newest = self._in_flight[-1] if self._in_flight else None
+        others = [one for one in ready if newest is None or not newest.draws(one)]
+        return (others or ready)[: -(-len(ready) // 2)]
 
     def plan(self, chunks: list[PlannedChunk]) -> None:
-        """Plan the next iteration; to be called after `receive`."""
-        planned = Iteration(chunks, self._in_flight, self._executor, self._followers)
+        """Plan the next iteration, of sequences that `turn` has returned; to be called after `receive`."""
+        before = beside = None
+        for iteration in self._in_flight:
+            if any(iteration.draws(chunk.sequence) for chunk in chunks):
+                before = iteration
+            else:
+                beside = iteration
+        planned = Iteration(chunks, before, beside, self._executor, self._followers)
         _set_in_flight(planned)
+        loop = asyncio.get_running_loop()
         with self._lock:
             self._planned = planned
-            must_call = not self._num_idle_calls
-            self._num_idle_calls += must_call
-        if must_call:
-            loop = asyncio.get_running_loop()
-            call = self._executor.submit(lambda: self._run_planned(loop))
-            self._calls.append(call)
-            call.add_done_callback(lambda _: self._after_call(loop))
+            self._lock.notify()
+            self._call(loop)
 
     async def close(self) -> None:
         """Wait until no iteration runs, however often the caller is cancelled."""
         with self._lock:
-            self._planned = None
-        if self._calls:
-            waiting = asyncio.wait([asyncio.wrap_future(call) for call in self._calls])
-            await wait_to_end(asyncio.ensure_future(waiting))
+            self._planned, self._is_closing = None, True
+            self._lock.notify()
+        await wait_to_end(asyncio.ensure_future(self._end()))
 
-    def _run_planned(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
+    async def _end(self) -> None:
+        while running := [call for call in self._calls if not call.done()]:
+            await asyncio.wait([asyncio.wrap_future(call) for call in running])
+
+    def _call(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call the device thread as often as there is something to begin or to go on with; under the lock."""
+        for _ in range(self._num_idle_calls, len(self._at_helper) + (self._planned is not None)):
+            self._num_idle_calls += 1
+            call = self._executor.submit(lambda: self._begin_or_go_on(loop))
+            self._calls.append(call)
+            call.add_done_callback(lambda _: self._after_call(loop))
+
+    def _begin_or_go_on(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
+        """Begin the planned iteration, unless it waits for one that a helper has, or go on with the oldest of
+        these. Return an iteration that has ended."""
         with self._lock:
+            if 0 < len(self._at_helper) < _MOST_AT_HELPER:
+                self._lock.wait_for(lambda: self._planned is not None or self._is_closing, _PLANNING_S)
             self._num_idle_calls -= 1
-            iteration, self._planned = self._planned, None
-            if iteration is not None:
-                self._in_flight = iteration
+            iteration = self._planned
+            if iteration is not None and self._may_begin(iteration):
+                self._planned = None
+                self._in_flight.append(iteration)
+            else:
+                iteration = None
         if iteration is not None:
             iteration.begin()
             loop.call_soon_threadsafe(self._on_turn)
+            if iteration.hand_over():
+                with self._lock:
+                    self._at_helper.append(iteration)
+                    self._call(loop)
+                return None
+        elif self._at_helper:
+            iteration = self._at_helper[0]
+        if iteration is not None:
             iteration.run()
+            with self._lock:
+                if self._at_helper and self._at_helper[0] is iteration:
+                    self._at_helper.popleft()
         return iteration
+
+    def _may_begin(self, iteration: Iteration) -> bool:
+        return len(self._at_helper) < _MOST_AT_HELPER and iteration.before not in self._at_helper
 
     def _after_call(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._planned is None:  # else it begins now, and must not be taken back

@@ -20,9 +20,12 @@ class PromptChunks:
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget
 
-    def plan(self, ready: list[Sequence]) -> list[PlannedChunk]:
-        """Return the next iteration of these sequences, which are in the batch's order."""
-        sharing = _sharing(ready)
+    def plan(self, ready: list[Sequence], turn: list[Sequence]) -> list[PlannedChunk]:
+        """Return the next iteration of the sequences whose `turn` it is, in the batch's order.
+
+        They are `ready`, or some of these: then the others are in an iteration beside it.
+        """
+        sharing = _sharing(turn)
         moved = [sequence for sequence in sharing if sequence.num_tokens_to_plan and not sequence.is_inlined]
         prompts = [sequence for sequence in sharing if sequence.num_tokens_to_plan and sequence.is_inlined]
         num_tokens = _divided(self._budget.most, moved)

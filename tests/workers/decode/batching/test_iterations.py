@@ -8,12 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import msgspec
+import pytest
 import torch
 
 from kernels.cpu.mailbox import HelperLost
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.planned import decoded
+from workers.decode.batching import iterations
 from workers.decode.batching.iterations import Iterations, PlannedChunk
 from workers.decode.sequence import Sequence as DecodedSequence
 from workers.engine.batch import Chunk
@@ -43,6 +45,8 @@ class FakeExecutor:
         self.record = PassRecord()
         self.may_go_on = threading.Semaphore(0)
         self.loses_helper = False
+        self.handed_over: list[list[int]] | None = None
+        """Tokens of the passes that a helper of some layers has got; None without one."""
         self.batches: list[tuple[list[int], list[int]]] = []
         """tokens and positions that were computed"""
 
@@ -51,6 +55,18 @@ class FakeExecutor:
 
     def prepare(self, chunks: Sequence[Chunk]) -> FakeBatch:
         return FakeBatch(chunks)
+
+    @property
+    def has_helper_for_layers(self) -> bool:
+        return self.handed_over is not None
+
+    def hand_over(self, batch: FakeBatch) -> object | None:
+        if self.handed_over is not None:
+            self.handed_over.append(batch.token_ids)
+        return self.handed_over
+
+    def finish(self, handed_over: object, batch: FakeBatch, draws: Draws) -> Drawn:
+        return self.decode(batch, draws)
 
     def decode(self, batch: FakeBatch, draws: Draws) -> Drawn:
         self.batches.append((batch.token_ids, batch.starts))
@@ -80,6 +96,11 @@ class Lab:
     async def until_computing(self, num_batches: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
             while len(self.executor.batches) < num_batches:
+                await asyncio.sleep(0.001)
+
+    async def until_handed_over(self, num_passes: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.executor.handed_over or ()) < num_passes:
                 await asyncio.sleep(0.001)
 
     async def receive(self) -> list[list[int | None]]:
@@ -244,3 +265,48 @@ async def test_an_iteration_without_its_helper_and_the_next_one_have_no_results(
     lab.executor.may_go_on.release(1)
     assert await lab.receive() == [[21]]
     await lab.iterations.close()
+
+
+async def test_two_halves_of_a_batch_take_turns_where_a_helper_has_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(iterations, "_PLANNING_S", DEADLINE_S)
+    lab, sequences = Lab(), [sequence(number, 10, 20 * number) for number in range(1, 4)]
+    lab.executor.handed_over = []
+
+    async def plan(expected: list[DecodedSequence], num_handed_over: int) -> None:
+        assert lab.iterations.receive() == []
+        turn = lab.iterations.turn(sequences)
+        assert turn == expected
+        lab.iterations.plan(decoded(*turn))
+        if num_handed_over > 2:
+            lab.executor.may_go_on.release()  # the helper's answer, with the tokens that the next half needs
+        await lab.until_handed_over(num_handed_over)
+
+    halves = sequences[:2], sequences[2:]
+    await plan(halves[0], 1)
+    await plan(halves[1], 2)  # at once, while the helper has the other half
+    for number, tokens in enumerate(([21, 41], [61], [22, 42], [62])):
+        await plan(halves[number % 2], 3 + number)
+        assert await lab.receive() == [tokens]
+    assert lab.executor.handed_over == [[20, 40], [60], [21, 41], [61], [22, 42], [62]]
+    lab.executor.may_go_on.release(2)
+    await lab.iterations.close()
+    assert [len(iteration.sequences) for iteration in lab.iterations.receive()] == [2, 1]
+
+
+async def test_the_only_sequence_waits_for_its_token_from_the_helper() -> None:
+    lab, a = Lab(), sequence(0, 10, 20)
+    lab.executor.handed_over = []
+    lab.iterations.plan(decoded(a))
+    for number in range(3):
+        await lab.until_handed_over(1 + number)
+        assert lab.iterations.receive() == []
+        assert lab.iterations.turn([a]) == [a]
+        lab.iterations.plan(decoded(a))
+        lab.executor.may_go_on.release()
+        await lab.until_handed_over(2 + number)
+        assert await lab.receive() == [[21 + number]]
+    lab.executor.may_go_on.release()
+    await lab.iterations.close()
+    assert lab.executor.handed_over == [[20], [21], [22], [23]]

@@ -22,7 +22,7 @@ def sequence(number: int, num_tokens: int, *, tbt_slo_s: float | None = None, dr
 
 def planned(predictors: IterationPredictors, *ready: Sequence) -> dict[int, int]:
     """Numbers of sequences and their tokens in the next iteration."""
-    chunks = PromptChunks(PromptBudget(predictors, LIMITS)).plan(list(ready))
+    chunks = PromptChunks(PromptBudget(predictors, LIMITS)).plan(list(ready), list(ready))
     return {chunk.sequence.number: chunk.num_tokens for chunk in chunks}
 
 

@@ -1,0 +1,194 @@
+"""Measure what a pipeline of two decode instances is worth, and how long streams pause as layers move.
+
+    python -m benchmarks.migration.layers [--layers START:STOP] [--batch N] [--moves N]
+
+Two decode instances with the default model, one core each. All streams are decoded by the first one. It is
+measured by itself, with layers at the second one, and by itself again, as contexts grow; then with layers at
+the second one and twice as many streams, for which both together have the memory. Bars: throughput of the
+larger pipeline at least 1.7 times that of one instance, TBT at most 1.15 times, and a p99 of pauses at most
+an iteration above the longest gaps without a move.
+
+Owns: the steps, the tables, the bars. Does not know: how layers move.
+"""
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.kvstore.rounds import print_table, progress
+from benchmarks.migration.rig import Rig, Stream, rig
+from benchmarks.servers import heeding_sigterm
+from benchmarks.tools.arguments import count
+from mooncake.messages.migration import LayerRange
+
+NUM_TOKENS = 60
+"""Tokens of each stream in a measurement."""
+TOKENS_BEHIND = 3
+PROMPT, OUTPUT = 64, 4000
+LEAST_THROUGHPUT, MOST_TBT, MOST_ITERATIONS = 1.7, 1.15, 1.0
+
+
+class Rate(NamedTuple):
+    """Tokens a second of all streams, and their gaps in seconds."""
+
+    tokens_per_s: float
+    gaps_s: list[float]
+
+    @property
+    def tbt_s(self) -> float:
+        return statistics.median(self.gaps_s)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return a percentile of unsorted values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+class Bench:
+    """Streams at the first instance of a rig. All prompts are random tokens."""
+
+    def __init__(self, on: Rig) -> None:
+        self._rig, self._generator = on, torch.Generator().manual_seed(0)
+        self.owner = next(iter(on.instances.values()))
+        self.streams: list[Stream] = []
+
+    async def begin(self, num: int) -> None:
+        """Begin streams, and wait until all are decoded."""
+        for _ in range(num):
+            prompt = torch.randint(1000, 40000, (PROMPT,), generator=self._generator).tolist()
+            name = f"s{len(self.streams)}"
+            stream = await self._rig.begin(name, prompt, OUTPUT, self.owner, seed=len(self.streams))
+            self.streams.append(stream)
+        await self.go_on(TOKENS_BEHIND)
+
+    async def go_on(self, num_tokens: int) -> None:
+        """Wait for so many more tokens of each stream."""
+        for goal in [(stream, len(stream.tokens) + num_tokens) for stream in self.streams]:
+            await goal[0].reached(goal[1])
+
+    async def rate(self) -> Rate:
+        """Measure the streams."""
+        await self.go_on(TOKENS_BEHIND)
+        began_s = time.perf_counter()
+        before = [len(stream.tokens) for stream in self.streams]
+        await self.go_on(NUM_TOKENS)
+        ended_s = time.perf_counter()
+        num = sum(len(stream.tokens) - num for stream, num in zip(self.streams, before, strict=True))
+        return Rate(num / (ended_s - began_s), self._gaps_s(before))
+
+    async def pause_s(self, act: Callable[[], Awaitable[object]]) -> float:
+        """Return the longest gap of any stream, until a few tokens behind the end of `act`."""
+        before = [len(stream.tokens) for stream in self.streams]
+        await act()
+        await self.go_on(TOKENS_BEHIND)
+        return max(self._gaps_s(before))
+
+    def _gaps_s(self, before: Sequence[int]) -> list[float]:
+        return [
+            late - early
+            for stream, num in zip(self.streams, before, strict=True)
+            for early, late in itertools.pairwise(stream.times_s[num - 1 :])
+        ]
+
+    async def num_with_other_tokens(self, num: int) -> int:
+        """Compute the first streams again at the other instance, which has no helper, and return how many get
+        other tokens."""
+        num_others = 0
+        for index, stream in enumerate(self.streams[:num]):
+            again = await self._rig.begin(
+                f"again{index}",
+                list(stream.request.token_ids),
+                OUTPUT,
+                self._rig.other(self.owner),
+                seed=index,
+            )
+            num_tokens = len(stream.tokens)
+            await again.reached(num_tokens)
+            num_others += again.tokens[:num_tokens] != stream.tokens[:num_tokens]
+            await self._rig.end(again)
+        return num_others
+
+
+async def run(layers: LayerRange, batch: int, num_moves: int) -> bool:
+    """Measure and print. Return whether the bars are met, and tokens are those of a stream that stays."""
+    async with rig(2 * batch) as on:
+        bench = Bench(on)
+
+        async def move() -> None:
+            await on.place(bench.owner, layers)
+
+        async def back() -> None:
+            await on.place(bench.owner, None)
+
+        progress("one instance")
+        await bench.begin(batch)
+        before = await bench.rate()
+        pauses_s, gaps_s = list[float](), list[float]()
+        for number in range(num_moves):
+            progress(f"moves: {number} of {num_moves}")
+            for act in (move, back):
+                began_s = time.perf_counter()
+                pauses_s.append(await bench.pause_s(act))
+                goal_s = time.perf_counter() - began_s
+                gaps_s.append(await bench.pause_s(lambda: asyncio.sleep(goal_s)))  # noqa: B023
+        progress("pipeline")
+        await move()
+        piped = await bench.rate()
+        await back()
+        after = await bench.rate()
+        await move()
+        await bench.begin(batch)
+        larger = await bench.rate()
+        await back()
+        num_others = await bench.num_with_other_tokens(3)
+    alone_per_s = (before.tokens_per_s + after.tokens_per_s) / 2
+    alone_s = (before.tbt_s + after.tbt_s) / 2
+    rows = [
+        (
+            what,
+            f"{rate.tokens_per_s:.0f}",
+            f"{1000 * rate.tbt_s:.1f} ms",
+            f"{1000 * percentile(rate.gaps_s, 0.99):.1f} ms",
+            f"{rate.tokens_per_s / alone_per_s:.2f}",
+            f"{rate.tbt_s / alone_s:.2f}",
+        )
+        for what, rate in (
+            (f"one instance, {batch} streams", before),
+            ("again", after),
+            (f"layers {layers} at a helper, {batch} streams", piped),
+            (f"the same, {2 * batch} streams", larger),
+        )
+    ]
+    iterations = (percentile(pauses_s, 0.99) - percentile(gaps_s, 0.99)) / alone_s
+    print_table(
+        "A decode pipeline of two stages",
+        ("", "tokens/s", "TBT p50", "p99", "times throughput", "times TBT"),
+        rows,
+        f"{len(pauses_s)} moves pause streams for {1000 * percentile(pauses_s, 0.5):.0f} ms (p50) and"
+        f" {1000 * percentile(pauses_s, 0.99):.0f} ms (p99); without a move the longest gaps are"
+        f" {1000 * percentile(gaps_s, 0.5):.0f} and {1000 * percentile(gaps_s, 0.99):.0f} ms,"
+        f" {iterations:.1f} iterations less.\nStreams with other tokens than without a move: {num_others}.",
+    )
+    is_fast = larger.tokens_per_s >= LEAST_THROUGHPUT * alone_per_s and larger.tbt_s <= MOST_TBT * alone_s
+    return is_fast and iterations <= MOST_ITERATIONS and not num_others
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=LayerRange.parse, default=LayerRange(11, 30))
+    parser.add_argument("--batch", type=count, default=32)
+    parser.add_argument("--moves", type=count, default=10, help="there and back")
+    arguments = parser.parse_args()
+    with heeding_sigterm():
+        sys.exit(not asyncio.run(run(arguments.layers, arguments.batch, arguments.moves)))
+
+
+if __name__ == "__main__":
+    main()
