@@ -27,7 +27,7 @@ def devices_by_host(view: ClusterView, instances: Instances, heads: Heads) -> li
 
 
 def _devices(view: ClusterView, instances: list[Instance], heads: Heads) -> list[Device]:
-    hosted_s = defaultdict[str, float](float)
+    hosted = defaultdict[str, float](float)
     """Compute of modules of others, by helper."""
     found = []
     for instance in instances:
@@ -36,8 +36,8 @@ def _devices(view: ClusterView, instances: list[Instance], heads: Heads) -> list
             device, computed_away = _device(view, instance, used, heads)
             found.append(device)
             if device.away is not None:
-                hosted_s[device.away.helper] += computed_away
-    return [_with_hosted(device, hosted_s[device.name]) for device in found]
+                hosted[device.away.helper] += computed_away
+    return [_with_hosted(device, hosted[device.name]) for device in found]
 
 
 def _with_hosted(device: Device, compute: float) -> Device:

@@ -57,8 +57,6 @@ class Device:
     modules: dict[Kind, Modules]
     """The modules that may leave, none of kinds without support."""
     away: Away | None = None
-    may_take: bool = True
-    """Whether it may get modules of others."""
     sync_s: float = 0.0
     """Seconds for which its requests wait during a move (T_sync)."""
 
@@ -134,9 +132,7 @@ def _next(
     delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
     overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]
     giving = {owner for owner, _ in given}
-    underloaded = [
-        of for of in able if most - loads[of.name] > delta and of.may_take and of.name not in giving
-    ]
+    underloaded = [of for of in able if most - loads[of.name] > delta and of.name not in giving]
     gaps = [
         (loads[one.name] - loads[other.name], one, other) for one, other in product(overloaded, underloaded)
     ]
@@ -164,7 +160,7 @@ def _move(
     if modules is None or modules.used.utilisation <= 0:
         return None
     amount = modules.used.utilisation * load / owner.used.utilisation
-    num = min(modules.num, int(gap / 2 / amount))
+    num = int(min(modules.num, gap / 2 / amount))
     left_s = thresholds.budget_s - owner.sync_s
     if num * modules.transfer_s > left_s:
         num = int(left_s / modules.transfer_s)

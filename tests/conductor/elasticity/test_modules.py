@@ -185,11 +185,6 @@ def test_modules_come_back_when_the_gap_is_small_without_them_not_before() -> No
     assert home(0.4, 1.4) == [move]
 
 
-def test_a_device_that_may_take_nothing_is_no_helper() -> None:
-    full = replace(device("full", 0.0, 0.0), may_take=False)
-    assert plan([device("busy", 0.9, 0.9), full], THRESHOLDS) == []
-
-
 @given(devices)
 def test_a_steady_load_comes_to_rest(found: list[Device]) -> None:
     for _ in range(2 * len(found)):
