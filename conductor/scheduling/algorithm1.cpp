@@ -25,6 +25,7 @@ struct Columns {
     const double *step_s, *request_s, *kv_token_s;
     const int64_t* decode_room_blocks;
     const uint8_t* inlines;
+    const int64_t* least_chunk_tokens;
     const double *num_prompts, *num_decoding, *num_decoding_tokens;
     const double *in_flight_bytes, *ordered_bytes;
 };
@@ -178,13 +179,15 @@ int64_t select_inlining_instance(const Columns* at, int64_t num_depths, int64_t 
         if (!at->inlines[slot] || !has_room_to_decode(*at, slot, inlining->num_blocks, refused)) continue;
         int64_t prefix_blocks = match.num_prefix_blocks(slot);
         double prefill_s = estimate_prefill_execution_time(*at, slot, *prompt, prefix_blocks), beside_s = 0;
-        double num_new = prompt->len - prompt->prefix_len(prefix_blocks), num_decoding = at->num_decoding[slot];
+        int64_t num_new = prompt->len - prompt->prefix_len(prefix_blocks);
+        double num_decoding = at->num_decoding[slot];
         if (num_decoding) {
             double step_s = at->step_s[slot] + num_decoding * at->request_s[slot] +
                             at->num_decoding_tokens[slot] * at->kv_token_s[slot];
             double left_s = inlining->budget_s - step_s;
-            if (left_s <= 0 || prompt->block_size * (prefill_s / num_new) > left_s) continue;
-            double num_chunks = left_s == kNever ? num_new / inlining->mixed_chunk_tokens : prefill_s / left_s;
+            int64_t chunk = std::max(prompt->block_size, std::min(at->least_chunk_tokens[slot], num_new));
+            if (left_s <= 0 || chunk * (prefill_s / num_new) > left_s) continue;
+            double num_chunks = left_s == kNever ? double(num_new) / inlining->mixed_chunk_tokens : prefill_s / left_s;
             beside_s = std::ceil(num_chunks) * step_s;
         }
         double queue_s = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);

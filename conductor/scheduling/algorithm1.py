@@ -356,7 +356,8 @@ class Scheduler:
                 num_kv_tokens = loads.num_decoding_tokens.item(instance)
                 step_s = costs.predict_s(instance, num_decoding, num_kv_tokens)
                 left_s = budget_s - step_s
-                if left_s <= 0 or prompt.block_size * (prefill_s / num_new) > left_s:
+                chunk = max(prompt.block_size, min(loads.least_chunk_tokens.item(instance), num_new))
+                if left_s <= 0 or chunk * (prefill_s / num_new) > left_s:
                     continue
                 num_chunks = num_new / self._mixed_chunk_tokens if left_s == math.inf else prefill_s / left_s
                 beside_s = math.ceil(num_chunks) * step_s

@@ -129,6 +129,7 @@ class NativeScheduler(Scheduler):
                 view.decode_costs.second_s,
                 loads.decode_room_blocks,
                 loads.inlines,
+                loads.least_chunk_tokens,
                 loads.num_prompts,
                 loads.num_decoding,
                 loads.num_decoding_tokens,

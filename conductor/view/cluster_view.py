@@ -32,7 +32,7 @@ from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs, batch_share, prefill_quantities
 from mooncake.messages.pools import PoolStats
-from mooncake.messages.workers import DecodeStats, Heartbeat
+from mooncake.messages.workers import DecodeStats, Heartbeat, Role
 
 _SAME_PASS = 0.2
 """Prefills that end within this share of a prefill's predicted time were computed in one pass."""
@@ -189,7 +189,9 @@ class ClusterView:
         """Reset the loads of a slot to those of an instance without requests, in its role."""
         room, max_batch = instance.max_sequence_blocks, instance.registration.capacity.max_batch
         inlines = self._rules.inlines(instance.role)
-        self.loads.reset(slot, instance.role, room, max_batch, inlines=inlines)
+        # Instances that do both must take prompts even so: there may be no others.
+        least = instance.registration.least_chunk_tokens if instance.role is Role.DECODE else 0
+        self.loads.reset(slot, instance.role, room, max_batch, inlines=inlines, least_chunk_tokens=least)
         self._decode_pool = None
 
     def remove(self, instance: Instance) -> None:

@@ -68,6 +68,8 @@ class Loads:
     """The longest sequence that fits a prefill instance when all its requests have ended; 0 for others."""
     decode_room_blocks: NDArray[np.int64]
     """The longest sequence that fits a decode instance when all its requests have ended; 0 for others."""
+    least_chunk_tokens: NDArray[np.int64]
+    """Fewest tokens of an inlined prompt in an iteration of other requests; 0: as few as SLOs demand."""
     num_assigned: NDArray[np.int64]
     """Requests, as prefill or as decode."""
     head_priority: NDArray[np.int64]
@@ -103,13 +105,19 @@ class Loads:
         self._queued_s: dict[int, Floats] = {}
         """`queued_s` by priority, of the priorities that some prompt has."""
         self._num_queued: Counter[int] = Counter()
-        self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((4, 0), np.int64), np.zeros((11, 0)))
+        self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((5, 0), np.int64), np.zeros((11, 0)))
 
     def _set_columns(self, flags: NDArray[np.bool_], counts: NDArray[np.int64], sums: Floats) -> None:
         """Make attributes of the rows of three matrices. Their columns are the slots."""
         self._flags, self._counts, self._sums = flags, counts, sums
         self.is_prefill, self.is_decode, self.inlines = flags
-        self.prefill_room_blocks, self.decode_room_blocks, self.num_assigned, self.head_priority = counts
+        (
+            self.prefill_room_blocks,
+            self.decode_room_blocks,
+            self.least_chunk_tokens,
+            self.num_assigned,
+            self.head_priority,
+        ) = counts
         (
             self.utilisation,
             self.queued_s,
@@ -142,6 +150,7 @@ class Loads:
         max_batch: int = 1,
         *,
         inlines: bool = False,
+        least_chunk_tokens: int = 0,
     ) -> None:
         """Reset a slot for another instance, or (no role) for none. Slots are added as needed."""
         while self.num_slots <= slot:
@@ -154,6 +163,7 @@ class Loads:
         self._queued_s = {priority: self._grown(queued_s) for priority, queued_s in self._queued_s.items()}
         self._prefills[slot] = _Prefills({}, {})
         self.max_batch[slot] = max_batch
+        self.least_chunk_tokens[slot] = least_chunk_tokens
         self._set_head(slot)
         self.set_role(slot, role, room_blocks, inlines=inlines)
 

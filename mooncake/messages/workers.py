@@ -93,6 +93,9 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     heads: HeadsSupport = HeadsSupport()
     newest_version: int | None = None
     """Newest version that the worker speaks; None: the oldest one."""
+    least_chunk_tokens: Count = 0
+    """Fewest tokens of a prompt that an iteration computes beside other requests, whatever TBT SLOs they
+    have; 0: as few as these demand."""
 
     @property
     def versions(self) -> Versions:

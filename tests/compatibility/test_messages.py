@@ -24,6 +24,7 @@ NEW = {
     "Connect.newest_version": "As the oldest.",
     "Connected.version": "An older client speaks one version.",
     "Register.heads": "An older Conductor orders no heads to move, and refuses nothing that depends on them.",
+    "Register.least_chunk_tokens": "An older Conductor inlines prompts as it did before.",
     "Heartbeat.heads": "An older Conductor takes the number of pages that was registered.",
     "PlaceHeads": "It is sent only to workers whose `Register.heads` says that heads can move.",
     "MoveHeads": "A front sends it only to a Conductor of version 28 or newer.",

@@ -14,6 +14,8 @@ from mooncake.node.process_config import WorkerProcess
 
 MODEL = "model"
 """The name under which the server has its model."""
+CHUNK_TOKENS = 2048
+"""Prompt tokens that vLLM's server computes in a step, beside whatever it decodes, by default."""
 _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"

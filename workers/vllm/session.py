@@ -34,6 +34,7 @@ from workers.process.retirement import Retirement
 from workers.process.session_tasks import session_tasks
 from workers.vllm.attempts import Attempts
 from workers.vllm.cached_blocks import Change
+from workers.vllm.command import CHUNK_TOKENS
 from workers.vllm.decode import VllmDecode
 from workers.vllm.prefill import VllmPrefill
 from workers.vllm.server import VllmServer
@@ -148,6 +149,7 @@ class VllmSession:
             _ENGINE,
             device=_ENGINE,
             newest_version=SPOKEN.newest,
+            least_chunk_tokens=CHUNK_TOKENS,
         )
 
     def _take_held(self) -> list[Held]:

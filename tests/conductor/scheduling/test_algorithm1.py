@@ -27,11 +27,14 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def instance(number: int, role: Role, max_batch: int = 256) -> Instance:
+def instance(number: int, role: Role, max_batch: int = 256, *, least_chunk_tokens: int = 0) -> Instance:
     name = f"i{number}"
     shard = PoolShard(MessengerAddress(name, 1, "host", "/path", ()), LAYOUT)
     capacity = Capacity(1000, 1000, max_batch)
-    register = Register(PROTOCOL_VERSION, name, 1, role, "model", LAYOUT, (shard,), capacity, "cpu")
+    register = Register(
+        PROTOCOL_VERSION, name, 1, role, "model", LAYOUT, (shard,), capacity, "cpu",
+        least_chunk_tokens=least_chunk_tokens,
+    )  # fmt: skip
     return Instance(register, name.encode(), last_seen_s=0.0)
 
 
@@ -67,6 +70,7 @@ def any_view(draw: np.random.Generator) -> ClusterView:
         column[:] = few if draw.integers(2) else many
     for room_blocks in (loads.prefill_room_blocks, loads.decode_room_blocks):
         room_blocks *= draw.integers(2, size=len(room_blocks))
+    loads.least_chunk_tokens[:] = draw.choice([0, 64, 2048], loads.num_slots)
     return view
 
 
@@ -156,3 +160,28 @@ def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_g
     assert decoding is not None
     assert decoding[0] == 0
     assert compiled.select_decoding_instance(Decoding(1, 1, [0])) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "tbt_slo_s", "is_busy", "is_inlined"),
+    [
+        (Role.DECODE, 0.1, True, False),  # 200 tokens of 1 ms
+        (Role.DECODE, 0.1, False, True),
+        (Role.DECODE, 0.4, True, True),
+        (Role.DECODE, None, True, True),
+        (Role.BOTH, 0.1, True, True),  # nobody else would compute it
+    ],
+)
+def test_whole_prompts_are_not_computed_beside_requests_whose_slo_they_break(
+    role: Role, tbt_slo_s: float | None, *, is_busy: bool, is_inlined: bool
+) -> None:
+    view = ClusterView(Rules(has_inlining=True), (Costs(0.0, 1e-3, 0.0), Costs(0.01, 1e-4, 0.0)))
+    view.add(instance(0, role, least_chunk_tokens=2048), 0.0)
+    if is_busy:
+        view.loads.assign_decode(0, 100)
+        view.loads.begin_decode(0, 100)
+        view.decode_changed(0)
+    request = Request("r", list(range(200)), [], SamplingParams(5), "front")
+    scheduler = new_scheduler(view, Rules(has_inlining=True))
+    placement = scheduler.schedule(request, 0.0, tbt_slo_s=tbt_slo_s, inlined=True)
+    assert (placement is not None) == is_inlined
