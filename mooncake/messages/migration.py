@@ -22,6 +22,8 @@ KV heads or layers move to a helper, and back, by order of operators (BanaServe,
 Owns: this vocabulary. Does not know: sockets, why anything moves.
 """
 
+import re
+
 import msgspec
 
 from mooncake.messages.pools import PoolShard
@@ -124,6 +126,10 @@ MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
 # -- KV heads and layers ----------------------------------------------------------------------------
 
 
+LAYERS_PATTERN = "^([0-9]{1,5}):([0-9]{1,5})$"
+"""Form of layers that people name."""
+
+
 class LayerRange(msgspec.Struct, frozen=True):
     """The layers from `start` on, up to `stop`, which is not one of them: at least one."""
 
@@ -137,10 +143,10 @@ class LayerRange(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> "LayerRange":
         """Return the layers that `START:STOP` names. Raises ValueError."""
-        start, colon, stop = text.partition(":")
-        if not (colon and start.isdecimal() and stop.isdecimal()):
+        numbers = re.fullmatch(LAYERS_PATTERN, text)
+        if numbers is None:
             raise ValueError(f"expected layers as START:STOP, such as 10:20, got {text!r}")
-        return cls(int(start), int(stop))
+        return cls(int(numbers[1]), int(numbers[2]))
 
     @property
     def count(self) -> int:

@@ -19,7 +19,7 @@ from conductor.front.routes.monitoring import monitoring
 from conductor.front.routes.shared import FrontState
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import RequestError
-from mooncake.messages.migration import LayerRange
+from mooncake.messages.migration import LAYERS_PATTERN, LayerRange
 from mooncake.messages.operators import (
     ChangeRole,
     Drain,
@@ -83,7 +83,9 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
         return await moved(lambda number: MoveHeads(number, name, to, num))
 
     @router.post("/instances/{name}/layers")
-    async def layers(name: str, to: str, layers: str) -> Response:
+    async def layers(
+        name: str, to: str, layers: Annotated[str, Query(json_schema_extra={"pattern": LAYERS_PATTERN})]
+    ) -> Response:
         try:
             wanted = LayerRange.parse(shortened(layers))
         except ValueError as error:

@@ -25,6 +25,7 @@ RULES = re.compile(
             "chat template refused",
             "expected a JSON object",
             "expected (a token id|token ids)",
+            "expected at least one layer",
             "expected either",
             "give one of them",
             "has no token",
