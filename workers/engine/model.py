@@ -46,7 +46,7 @@ class Layers(Protocol):
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor: ...
 
 
-class HandedOver(NamedTuple):
+class PassAtHelper(NamedTuple):
     """A pass that is at the helper that has some of the layers."""
 
     hosted: HostedLayers
@@ -252,7 +252,7 @@ class DecoderModel:
         return self.logits(hidden[batch.last_rows])
 
     @torch.inference_mode()
-    def hand_over(self, batch: Batch, kv: DeviceKVCache) -> HandedOver | None:
+    def hand_over(self, batch: Batch, kv: DeviceKVCache) -> PassAtHelper | None:
         """Compute the layers before those that a helper has, and hand the pass over to it; None if no helper
         has layers."""
         hosted = kv.hosted
@@ -260,10 +260,10 @@ class DecoderModel:
             return None
         before = range(self.layers.start, hosted.layers.start)
         hidden = self.forward_layers(before, self.embed(batch), batch, kv)
-        return HandedOver(hosted, _ask(hosted, hosted.layers, hidden, batch))
+        return PassAtHelper(hosted, _ask(hosted, hosted.layers, hidden, batch))
 
     @torch.inference_mode()
-    def finish(self, handed_over: HandedOver, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+    def finish(self, handed_over: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """Return the logits of a pass, as `forward` does, when the helper has answered. Raises HelperLost."""
         hosted, number = handed_over
         behind = range(hosted.layers.stop, self.layers.stop)

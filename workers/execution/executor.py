@@ -16,7 +16,7 @@ from mooncake.errors import GrammarError
 from mooncake.model.grammar import Grammars, GrammarState
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
-from workers.engine.model import DecoderModel, HandedOver
+from workers.engine.model import DecoderModel, PassAtHelper
 from workers.execution.device_name import device_name
 from workers.execution.draws import Drawn, Draws
 from workers.execution.jobs import wait_to_end
@@ -146,12 +146,12 @@ class Executor:
         """Build the batch of a pass on the caller's thread, without using the device."""
         return Batch.build(chunks, self.kv)
 
-    def hand_over(self, batch: Batch) -> HandedOver | None:
+    def hand_over(self, batch: Batch) -> PassAtHelper | None:
         """Compute one iteration up to the layers that a helper has, and hand over to it; None if it has
         none."""
         return self.model.hand_over(batch, self.kv)
 
-    def finish(self, handed_over: HandedOver, batch: Batch, draws: Draws) -> Drawn:
+    def finish(self, handed_over: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:
         """Compute the rest of an iteration that was handed over, as `decode` does. Raises HelperLost."""
         return draws.draw(self.model.finish(handed_over, batch, self.kv))
 

@@ -25,7 +25,7 @@ from kernels.cpu.mailbox import HelperLost
 from mooncake.messages.requests import TokenLogprobs
 from workers.decode.sequence import Sequence
 from workers.engine.batch import Batch, Chunk
-from workers.engine.model import HandedOver
+from workers.engine.model import PassAtHelper
 from workers.engine.tensor_parallel import RankLost
 from workers.execution.draws import Drawn, Draws, Row
 from workers.execution.executor import Executor
@@ -86,7 +86,7 @@ class Iteration:
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
         self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
-        self._handed_over: HandedOver | None = None
+        self._handed_over: PassAtHelper | None = None
         self.is_lost = False
         """Whether the iteration has no results, as the helper that has some of the heads did not answer."""
         self._tokens: list[int] = []
