@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import httpx
 
+from benchmarks.servers import ServerError
+
 _LONGEST_GAPS = 0.1
 
 
@@ -66,7 +68,7 @@ class Sender:
         self._model = models.raise_for_status().json()["data"][0]["id"]
 
     async def send(self, request: Planned) -> Answer:
-        """Now, whatever `at_s` says."""
+        """Send a request now, whatever `at_s` says. Raises ServerError if it is answered with an error."""
         body = {
             "model": self._model,
             "prompt": [self._rng.randrange(1000, 40000) for _ in range(request.num_prompt_tokens)],
@@ -81,7 +83,9 @@ class Sender:
         async with self._http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
             if response.status_code == 429:
                 return answer
-            response.raise_for_status()
+            if response.is_error:
+                text = (await response.aread()).decode(errors="replace")
+                raise ServerError(f"{self._url} answers {response.status_code}: {text}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     num_tokens = len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
