@@ -79,7 +79,9 @@ extern "C" void begin_pass(Mailbox* mailbox) {
     mailbox->begun.fetch_add(1);
     wake_other(mailbox->begun);
 }
-extern "C" int await_pass(Mailbox* mailbox, uint32_t number) { return wait_other(*mailbox, mailbox->begun, number); }
+extern "C" int await_pass(Mailbox* mailbox, uint32_t number) {
+    return wait_other(*mailbox, mailbox->begun, [=](uint32_t begun) { return begun != number; });
+}
 extern "C" void answer_pass(Mailbox* mailbox) {
     mailbox->answered.fetch_add(1);
     wake_other(mailbox->answered);

@@ -27,10 +27,11 @@ struct Mailbox {
 // Unlike in idle_cores.h the waiter is in another process.
 INLINE void wake_other(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-// False when the exchange is closed, or `end` is over, before `word` differs from `value`.
-inline bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, uint32_t value, Clock::time_point end = Clock::time_point::max()) {
+// False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`.
+template <class F>
+bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due, Clock::time_point end = Clock::time_point::max()) {
     const auto began = Clock::now();
-    while (word.load(std::memory_order_acquire) == value) {
+    for (uint32_t value; !is_due(value = word.load(std::memory_order_acquire));) {
         const auto now = Clock::now();
         if (mailbox.closed.load() || now > end) return false;
         if (now - began < EXCHANGE_PATIENCE) {
@@ -44,10 +45,9 @@ inline bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, uint32_t v
 
 // False when the exchange is closed, or the time is over, before so many passes are answered as a whole (hosted_layers.py).
 inline bool wait_answer(Mailbox& mailbox, uint32_t number, int64_t timeout_ms) {
-    const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
-    for (uint32_t answered; int32_t((answered = mailbox.answered.load(std::memory_order_acquire)) - number) < 0;)
-        if (!wait_other(mailbox, mailbox.answered, answered, end)) return false;
-    return true;
+    const uint32_t num_ahead = mailbox.begun.load() - number;  // passes behind this one, which may be answered too
+    const auto is_answered = [=](uint32_t answered) { return answered - number <= num_ahead; };
+    return wait_other(mailbox, mailbox.answered, is_answered, Clock::now() + std::chrono::milliseconds(timeout_ms));
 }
 
 inline void close_exchange(Mailbox& mailbox) {
@@ -84,7 +84,7 @@ struct Exchange {
     bool take(T* out, long num_tokens, long out_step, long head_dim) const {
         const uint32_t number = mailbox->asked.load();
         const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
-        if (!wait_other(*mailbox, mailbox->answered, number - 1, end)) return false;
+        if (!wait_other(*mailbox, mailbox->answered, [=](uint32_t answered) { return answered == number; }, end)) return false;
         const long moved = num_heads * head_dim;
         for (long t = 0; t < num_tokens; t++) std::copy_n(answers + t * moved, moved, out + (t + 1) * out_step - moved);
         return true;
@@ -105,7 +105,8 @@ bool host_layers(Mailbox& mailbox, uint32_t number, const HostedLayer<T>* layers
     for (long i = 0; i < num_layers; i++) {
         const Batch& batch = *layers[i].batch;
         const uint32_t answered = mailbox.answered.load();
-        if (!wait_other(mailbox, mailbox.asked, answered) || mailbox.begun.load() != number) return false;
+        const auto is_asked = [=](uint32_t asked) { return asked == answered + 1; };
+        if (!wait_other(mailbox, mailbox.asked, is_asked) || mailbox.begun.load() != number) return false;
         const long head_dim = batch.head_dim, queries = batch.num_heads * head_dim, keys = batch.num_kv_heads * head_dim;
         const long row = queries + 2 * keys, half_head = batch.page_size * head_dim;
         for (long t = 0; t < num_tokens; t++) {

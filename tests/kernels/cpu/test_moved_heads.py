@@ -23,6 +23,8 @@ HEADS = AttentionShape(4, 2, 64, 0.125)
 MOVED = HEADS.last(1)
 PAGE_SIZE, NUM_PAGES, NUM_LAYERS = 8, 12, 2
 WINDOWS = (None, 20)
+ANSWERED_BYTE = 128
+"""Offset of the counter of answers in a mailbox."""
 QUERY_LENS, KV_LENS = (1, 3, 1, 21), (30, 9, 5, 21)
 TABLES = [np.array(pages) for pages in ([5, 3, 0, 9], [1, 11], [7], [2, 10, 4])]
 
@@ -143,6 +145,16 @@ def test_a_pass_that_is_given_up_does_not_disturb_the_next_one() -> None:
     with hosting(helper):
         owner.begin(range(NUM_LAYERS), [1], [1], [np.array([0])], PAGE_SIZE)
         assert torch.equal(layers.run(pages.kept, owner), expected)
+
+
+@pytest.mark.parametrize("answered", [-1, 2, 1 << 31])
+def test_another_number_than_that_of_the_layer_is_no_answer(answered: int) -> None:
+    layers, pages = Layers(library_of(SUPPORTED[0]), torch.float32), Pages(torch.float32)
+    shape = MailboxShape(sum(QUERY_LENS), len(QUERY_LENS), NUM_PAGES, MOVED, torch.float32)
+    memory = torch.zeros(shape.size_bytes, dtype=torch.uint8)
+    memory.view(torch.int64)[ANSWERED_BYTE // 8] = answered & 0xFFFFFFFF
+    with pytest.raises(HelperLost):
+        layers.run(pages.kept, HeadsOwner(layers.library, memory, shape, timeout_s=0.05))
 
 
 def test_a_pass_that_is_longer_than_the_mailbox_is_refused() -> None:
