@@ -85,8 +85,10 @@ class Instance:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """The longest sequence that fits into an otherwise empty instance, in blocks."""
-        return min(self.registration.capacity.num_pool_pages, self.num_device_pages)
+        """The longest sequence that fits into an otherwise empty instance, in blocks, wherever its KV heads
+        are: they may come back at any time."""
+        capacity = self.registration.capacity
+        return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
 
     @property
     def heads(self) -> HeadsPlace:

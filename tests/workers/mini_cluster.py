@@ -155,6 +155,7 @@ class InstanceUnderTest:
             self.decode_jobs,
             FINGERPRINT,
             DEADLINE_S,
+            cluster.beat,
             followers,
             cluster.spans,  # type: ignore[arg-type]
         )
@@ -280,6 +281,9 @@ class MiniCluster:
             for instance in self.instances:
                 if instance.identity == effect.peer:
                     instance.obey(effect.message)  # type: ignore[arg-type]
+
+    async def beat(self) -> None:
+        """Heartbeats tell nobody of pages here."""
 
     async def receive(self, outputs: list[tuple[str, TokenOutput]]) -> None:
         """Tokens, as the front takes them: another attempt draws those again that have been sent."""

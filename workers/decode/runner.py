@@ -11,7 +11,7 @@ Owns: decode jobs, and the reports of their errors. Does not know: how requests 
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
@@ -68,7 +68,7 @@ class DecodeRunner:
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
     they end with `run`. `tracer` gets spans of requests. A helper of this model that takes
-    `helper_timeout_s` for a layer is lost.
+    `helper_timeout_s` for a layer is lost. `beat` sends a heartbeat.
     """
 
     def __init__(
@@ -84,13 +84,16 @@ class DecodeRunner:
         jobs: Jobs,
         fingerprint: str,
         helper_timeout_s: float,
+        beat: Callable[[], Awaitable[None]],
         followers: Followers | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
         self._pool, self._send, self._jobs, self._tracer = pool, send, jobs, tracer
+        self._beat = beat
         self.meter = DecodeMeter()
         self._sequences: dict[Ref, Sequence] = {}
         changed, predictors, page_size = asyncio.Event(), self.meter.predictors, executor.kv.page_size
+        self._page_size = page_size
         self._batch = DecodeBatch(executor.kv, max_batch)
         self._blocks = GroupBlocks(SequenceBlocks(pool, transfers), followers, page_size, arrival_timeout_s)
         self._double_check = DoubleCheck(predictors, max_batch)
@@ -125,6 +128,8 @@ class DecodeRunner:
             chunk_limits.most + max_batch,
             max_batch,
             helper_timeout_s,
+            lambda: self.most_pages,
+            self._call_off,
         )
         self._source = MigrationSource(self._batch, self._blocks, self._sequences, changed, pool.closed, send)
         self._runs = SequenceRuns(
@@ -172,6 +177,18 @@ class DecodeRunner:
     def heads(self) -> HeadsPlace:
         """The place of this instance's KV heads."""
         return self._head_moves.place
+
+    @property
+    def most_pages(self) -> int:
+        """The most device pages that a request which is here, or comes, may need before its end."""
+        return max(
+            (
+                sequence.most_pages(self._page_size)
+                for sequence in self._sequences.values()
+                if sequence.finish_reason is None
+            ),
+            default=0,
+        )
 
     @property
     def load(self) -> DecodeLoad:
@@ -246,6 +263,13 @@ class DecodeRunner:
         self._reserving.recheck()
         self._head_moves.recheck()
 
+    async def _call_off(self, sequence: Sequence) -> None:
+        """Give up a request that is to move here: it goes on where it is."""
+        if sequence.ref in self._jobs.going_on:
+            self._jobs.cancel(sequence.ref)
+            reason = "the pages that it has here go, as KV heads come back"
+            await self._send(WorkFailed(sequence.ref, reason, retryable=True))
+
     async def _answered(self, ref: Ref, serving: Coroutine[None, None, None]) -> None:
         """Serve a request, and tell the Conductor if that fails."""
         try:
@@ -256,7 +280,8 @@ class DecodeRunner:
         except SessionLostError:
             raise  # another rank is gone: this worker leaves, and what it had is placed again
         except NoRoomError as error:
-            log.info("%s does not move here: %s", ref.request_id, error)
+            log.info("%s does not go on here: %s", ref.request_id, error)
+            await self._beat()  # the next try goes by the pages that there are now
             await self._send(WorkFailed(ref, str(error), retryable=True))
         except (MooncakeError, OutOfPages) as error:
             if self._pool.closed.is_set():

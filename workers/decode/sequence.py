@@ -223,6 +223,10 @@ class Sequence:
         """Return the number of pages for the KVCache after the next planned iteration, prompt included."""
         return -(-self.num_planned_tokens // page_size)
 
+    def most_pages(self, page_size: int) -> int:
+        """Return the most pages that the sequence may need before its end, whose output has `max_tokens`."""
+        return -(-(self.request.num_prompt_tokens + self.request.sampling.max_tokens) // page_size)
+
     @property
     def arrival_s(self) -> float | None:
         """Seconds in which only the KVCache was lacking."""

@@ -92,9 +92,10 @@ class SequenceRuns:
         self, ref: Ref, request: Request, grammar: GrammarState | None, tbt_slo_s: float | None
     ) -> AsyncIterator[Sequence]:
         """Make a context in which the request has a sequence. Its pages and its slot are released at the
-        end."""
+        end. Raises NoRoomError if too many device pages are lent for the whole output."""
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
+        self._batch.check_loans(sequence)
         sequence.tbt_slo_s = tbt_slo_s
         self._sequences[ref] = sequence
         error = ""

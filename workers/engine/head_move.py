@@ -19,14 +19,19 @@ class HeadMove:
     """A move of `kv` to `num_pages` pages, of which a helper has what `helped` says; None: nothing."""
 
     def __init__(self, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None) -> None:
+        """Raises OSError without memory for the pages."""
         self._kv, self._helped = kv, helped
         self._moved = helped if isinstance(helped, MovedHeads) else None
         num_moved = 0 if self._moved is None else self._moved.layers[0].shape[1]
         self._num_kept = len(kv.kv_heads) - num_moved
         self._layers = kv.new_layers(num_pages, self._num_kept)
+        num_own_layers = len(self._layers)
         if isinstance(helped, HostedLayers):
+            num_own_layers -= len(helped.layers)
             for layer, pages in zip(helped.layers, helped.pages, strict=True):
                 self._layers[layer - kv.layers.start] = pages
+        self.page_bytes = num_own_layers * self._layers[0][0].nbytes
+        """Bytes of this instance's own memory that a page takes."""
 
     def copy(self, pages: Sequence[int]) -> None:
         """Copy pages of all layers. Blocking; other threads may compute with the pages, but not write."""

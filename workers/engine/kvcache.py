@@ -92,6 +92,10 @@ class DeviceKVCache:
         self._is_free = [True] * num_pages
         self._num_open = num_pages
         """Pages from this one on are not given out."""
+        self._keeps_freed = False
+        """Whether pages that are freed are not given out again."""
+        self._arrangement = 0
+        """Number of times that pages have got other memory."""
 
     @property
     def is_helped(self) -> bool:
@@ -116,16 +120,21 @@ class DeviceKVCache:
         """Have the operating system allocate the memory of all pages on a CPU, in order. Blocking.
 
         Otherwise the first pass that uses a huge page waits for it in each layer. It runs at a quarter of the
-        possible speed, as others compute meanwhile.
+        possible speed, as others compute meanwhile. It ends when the pages get other memory.
         """
         if self.device.type != "cpu":
             return
-        layers = [tensor.view(-1).view(torch.uint8) for tensor in self._tensors]
-        for start in range(0, len(layers[0]), HUGE_PAGE_BYTES):
+        arrangement, layer_bytes = self._arrangement, self._tensors[0].nbytes
+        for start in range(0, layer_bytes, HUGE_PAGE_BYTES):
             began_s = time.perf_counter()
-            for layer in layers:
-                populate(layer[start : start + HUGE_PAGE_BYTES])
-            time.sleep(3 * (time.perf_counter() - began_s))
+            self._populate(start)
+            time.sleep(3 * (time.perf_counter() - began_s))  # without a reference to what others give back
+            if self._arrangement != arrangement:
+                return
+
+    def _populate(self, start: int) -> None:
+        for layer in self._tensors:
+            populate(layer.view(-1).view(torch.uint8)[start : start + HUGE_PAGE_BYTES])
 
     @property
     def num_free_pages(self) -> int:
@@ -161,15 +170,18 @@ class DeviceKVCache:
         num_pages = len(layers[0])
         assert all(self._is_free[num_pages:])
         self._is_free = (self._is_free + [True] * num_pages)[:num_pages]
-        self.num_pages = self.num_usable_pages = self._num_open = num_pages
+        self.num_pages = num_pages
+        self._arrangement += 1
+        self._keeps_freed = False
         before, self._tensors = self._tensors, layers
         self.moved = helped if isinstance(helped, MovedHeads) else None
         self.hosted = helped if isinstance(helped, HostedLayers) else None
-        self._free = [page for page in range(num_pages - 1, -1, -1) if self._is_free[page]]
+        self.reopen()
         return before
 
     def reset(self) -> None:
         """Have all heads and layers here again, without copies. All pages are free."""
+        self._tensors = []  # else both arrangements would take memory
         self.rearrange(self.new_layers(self.num_own_pages, len(self.kv_heads)), None)
 
     def used_pages(self, first: int = 0) -> list[int]:
@@ -177,9 +189,20 @@ class DeviceKVCache:
         return [page for page in range(first, self.num_pages) if not self._is_free[page]]
 
     def close_from(self, first: int) -> None:
-        """Give out no page from `first` on until pages are rearranged."""
+        """Give out no page from `first` on until pages are rearranged, or `reopen`."""
         self._num_open = self.num_usable_pages = first
         self._free = [page for page in self._free if page < first]
+
+    def keep_freed(self) -> None:
+        """Give out no page again that is freed from now on, until pages are rearranged: a lost helper may
+        still write to it."""
+        self._keeps_freed = True
+
+    def reopen(self) -> None:
+        """Give out pages again that were closed."""
+        assert not self._keeps_freed
+        self.num_usable_pages = self._num_open = self.num_pages
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if self._is_free[page]]
 
     def lend(self, num_pages: int) -> list[int]:
         """Take pages whose memory goes back to the operating system until they are freed. Raises OutOfPages.
@@ -217,7 +240,7 @@ class DeviceKVCache:
         for page in pages:
             assert not self._is_free[page], f"page {page} is already free"
             self._is_free[page] = True
-            if page < self._num_open:
+            if page < self._num_open and not self._keeps_freed:
                 self._free.append(page)
 
 

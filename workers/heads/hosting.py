@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 
 from mooncake.messages.quantities import Count
 from mooncake.node.mapping import allocate
+from mooncake.node.segments import available_bytes
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.errors import HeadsStayError
@@ -35,6 +36,7 @@ from workers.heads.shared_parts import Hosted, share_of, shared_part
 
 KEPT_SHARE = 0.25
 """Share of the helper's pages that stay free for its own requests when heads come."""
+_MIB = 1 << 20
 _MOST_WAITING = 16
 log = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(HostHeads)
@@ -44,11 +46,18 @@ class HeadsHost:
     """The hostings of one instance, `name`, for owners with the same model, in `run`."""
 
     def __init__(
-        self, name: str, path: str, fingerprint: str, model: DecoderModel, kv: DeviceKVCache
+        self,
+        name: str,
+        path: str,
+        fingerprint: str,
+        model: DecoderModel,
+        kv: DeviceKVCache,
+        most_pages: Callable[[], int],
     ) -> None:
-        """`path` is where the socket listens: in a directory that only this user can access."""
+        """`path` is where the socket listens: in a directory that only this user can access. `most_pages`
+        returns how many pages a request of this instance may need."""
         self._name, self._path, self._fingerprint = name, path, fingerprint
-        self._model, self._kv = model, kv
+        self._model, self._kv, self._most_pages = model, kv, most_pages
         self._requests: dict[str, HostHeads] = {}
         """What is hosted, by the owner's name."""
 
@@ -97,6 +106,7 @@ class HeadsHost:
         lent = self._kv.lend(math.ceil(num_pages * share_of(request, self._model)))
         self._requests[request.owner] = request
         try:
+            self._check_memory(part.memory.size_bytes)
             await wait_to_end(loop.run_in_executor(thread, allocate, fd, part.memory.size_bytes))
             hosted = part.host(fd)
             ended = loop.run_in_executor(thread, _serve, hosted, request.owner)
@@ -124,17 +134,26 @@ class HeadsHost:
                 f"{self._requests[request.owner].what} of {request.owner} are at {self._name} already"
             )
         kv = self._kv
-        num_kept = round(KEPT_SHARE * kv.num_usable_pages)
-        num_lendable = max(0, kv.num_free_pages - num_kept)
+        num_kept, num_longest = round(KEPT_SHARE * kv.num_usable_pages), self._most_pages()
+        num_lendable = max(0, min(kv.num_free_pages - num_kept, kv.num_usable_pages - num_longest))
         num_pages = math.floor(num_lendable / share)
         if num_pages < request.least_pages:
             raise HeadsStayError(
                 f"{self._name} has no room: {request.what} in {request.least_pages} pages take "
                 f"{math.ceil(request.least_pages * share)} of its pages, and it can lend"
                 f" {num_lendable} ({kv.num_free_pages} of {kv.num_usable_pages} are free,"
-                f" {num_kept} stay free for its requests)"
+                f" {num_kept} stay free for its requests, the longest of which may need {num_longest})"
             )
         return min(num_pages, request.wanted_pages)
+
+    def _check_memory(self, num_bytes: int) -> None:
+        """Raise HeadsStayError unless there is so much memory. That of lent pages has been given back."""
+        free_bytes = available_bytes()
+        if free_bytes is not None and num_bytes > free_bytes:
+            raise HeadsStayError(
+                f"{self._name} has no memory: what moves takes {num_bytes // _MIB} MiB, of which"
+                f" {free_bytes // _MIB} MiB are available"
+            )
 
 
 def _request(payload: bytes) -> HostHeads | None:

@@ -98,6 +98,9 @@ class ConductorLink:
         """Connections to Conductors when the latest one answered the registration."""
         self._unheard = UnheardPrompts()
         self._must_register = asyncio.Event()
+        self._send_beat: Callable[[], Awaitable[None]] | None = None
+        """Callback that sends a heartbeat; None before the registration."""
+        self._beating = asyncio.Lock()
         self._heard_at_s = time.monotonic()
 
     @property
@@ -191,17 +194,22 @@ class ConductorLink:
         # Later than the Conductor gives this worker up, should only the connection be broken.
         conductor = self._process.config.conductor
         deadline_s = max(conductor.absence_timeout_s, 2 * conductor.peer_timeout_s)
+
+        async def send() -> None:
+            beat = await heartbeat({self._process.part: await self._stats.get(self.heartbeat_s)})
+            num_pages = beat.heads.num_device_pages
+            if num_pages is None:
+                num_pages = registration().capacity.num_device_pages
+            self._status.report = InstanceReport(self._process.instance, num_pages, beat)
+            self._unheard.beat()
+            await self.tell(beat)
+
+        self._send_beat = send
         while True:
             if self.is_registered and self._conductor.num_connections != self._num_connections:
                 self._register_again()
             if self.is_registered:
-                beat = await heartbeat({self._process.part: await self._stats.get(self.heartbeat_s)})
-                num_pages = beat.heads.num_device_pages
-                if num_pages is None:
-                    num_pages = registration().capacity.num_device_pages
-                self._status.report = InstanceReport(self._process.instance, num_pages, beat)
-                self._unheard.beat()
-                await self.tell(beat)
+                await self.beat_now()
             else:
                 self._must_register.clear()
                 held = [*self._unheard.held, *take_held()] if self._epoch else []
@@ -212,6 +220,12 @@ class ConductorLink:
                 report(Progress(f"waiting for the conductor at {self._conductor.endpoint}", 0, 0))
             if self._epoch and time.monotonic() - self._heard_at_s > deadline_s:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
+
+    async def beat_now(self) -> None:
+        """Send a heartbeat, so that the Conductor knows this instance's pages before it hears more."""
+        if self._send_beat is not None and self.is_registered:
+            async with self._beating:
+                await self._send_beat()
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
         """Return a registration with the epoch of the Conductor that knew this session, and the requests of

@@ -190,6 +190,7 @@ class LeaderSession:
             self._decode_jobs,
             self._fingerprint,
             config.conductor.peer_timeout_s,
+            self._link.beat_now,
             self._followers,
             self._tracer,
         )
@@ -200,6 +201,7 @@ class LeaderSession:
             self._fingerprint,
             self._executor.model,
             self._executor.kv,
+            lambda: self._decode.most_pages,
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:

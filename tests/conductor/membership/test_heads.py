@@ -106,14 +106,19 @@ def test_fronts_are_told_of_another_number_of_pages(conductor: Conductor) -> Non
     assert told(60)
 
 
-def test_a_longer_sequence_fits_while_there_are_more_pages(conductor: Conductor) -> None:
+def test_no_sequence_is_longer_than_what_fits_with_all_heads_nor_than_what_fits_now(
+    conductor: Conductor,
+) -> None:
     for identity in (A, B, C):
         tell(conductor, identity, HeadsPlace(num_device_pages=50))
     instance = conductor.instances.get("a")
     assert instance is not None
     assert instance.max_sequence_blocks == 50
     tell(conductor, A, HeadsPlace(num_device_pages=200))
-    assert instance.max_sequence_blocks == 100, "as many as its pool has"
+    assert instance.max_sequence_blocks == 100
+    capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
+    instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
+    assert instance.max_sequence_blocks == 100
 
 
 def _drain(conductor: Conductor) -> None:

@@ -1,8 +1,12 @@
-"""The free list of device pages."""
+"""The free list of device pages, and their memory."""
+
+import weakref
 
 import pytest
 import torch
 
+from kernels.cpu.memory import HUGE_PAGE_BYTES
+from workers.engine import kvcache
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 from workers.engine.spec import ModelSpec
 
@@ -89,3 +93,63 @@ def test_pages_keep_their_numbers_and_use_in_another_arrangement(kv: DeviceKVCac
     kv.free([6])
     kv.rearrange(kv.new_layers(6, 1), None)
     assert (kv.num_pages, kv.num_free_pages) == (6, 0)
+
+
+def test_pages_that_are_freed_while_a_late_write_may_come_are_not_given_out(kv: DeviceKVCache) -> None:
+    used = kv.allocate(3)
+    kv.keep_freed()
+    kv.free(used)
+    assert not set(kv.allocate(kv.num_free_pages)) & set(used)
+    kv.rearrange(kv.new_layers(6, 1), None)
+    assert set(kv.allocate(3)) == set(used)
+    kv.free(used)
+    assert kv.num_free_pages == 3
+
+
+def test_closed_pages_can_be_opened_again(kv: DeviceKVCache) -> None:
+    used = kv.allocate(2)
+    kv.close_from(1)
+    kv.free(used[1:])
+    assert (kv.num_usable_pages, kv.num_free_pages) == (1, 0)
+    kv.reopen()
+    assert (kv.num_usable_pages, kv.num_free_pages) == (6, 5)
+
+
+@pytest.fixture
+def large() -> DeviceKVCache:
+    """Several huge pages a layer."""
+    spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
+    return DeviceKVCache(spec, range(2), 3 * HUGE_PAGE_BYTES // 8192, 16, torch.float32)
+
+
+def test_memory_of_an_earlier_arrangement_is_neither_taken_nor_kept(
+    large: DeviceKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, num_taken = weakref.ref(large.layer(0)), 0
+    memory = large.layer(0).untyped_storage().data_ptr()
+
+    def take_and_rearrange(_: torch.Tensor) -> None:
+        nonlocal num_taken
+        num_taken += 1
+        if num_taken == 2:
+            large.rearrange(large.new_layers(large.num_pages, 1), None)
+
+    monkeypatch.setattr(kvcache, "populate", take_and_rearrange)
+    large.take_memory()
+    assert num_taken == 2
+    assert before() is None
+    assert large.layer(0).untyped_storage().data_ptr() != memory
+
+
+def test_a_cache_that_is_reset_never_has_memory_twice(
+    large: DeviceKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, new_layers = weakref.ref(large.layer(1)), large.new_layers
+
+    def checked(num_pages: int, num_heads: int) -> list[torch.Tensor]:
+        assert before() is None
+        return new_layers(num_pages, num_heads)
+
+    monkeypatch.setattr(large, "new_layers", checked)
+    large.reset()
+    assert large.num_free_pages == large.num_own_pages

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from workers.decode.batching.batch_shares import BatchShares
 from workers.decode.sequence import Sequence, SequenceState
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
+from workers.errors import NoRoomError
 
 _by_rank = attrgetter("rank")
 
@@ -53,6 +54,16 @@ class DecodeBatch:
     def num_running(self) -> int:
         """Number of sequences that are being decoded."""
         return len(self._running)
+
+    def check_loans(self, sequence: Sequence) -> None:
+        """Raise NoRoomError for a sequence that may need more pages than are left of those that are lent to
+        others."""
+        kv, num_pages = self._kv, sequence.most_pages(self._kv.page_size)
+        if kv.num_usable_pages < num_pages <= kv.num_own_pages:
+            raise NoRoomError(
+                f"it may need {num_pages} of {kv.num_own_pages} device pages, and {kv.num_usable_pages} are "
+                "not lent to another instance"
+            )
 
     def enter(self, sequence: Sequence) -> None:
         """Queue a sequence for admission.
@@ -132,17 +143,26 @@ class DecodeBatch:
                 sequence.note_left()
 
     def full_pages(self) -> set[FullPage]:
-        """Return the device pages that no iteration writes any more."""
+        """Return the device pages that no iteration and no load writes any more."""
         return {
             FullPage(sequence.number, sequence.num_stays, block, page)
-            for sequence in self._running
+            for sequence in (*self._running, *self._prepared, *self._leaving)
             for block, page in enumerate(sequence.pages[: sequence.num_kv_tokens // self._kv.page_size])
         }
 
-    def longest(self) -> int:
-        """Return the most pages that a sequence needs, waiting ones included."""
-        sequences = (*self._running, *self._loading, *self._prepared, *self._waiting)
-        return max((one.num_pages_needed(self._kv.page_size) for one in sequences), default=0)
+    def unwritten_pages(self) -> set[int]:
+        """Return device pages that have no KVCache yet. Valid while no iteration runs."""
+        page_size = self._kv.page_size
+        return {
+            page
+            for sequence in (*self._running, *self._leaving)
+            for page in sequence.pages[-(-sequence.num_kv_tokens // page_size) :]
+        }
+
+    @property
+    def num_loading_pages(self) -> int:
+        """Number of device pages of sequences whose KVCache is being loaded."""
+        return sum(len(sequence.pages) for sequence in self._loading)
 
     def preempt_beyond(self, num_pages: int) -> bool:
         """Preempt the running sequences that have one of the pages from `num_pages` on. Return whether there
@@ -151,6 +171,10 @@ class DecodeBatch:
         for sequence in beyond:
             self.leave(sequence)
         return bool(beyond)
+
+    def prepared_beyond(self, num_pages: int) -> list[Sequence]:
+        """Return the prepared sequences that have one of the pages from `num_pages` on."""
+        return [one for one in self._prepared if any(page >= num_pages for page in one.pages)]
 
     def plan(self) -> list[Sequence]:
         """Preempt and admit, and return the next iteration: sequences with a page for their next token."""
@@ -223,7 +247,7 @@ class DecodeBatch:
             sequence = self._first_waiting()
             is_first = not (self._running or self._loading or self._leaving or self._prepared)
             num_pages = sequence.num_pages_needed(kv.page_size) + (not is_first)
-            if is_first and kv.num_free_pages < num_pages:
+            if is_first and kv.num_usable_pages < num_pages:
                 self._fail(sequence, num_pages)
                 continue
             if self._lacks_slot or kv.num_free_pages < num_pages:

@@ -8,27 +8,39 @@ Owns: the order of these steps, what is where. Does not know: why something move
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
 from workers.decode.blocks.block_transfers import BlockTransfers
+from workers.decode.sequence import Sequence
 from workers.engine.head_move import HeadMove
-from workers.errors import HeadsStayError
+from workers.engine.kvcache import HostedLayers, MovedHeads
+from workers.errors import HeadsStayError, SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end
 from workers.heads.helper_link import HelperLink
 from workers.heads.link_messages import LINK_VERSION, HostHeads
 from workers.heads.shared_parts import share_of
 
+_MIB = 1 << 20
 _FEW_PAGES = 32
 """Pages that may be left for the pause between two iterations."""
 _MOST_ROUNDS = 4
+_LOADING_TIMEOUT_S = 1.0
+"""Seconds for which a move waits for pages that are being loaded, rather than copy them in the pause."""
+_FREEING_TIMEOUT_S = 30.0
+"""Seconds in which the pages must be freed that the owner has no memory for when heads come back."""
+_GROWTH_SHARE = 0.1
+"""Share of the pages that may come to be used while the others are copied."""
 log = logging.getLogger(__name__)
 
 
@@ -36,7 +48,8 @@ class HeadMoves:
     """The heads and layers of one instance, `name`. Orders are carried out in `run`, one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
-    layer is lost.
+    layer is lost. `most_pages` returns how many pages a request here may need; `call_off` gives up a request
+    that is to move here and is not decoded yet.
     """
 
     def __init__(
@@ -50,14 +63,19 @@ class HeadMoves:
         most_tokens: int,
         max_batch: int,
         timeout_s: float,
+        most_pages: Callable[[], int],
+        call_off: Callable[[Sequence], Awaitable[None]],
     ) -> None:
         self._name, self._fingerprint = name, fingerprint
         self._executor, self._batch, self._transfers, self._loop = executor, batch, transfers, loop
         self._most_tokens, self._max_batch, self._timeout_s = most_tokens, max_batch, timeout_s
+        self._most_pages, self._call_off = most_pages, call_off
         self._orders: asyncio.Queue[PlaceHeads | None] = asyncio.Queue()
         """None: the helper is lost."""
         self._link: HelperLink | None = None
-        self._pages_freed = asyncio.Event()
+        self._is_lost = False
+        """Whether the helper is lost, and not all is here again."""
+        self._turn_taken = asyncio.Event()
         self.place = HeadsPlace()
         """The place of heads and layers, as heartbeats tell it."""
 
@@ -66,14 +84,20 @@ class HeadMoves:
         self._orders.put_nowait(order)
 
     def lost(self) -> None:
-        """React to the loss of the helper: no iteration begins until all is here again."""
-        if self._executor.kv.is_helped:
+        """React to the loss of the helper: no iteration begins until all is here again.
+
+        A helper that only stood still may go on, and write what the last iteration gave it. The pages of that
+        iteration are still those of its sequences, and nobody else gets them before their copies are in use.
+        """
+        if self._executor.kv.is_helped and not self._is_lost:
+            self._is_lost = True
+            self._executor.kv.keep_freed()
             self._loop.hold()
             self._orders.put_nowait(None)
 
     def recheck(self) -> None:
-        """Look whether pages have been freed that must be. Call this after each iteration."""
-        self._pages_freed.set()
+        """Look whether pages have been freed or loaded. Call this in each turn of the loop."""
+        self._turn_taken.set()
 
     async def run(self) -> None:
         """Carry out orders until cancelled. Then the helper hosts nothing."""
@@ -138,7 +162,7 @@ class HeadMoves:
         request = msgspec.structs.replace(request, wanted_pages=wanted_pages)
         link = await HelperLink.connect(order.socket, request, model, kv, self._timeout_s, self.lost)
         try:
-            move = HeadMove(kv, link.num_pages, link.helped)
+            move = self._begin(link.num_pages, link.helped)
             copied = await self._pre_copy(move)
             if link.is_lost:
                 raise HeadsStayError(f"{order.helper} was lost before the move was complete")
@@ -151,13 +175,22 @@ class HeadMoves:
     async def _return(self) -> None:
         """Have all here, while the helper still computes. Raises HeadsStayError."""
         kv = self._executor.kv
-        if self._batch.longest() > kv.num_own_pages:
+        if (num_pages := self._most_pages()) > kv.num_own_pages:
             raise HeadsStayError(
-                f"a request needs {self._batch.longest()} pages, and with all heads and layers there are "
-                f"{kv.num_own_pages}"
+                f"a request may need {num_pages} pages before its end, and with all heads and layers "
+                f"there are {kv.num_own_pages}"
             )
-        await self._free_beyond(kv.num_own_pages)
-        move = HeadMove(kv, kv.num_own_pages, None)
+        move = self._begin(kv.num_own_pages, None)
+        try:
+            async with asyncio.timeout(_FREEING_TIMEOUT_S):
+                await self._free_beyond(kv.num_own_pages)
+        except TimeoutError:
+            if not self._is_lost:
+                kv.reopen()
+            raise HeadsStayError(
+                f"pages beyond the {kv.num_own_pages} that there are without a helper were not freed in "
+                f"{_FREEING_TIMEOUT_S:g} s"
+            ) from None
         await self._switch(move, await self._pre_copy(move))
         await self._end_hosting()
 
@@ -170,35 +203,67 @@ class HeadMoves:
         self._tell(is_moving=True)
         await self._loop.quiet()
         await self._free_beyond(kv.num_own_pages)
-        await self._switch(HeadMove(kv, kv.num_own_pages, None), set())
+        try:
+            move = HeadMove(kv, kv.num_own_pages, None)
+        except OSError as error:
+            raise SessionLostError(f"{reason}, but there is no memory for them: {error}") from None
+        await self._switch(move, set())
         await self._end_hosting()
         self._tell(is_moving=False, error=reason)
 
     async def _end_hosting(self) -> None:
         if self._link is not None:
             await self._link.end()
-        self._link = None
+        self._link, self._is_lost = None, False
         self._tell(helper="", num_heads=0, layers=None)
 
     async def _free_beyond(self, num_pages: int) -> None:
-        """Have the pages from `num_pages` on freed: running sequences that have some are preempted."""
+        """Have the pages from `num_pages` on freed: running sequences that have some are preempted, and those
+        that are to move here go on where they are."""
         kv = self._executor.kv
         kv.close_from(num_pages)
         while kv.used_pages(num_pages):
-            self._pages_freed.clear()
+            self._turn_taken.clear()
             if self._batch.preempt_beyond(num_pages):
                 self._loop.take_turn()
-            await self._pages_freed.wait()
+            for sequence in self._batch.prepared_beyond(num_pages):
+                await self._call_off(sequence)
+            await self._turn_taken.wait()
+
+    def _begin(self, num_pages: int, helped: MovedHeads | HostedLayers | None) -> HeadMove:
+        """Begin a move, if there is memory for it. Raises HeadsStayError."""
+        try:
+            move = HeadMove(self._executor.kv, num_pages, helped)
+        except OSError as error:
+            raise HeadsStayError(f"no memory for {num_pages} pages beside those in use: {error}") from None
+        num_used = len(self._executor.kv.used_pages())
+        needed_bytes = move.page_bytes * min(num_pages, num_used + round(_GROWTH_SHARE * num_pages))
+        free_bytes = available_bytes()
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise HeadsStayError(
+                f"no memory to copy {num_used} pages in use, and those that come: {needed_bytes // _MIB} MiB,"
+                f" of which {free_bytes // _MIB} MiB are available"
+            )
+        return move
 
     async def _pre_copy(self, move: HeadMove) -> set[FullPage]:
         """Copy full pages, in rounds, until few are left. Return those that are copied."""
-        copied = set[FullPage]()
-        for _ in range(_MOST_ROUNDS):
+        copied, num_rounds = set[FullPage](), 0
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _LOADING_TIMEOUT_S
+        while num_rounds < _MOST_ROUNDS:
             full = self._batch.full_pages() - copied
-            if len(full) <= _FEW_PAGES:
+            if len(full) > _FEW_PAGES:
+                await _in_thread(move, sorted(full_page.page for full_page in full))
+                copied |= full
+                num_rounds += 1
+            elif self._batch.num_loading_pages > _FEW_PAGES and loop.time() < deadline_s:
+                self._turn_taken.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline_s):
+                        await self._turn_taken.wait()
+            else:
                 break
-            await _in_thread(move, sorted(full_page.page for full_page in full))
-            copied |= full
         return copied
 
     async def _switch(self, move: HeadMove, copied: set[FullPage]) -> None:
@@ -208,8 +273,9 @@ class HeadMoves:
             self._loop.hold()
             try:
                 await self._loop.quiet()
-                still_valid = {full_page.page for full_page in copied & self._batch.full_pages()}
-                await _in_thread(move, [page for page in kv.used_pages() if page not in still_valid])
+                needless = {full_page.page for full_page in copied & self._batch.full_pages()}
+                needless |= self._batch.unwritten_pages()
+                await _in_thread(move, [page for page in kv.used_pages() if page not in needless])
                 given_up = move.complete()
             finally:
                 self._loop.resume()

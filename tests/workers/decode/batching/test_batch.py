@@ -432,3 +432,30 @@ def test_a_page_that_was_another_sequences_meanwhile_is_another_full_page(spec: 
     assert batch.settled(first) == [SequenceState.RUNNING]
     assert first.pages == pages, "else this shows nothing"
     assert not batch.batch.full_pages() & before
+
+
+def test_pages_without_kvcache_are_known_and_full_ones_of_all_that_have_pages(spec: ModelSpec) -> None:
+    batch = Batch(spec, 20)
+    running, leaving = batch.joined(9), batch.joined(8)
+    batch.iterate()
+    running.pages += batch.kv.allocate(2)
+    batch.batch.leave(leaving)
+    prepared = batch.sequence(13)
+    prepared.tokens, prepared.num_cached_tokens = list(prepared.request.token_ids), 12
+    assert batch.batch.prepare(prepared)
+    full = {full_page.page for full_page in batch.batch.full_pages()}
+    assert full == {*running.pages[:2], *leaving.pages[:2], *prepared.pages[:3]}
+    assert batch.batch.unwritten_pages() == set(running.pages[3:])
+
+
+def test_a_sequence_waits_for_pages_that_are_kept_after_they_were_freed(spec: ModelSpec) -> None:
+    batch = Batch(spec, 4)
+    ended = batch.joined(12)
+    batch.kv.keep_freed()
+    batch.end(ended)
+    waiting = batch.entered(12)
+    batch.batch.plan()
+    assert (waiting.state, waiting.error) == (SequenceState.WAITING, None)
+    batch.kv.rearrange(batch.kv.new_layers(4, spec.num_kv_heads), None)
+    batch.batch.plan()
+    assert waiting.state is SequenceState.LOADING

@@ -1,28 +1,31 @@
 """KV heads that go to a helper and come back while requests run: every answer is that of heads that stay."""
 
 import asyncio
-import contextlib
+import dataclasses
+import errno
 import functools
-import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
-from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads
+from kernels.cpu.moved_heads import HeadsHelper, HostedPass
+from mooncake.messages.migration import LayerRange, PreCopied, Prepared
 from mooncake.messages.requests import SamplingParams
+from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
-from tests.tiny_models import tiny_model
 from tests.tiny_tokenizer import IM_END_ID
-from tests.workers.decode_lab import Decoded, DecodeLab, StartDecodeLab, decode_lab
-from tests.workers.mini_cluster import FINGERPRINT, InstanceUnderTest, Sizes, tokens_of
+from tests.workers.decode_lab import Decoded, Move, StartDecodeLab, decode_lab
+from tests.workers.gate import Brake, Gate
+from tests.workers.heads_lab import NUM_PAGES, SIZES, Pair, Part, fields, paired, until, wide_model
+from tests.workers.mini_cluster import BLOCK_SIZE, Sizes, tokens_of
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
-from workers.heads.helper_link import HelperLink
-from workers.heads.hosting import HeadsHost
-from workers.heads.link_messages import LINK_VERSION, HostHeads
+from workers.decode.migration import head_moves
+from workers.engine.head_move import HeadMove
 
 pytestmark = pytest.mark.cluster
 WISHES = (
@@ -31,102 +34,19 @@ WISHES = (
     SamplingParams(50, temperature=0.9, seed=5, repetition_penalty=1.2),
     SamplingParams(60, temperature=1.5, seed=3, stop_token_ids=(IM_END_ID,), grammar=GRAMMAR),
 )
-NUM_PAGES = 48
-SIZES = Sizes(num_decode=2, num_device_pages=NUM_PAGES, num_pool_pages=160)
+
+PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
+WITH_A_THIRD = dataclasses.replace(SIZES, num_decode=3)
 
 
 @pytest.fixture(scope="module")
 def model() -> transformers.PreTrainedModel:
-    """A model that the CPU's own kernels compute, with sliding windows in some layers, and 4 KV heads."""
-    return tiny_model(
-        "qwen2_window",
-        hidden_size=256,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_hidden_layers=3,
-    )
+    return wide_model()
 
 
 @pytest.fixture
 def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
     return functools.partial(decode_lab, model, tmp_path)
-
-
-Part = int | LayerRange
-"""Some layers, or so many KV heads; 0: nothing."""
-PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
-
-
-def _fields(part: Part) -> tuple[int, LayerRange | None]:
-    return (part, None) if isinstance(part, int) else (0, part)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-@dataclass(slots=True, eq=False)
-class Pair:
-    """The first decode instance of a lab, and the second one as its helper."""
-
-    lab: DecodeLab
-    path: str
-    numbers: "itertools.count[int]"
-    host: HeadsHost
-    hosting: "asyncio.Task[None]"
-
-    @property
-    def owner(self) -> InstanceUnderTest:
-        return self.lab.decodes[0]
-
-    @property
-    def helper(self) -> InstanceUnderTest:
-        return self.lab.decodes[1]
-
-    def order(self, part: Part) -> int:
-        number = next(self.numbers)
-        order = PlaceHeads(1, number, "d1", self.path, *_fields(part))
-        self.owner.decode.place_heads(order)
-        return number
-
-    async def place(self, part: Part) -> HeadsPlace:
-        """Order, and wait for the end of the move."""
-        number = self.order(part)
-        await until(lambda: self._place.number == number and not self._place.is_moving)
-        return self._place
-
-    async def move(self, part: Part) -> None:
-        place = await self.place(part)
-        assert (place.error, place.num_heads, place.layers) == ("", *_fields(part))
-
-    async def lose_helper(self) -> None:
-        """As if its process ended."""
-        self.hosting.cancel()
-        await asyncio.wait([self.hosting])
-
-    @property
-    def _place(self) -> HeadsPlace:
-        return self.owner.decode.heads
-
-
-def hosting(instance: InstanceUnderTest, path: str) -> HeadsHost:
-    return HeadsHost("d1", path, FINGERPRINT, instance.executor.model, instance.executor.kv)
-
-
-@contextlib.asynccontextmanager
-async def paired(start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES) -> AsyncIterator[Pair]:
-    async with start(sizes=sizes) as lab:
-        path = str(folder / "heads.sock")
-        host = hosting(lab.decodes[1], path)
-        task = lab.group.create_task(host.run())
-        pair = Pair(lab, path, itertools.count(1), host, task)
-        await until(Path(path).exists)
-        yield pair
-        task.cancel()
-        await lab.assert_nothing_is_held()
 
 
 async def answers(pair: Pair, name: str, num: int) -> list[list[int]]:
@@ -156,7 +76,7 @@ async def test_answers_are_those_of_heads_that_stay(
         running = asyncio.create_task(answers(pair, "moves", 8))
         for part in parts:
             await pair.move(part)
-            assert pair.host.num_hosted == ({"d0": _fields(part)[0]} if part else {})
+            assert pair.host.num_hosted == ({"d0": fields(part)[0]} if part else {})
         assert await running == expected
         await pair.move(parts[0])
         assert await answers(pair, "comes", 8) == expected
@@ -265,34 +185,200 @@ async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_
         assert kv.num_usable_pages == NUM_PAGES
 
 
-async def test_an_owner_that_ends_leaves_nothing_behind(
-    start_decode_lab: StartDecodeLab, tmp_path: Path
+@pytest.mark.parametrize("inline", [True, False], ids=["decoded", "new"])
+async def test_heads_stay_away_while_a_request_may_need_more_pages_than_there_are_with_them(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, *, inline: bool
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
-        executor = pair.owner.executor
-        link = await HelperLink.connect(
-            pair.path, request, executor.model, executor.kv, DEADLINE_S, lambda: None
-        )
-        assert pair.host.num_hosted == {"d9": 1}
-        assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES * 3 // 4
-        link.close()  # as the system does at the end of a process
-        await until(lambda: not pair.host.num_hosted)
-        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
-
-
-async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeLab, tmp_path: Path) -> None:
-    async with paired(start_decode_lab, tmp_path) as pair:
-        place = await pair.place(3)
-        assert (place.error, place.num_heads) == ("", 3)  # 36 of 48 pages: a quarter stays free
-        await pair.move(0)
-        taken = pair.helper.executor.kv.allocate(1)
-        place = await pair.place(3)
-        assert place.error == (
-            "d1 has no room: 3 of the KV heads in 48 pages take 36 of its pages, and it can lend 35 "
-            "(47 of 48 are free, 12 stay free for its requests)"
-        )
-        assert place.num_heads == 0
-        pair.helper.executor.kv.free(taken)
         await pair.move(1)
-        assert (await pair.place(2)).error == "1 of the KV heads are at d1"
+        decoded = pair.begin("long", 400, pair.owner, inline=inline)
+        if inline:
+            await until(lambda: bool(decoded.answer.tokens))
+        place = await pair.place(0)
+        assert (place.error, place.num_heads) == (
+            "a request may need 51 pages before its end, and with all heads and layers there are 48",
+            1,
+        )
+        assert len(await tokens_of(decoded.answer)) == 400
+        await pair.move(0)
+
+
+async def prepared(pair: Pair, decoded: Decoded) -> Move:
+    """A migration of a request to the owner, which has loaded its full blocks. The source must not end it."""
+    move = Move(pair.lab, decoded, pair.owner)
+    assert isinstance(await move.pre_copy(), PreCopied)
+    assert isinstance(await move.prepare(), Prepared)
+    return move
+
+
+async def test_heads_come_back_although_a_request_that_migrates_here_has_pages_that_go(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
+        kv, third = pair.owner.executor.kv, pair.lab.decodes[2]
+        expected = await tokens_of(pair.begin("stays", 200, third).answer)
+        await pair.move(1)
+        decoded = pair.begin("moves", 200, third)
+        await until(lambda: len(decoded.answer.tokens) > 8)
+        with Brake(third.executor).on():
+            taken = kv.allocate(NUM_PAGES)
+            move = await prepared(pair, decoded)
+            kv.free(taken)
+            assert kv.used_pages(NUM_PAGES)
+            await pair.move(0)
+        assert isinstance(await pair.lab.next_said(move.ref), WorkFailed)
+        assert await tokens_of(decoded.answer) == expected
+
+
+async def test_heads_stay_away_if_pages_are_not_freed_in_time(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_moves, "_FREEING_TIMEOUT_S", 0.1)
+    async with paired(start_decode_lab, tmp_path) as pair:
+        kv = pair.owner.executor.kv
+        await pair.move(1)
+        taken = kv.allocate(NUM_PAGES + 1)
+        assert "were not freed in 0.1 s" in (await pair.place(0)).error
+        assert kv.num_usable_pages == NUM_PAGES * 4 // 3
+        kv.free(taken)
+        assert len(await tokens_of(pair.begin("later", 20, pair.owner).answer)) == 20
+        await pair.move(0)
+
+
+@pytest.mark.parametrize("lacking", ["free memory", "addresses"])
+@pytest.mark.parametrize("num_heads", [1, 0], ids=["leaving", "coming back"])
+async def test_without_memory_for_both_arrangements_heads_stay_where_they_are(
+    start_decode_lab: StartDecodeLab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lacking: str,
+    num_heads: int,
+) -> None:
+    def no_layers(num_pages: int, num_heads: int) -> list[torch.Tensor]:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await answers(pair, "stays", 4)
+        if not num_heads:
+            await pair.move(1)
+        running = asyncio.create_task(answers(pair, "moves", 4))
+        with monkeypatch.context() as patches:
+            if lacking == "addresses":
+                patches.setattr(pair.owner.executor.kv, "new_layers", no_layers)
+            else:
+                patches.setattr(head_moves, "available_bytes", lambda: 1000)
+            place = await pair.place(num_heads)
+        assert place.error.startswith("no memory ")
+        assert place.num_heads == 1 - num_heads
+        await until(lambda: pair.host.num_hosted == ({} if num_heads else {"d0": 1}))
+        assert await running == expected
+        await pair.move(num_heads)
+        assert await answers(pair, "again", 4) == expected
+
+
+class Stopped:
+    """A helper that stands still in the middle of a pass, as after SIGSTOP, until it goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._goes_on = threading.Event()
+        self.ended = threading.Event()
+        monkeypatch.setattr(HeadsHelper, "host", lambda helper, described: self._stop(helper, described))
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+    def _stop(self, helper: HeadsHelper, described: HostedPass) -> None:
+        assert self._goes_on.wait(DEADLINE_S)
+        layer = described.layers.start
+        pages, offsets = described.slots(helper._kv_layers[0].shape[3])
+        helper._kv_layers[layer][torch.from_numpy(pages), :, :, torch.from_numpy(offsets)] = 1e9
+        self.ended.set()
+
+
+async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_requests_meanwhile(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
+        kv, third = pair.owner.executor.kv, pair.lab.decodes[2]
+        expected = await tokens_of(pair.begin("stays", 100, third, 40).answer)
+        pair.owner.decode._head_moves._timeout_s = 0.05
+        await pair.move(1)
+        keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that heads do not come back yet
+        kv.free(keeps_waiting[:-1])
+        helper = Stopped(monkeypatch)
+        stopped = pair.begin("stopped", 100, pair.owner, 40)
+        await until(lambda: pair.owner.decode.heads.is_moving)
+        written = set(kv.used_pages())
+        pair.lab.abort(stopped)
+        await until(lambda: kv.used_pages() == keeps_waiting[-1:])
+        other = pair.begin("other", 100, third, 40)
+        await until(lambda: len(other.answer.tokens) > 8)
+        with Brake(third.executor).on():
+            move = await prepared(pair, other)
+            assert written & set(kv.used_pages()) == set(keeps_waiting[-1:])
+            helper.go_on()
+            assert await asyncio.to_thread(helper.ended.wait, DEADLINE_S)
+            kv.free(keeps_waiting[-1:])
+        assert await move.finish()
+        assert await tokens_of(other.answer) == expected
+        await until(lambda: kv.num_free_pages == kv.num_usable_pages == NUM_PAGES)
+
+
+class Copies:
+    """The numbers of pages that moves have copied, beside iterations and between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+        self._copy, self._loop = HeadMove.copy, pair.owner.decode._loop
+        self.num_beside = self.num_between = 0
+        monkeypatch.setattr(HeadMove, "copy", lambda move, pages: self._note(move, pages))
+
+    def _note(self, move: HeadMove, pages: Sequence[int]) -> None:
+        if self._loop._is_held:
+            self.num_between += len(pages)
+        else:
+            self.num_beside += len(pages)
+        self._copy(move, pages)
+
+
+async def test_the_pages_of_a_request_that_migrates_here_are_copied_before_the_pause(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
+        third = pair.lab.decodes[2]
+        expected = await tokens_of(pair.begin("stays", 60, third, 300).answer)
+        decoded = pair.begin("moves", 60, third, 300)
+        await until(lambda: len(decoded.answer.tokens) > 8)
+        copies = Copies(monkeypatch, pair)
+        with Brake(third.executor).on():
+            move = await prepared(pair, decoded)
+            await pair.move(1)
+        assert copies.num_beside >= 300 // BLOCK_SIZE
+        assert copies.num_between <= head_moves._FEW_PAGES
+        assert await move.finish()
+        assert await tokens_of(decoded.answer) == expected
+        await pair.move(0)
+
+
+async def test_a_request_that_is_being_loaded_is_copied_when_it_is_there(
+    model: transformers.PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_moves, "_LOADING_TIMEOUT_S", DEADLINE_S)
+    gate = Gate(load=1)
+    gate.open()
+    gated = functools.partial(decode_lab, model, tmp_path, decode_copies=gate.make)
+    async with paired(gated, tmp_path) as pair:
+        expected = await tokens_of(pair.begin("first", 60, pair.owner, 300).answer)
+        copies = Copies(monkeypatch, pair)
+        gate.close()
+        decoded = pair.begin("again", 60, pair.owner, 300)
+        await gate.reached()
+        begun = list[None]()
+        monkeypatch.setattr(head_moves, "available_bytes", lambda: begun.append(None))
+        number = pair.order(1)
+        await until(lambda: bool(begun))
+        gate.open()
+        assert (await pair.ended(number)).error == ""
+        assert copies.num_beside >= 300 // BLOCK_SIZE
+        assert copies.num_between <= head_moves._FEW_PAGES
+        assert await tokens_of(decoded.answer) == expected
+        await pair.move(0)

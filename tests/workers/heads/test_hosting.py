@@ -1,0 +1,117 @@
+"""A helper's own requests, and memory, while it hosts heads of another instance."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import transformers
+
+from mooncake.messages.workers import WorkFailed
+from tests.kvstore.nodes import DEADLINE_S
+from tests.workers.decode_lab import StartDecodeLab, decode_lab
+from tests.workers.heads_lab import NUM_PAGES, paired, until, wide_model
+from tests.workers.mini_cluster import FINGERPRINT, tokens_of
+from workers.heads import hosting
+from workers.heads.helper_link import HelperLink
+from workers.heads.link_messages import LINK_VERSION, HostHeads
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return wide_model()
+
+
+@pytest.fixture
+def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
+    return functools.partial(decode_lab, model, tmp_path)
+
+
+async def test_an_owner_that_ends_leaves_nothing_behind(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
+        executor = pair.owner.executor
+        link = await HelperLink.connect(
+            pair.path, request, executor.model, executor.kv, DEADLINE_S, lambda: None
+        )
+        assert pair.host.num_hosted == {"d9": 1}
+        assert pair.helper.executor.kv.num_usable_pages == NUM_PAGES * 3 // 4
+        link.close()  # as the system does at the end of a process
+        await until(lambda: not pair.host.num_hosted)
+        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+
+
+async def test_a_helper_without_room_says_the_sum(start_decode_lab: StartDecodeLab, tmp_path: Path) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        place = await pair.place(3)
+        assert (place.error, place.num_heads) == ("", 3)  # 36 of 48 pages: a quarter stays free
+        await pair.move(0)
+        taken = pair.helper.executor.kv.allocate(1)
+        place = await pair.place(3)
+        assert place.error == (
+            "d1 has no room: 3 of the KV heads in 48 pages take 36 of its pages, and it can lend 35 "
+            "(47 of 48 are free, 12 stay free for its requests, the longest of which may need 0)"
+        )
+        assert place.num_heads == 0
+        pair.helper.executor.kv.free(taken)
+        await pair.move(1)
+        assert (await pair.place(2)).error == "1 of the KV heads are at d1"
+
+
+async def test_a_helper_keeps_enough_pages_for_the_rest_of_its_longest_request(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await tokens_of(pair.begin("alone", 230, pair.helper).answer)
+        own = pair.begin("own", 230, pair.helper)  # 30 pages in the end, 2 now
+        await until(lambda: bool(own.answer.tokens))
+        assert (await pair.place(2)).error.endswith(
+            "take 24 of its pages, and it can lend 18 (46 of 48 are free, 12 stay free for its requests, "
+            "the longest of which may need 30)"
+        )
+        await pair.move(1)  # 16 pages
+        assert await tokens_of(own.answer) == expected
+
+
+async def test_requests_that_a_helper_had_wait_for_each_other_when_pages_are_lent(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await tokens_of(pair.begin("alone", 150, pair.helper).answer)
+        own = [pair.begin(f"own{index}", 150, pair.helper) for index in range(4)]  # 20 pages each in the end
+        await until(lambda: all(one.answer.tokens for one in own))
+        await pair.move(2)
+        assert 20 <= pair.helper.executor.kv.num_usable_pages <= 24
+        for one in own:
+            assert await tokens_of(one.answer) == expected
+        assert pair.helper.decode.meter.stats.num_preemptions
+
+
+async def test_a_request_for_which_too_many_pages_are_lent_is_placed_elsewhere(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        await pair.move(2)
+        late = pair.begin("late", 230, pair.helper)
+        answer = await pair.lab.next_said(late.ref)
+        assert answer == WorkFailed(
+            late.ref,
+            "it may need 30 of 48 device pages, and 12 are not lent to another instance",
+            retryable=True,
+        )
+        assert len(await tokens_of(pair.begin("elsewhere", 230, pair.owner).answer)) == 230
+
+
+async def test_heads_for_which_a_helper_has_no_memory_are_refused_with_the_sum(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        monkeypatch.setattr(hosting, "available_bytes", lambda: 1 << 20)
+        assert (await pair.place(1)).error.endswith(" MiB, of which 1 MiB are available")
+        kv = pair.helper.executor.kv
+        assert (pair.host.num_hosted, kv.num_free_pages, kv.num_usable_pages) == ({}, NUM_PAGES, NUM_PAGES)
+        monkeypatch.setattr(hosting, "available_bytes", lambda: None)  # nobody knows
+        await pair.move(1)

@@ -1,0 +1,120 @@
+"""A decode lab whose first decode instance can have KV heads or layers at the second one."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads
+from mooncake.messages.requests import SamplingParams
+from tests.kvstore.nodes import DEADLINE_S
+from tests.tiny_models import tiny_model
+from tests.workers.decode_lab import Decoded, DecodeLab, StartDecodeLab
+from tests.workers.mini_cluster import FINGERPRINT, InstanceUnderTest, Sizes
+from tests.workers.references import prompt_of
+from workers.heads.hosting import HeadsHost
+
+NUM_PAGES = 48
+SIZES = Sizes(num_decode=2, num_device_pages=NUM_PAGES, num_pool_pages=160)
+
+
+Part = int | LayerRange
+"""Some layers, or so many KV heads; 0: nothing."""
+
+
+def fields(part: Part) -> tuple[int, LayerRange | None]:
+    """The number of heads and the layers of an order."""
+    return (part, None) if isinstance(part, int) else (0, part)
+
+
+def wide_model() -> transformers.PreTrainedModel:
+    """A model that the CPU's own kernels compute, with sliding windows in some layers, and 4 KV heads."""
+    return tiny_model(
+        "qwen2_window",
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_hidden_layers=3,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass(slots=True, eq=False)
+class Pair:
+    """The first decode instance of a lab, and the second one as its helper."""
+
+    lab: DecodeLab
+    path: str
+    numbers: "itertools.count[int]"
+    host: HeadsHost
+    hosting: "asyncio.Task[None]"
+
+    @property
+    def owner(self) -> InstanceUnderTest:
+        return self.lab.decodes[0]
+
+    @property
+    def helper(self) -> InstanceUnderTest:
+        return self.lab.decodes[1]
+
+    def order(self, part: Part) -> int:
+        number = next(self.numbers)
+        self.owner.decode.place_heads(PlaceHeads(1, number, "d1", self.path, *fields(part)))
+        return number
+
+    async def ended(self, number: int) -> HeadsPlace:
+        """Wait for the end of an ordered move."""
+        await until(lambda: self._place.number == number and not self._place.is_moving)
+        return self._place
+
+    async def place(self, part: Part) -> HeadsPlace:
+        """Order, and wait for the end of the move."""
+        return await self.ended(self.order(part))
+
+    async def move(self, part: Part) -> None:
+        place = await self.place(part)
+        assert (place.error, place.num_heads, place.layers) == ("", *fields(part))
+
+    async def lose_helper(self) -> None:
+        """As if its process ended."""
+        self.hosting.cancel()
+        await asyncio.wait([self.hosting])
+
+    def begin(
+        self, name: str, max_tokens: int, at: InstanceUnderTest, num_tokens: int = 8, *, inline: bool = True
+    ) -> Decoded:
+        """Order a greedy request, whose prompt depends on its length alone."""
+        sampling = SamplingParams(max_tokens, temperature=0)
+        return self.lab.begin(name, prompt_of(num_tokens, num_tokens), sampling, at, inline=inline)
+
+    @property
+    def _place(self) -> HeadsPlace:
+        return self.owner.decode.heads
+
+
+def hosting(instance: InstanceUnderTest, path: str) -> HeadsHost:
+    executor = instance.executor
+    return HeadsHost("d1", path, FINGERPRINT, executor.model, executor.kv, lambda: instance.decode.most_pages)
+
+
+@contextlib.asynccontextmanager
+async def paired(start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES) -> AsyncIterator[Pair]:
+    async with start(sizes=sizes) as lab:
+        path = str(folder / "heads.sock")
+        host = hosting(lab.decodes[1], path)
+        task = lab.group.create_task(host.run())
+        pair = Pair(lab, path, itertools.count(1), host, task)
+        await until(Path(path).exists)
+        yield pair
+        task.cancel()
+        await lab.assert_nothing_is_held()
