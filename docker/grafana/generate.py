@@ -236,6 +236,29 @@ INSTANCES = [
             f"sum by (instance) (rate(mooncake_decode_refusals_total{RATE}))": "{{instance}} refused",
         },
     ),
+    Chart(
+        "KV heads and layers at helpers",
+        "short",
+        {
+            "mooncake_instance_moved_heads > 0": "{{instance}}: KV heads at {{helper}}",
+            "mooncake_instance_moved_layers > 0": "{{instance}}: layers at {{helper}}",
+        },
+    ),
+    Chart(
+        "Moves of KV heads and layers",
+        "ops",
+        rates("mooncake_module_moves_total", "instance", "outcome"),
+        "slow: taken back, as iterations took longer with the helper; lost: the helper has ended.",
+    ),
+    Chart(
+        "Pauses of decoding for these moves",
+        "s",
+        {
+            **quantiles("mooncake_module_pause_seconds"),
+            f"sum(rate(mooncake_module_pause_seconds_sum{RATE}))"
+            f" / sum(rate(mooncake_module_pause_seconds_count{RATE}))": "mean",
+        },
+    ),
 ]
 DASHBOARDS = {
     "overview": ("mooncake-serve: overview", OVERVIEW),

@@ -4,9 +4,11 @@ listener.
 Owns: these metrics' names and labels. Does not know: scrapers, how a heartbeat arrived.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+from mooncake.messages.migration import MOVE_OUTCOMES, PAUSE_BOUNDS_S
 from mooncake.messages.pools import PREFILL_SOURCES, PeerStats, PoolStats
 from mooncake.messages.workers import PREEMPTED_TO, DecodeStats, Heartbeat
 
@@ -39,6 +41,17 @@ class Family:
         """Add a sample; `label_text` is from `labels`, further labels follow behind a comma."""
         self._lines.append(f"{self.name}{{{label_text}}} {value}\n")
 
+    def add_histogram(
+        self, label_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> None:
+        """Add the samples of a histogram: `counts` of values up to each of the `bounds`, and of larger ones;
+        `total` is the sum of all values."""
+        bounds_text = [*map(str, bounds), "+Inf"]
+        for bound, number in zip(bounds_text, accumulate(counts), strict=True):
+            self._lines.append(f'{self.name}_bucket{{{label_text},le="{bound}"}} {number}\n')
+        self._lines.append(f"{self.name}_count{{{label_text}}} {sum(counts)}\n")
+        self._lines.append(f"{self.name}_sum{{{label_text}}} {total}\n")
+
     @property
     def text(self) -> str:
         """The lines of the family. A family without samples has lines too, so that its name can be looked
@@ -59,6 +72,7 @@ def instance_text(reports: Iterable[InstanceReport], model_name: str) -> str:
     families = [
         *_load(reports, model_name),
         *_decoding({report.instance: report.heartbeat.decode for report in reports}),
+        *_modules(reports),
         *_pools(pools),
         *_tiers(pools),
         *_transfers(pools),
@@ -131,6 +145,28 @@ def _decoding(decodes: Mapping[str, DecodeStats]) -> list[Family]:
         prompts.add(f'{name},inlined="no"', decode.num_not_inlined)
         inlined.add(name, decode.mixed.num_prompt_tokens)
     return [iterations, tokens, seconds, preemptions, refusals, sealed, unsealed, prompts, inlined]
+
+
+def _modules(reports: Iterable[InstanceReport]) -> list[Family]:
+    heads = _gauge("mooncake_instance_moved_heads", "KV heads of the instance that a helper has")
+    layers = _gauge("mooncake_instance_moved_layers", "Layers of the instance that a helper has")
+    moves = _counter("mooncake_module_moves", "Moves of KV heads or layers of the instance, by their end")
+    copied = _counter("mooncake_module_copied_bytes", "KVCache that was copied in these moves")
+    pauses = Family(
+        "mooncake_module_pause_seconds", "histogram", "Pauses between two iterations in these moves"
+    )
+    for instance, _, heartbeat in reports:
+        name, place, totals = labels(instance=instance), heartbeat.heads, heartbeat.moves
+        if place.num_heads or place.layers is not None:
+            away = f"{name},{labels(helper=place.helper)}"
+            heads.add(away, place.num_heads)
+            layers.add(away, 0 if place.layers is None else place.layers.count)
+        for outcome in MOVE_OUTCOMES:
+            moves.add(f'{name},outcome="{outcome}"', totals.num_moves.get(outcome, 0))
+        copied.add(name, totals.copied_bytes)
+        if len(totals.num_pauses) == len(PAUSE_BOUNDS_S) + 1 and any(totals.num_pauses):
+            pauses.add_histogram(name, PAUSE_BOUNDS_S, totals.num_pauses, totals.pause_s)
+    return [heads, layers, moves, copied, pauses]
 
 
 def _pools(pools: Mapping[str, PoolStats]) -> list[Family]:

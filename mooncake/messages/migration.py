@@ -27,7 +27,7 @@ import re
 import msgspec
 
 from mooncake.messages.pools import PoolShard
-from mooncake.messages.quantities import Count, PositiveCount, TokenId
+from mooncake.messages.quantities import Count, PositiveCount, Seconds, TokenId
 from mooncake.messages.requests import Ref, Request
 
 # -- Conductor -> worker ----------------------------------------------------------------------------
@@ -209,3 +209,22 @@ class PlaceHeads(msgspec.Struct, tag=True, frozen=True):
     """The Unix socket of the helper."""
     num_heads: Count = 0
     layers: LayerRange | None = None
+
+
+MOVE_OUTCOMES = ("moved", "back", "slow", "lost", "refused")
+"""The ends of moves: all is at the helper; back by order, as the helper was slow, or was lost; nothing has
+moved."""
+PAUSE_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+"""Upper bounds of the buckets of pauses; a last bucket has longer ones."""
+
+
+class MovesStats(msgspec.Struct, frozen=True):
+    """Totals of an instance's moves of KV heads and layers in this session."""
+
+    num_moves: dict[str, Count] = {}
+    """Moves by their outcome (`MOVE_OUTCOMES`)."""
+    copied_bytes: Count = 0
+    """KVCache that was copied, there and back."""
+    num_pauses: list[Count] = []
+    """Pauses between two iterations by `PAUSE_BOUNDS_S`."""
+    pause_s: Seconds = 0.0

@@ -14,7 +14,14 @@ import msgspec
 
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.migration import FromMigration, HeadsPlace, HeadsSupport, MigrationOrder, PlaceHeads
+from mooncake.messages.migration import (
+    FromMigration,
+    HeadsPlace,
+    HeadsSupport,
+    MigrationOrder,
+    MovesStats,
+    PlaceHeads,
+)
 from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats, PrefixSource
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
 from mooncake.messages.requests import FinishReason, Held, Ref, Request, TokenLogprobs
@@ -187,6 +194,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     joining: list[Joining] = []
     """Progress since the last heartbeat, in order."""
     heads: HeadsPlace = HeadsPlace()
+    moves: MovesStats = MovesStats()
 
 
 class Returning(msgspec.Struct, tag=True, frozen=True):

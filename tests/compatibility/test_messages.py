@@ -25,6 +25,7 @@ NEW = {
     "Connected.version": "An older client speaks one version.",
     "Register.heads": "An older Conductor orders no heads to move, and refuses nothing that depends on them.",
     "Register.least_chunk_tokens": "An older Conductor inlines prompts as it did before.",
+    "Heartbeat.moves": "An older Conductor has no metrics of moves.",
     "Heartbeat.heads": "An older Conductor takes the number of pages that was registered.",
     "PlaceHeads": "It is sent only to workers whose `Register.heads` says that heads can move.",
     "MoveHeads": "A front sends it only to a Conductor of version 28 or newer.",

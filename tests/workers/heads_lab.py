@@ -9,17 +9,19 @@ from pathlib import Path
 
 import transformers
 
-from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads
+from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads, PreCopied, Prepared
 from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
-from tests.workers.decode_lab import Decoded, DecodeLab, StartDecodeLab
+from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
 from tests.workers.mini_cluster import FINGERPRINT, InstanceUnderTest, Sizes
 from tests.workers.references import prompt_of
 from workers.heads.hosting import HeadsHost
 
 NUM_PAGES = 48
 SIZES = Sizes(num_decode=2, num_device_pages=NUM_PAGES, num_pool_pages=160)
+WITH_A_THIRD = Sizes(num_decode=3, num_device_pages=NUM_PAGES, num_pool_pages=160)
+"""The third instance decodes requests that migrate to the owner."""
 
 
 Part = int | LayerRange
@@ -90,6 +92,25 @@ class Pair:
         self.hosting.cancel()
         await asyncio.wait([self.hosting])
 
+    async def restart_helper(self) -> None:
+        """It listens again."""
+        self.hosting = self.lab.group.create_task(self.host.run())
+        await asyncio.sleep(0)  # it listens before it waits for anything
+
+    def lose_owner(self) -> None:
+        """As if its process ended, soon."""
+        for ref in self.owner.decode_jobs.refs:
+            self.owner.decode_jobs.cancel(ref)
+        assert self.owner.decoding is not None
+        self.owner.decoding.cancel()
+
+    async def owner_has_gone(self) -> None:
+        """Wait until nothing of the owner runs. A session that follows has all heads again."""
+        assert self.owner.decoding is not None
+        await asyncio.wait([self.owner.decoding])
+        await until(lambda: not self.owner.is_busy)
+        self.owner.executor.kv.reset()
+
     def begin(
         self, name: str, max_tokens: int, at: InstanceUnderTest, num_tokens: int = 8, *, inline: bool = True
     ) -> Decoded:
@@ -116,5 +137,13 @@ async def paired(start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES) -> A
         pair = Pair(lab, path, itertools.count(1), host, task)
         await until(Path(path).exists)
         yield pair
-        task.cancel()
+        pair.hosting.cancel()
         await lab.assert_nothing_is_held()
+
+
+async def prepared(pair: Pair, decoded: Decoded) -> Move:
+    """A migration of a request to the owner, which has loaded its full blocks. The source must not end it."""
+    move = Move(pair.lab, decoded, pair.owner)
+    assert isinstance(await move.pre_copy(), PreCopied)
+    assert isinstance(await move.prepare(), Prepared)
+    return move

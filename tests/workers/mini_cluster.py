@@ -125,6 +125,7 @@ class InstanceUnderTest:
         sizes = cluster.sizes
         self.identity = peer_identity(name, 1)
         self.pools = pools
+        self.decoding: asyncio.Task[None] | None = None
         executors = cluster.executors()
         self.executor, pool, kv = executors[0], pools[0], executors[0].kv
         self.ranks: FollowedGroup | None = None
@@ -225,6 +226,7 @@ class MiniCluster:
         self.conductor = Conductor(1, FINGERPRINT, limits)
         self.spans = RecordedSpans()
         self.instances: list[InstanceUnderTest] = []
+        self.num_beats = 0
         self.nodes: dict[str, Node] = {}
         """Messengers by name"""
         self.requests: dict[str, Request] = {}
@@ -283,7 +285,8 @@ class MiniCluster:
                     instance.obey(effect.message)  # type: ignore[arg-type]
 
     async def beat(self) -> None:
-        """Heartbeats tell nobody of pages here."""
+        """Count heartbeats out of turn. Nobody is told of pages here."""
+        self.num_beats += 1
 
     async def receive(self, outputs: list[tuple[str, TokenOutput]]) -> None:
         """Tokens, as the front takes them: another attempt draws those again that have been sent."""
@@ -383,10 +386,8 @@ async def mini_cluster(
                 cluster.instances.append(instance)
                 if role is not Role.PREFILL or not sizes.inline:
                     cluster.conductor.handle(instance.identity, instance.registration, time.monotonic())
-                loops += [
-                    group.create_task(instance.prefill.run()),
-                    group.create_task(instance.decode.run()),
-                ]
+                instance.decoding = group.create_task(instance.decode.run())
+                loops += [group.create_task(instance.prefill.run()), instance.decoding]
             yield cluster
             for loop in loops:
                 loop.cancel()

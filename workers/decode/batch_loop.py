@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from mooncake.errors import GrammarError
 from mooncake.messages.fronts import TokenOutput
 from workers.decode.batching.batch import DecodeBatch
-from workers.decode.batching.iterations import Iterations
+from workers.decode.batching.iterations import Iteration, Iterations
 from workers.decode.meter import DecodeMeter
 from workers.decode.tbt_slo.double_check import HeldTokens
 from workers.decode.tbt_slo.inlining import PromptChunks
@@ -25,8 +25,8 @@ class BatchLoop:
     has come or must leave, tokens may be sent.
 
     `recheck` is called in each turn, so that requests that wait for a smaller batch, or for pages, are
-    checked again. `on_lost` is called when an iteration has no results, as a helper has not answered; it
-    holds the loop.
+    checked again. `on_ended` is called with each iteration that has ended; it holds the loop if the iteration
+    has no results, as a helper has not answered.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class BatchLoop:
         meter: DecodeMeter,
         changed: asyncio.Event,
         recheck: Callable[[], None],
-        on_lost: Callable[[], None],
+        on_ended: Callable[[Iteration], None],
         emit: Emit,
     ) -> None:
         self._batch, self._iterations, self._chunks, self._pauses = batch, iterations, chunks, pauses
         self._held_tokens, self._meter = held_tokens, meter
         self._changed, self._recheck, self._emit = changed, recheck, emit
-        self._on_lost = on_lost
+        self._on_ended = on_ended
         self._is_held, self._is_quiet = False, asyncio.Event()
         self._resumption: asyncio.TimerHandle | None = None
         """Timer that ends a pause between two iterations."""
@@ -89,8 +89,8 @@ class BatchLoop:
         """Return the tokens of iterations that have ended."""
         outputs = []
         for iteration in self._iterations.receive():
+            self._on_ended(iteration)
             if iteration.is_lost:
-                self._on_lost()
                 continue
             self._meter.ended(iteration)
             self._pauses.ended(iteration.ended_s)

@@ -20,6 +20,7 @@ from mooncake.messages.migration import (
     HandOver,
     HeadsPlace,
     MigrationOrder,
+    MovesStats,
     PlaceHeads,
     PreCopy,
     Prepare,
@@ -115,7 +116,7 @@ class DecodeRunner:
             self.meter,
             changed,
             self._recheck,
-            lambda: self._head_moves.lost(),
+            lambda iteration: self._head_moves.iteration_ended(iteration),
             emit,
         )
         self._head_moves = HeadMoves(
@@ -128,6 +129,7 @@ class DecodeRunner:
             chunk_limits.most + max_batch,
             max_batch,
             helper_timeout_s,
+            predictors.tbt,
             lambda: self.most_pages,
             self._call_off,
         )
@@ -177,6 +179,11 @@ class DecodeRunner:
     def heads(self) -> HeadsPlace:
         """The place of this instance's KV heads."""
         return self._head_moves.place
+
+    @property
+    def moves(self) -> MovesStats:
+        """Totals of the moves of KV heads and layers."""
+        return self._head_moves.meter.stats
 
     @property
     def most_pages(self) -> int:

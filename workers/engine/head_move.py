@@ -32,6 +32,7 @@ class HeadMove:
                 self._layers[layer - kv.layers.start] = pages
         self.page_bytes = num_own_layers * self._layers[0][0].nbytes
         """Bytes of this instance's own memory that a page takes."""
+        self.copied_bytes = 0
 
     def copy(self, pages: Sequence[int]) -> None:
         """Copy pages of all layers. Blocking; other threads may compute with the pages, but not write."""
@@ -39,6 +40,7 @@ class HeadMove:
             index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], dtype=torch.int64)
             for position, layer in enumerate(self._kv.layers):
                 blocks = self._kv.gather(layer, index)
+                self.copied_bytes += blocks.nbytes
                 self._layers[position].index_copy_(0, index, blocks[:, : self._num_kept])
                 if self._moved is not None:
                     self._moved.layers[position].index_copy_(0, index, blocks[:, self._num_kept :])

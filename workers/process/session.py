@@ -306,4 +306,5 @@ class LeaderSession:
             heads=msgspec.structs.replace(
                 self._decode.heads, num_device_pages=self._executor.kv.num_usable_pages
             ),
+            moves=self._decode.moves,
         )

@@ -11,6 +11,7 @@ from conductor.telemetry.metrics import instances_text
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
+from mooncake.messages.migration import PAUSE_BOUNDS_S, HeadsPlace, LayerRange, MovesStats
 from mooncake.messages.pools import (
     Capacity,
     MessengerAddress,
@@ -275,3 +276,27 @@ def test_decoding_is_told_by_instance() -> None:
         ("mooncake_decode_prompts_total", "d0", "no"): 11,
         ("mooncake_decode_inlined_tokens_total", "d0"): 13,
     }
+
+
+def test_modules_elsewhere_and_their_moves_are_told() -> None:
+    num_pauses = [0] * (len(PAUSE_BOUNDS_S) + 1)
+    num_pauses[1], num_pauses[-1] = 3, 1
+    beats = {
+        "d0": Heartbeat(0, 0, 0, {}, heads=HeadsPlace(helper="d1", num_heads=2)),
+        "d1": Heartbeat(0, 0, 0, {}, moves=MovesStats({"moved": 2, "slow": 1}, 5000, num_pauses, 12.5)),
+        "d2": Heartbeat(0, 0, 0, {}, heads=HeadsPlace(helper="d1", layers=LayerRange(3, 7))),
+    }
+    reports = [InstanceReport(name, 100, beat) for name, beat in beats.items()]
+    samples = parsed(instance_text(reports, "model"))
+    assert of(samples, "mooncake_instance_moved_heads", instance="d0", helper="d1") == 2
+    assert of(samples, "mooncake_instance_moved_layers", instance="d2", helper="d1") == 4
+    assert ("mooncake_instance_moved_heads", (("helper", ""), ("instance", "d1"))) not in samples
+    for outcome, expected in {"moved": 2, "back": 0, "slow": 1, "lost": 0, "refused": 0}.items():
+        assert of(samples, "mooncake_module_moves_total", instance="d1", outcome=outcome) == expected
+    assert of(samples, "mooncake_module_copied_bytes_total", instance="d1") == 5000
+    pauses = "mooncake_module_pause_seconds"
+    for bound, expected in {"0.001": 0, "0.005": 3, "10.0": 3, "+Inf": 4}.items():
+        assert of(samples, f"{pauses}_bucket", instance="d1", le=bound) == expected
+    assert of(samples, f"{pauses}_sum", instance="d1") == 12.5
+    told = {name for name, of_one in samples if ("instance", "d0") in of_one}
+    assert f"{pauses}_count" not in told

@@ -102,6 +102,7 @@ async def test_a_request_for_which_too_many_pages_are_lent_is_placed_elsewhere(
             "it may need 30 of 48 device pages, and 12 are not lent to another instance",
             retryable=True,
         )
+        assert pair.lab.num_beats == 1, "the Conductor is told first how many pages there are"
         assert len(await tokens_of(pair.begin("elsewhere", 230, pair.owner).answer)) == 230
 
 

@@ -10,7 +10,7 @@ from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.bus import Router
 from mooncake.messages.pools import PoolStats
 from mooncake.messages.requests import Held, HeldStep, Ref
-from mooncake.messages.workers import FromWorker, Heartbeat, HeartbeatAck, Register, Registered, Role
+from mooncake.messages.workers import FromWorker, Heartbeat, HeartbeatAck, Leave, Register, Registered, Role
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
 from tests.conductor.small_cluster import POOL, registration
@@ -106,4 +106,22 @@ async def test_a_conductor_that_does_not_lead_any_more_is_not_obeyed() -> None:
         for _ in range(2):
             assert isinstance((await router.recv())[1], Heartbeat)
         assert link.is_registered
+    router.close()
+
+
+async def test_a_heartbeat_out_of_turn_is_sent_before_what_follows_it() -> None:
+    router: Router[FromWorker] = Router("tcp://127.0.0.1:*", FromWorker, KEY)
+    # No further heartbeat is due in the time of the test.
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        linked(Leaders(Leader(router.endpoint, 9)), 10 * DEADLINE_S) as link,
+    ):
+        await link.beat_now()  # not registered: there is nobody to tell
+        sender, _ = await next_registration(router)
+        await router.send(sender, Registered(9))
+        while not link.is_registered:
+            await asyncio.sleep(0.01)
+        await link.beat_now()
+        await link.tell(Leave())
+        assert [type((await router.recv())[1]) for _ in range(2)] == [Heartbeat, Leave]
     router.close()

@@ -12,7 +12,9 @@ import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,8 +22,12 @@ from mooncake.messages.migration import HeadsPlace, PlaceHeads
 from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
+from workers.decode.batching.iterations import Iteration
 from workers.decode.blocks.block_transfers import BlockTransfers
+from workers.decode.migration.helper_pace import HelperPace, IterationTime, WithoutHelper
+from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
+from workers.decode.tbt_slo.tbt import TBTPredictor
 from workers.engine.head_move import HeadMove
 from workers.engine.kvcache import HostedLayers, MovedHeads
 from workers.errors import HeadsStayError, SessionLostError
@@ -48,8 +54,8 @@ class HeadMoves:
     """The heads and layers of one instance, `name`. Orders are carried out in `run`, one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
-    layer is lost. `most_pages` returns how many pages a request here may need; `call_off` gives up a request
-    that is to move here and is not decoded yet.
+    layer is lost. `predictor` learns what iterations take. `most_pages` returns how many pages a request here
+    may need; `call_off` gives up a request that is to move here and is not decoded yet.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class HeadMoves:
         most_tokens: int,
         max_batch: int,
         timeout_s: float,
+        predictor: TBTPredictor,
         most_pages: Callable[[], int],
         call_off: Callable[[Sequence], Awaitable[None]],
     ) -> None:
@@ -70,11 +77,14 @@ class HeadMoves:
         self._executor, self._batch, self._transfers, self._loop = executor, batch, transfers, loop
         self._most_tokens, self._max_batch, self._timeout_s = most_tokens, max_batch, timeout_s
         self._most_pages, self._call_off = most_pages, call_off
-        self._orders: asyncio.Queue[PlaceHeads | None] = asyncio.Queue()
-        """None: the helper is lost."""
+        self._orders: asyncio.Queue[PlaceHeads | _Lost | _Slow] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
         """Whether the helper is lost, and not all is here again."""
+        self._held_s: float | None = None
+        """Time from which on no iteration begins, by the performance counter; None: they do."""
+        self._without_helper, self._pace = WithoutHelper(predictor), HelperPace.unknown()
+        self.meter = MovesMeter()
         self._turn_taken = asyncio.Event()
         self.place = HeadsPlace()
         """The place of heads and layers, as heartbeats tell it."""
@@ -92,8 +102,29 @@ class HeadMoves:
         if self._executor.kv.is_helped and not self._is_lost:
             self._is_lost = True
             self._executor.kv.keep_freed()
-            self._loop.hold()
-            self._orders.put_nowait(None)
+            self._hold()
+            self._orders.put_nowait(_Lost())
+
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Look whether the helper has answered, and whether it is fast enough."""
+        if iteration.is_lost:
+            self.lost()
+            return
+        if iteration.num_prompt_tokens or not iteration.num_decoded:
+            return
+        slos_s = [one.tbt_slo_s for one in iteration.sequences if one.tbt_slo_s is not None]
+        seconds = iteration.ended_s - iteration.began_s
+        took = IterationTime(
+            iteration.num_decoded, iteration.num_kv_tokens, seconds, min(slos_s, default=None)
+        )
+        kv = self._executor.kv
+        if not kv.is_helped:
+            self._without_helper.ended(took)
+            return
+        why = self._pace.ended(took, iteration.ended_s)
+        is_there_for_memory = len(kv.used_pages()) > kv.num_own_pages
+        if why and not is_there_for_memory and not self.place.is_moving:
+            self._orders.put_nowait(_Slow(why))
 
     def recheck(self) -> None:
         """Look whether pages have been freed or loaded. Call this in each turn of the loop."""
@@ -103,13 +134,15 @@ class HeadMoves:
         """Carry out orders until cancelled. Then the helper hosts nothing."""
         try:
             while True:
-                order = await self._orders.get()
-                if order is None:
-                    await self._come_back(
-                        f"{self.place.helper} is lost, and {self.place.what} are here again"
-                    )
-                else:
-                    await self._carry_out(order)
+                match await self._orders.get():
+                    case _Lost():
+                        await self._come_back(
+                            f"{self.place.helper} is lost, and {self.place.what} are here again"
+                        )
+                    case _Slow(why):
+                        await self._take_back(why)
+                    case order:
+                        await self._carry_out(order)
         finally:
             if self._link is not None:
                 self._link.close()
@@ -121,9 +154,10 @@ class HeadMoves:
             if order.num_heads or order.layers is not None:
                 await self._move(order)
             elif self._executor.kv.is_helped:
-                await self._return()
+                await self._return("back")
             self._tell(is_moving=False)
         except HeadsStayError as error:
+            self.meter.ended("refused")
             if str(error) != told_before:  # the Conductor asks again and again while the helper drains
                 log.warning("no heads move: %s", error)
             self._tell(is_moving=False, error=str(error))
@@ -138,7 +172,8 @@ class HeadMoves:
         except BaseException:
             self._tell(helper="")
             raise
-        self._link = link
+        self._link, self._pace = link, self._without_helper.pace()
+        self.meter.ended("moved")
         self._tell(num_heads=order.num_heads, layers=order.layers)
         log.info("%s are at %s", self.place.what, order.helper)
         if link.is_lost:
@@ -172,7 +207,21 @@ class HeadMoves:
             raise
         return link
 
-    async def _return(self) -> None:
+    async def _take_back(self, why: str) -> None:
+        """Have all here, as the helper is too slow."""
+        if not self._executor.kv.is_helped or self._is_lost:
+            return
+        reason = f"{self.place.helper} was slow, and {self.place.what} are here again: {why}"
+        self._tell(is_moving=True)
+        try:
+            await self._return("slow")
+            log.warning("%s", reason)
+        except HeadsStayError as error:
+            reason = f"{self.place.helper} is slow, and {self.place.what} stay there: {error}"
+            log.warning("%s", reason)
+        self._tell(is_moving=False, error=reason)
+
+    async def _return(self, outcome: str) -> None:
         """Have all here, while the helper still computes. Raises HeadsStayError."""
         kv = self._executor.kv
         if (num_pages := self._most_pages()) > kv.num_own_pages:
@@ -192,7 +241,7 @@ class HeadMoves:
                 f"{_FREEING_TIMEOUT_S:g} s"
             ) from None
         await self._switch(move, await self._pre_copy(move))
-        await self._end_hosting()
+        await self._end_hosting(outcome)
 
     async def _come_back(self, reason: str) -> None:
         """Have all here, as the helper is lost. No iteration runs until then."""
@@ -208,10 +257,11 @@ class HeadMoves:
         except OSError as error:
             raise SessionLostError(f"{reason}, but there is no memory for them: {error}") from None
         await self._switch(move, set())
-        await self._end_hosting()
+        await self._end_hosting("lost")
         self._tell(is_moving=False, error=reason)
 
-    async def _end_hosting(self) -> None:
+    async def _end_hosting(self, outcome: str) -> None:
+        self.meter.ended(outcome)
         if self._link is not None:
             await self._link.end()
         self._link, self._is_lost = None, False
@@ -270,7 +320,7 @@ class HeadMoves:
         """Copy the rest between two iterations, and compute in the new arrangement from then on."""
         kv = self._executor.kv
         async with self._transfers.paused():
-            self._loop.hold()
+            self._hold()
             try:
                 await self._loop.quiet()
                 needless = {full_page.page for full_page in copied & self._batch.full_pages()}
@@ -278,12 +328,34 @@ class HeadMoves:
                 await _in_thread(move, [page for page in kv.used_pages() if page not in needless])
                 given_up = move.complete()
             finally:
-                self._loop.resume()
+                self._resume()
+                self.meter.copied(move.copied_bytes)
         await asyncio.to_thread(given_up.clear)  # it takes a while to give gigabytes back
         threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
 
+    def _hold(self) -> None:
+        if self._held_s is None:
+            self._held_s = time.perf_counter()
+        self._loop.hold()
+
+    def _resume(self) -> None:
+        assert self._held_s is not None
+        self.meter.paused(time.perf_counter() - self._held_s)
+        self._held_s = None
+        self._loop.resume()
+
     def _tell(self, **changes: object) -> None:
         self.place = msgspec.structs.replace(self.place, **changes)
+
+
+class _Lost(NamedTuple):
+    """The helper is lost."""
+
+
+class _Slow(NamedTuple):
+    """The helper is too slow."""
+
+    why: str
 
 
 async def _in_thread(move: HeadMove, pages: list[int]) -> None:

@@ -1,10 +1,8 @@
 """KV heads that go to a helper and come back while requests run: every answer is that of heads that stay."""
 
 import asyncio
-import dataclasses
 import errno
 import functools
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,15 +10,25 @@ import pytest
 import torch
 import transformers
 
-from kernels.cpu.moved_heads import HeadsHelper, HostedPass
-from mooncake.messages.migration import LayerRange, PreCopied, Prepared
+from mooncake.messages.migration import LayerRange
 from mooncake.messages.requests import SamplingParams
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_tokenizer import IM_END_ID
-from tests.workers.decode_lab import Decoded, Move, StartDecodeLab, decode_lab
+from tests.workers.decode_lab import Decoded, StartDecodeLab, decode_lab
 from tests.workers.gate import Brake, Gate
-from tests.workers.heads_lab import NUM_PAGES, SIZES, Pair, Part, fields, paired, until, wide_model
+from tests.workers.heads_lab import (
+    NUM_PAGES,
+    SIZES,
+    WITH_A_THIRD,
+    Pair,
+    Part,
+    fields,
+    paired,
+    prepared,
+    until,
+    wide_model,
+)
 from tests.workers.mini_cluster import BLOCK_SIZE, Sizes, tokens_of
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
@@ -36,7 +44,6 @@ WISHES = (
 )
 
 PARTS = pytest.mark.parametrize("part", [1, LayerRange(1, 3)], ids=["heads", "layers"])
-WITH_A_THIRD = dataclasses.replace(SIZES, num_decode=3)
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +210,6 @@ async def test_heads_stay_away_while_a_request_may_need_more_pages_than_there_ar
         await pair.move(0)
 
 
-async def prepared(pair: Pair, decoded: Decoded) -> Move:
-    """A migration of a request to the owner, which has loaded its full blocks. The source must not end it."""
-    move = Move(pair.lab, decoded, pair.owner)
-    assert isinstance(await move.pre_copy(), PreCopied)
-    assert isinstance(await move.prepare(), Prepared)
-    return move
-
-
 async def test_heads_come_back_although_a_request_that_migrates_here_has_pages_that_go(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
@@ -274,54 +273,6 @@ async def test_without_memory_for_both_arrangements_heads_stay_where_they_are(
         assert await running == expected
         await pair.move(num_heads)
         assert await answers(pair, "again", 4) == expected
-
-
-class Stopped:
-    """A helper that stands still in the middle of a pass, as after SIGSTOP, until it goes on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._goes_on = threading.Event()
-        self.ended = threading.Event()
-        monkeypatch.setattr(HeadsHelper, "host", lambda helper, described: self._stop(helper, described))
-
-    def go_on(self) -> None:
-        self._goes_on.set()
-
-    def _stop(self, helper: HeadsHelper, described: HostedPass) -> None:
-        assert self._goes_on.wait(DEADLINE_S)
-        layer = described.layers.start
-        pages, offsets = described.slots(helper._kv_layers[0].shape[3])
-        helper._kv_layers[layer][torch.from_numpy(pages), :, :, torch.from_numpy(offsets)] = 1e9
-        self.ended.set()
-
-
-async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_requests_meanwhile(
-    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
-        kv, third = pair.owner.executor.kv, pair.lab.decodes[2]
-        expected = await tokens_of(pair.begin("stays", 100, third, 40).answer)
-        pair.owner.decode._head_moves._timeout_s = 0.05
-        await pair.move(1)
-        keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that heads do not come back yet
-        kv.free(keeps_waiting[:-1])
-        helper = Stopped(monkeypatch)
-        stopped = pair.begin("stopped", 100, pair.owner, 40)
-        await until(lambda: pair.owner.decode.heads.is_moving)
-        written = set(kv.used_pages())
-        pair.lab.abort(stopped)
-        await until(lambda: kv.used_pages() == keeps_waiting[-1:])
-        other = pair.begin("other", 100, third, 40)
-        await until(lambda: len(other.answer.tokens) > 8)
-        with Brake(third.executor).on():
-            move = await prepared(pair, other)
-            assert written & set(kv.used_pages()) == set(keeps_waiting[-1:])
-            helper.go_on()
-            assert await asyncio.to_thread(helper.ended.wait, DEADLINE_S)
-            kv.free(keeps_waiting[-1:])
-        assert await move.finish()
-        assert await tokens_of(other.answer) == expected
-        await until(lambda: kv.num_free_pages == kv.num_usable_pages == NUM_PAGES)
 
 
 class Copies:

@@ -1,0 +1,107 @@
+"""Helpers that stand still and go on, and slow ones."""
+
+import asyncio
+import functools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kernels.cpu.moved_heads import HeadsHelper
+from kernels.cpu.passes import HostedPass
+from tests.kvstore.nodes import DEADLINE_S
+from tests.workers.decode_lab import StartDecodeLab, decode_lab
+from tests.workers.gate import Brake
+from tests.workers.heads_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
+from tests.workers.mini_cluster import tokens_of
+from workers.decode.migration import helper_pace
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return wide_model()
+
+
+@pytest.fixture
+def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
+    return functools.partial(decode_lab, model, tmp_path)
+
+
+class Stopped:
+    """A helper that stands still in the middle of a pass, as after SIGSTOP, until it goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._goes_on = threading.Event()
+        self.ended = threading.Event()
+        monkeypatch.setattr(HeadsHelper, "host", lambda helper, described: self._stop(helper, described))
+
+    def go_on(self) -> None:
+        self._goes_on.set()
+
+    def _stop(self, helper: HeadsHelper, described: HostedPass) -> None:
+        assert self._goes_on.wait(DEADLINE_S)
+        layer = described.layers.start
+        pages, offsets = described.slots(helper._kv_layers[0].shape[3])
+        helper._kv_layers[layer][torch.from_numpy(pages), :, :, torch.from_numpy(offsets)] = 1e9
+        self.ended.set()
+
+
+async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_requests_meanwhile(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
+        kv, third = pair.owner.executor.kv, pair.lab.decodes[2]
+        expected = await tokens_of(pair.begin("stays", 100, third, 40).answer)
+        pair.owner.decode._head_moves._timeout_s = 0.05
+        await pair.move(1)
+        keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that heads do not come back yet
+        kv.free(keeps_waiting[:-1])
+        helper = Stopped(monkeypatch)
+        stopped = pair.begin("stopped", 100, pair.owner, 40)
+        await until(lambda: pair.owner.decode.heads.is_moving)
+        written = set(kv.used_pages())
+        pair.lab.abort(stopped)
+        await until(lambda: kv.used_pages() == keeps_waiting[-1:])
+        other = pair.begin("other", 100, third, 40)
+        await until(lambda: len(other.answer.tokens) > 8)
+        with Brake(third.executor).on():
+            move = await prepared(pair, other)
+            assert written & set(kv.used_pages()) == set(keeps_waiting[-1:])
+            helper.go_on()
+            assert await asyncio.to_thread(helper.ended.wait, DEADLINE_S)
+            kv.free(keeps_waiting[-1:])
+        assert await move.finish()
+        assert await tokens_of(other.answer) == expected
+        await until(lambda: kv.num_free_pages == kv.num_usable_pages == NUM_PAGES)
+
+
+async def test_a_slow_helper_has_nothing_after_a_while(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper_pace, "WINDOW_S", 0.0)
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await tokens_of(pair.begin("stays", 250, pair.owner).answer)
+        await pair.move(1)
+        host = HeadsHelper.host
+
+        def slowly(helper: HeadsHelper, described: HostedPass) -> None:
+            time.sleep(0.02)
+            host(helper, described)
+
+        monkeypatch.setattr(HeadsHelper, "host", slowly)
+        decoded = pair.begin("moved", 250, pair.owner)
+        await until(lambda: not pair.owner.decode.heads.are_elsewhere)
+        assert not decoded.answer.ended.is_set()
+        assert await tokens_of(decoded.answer) == expected
+        assert pair.owner.decode.heads.error.startswith(
+            "d1 was slow, and 1 of the KV heads are here again: iterations take "
+        )
+        stats = pair.owner.decode.moves
+        assert stats.num_moves == {"moved": 1, "slow": 1}
+        assert sum(stats.num_pauses) == 2
+        assert stats.copied_bytes > 0

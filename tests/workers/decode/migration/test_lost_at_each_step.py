@@ -1,0 +1,163 @@
+"""Owner or helper ends at each step of a move: every answer is right, and nothing stays held."""
+
+import asyncio
+import functools
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from mooncake.messages.migration import LayerRange
+from tests.kvstore.nodes import DEADLINE_S
+from tests.workers.decode_lab import Decoded, StartDecodeLab, decode_lab
+from tests.workers.heads_lab import NUM_PAGES, Pair, Part, paired, until, wide_model
+from tests.workers.mini_cluster import tokens_of
+from workers.decode.batch_loop import BatchLoop
+from workers.decode.migration import head_moves
+from workers.engine.head_move import HeadMove
+from workers.heads.helper_link import HelperLink
+
+pytestmark = pytest.mark.cluster
+THERE = ("asking", "hosted", "copying", "pausing", "paused", "switched")
+BACK = ("copying", "pausing", "paused", "switched", "ending")
+STEPS = [("there", step) for step in THERE] + [("away", "decoding")] + [("back", step) for step in BACK]
+PARTS: tuple[Part, ...] = (1, LayerRange(1, 3))
+CASES = random.Random(7).sample([(step, part) for step in STEPS for part in PARTS], 2 * len(STEPS))
+NUM_QUICK = 3
+"""Cases of each test that do not take a soak."""
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.PreTrainedModel:
+    return wide_model()
+
+
+@pytest.fixture
+def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
+    return functools.partial(decode_lab, model, tmp_path)
+
+
+class Steps:
+    """A move passes steps. At one of them, once, `kill` is called."""
+
+    def __init__(self, step: tuple[str, str], kill: Callable[[], Awaitable[None]]) -> None:
+        self._step, self._kill = step, kill
+        self._loop = asyncio.get_running_loop()
+        self.way, self.is_over = "there", False
+
+    async def reach(self, name: str) -> None:
+        if (self.way, name) == self._step and not self.is_over:
+            self.is_over = True
+            await self._kill()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the steps of all moves."""
+        connect, quiet, end = HelperLink.connect, BatchLoop.quiet, HelperLink.end
+        copy, complete = HeadMove.copy, HeadMove.complete
+
+        async def connecting(*arguments: Any) -> HelperLink:
+            await self.reach("asking")
+            link = await connect(*arguments)
+            await self.reach("hosted")
+            return link
+
+        async def pausing(loop: BatchLoop) -> None:
+            await self.reach("pausing")
+            await quiet(loop)
+            await self.reach("paused")
+
+        async def ending(link: HelperLink) -> None:
+            await self.reach("ending")
+            await end(link)
+
+        def copying(move: HeadMove, pages: Sequence[int]) -> None:
+            reached = asyncio.run_coroutine_threadsafe(self.reach("copying"), self._loop)
+            reached.result(DEADLINE_S)
+            copy(move, pages)
+
+        def completing(move: HeadMove) -> Any:
+            before = complete(move)
+            self._loop.create_task(self.reach("switched"))
+            return before
+
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(HelperLink, "connect", connecting)
+            patches.setattr(HelperLink, "end", ending)
+            patches.setattr(BatchLoop, "quiet", pausing)
+            patches.setattr(HeadMove, "copy", copying)
+            patches.setattr(HeadMove, "complete", completing)
+            patches.setattr(head_moves, "_FEW_PAGES", 2)
+            yield
+
+
+def begin(pair: Pair, name: str) -> list[Decoded]:
+    return [pair.begin(f"{name}-{index}", 60, pair.owner, 5 + 17 * index) for index in range(5)]
+
+
+async def there_and_back(pair: Pair, steps: Steps, part: Part) -> None:
+    """Order both moves; either may fail."""
+    await pair.place(part)
+    steps.way = "away"
+    await steps.reach("decoding")
+    steps.way = "back"
+    await pair.place(0)
+
+
+def cases(num_quick: int) -> list[Any]:
+    """All, most of them for a soak alone."""
+    ids = [f"{way} {step} {'heads' if part == 1 else 'layers'}" for (way, step), part in CASES]
+    marks = [() if number < num_quick else (pytest.mark.soak,) for number in range(len(CASES))]
+    return [
+        pytest.param(*case, id=name, marks=of_one)
+        for case, name, of_one in zip(CASES, ids, marks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [CASES[:NUM_QUICK], pytest.param(CASES[NUM_QUICK:], marks=pytest.mark.soak)],
+    ids=["some", "the others"],
+)
+async def test_a_helper_that_ends_at_a_step_costs_no_answer(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, chosen: list[tuple[tuple[str, str], Part]]
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = [await tokens_of(decoded.answer) for decoded in begin(pair, "alone")]
+        for number, (step, part) in enumerate(chosen):
+            steps = Steps(step, pair.lose_helper)
+            begun = begin(pair, f"{number}")
+            with steps.watched():
+                await there_and_back(pair, steps, part)
+                await until(lambda steps=steps: steps.is_over)
+                assert [await tokens_of(decoded.answer) for decoded in begun] == expected
+                await until(lambda: not pair.owner.decode.heads.are_elsewhere)
+            assert pair.owner.executor.kv.num_usable_pages == NUM_PAGES
+            assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+            await pair.restart_helper()
+        await pair.move(1)
+        await pair.move(0)
+
+
+@pytest.mark.parametrize(("step", "part"), cases(NUM_QUICK))
+async def test_an_owner_that_ends_at_a_step_leaves_nothing_behind(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, step: tuple[str, str], part: Part
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+
+        async def kill() -> None:
+            pair.lose_owner()
+
+        begin(pair, "lost")
+        steps = Steps(step, kill)
+        with steps.watched():
+            moving = asyncio.create_task(there_and_back(pair, steps, part))
+            await until(lambda: steps.is_over)
+            await pair.owner_has_gone()
+            moving.cancel()
+        await until(lambda: not pair.host.num_hosted)
+        assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
