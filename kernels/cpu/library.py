@@ -79,6 +79,15 @@ class Library:
         """
         self.code.set_num_threads(num_threads)
 
+    def be_guest(self) -> None:
+        """Have the calling thread compute beside the one that computes for this process (idle_cores.h)."""
+        self.code.be_guest()
+
+    @property
+    def num_placements(self) -> int:
+        """The number of times that threads were moved to other cores."""
+        return int(self.code.num_placements())
+
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:

@@ -101,7 +101,8 @@ class HeadsHost:
         pages, and the end of the thread."""
         num_pages = self._num_pages_for(request)
         part = shared_part(request, num_pages, self._model, self._kv)
-        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "hosted-heads")
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "hosted-heads", self._model.library.be_guest)
         fd = os.memfd_create("mooncake-heads")
         lent = self._kv.lend(math.ceil(num_pages * share_of(request, self._model)))
         self._requests[request.owner] = request

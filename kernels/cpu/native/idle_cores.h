@@ -100,6 +100,12 @@ class IdleCores {
         num_used.store(0);
     }
 
+    // The calling thread computes beside the process's own caller. Helpers keep off the core of the latter alone: if both had
+    // them moved, each region would begin with a system call for every helper.
+    void be_guest() { is_guest = true; }
+
+    uint32_t placements() const { return num_placements.load(); }
+
     bool can_help() const { return num_used.load(std::memory_order_relaxed) > 0; }
 
     // Returns when all pieces are computed.
@@ -110,7 +116,7 @@ class IdleCores {
             return;
         }
         const auto began = Clock::now();
-        if (const int core = sched_getcpu(); core != callers_core) {
+        if (const int core = sched_getcpu(); core != callers_core && !(is_guest && callers_core >= 0)) {
             place_helpers(core, false);
             callers_core = core;
         }
@@ -198,6 +204,7 @@ class IdleCores {
 
     // On the caller's core, or on all that its process may use but this one, where they would not run.
     void place_helpers(int core, bool on_it) {
+        num_placements.fetch_add(1, std::memory_order_relaxed);
         cpu_set_t cores;
         sched_getaffinity(0, sizeof cores, &cores);
         if (on_it) {
@@ -213,6 +220,8 @@ class IdleCores {
     std::vector<std::thread*> helpers;
     std::atomic<int> num_used{0};
     int callers_core = -1;
+    static inline thread_local bool is_guest = false;
+    std::atomic<uint32_t> num_placements{0};
     alignas(64) std::atomic<uint64_t> left{0};
     std::atomic<Compute> current_compute{nullptr};
     std::atomic<void*> current_argument{nullptr};

@@ -72,6 +72,8 @@ extern "C" int may_use_tiles() {
 
 // Of the whole process, for all kernels.
 extern "C" void set_num_threads(int num_threads) { idle_cores().set_num_threads(num_threads); }
+extern "C" void be_guest() { idle_cores().be_guest(); }
+extern "C" uint32_t num_placements() { return idle_cores().placements(); }
 
 // Of an exchange with a helper (moved_heads.h), by both sides.
 extern "C" uint32_t passes_begun(Mailbox* mailbox) { return mailbox->begun.load(); }

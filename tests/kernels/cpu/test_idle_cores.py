@@ -50,6 +50,25 @@ def test_threads_that_compute_at_the_same_time_do_not_disturb_one_another(linear
         assert all(threads.map(compute, range(len(x))))
 
 
+def test_a_guest_beside_the_thread_that_computes_moves_no_helpers(linear: PackedLinear) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    x = random((9, 64), torch.bfloat16, 1)
+
+    def compute_on(core: int) -> None:
+        os.sched_setaffinity(0, {core})  # of the calling thread
+        linear(x)
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1, initializer=LIBRARY.be_guest) as guest:
+        first.submit(compute_on, cores[0]).result()
+        before = LIBRARY.num_placements
+        for _ in range(NUM_CALLS):
+            guest.submit(compute_on, cores[-1]).result()
+            first.submit(compute_on, cores[0]).result()
+        # A caller that has waited too long for a piece moves them, too.
+        assert LIBRARY.num_placements - before < NUM_CALLS
+        assert torch.equal(guest.submit(linear, x).result(), linear(x))
+
+
 def test_on_one_core_the_caller_and_its_helpers_get_on(linear: PackedLinear) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
