@@ -156,6 +156,24 @@ def test_a_killed_process_costs_no_answer_and_leaves_nothing_behind(
     eventually(lambda: is_ready(server), "all instances serve again")
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("part", ["--heads=2", "--layers=1:3"])
+def test_a_helper_that_stands_still_for_a_while_costs_no_answer(
+    server: Server, clients: Clients, part: str
+) -> None:
+    assert migrate(server, "decode-0", "decode-1", part) == 0
+    clients.ask()
+    stopped = server.pid_of("decode-1")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        eventually(lambda: instance(server, "decode-0")["heads"]["helper"] == "", "all is back")
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    clients.check()
+    wait_for_pages(server, NUM_PAGES, NUM_PAGES)
+    eventually(lambda: is_ready(server), "all instances serve again")
+
+
 def test_a_helper_that_drains_gives_the_heads_back(server: Server, clients: Clients) -> None:
     assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
     clients.ask()

@@ -113,10 +113,11 @@ class HeadMoves:
         if iteration.num_prompt_tokens or not iteration.num_decoded:
             return
         slos_s = [one.tbt_slo_s for one in iteration.sequences if one.tbt_slo_s is not None]
+        # Where two micro-batches are in flight, both are one batch without a helper.
+        num_decoded = iteration.num_decoded + iteration.num_decoded_beside
+        num_tokens = iteration.num_kv_tokens + iteration.num_kv_tokens_beside
         seconds = iteration.ended_s - iteration.began_s
-        took = IterationTime(
-            iteration.num_decoded, iteration.num_kv_tokens, seconds, min(slos_s, default=None)
-        )
+        took = IterationTime(num_decoded, num_tokens, seconds, min(slos_s, default=None))
         kv = self._executor.kv
         if not kv.is_helped:
             self._without_helper.ended(took)

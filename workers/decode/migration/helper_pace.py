@@ -16,7 +16,7 @@ MIN_ITERATIONS = 32
 LATE_SHARE = 0.9
 """Share of these iterations that take longer than the TBT SLO allows if the helper is too slow."""
 MOST_TIMES_AS_LONG = 1.25
-"""Ratio to the time without a helper above which the helper is too slow."""
+"""Ratio to the time without a helper that most iterations exceed if the helper is too slow."""
 _NUM_COMPARED = 256
 """Latest iterations without a helper that say how large a batch is of which such a time is known."""
 
@@ -73,8 +73,8 @@ class HelperPace:
         expected_s = self._expected_s(iteration)
         if expected_s is not None:
             self._num_compared += 1
-            self._seconds += iteration.seconds
-            self._expected_total_s += expected_s
+            self._num_faster += iteration.seconds < expected_s
+            self._num_slower += iteration.seconds > MOST_TIMES_AS_LONG * expected_s
         if self._num < MIN_ITERATIONS or now_s - self._began_s < WINDOW_S:
             return ""
         why, self._began_s = self._why_slow(), None
@@ -82,8 +82,8 @@ class HelperPace:
         return why
 
     def _forget(self) -> None:
-        self._num = self._num_late = self._num_compared = 0
-        self._seconds = self._expected_total_s = 0.0
+        self._num = self._num_late = 0
+        self._num_compared = self._num_faster = self._num_slower = 0
 
     def _expected_s(self, iteration: IterationTime) -> float | None:
         """Return the seconds without a helper; None for a larger batch than was measured."""
@@ -93,11 +93,13 @@ class HelperPace:
         return self._before.predict_s(num_decoded, num_tokens)
 
     def _why_slow(self) -> str:
-        is_compared = self._num_compared >= MIN_ITERATIONS
-        if is_compared and self._seconds > MOST_TIMES_AS_LONG * self._expected_total_s:
-            times = self._seconds / self._expected_total_s if self._expected_total_s else float("inf")
-            return f"iterations take {times:.2f} times as long as without it"
-        is_faster = is_compared and self._seconds < self._expected_total_s
+        most = self._num_compared / 2 if self._num_compared >= MIN_ITERATIONS else self._num
+        if self._num_slower > most:
+            return (
+                f"{self._num_slower} of {self._num_compared} iterations took more than "
+                f"{MOST_TIMES_AS_LONG:g} times as long as without it"
+            )
+        is_faster = self._num_faster > most
         if self._num_late >= LATE_SHARE * self._num and not is_faster:
             return f"{self._num_late} of {self._num} iterations took longer than the TBT SLO allows"
         return ""

@@ -98,9 +98,7 @@ async def test_a_slow_helper_has_nothing_after_a_while(
         await until(lambda: not pair.owner.decode.heads.are_elsewhere)
         assert not decoded.answer.ended.is_set()
         assert await tokens_of(decoded.answer) == expected
-        assert pair.owner.decode.heads.error.startswith(
-            "d1 was slow, and 1 of the KV heads are here again: iterations take "
-        )
+        assert pair.owner.decode.heads.error.startswith("d1 was slow, and 1 of the KV heads are here again: ")
         stats = pair.owner.decode.moves
         assert stats.num_moves == {"moved": 1, "slow": 1}
         assert sum(stats.num_pauses) == 2

@@ -50,11 +50,13 @@ ENOUGH = MIN_ITERATIONS + 1
 
 def test_a_helper_that_makes_iterations_longer_is_too_slow_once_a_window() -> None:
     [why, again] = verdicts(pace(), [SLOW_S] * (2 * ENOUGH))
-    assert why == again == "iterations take 1.38 times as long as without it"
+    assert (
+        why == again == (f"{ENOUGH} of {ENOUGH} iterations took more than 1.25 times as long as without it")
+    )
 
 
 def test_a_helper_is_not_too_slow_for_a_few_slow_iterations_or_too_few() -> None:
-    assert not verdicts(pace(), [3 * SLOW_S] * 3 + [FAST_S] * (2 * ENOUGH))
+    assert not verdicts(pace(), [30 * SLOW_S] * 3 + [FAST_S] * (2 * ENOUGH))
     assert not verdicts(pace(), [SLOW_S] * (MIN_ITERATIONS - 1), every_s=WINDOW_S)
     assert not verdicts(pace(), [SLOW_S] * 10 * MIN_ITERATIONS, every_s=0.5 * WINDOW_S / 10 / MIN_ITERATIONS)
 

@@ -159,5 +159,6 @@ async def test_an_owner_that_ends_at_a_step_leaves_nothing_behind(
             await until(lambda: steps.is_over)
             await pair.owner_has_gone()
             moving.cancel()
+            await asyncio.wait([moving])
         await until(lambda: not pair.host.num_hosted)
         assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
