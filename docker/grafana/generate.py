@@ -240,8 +240,8 @@ INSTANCES = [
         "KV heads and layers at helpers",
         "short",
         {
-            "mooncake_instance_moved_heads > 0": "{{instance}}: KV heads at {{helper}}",
-            "mooncake_instance_moved_layers > 0": "{{instance}}: layers at {{helper}}",
+            "sum by (instance) (mooncake_instance_moved_heads)": "{{instance}}: KV heads",
+            "sum by (instance) (mooncake_instance_moved_layers)": "{{instance}}: layers",
         },
     ),
     Chart(

@@ -157,15 +157,15 @@ def _modules(reports: Iterable[InstanceReport]) -> list[Family]:
     )
     for instance, _, heartbeat in reports:
         name, place, totals = labels(instance=instance), heartbeat.heads, heartbeat.moves
-        if place.num_heads or place.layers is not None:
-            away = f"{name},{labels(helper=place.helper)}"
-            heads.add(away, place.num_heads)
-            layers.add(away, 0 if place.layers is None else place.layers.count)
+        away = f"{name},{labels(helper=place.helper)}"
+        heads.add(away, place.num_heads)
+        layers.add(away, 0 if place.layers is None else place.layers.count)
         for outcome in MOVE_OUTCOMES:
             moves.add(f'{name},outcome="{outcome}"', totals.num_moves.get(outcome, 0))
         copied.add(name, totals.copied_bytes)
-        if len(totals.num_pauses) == len(PAUSE_BOUNDS_S) + 1 and any(totals.num_pauses):
-            pauses.add_histogram(name, PAUSE_BOUNDS_S, totals.num_pauses, totals.pause_s)
+        num_pauses = totals.num_pauses or [0] * (len(PAUSE_BOUNDS_S) + 1)
+        if len(num_pauses) == len(PAUSE_BOUNDS_S) + 1:  # those of another release may have other bounds
+            pauses.add_histogram(name, PAUSE_BOUNDS_S, num_pauses, totals.pause_s)
     return [heads, layers, moves, copied, pauses]
 
 

@@ -176,10 +176,10 @@ async def _first_of(ended: "asyncio.Future[None]", owner_speaks: "asyncio.Task[b
 
 
 def _serve(hosted: Hosted, owner: str) -> None:
-    """Answer passes until the exchange is closed. A pass that does not fit closes it."""
+    """Answer passes until the exchange is closed. A pass that cannot be computed closes it."""
     try:
         hosted.serve()
-    except ValueError as error:
+    except (ValueError, IndexError, RuntimeError, MemoryError) as error:
         log.error("hosting of what %s has here ends: %s", owner, error)
     finally:
         hosted.close()

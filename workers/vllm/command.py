@@ -19,6 +19,8 @@ CHUNK_TOKENS = 2048
 _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"
+_OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+"""Options that choose another executor, or ranks, which need one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Computing:
     def of(cls, process: WorkerProcess, inherited: Mapping[str, str]) -> "Computing":
         """Return how an instance computes whose worker has the environment `inherited`."""
         config = process.config
-        is_chosen = any(option.startswith(_EXECUTOR) for option in config.vllm.options)
+        is_chosen = any(option.startswith(_OTHERWISE) for option in config.vllm.options)
         if is_chosen or inherited.get(_BIND, _NOT_BOUND) != _NOT_BOUND:
             return cls({}, [])
         configured = config.worker.num_threads

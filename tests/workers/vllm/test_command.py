@@ -50,6 +50,7 @@ def test_who_binds_vllm_to_cores_or_names_its_executor_is_not_interfered_with() 
     for options in (
         ("--distributed-executor-backend", "mp"),
         ("--distributed-executor-backend=mp",),
+        ("--tensor-parallel-size", "2"),
     ):
         assert Computing.of(process(options), {}) == NOT_CHANGED
         assert "uni" not in serve_command(process(options), 7, NOT_CHANGED)

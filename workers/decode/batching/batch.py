@@ -143,10 +143,13 @@ class DecodeBatch:
                 sequence.note_left()
 
     def full_pages(self) -> set[FullPage]:
-        """Return the device pages that no iteration and no load writes any more."""
+        """Return the device pages that no iteration and no load writes any more.
+
+        Those of a sequence that leaves are none of them: the sequence may leave in the middle of its load.
+        """
         return {
             FullPage(sequence.number, sequence.num_stays, block, page)
-            for sequence in (*self._running, *self._prepared, *self._leaving)
+            for sequence in (*self._running, *self._prepared)
             for block, page in enumerate(sequence.pages[: sequence.num_kv_tokens // self._kv.page_size])
         }
 
