@@ -60,7 +60,7 @@ def help_owners(shape: str, num_pages: int, path: str) -> None:
     """Be the helper, until killed."""
     torch.set_num_threads(1)
     model, kv = empty(shape, num_pages)
-    asyncio.run(HeadsHost("helper", path, FINGERPRINT, model, kv, lambda: 0).run())
+    asyncio.run(HeadsHost("helper", path, FINGERPRINT, model, kv, lambda: 0, lambda: False).run())
 
 
 def wait_for(path: Path) -> None:

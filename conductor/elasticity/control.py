@@ -113,7 +113,7 @@ class Elasticity:
     # -- as time passes -----------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Move requests and change roles by the rules. Call this about twice a second."""
+        """Move requests, change roles and move modules by the rules. Call this about twice a second."""
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)

@@ -162,6 +162,8 @@ def _move(
     amount = modules.used.utilisation * load / owner.used.utilisation
     num = int(min(modules.num, gap / 2 / amount))
     left_s = thresholds.budget_s - owner.sync_s
+    if left_s < 0:
+        return None
     if num * modules.transfer_s > left_s:
         num = int(left_s / modules.transfer_s)
     if num < 1:

@@ -71,7 +71,7 @@ class Preemption:
         return tracked.must_meet_slos and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:
-        """Return the running request that yields to this new one; None if none does."""
+        """Return the placed request, not begun yet, that yields first to this new one; None if none does."""
         claim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
         return None if claim is None else claim.tracked
 

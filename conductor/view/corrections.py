@@ -126,7 +126,7 @@ class TTFTCorrection:
 
 
 class TBTCorrection:
-    """One correction for all decode instances, of what a batch adds to an iteration without one.
+    """The correction of what a batch adds to a predicted iteration, one for all decode instances.
 
     Decode instances check again when prefill has ended (section 3). If they predicted 1% more than the
     Conductor, the Conductor would let in one request after the other that all of them refuse after prefill.

@@ -81,8 +81,10 @@ class Elementwise:
         self._rotate_and_write = library.function("rotate_and_write", dtype, *[c_void_p] * 6, c_float)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return `x / sqrt(mean(x^2) + eps) * weight` of each row of `x` [T, n]; `weight` is [n]; n % 16 ==
-        0."""
+        """Return `x / sqrt(mean(x^2) + eps) * weight` of each row of `x` [T, n], with `weight` [n].
+
+        Raises ValueError unless n is a multiple of 16.
+        """
         num_rows, n = x.shape
         _check("x", x, x.shape, self._dtype)
         _check("weights", weight, (n,), self._dtype)

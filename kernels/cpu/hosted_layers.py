@@ -99,7 +99,8 @@ class LayersOwner(_LayersMailbox):
     ) -> int:
         """Hand a pass over to the helper: `hidden` [T, hidden_size] before these layers. Return its number.
 
-        Raises ValueError for one that is too long.
+        Raises ValueError for one that is too long, or while the answer of the last pass in its slot has not
+        been taken.
         """
         shape = self.shape
         num_pages = sum(-(-kv_len // page_size) for kv_len in kv_lens)
@@ -112,8 +113,10 @@ class LayersOwner(_LayersMailbox):
                 f"expected a pass of at most {shape.num_tokens} tokens of {shape.num_sequences} sequences in "
                 f"{shape.num_pages} pages, got {len(hidden)}, {len(query_lens)} and {num_pages}"
             )
-        assert len(self._asked) < NUM_SLOTS, "the slot's answer has not been taken"
-        self._num_passes = number = self._num_passes + 1
+        number = self._num_passes + 1
+        if any(asked % NUM_SLOTS == number % NUM_SLOTS for asked in self._asked):
+            raise ValueError(f"pass {number} needs a slot whose answer has not been taken")
+        self._num_passes = number
         self._asked[number] = len(hidden), len(layers)
         write_pass(self._ints(number), layers, query_lens, kv_lens, page_tables, page_size)
         self._rows(number, len(hidden)).copy_(hidden)

@@ -317,8 +317,8 @@ def connect_all(
 
 
 def no_answer(lost: Sequence[Unreachable]) -> PoolError | MismatchError | ConfigError:
-    """Make the error of a call that no pool answers. A pool with other blocks or another key is named, as
-    that does not pass by itself."""
+    """Return the error of a call that no pool answers: ConfigError or MismatchError if a pool refuses for
+    good, else PoolError."""
     for error in lost:
         if isinstance(error.reason, ConfigError):
             return ConfigError(str(error))

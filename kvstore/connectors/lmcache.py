@@ -75,7 +75,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
     # -- tasks ------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        """Begin to store objects. One that is there already is not written again."""
+        """Begin to store objects, and return the task's id. An object that is there is not written again."""
         return self._begin(lambda task: self._store(task, keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:

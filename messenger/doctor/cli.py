@@ -119,7 +119,7 @@ def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file
 
 
 def look(all_checks: Iterable[Check]) -> list[Finding]:
-    """Make the checks, one after the other, and show which one is running."""
+    """Run the checks in turn, show which one runs, and return their findings."""
     findings: list[Finding] = []
     with StepDisplay() as steps:
         for check in all_checks:
@@ -205,7 +205,7 @@ def _print_json(findings: Sequence[Finding]) -> None:
 
 
 def _print_report(findings: Sequence[Finding]) -> None:
-    """Print one line a finding; on a terminal it is folded within its column."""
+    """Print a line for each finding, the worst last, and a summary."""
     console = rich.console.Console(highlight=False)
     table = rich.table.Table.grid(padding=(0, 2))
     for finding in in_order(findings):

@@ -30,7 +30,7 @@ class MachineProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, whose paths are relative to `root`: `proc/meminfo`."""
+    """The machine that is looked at. Paths are relative to `root`, as in `proc/meminfo`."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

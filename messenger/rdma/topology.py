@@ -147,7 +147,7 @@ def find_gpus(sys_root: Path = SYS_ROOT) -> list[Gpu]:
 
 
 def read_line(path: Path) -> str | None:
-    """Read a file of sysfs or procfs; None if it is missing or the kernel does not tell."""
+    """Return the stripped text of a file of sysfs or procfs; None if it is missing or cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -25,7 +25,7 @@ PLACES = 4
 
 
 class _Arrays(Structure):
-    """The arrays as the compiled code sees them."""
+    """The addresses and lengths of a catalogue's arrays, as catalogue.cpp reads them."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("states", "generations", "keys", "checksums", "places")),

@@ -183,7 +183,7 @@ class LayerChecksums:
         return num_hashed
 
     def packed(self) -> bytes:
-        """Return the checksums of all layers that are complete."""
+        """Return the checksums of all complete layers, in order, 8 bytes each."""
         return self._digests[: self._num_hashed.value // self._layer_bytes].tobytes()
 
 

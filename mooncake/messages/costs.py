@@ -83,7 +83,7 @@ class Costs(NamedTuple):
     second_s: float
 
     def seconds(self, first: float, second: float) -> float:
-        """Return the polynomial's value."""
+        """Return the seconds for two quantities: tokens and pairs, or requests and tokens."""
         return self.constant_s + first * self.first_s + second * self.second_s
 
 

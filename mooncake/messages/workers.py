@@ -293,7 +293,8 @@ class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The instance or front does not fit this cluster, and ends with this message unless it may try again."""
+    """The instance or front does not fit this cluster: it ends with `message`, or may try again if
+    `retryable`."""
 
     message: str
     retryable: bool = False

@@ -48,7 +48,10 @@ class PieceBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the characters of bytes: printable Latin-1 as itself, other bytes from 256 on."""
+    """Return the byte of each character of byte-level BPE.
+
+    Printable Latin-1 stands for itself, and characters from 256 on for the other bytes, in order.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

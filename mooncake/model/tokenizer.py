@@ -264,7 +264,7 @@ def _is_gguf(checkpoint: Checkpoint) -> bool:
 
 @contextlib.contextmanager
 def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn any error of the `with` block into a ModelError that names the checkpoint."""
+    """Turn an error or a panic of `tokenizers` in the `with` block into a ModelError that says where."""
     try:
         yield
     except MooncakeError:

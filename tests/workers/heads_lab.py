@@ -125,7 +125,15 @@ class Pair:
 
 def hosting(instance: InstanceUnderTest, path: str) -> HeadsHost:
     executor = instance.executor
-    return HeadsHost("d1", path, FINGERPRINT, executor.model, executor.kv, lambda: instance.decode.most_pages)
+    return HeadsHost(
+        "d1",
+        path,
+        FINGERPRINT,
+        executor.model,
+        executor.kv,
+        lambda: instance.decode.most_pages,
+        lambda: bool(instance.decode.heads.helper),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -245,15 +245,16 @@ class DecodeRunner:
                 self._jobs.start(order.ref, lambda: self._answered(order.ref, self._destination.serve(order)))
 
     def place_heads(self, order: PlaceHeads) -> None:
-        """Move KV heads to a helper, or back. `heads` says what becomes of it."""
+        """Move KV heads or layers to a helper, or back. `heads` says what becomes of it."""
         self._head_moves.order(order)
 
     async def run(self) -> None:
         """Run the batch until cancelled."""
         try:
+            # Both are cancelled at once: the loop's end may wait for an iteration that waits for a helper.
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._head_moves.run())
-                await self._loop.run()
+                group.create_task(self._loop.run())
         finally:
             for sequence in self._sequences.values():
                 sequence.in_flight_until = None

@@ -43,7 +43,7 @@ class HostedLayers:
 
     layers: range
     pages: Sequence[torch.Tensor]
-    """Those of each of these layers, with the shape of other layers, in memory that the helper has too."""
+    """The pages of each of these layers, shaped like other layers, in memory that the helper has too."""
     owner: LayersOwner
     """This end of the exchange with the helper."""
 
@@ -84,6 +84,7 @@ class DeviceKVCache:
         """Pages while all heads are here."""
         self.num_usable_pages = num_pages
         """Pages that are free, or are used here: neither lent nor closed."""
+        self.num_lent_pages = 0
         self.dtype, self.device = dtype, torch.device(device)
         self.moved: MovedHeads | None = None
         self.hosted: HostedLayers | None = None
@@ -216,6 +217,7 @@ class DeviceKVCache:
         for page in pages:
             self._is_free[page] = False
         self.num_usable_pages -= num_pages
+        self.num_lent_pages += num_pages
         for run in _runs(pages):
             for tensor in self._tensors:
                 give_back(tensor[run.start : run.stop])
@@ -224,6 +226,7 @@ class DeviceKVCache:
     def end_loan(self, pages: list[int]) -> None:
         """Free pages that were lent."""
         self.num_usable_pages += len(pages)
+        self.num_lent_pages -= len(pages)
         self.free(pages)
 
     def allocate(self, num_pages: int) -> list[int]:

@@ -94,7 +94,7 @@ def load_executor(
 
 
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
-    """Raise an error if the device has no memory for the weights, `share` of which are loaded here.
+    """Raise ModelError if the device has no memory for the weights, `share` of which are loaded here.
 
     Otherwise the operating system would kill some process.
     """

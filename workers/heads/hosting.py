@@ -53,13 +53,15 @@ class HeadsHost:
         model: DecoderModel,
         kv: DeviceKVCache,
         most_pages: Callable[[], int],
+        has_helper: Callable[[], bool],
     ) -> None:
         """`path` is where the socket listens: in a directory that only this user can access. `most_pages`
-        returns how many pages a request of this instance may need."""
+        returns how many pages a request of this instance may need, `has_helper` whether heads or layers of
+        this instance are elsewhere or on their way."""
         self._name, self._path, self._fingerprint = name, path, fingerprint
-        self._model, self._kv, self._most_pages = model, kv, most_pages
+        self._model, self._kv, self._most_pages, self._has_helper = model, kv, most_pages, has_helper
         self._requests: dict[str, HostHeads] = {}
-        """What is hosted, by the owner's name."""
+        """The hostings, by the owner's name."""
 
     @property
     def num_hosted(self) -> dict[str, Count]:
@@ -128,7 +130,7 @@ class HeadsHost:
         if request.version != LINK_VERSION or request.fingerprint != self._fingerprint:
             raise HeadsStayError(f"{self._name} runs another release, or another model")
         share = share_of(request, self._model)
-        if self._kv.is_helped:
+        if self._has_helper():
             raise HeadsStayError(f"heads or layers of {self._name} are elsewhere themselves")
         if request.owner in self._requests:
             raise HeadsStayError(

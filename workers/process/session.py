@@ -202,6 +202,7 @@ class LeaderSession:
             self._executor.model,
             self._executor.kv,
             lambda: self._decode.most_pages,
+            lambda: bool(self._decode.heads.helper),
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:

@@ -2,7 +2,7 @@
 
 The command and its processes are a session of their own. They end when stdin closes, which it does when the
 process at its other end is killed. However they end, the shared memory and semaphores that they have made by
-Python's `multiprocessing` go with them.
+Python's `multiprocessing` go with them, and what Intel's OpenMP has registered there.
 
 Owns: the end of these processes. Does not know: their work.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from workers.vllm.processes import members
 
@@ -22,6 +23,8 @@ GRACE_S = 5.0
 TRACKER_S = 5.0
 """Time that resource trackers have to clean up behind processes that were killed."""
 _POLL_S = 0.02
+_OPENMP = "__KMP_REGISTERED_LIB_"
+"""Begin of the names under which Intel's OpenMP registers a process: its id and its user's id follow."""
 
 
 def main() -> None:
@@ -32,6 +35,7 @@ def main() -> None:
     threading.Thread(target=_end_with_stdin, args=[command], daemon=True).start()
     status = command.wait()
     _kill(command.pid)  # what the command has left
+    _unregister_ended(Path("/dev/shm"))
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -42,6 +46,16 @@ def _end_with_stdin(command: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         command.wait(GRACE_S)
     _kill(command.pid)
+    _unregister_ended(Path("/dev/shm"))
+
+
+def _unregister_ended(folder: Path) -> None:
+    """Remove what OpenMP has registered there of this user's processes that have ended. A process that is
+    killed leaves it behind."""
+    for path in folder.glob(f"{_OPENMP}*_{os.getuid()}"):
+        pid = path.name.removeprefix(_OPENMP).partition("_")[0]
+        if not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
 
 
 def _kill(group: int) -> None:

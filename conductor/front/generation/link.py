@@ -292,7 +292,8 @@ class Link:
                             reception.is_unknown = True
 
     async def _continue(self, request_id: str) -> None:
-        """Resubmit a request whose decode instance is lost, with its output so far."""
+        """Resubmit a request whose decode instance is lost, with its output so far; cancel one that has
+        ended."""
         reception = self._in_flight.get(request_id)
         if reception is None:  # it ended in the meantime
             await self._say(Cancel(request_id))

@@ -49,7 +49,7 @@ class ToolAnswer:
         return self._parser.is_over
 
     def deltas(self) -> list[dict[str, Any]]:
-        """Return the text that `see` has got as additions to the message."""
+        """Return the text and calls that the latest `see` has found, as additions to the message."""
         return [self._delta(event) for event in self._events]
 
     def gather(self) -> None:

@@ -34,7 +34,8 @@ class Certificate:
             self.look()
 
     def look(self) -> None:
-        """Look at the files once. A certificate that cannot be used is logged, and changes nothing."""
+        """Read certificate and key again if their files have changed. A pair that cannot be used is
+        logged, and changes nothing."""
         if not self._files.have_changed():
             return
         try:

@@ -193,6 +193,6 @@ class RequestParser:
 
 
 def _head_before_body(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return a head whose body is framed as that of a request with `headers`."""
+    """Return the head of a request, behind which a parser reads the body as `headers` frame it."""
     framing = [b"%b: %b\r\n" % header for header in headers if header[0] in _FRAMING]
     return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing)

@@ -48,7 +48,7 @@ def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[
 
 
 def index_of_tool_use(messages: Sequence[Message]) -> int | None:
-    """Return the index of the first message that is a call or the answer to one."""
+    """Return the index of the first message that is a call or the answer to one; None if none is."""
     return next(
         (i for i, message in enumerate(messages) if message.tool_calls or message.role == "tool"), None
     )

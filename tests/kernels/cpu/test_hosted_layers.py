@@ -91,3 +91,15 @@ def test_a_pass_that_is_longer_than_the_mailbox_is_refused() -> None:
     for query_lens, kv_lens in (([7], [7]), ([1] * 4, [1] * 4), ([1], [65])):
         with pytest.raises(ValueError, match="expected a pass of at most 6 tokens of 3 sequences in 8 pages"):
             ask(owner, query_lens, kv_lens, 0.0)
+
+
+def test_an_answer_that_was_not_taken_is_not_overwritten() -> None:
+    owner, helper = mailbox()
+    with hosting(helper, threading.Semaphore(9)):
+        first = ask(owner, [1], [1], 0.0)
+        for _ in range(NUM_SLOTS - 1):
+            owner.take(ask(owner, [1], [1], 5.0))
+        with pytest.raises(ValueError, match="a slot whose answer has not been taken"):
+            ask(owner, [1], [1], 7.0)
+        assert torch.equal(owner.take(first), torch.ones(1, HIDDEN))
+        assert torch.equal(owner.take(ask(owner, [1], [1], 7.0)), torch.full((1, HIDDEN), 8.0))

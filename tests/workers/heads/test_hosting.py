@@ -1,17 +1,19 @@
 """A helper's own requests, and memory, while it hosts heads of another instance."""
 
-import functools
 import re
 from pathlib import Path
 
 import pytest
 import transformers
 
+from mooncake.messages.migration import PlaceHeads
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
-from tests.workers.decode_lab import StartDecodeLab, decode_lab
+from tests.workers.decode_lab import StartDecodeLab
 from tests.workers.heads_lab import NUM_PAGES, paired, until, wide_model
+from tests.workers.heads_lab import hosting as hosting_of
 from tests.workers.mini_cluster import FINGERPRINT, tokens_of
+from workers.errors import HeadsStayError
 from workers.heads import hosting
 from workers.heads.helper_link import HelperLink
 from workers.heads.link_messages import LINK_VERSION, HostHeads
@@ -22,11 +24,6 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def model() -> transformers.PreTrainedModel:
     return wide_model()
-
-
-@pytest.fixture
-def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
-    return functools.partial(decode_lab, model, tmp_path)
 
 
 async def test_an_owner_that_ends_leaves_nothing_behind(
@@ -80,6 +77,28 @@ async def test_a_helper_keeps_enough_pages_for_the_rest_of_its_longest_request(
         assert num_lendable == min(NUM_PAGES - 30, num_free - 12)
         await pair.move(1)  # 16 pages
         assert await tokens_of(own.answer) == expected
+
+
+async def test_a_helper_has_no_helper_whatever_a_conductor_orders(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        await pair.move(1)
+        pair.helper.decode.place_heads(PlaceHeads(1, 1, "d2", "no socket", 1))
+        await until(lambda: bool(pair.helper.decode.heads.error))
+        assert pair.helper.decode.heads.error == "d1 has KV heads or layers of others itself"
+        assert pair.helper.decode.heads.helper == ""
+        executor = pair.owner.executor
+        host = hosting_of(pair.owner, str(tmp_path / "owner.sock"))
+        task = pair.lab.group.create_task(host.run())
+        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, None, 1, NUM_PAGES, 16, 8)
+        await until((tmp_path / "owner.sock").exists)
+        with pytest.raises(HeadsStayError, match="are elsewhere themselves"):
+            await HelperLink.connect(
+                str(tmp_path / "owner.sock"), request, executor.model, executor.kv, DEADLINE_S, lambda: None
+            )
+        task.cancel()
+        await pair.move(0)
 
 
 async def test_requests_that_a_helper_had_wait_for_each_other_when_pages_are_lent(

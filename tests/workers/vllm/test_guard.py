@@ -85,3 +85,19 @@ def test_shared_memory_goes_with_those_who_made_it(is_killed: bool, tmp_path: Pa
     assert not any(path.exists() for path in paths)
     guard.stdin.close()
     guard.stdout.close()
+
+
+def test_what_openmp_registered_of_killed_processes_is_removed() -> None:
+    mine = Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}")
+    mine.touch()
+    guard = guarded(f"p=/dev/shm/__KMP_REGISTERED_LIB_$$_{os.getuid()}; touch $p; echo $p; sleep 1000")
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    registered = Path(guard.stdout.readline().decode().strip())
+    assert registered.exists()
+    guard.stdin.close()
+    guard.wait(DEADLINE_S)
+    assert not registered.exists()
+    assert mine.exists(), "this process has not ended"
+    mine.unlink()
+    guard.stdout.close()

@@ -199,7 +199,7 @@ class Iterations:
         self._in_flight: list[Iteration] = []
         """Iterations that have begun and were not received, in order."""
         self._at_helper: deque[Iteration] = deque()
-        """Those of them whose rest is to be computed when the helper has answered."""
+        """The iterations in flight whose rest is to be computed when the helper has answered."""
         self._num_idle_calls = 0
         """Calls to the device thread that have not looked yet for an iteration to begin, or to go on with."""
         self._calls: deque[Future[Iteration | None]] = deque()

@@ -167,6 +167,8 @@ class HeadMoves:
         """Move heads or layers to a helper. Raises HeadsStayError; they are here then."""
         if self._executor.kv.is_helped:
             raise HeadsStayError(f"{self.place.what} are at {self.place.helper}")
+        if self._executor.kv.num_lent_pages:
+            raise HeadsStayError(f"{self._name} has KV heads or layers of others itself")
         self._tell(helper=order.helper)
         try:
             link = await self._move_to(order)

@@ -79,7 +79,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
 
 def _shown() -> Table:
-    """What shows of transfers that take as long as computing, by the time of computing alone."""
+    """Return the time of a pass whose transfers take as long as computing, in times of computing alone."""
     rows: list[list[Cell]] = []
     for num_tokens, (alone_s, pipeline_s, after_s) in SLOW_S.items():
         predicted = overlapped_s(alone_s, alone_s, SMOLLM2_LAYERS) / alone_s
@@ -89,7 +89,7 @@ def _shown() -> Table:
 
 
 def remark(outcome: Outcome) -> str:
-    """Where the crossover lies."""
+    """Return the sentences about the crossover."""
     needed, measured, shown = (table.rows for table in outcome.tables)
     of = {(str(row[0]).split(",")[0], str(row[1])): row for row in needed}
     small, large = of["llama-3.1-8b", "4,096"], of["llama-3.1-8b", "131,072"]

@@ -51,11 +51,6 @@ def model() -> transformers.PreTrainedModel:
     return wide_model()
 
 
-@pytest.fixture
-def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
-    return functools.partial(decode_lab, model, tmp_path)
-
-
 async def answers(pair: Pair, name: str, num: int) -> list[list[int]]:
     """Those of several requests at once, most of which are computed here from their prompts on."""
     begun = [begin(pair, name, index) for index in range(num)]

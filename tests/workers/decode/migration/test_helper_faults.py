@@ -1,7 +1,6 @@
 """Helpers that stand still and go on, and slow ones."""
 
 import asyncio
-import functools
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import transformers
 from kernels.cpu.moved_heads import HeadsHelper
 from kernels.cpu.passes import HostedPass
 from tests.kvstore.nodes import DEADLINE_S
-from tests.workers.decode_lab import StartDecodeLab, decode_lab
+from tests.workers.decode_lab import StartDecodeLab
 from tests.workers.gate import Brake
 from tests.workers.heads_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
 from tests.workers.mini_cluster import tokens_of
@@ -27,23 +26,19 @@ def model() -> transformers.PreTrainedModel:
     return wide_model()
 
 
-@pytest.fixture
-def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
-    return functools.partial(decode_lab, model, tmp_path)
-
-
 class Stopped:
     """A helper that stands still in the middle of a pass, as after SIGSTOP, until it goes on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._goes_on = threading.Event()
-        self.ended = threading.Event()
+        self.began, self.ended = threading.Event(), threading.Event()
         monkeypatch.setattr(HeadsHelper, "host", lambda helper, described: self._stop(helper, described))
 
     def go_on(self) -> None:
         self._goes_on.set()
 
     def _stop(self, helper: HeadsHelper, described: HostedPass) -> None:
+        self.began.set()
         assert self._goes_on.wait(DEADLINE_S)
         layer = described.layers.start
         pages, offsets = described.slots(helper._kv_layers[0].shape[3])
@@ -78,6 +73,22 @@ async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_reque
         assert await move.finish()
         assert await tokens_of(other.answer) == expected
         await until(lambda: kv.num_free_pages == kv.num_usable_pages == NUM_PAGES)
+
+
+async def test_an_owner_ends_although_its_helper_stands_still(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        pair.owner.decode._head_moves._timeout_s = 100 * DEADLINE_S
+        await pair.move(1)
+        helper = Stopped(monkeypatch)
+        pair.begin("ends", 100, pair.owner)
+        assert await asyncio.to_thread(helper.began.wait, DEADLINE_S)
+        pair.lose_owner()
+        await until(lambda: pair.owner.decoding is not None and pair.owner.decoding.done())
+        helper.go_on()
+        await pair.owner_has_gone()
+        await until(lambda: not pair.host.num_hosted)
 
 
 async def test_a_slow_helper_has_nothing_after_a_while(

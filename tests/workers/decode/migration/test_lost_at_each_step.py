@@ -1,7 +1,6 @@
 """Owner or helper ends at each step of a move: every answer is right, and nothing stays held."""
 
 import asyncio
-import functools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import transformers
 
 from mooncake.messages.migration import LayerRange
 from tests.kvstore.nodes import DEADLINE_S
-from tests.workers.decode_lab import Decoded, StartDecodeLab, decode_lab
+from tests.workers.decode_lab import Decoded, StartDecodeLab
 from tests.workers.heads_lab import NUM_PAGES, Pair, Part, paired, until, wide_model
 from tests.workers.mini_cluster import tokens_of
 from workers.decode.batch_loop import BatchLoop
@@ -34,11 +33,6 @@ NUM_QUICK = 3
 @pytest.fixture(scope="module")
 def model() -> transformers.PreTrainedModel:
     return wide_model()
-
-
-@pytest.fixture
-def start_decode_lab(model: transformers.PreTrainedModel, tmp_path: Path) -> StartDecodeLab:
-    return functools.partial(decode_lab, model, tmp_path)
 
 
 class Steps:
