@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.gpu.ceilings import Ceilings, header
-from benchmarks.gpu.layers import BATCH_SIZE, DTYPE, LLAMA_3_8B, PAGE_SIZE
+from benchmarks.gpu.layers import DTYPE, LLAMA_3_8B, PAGE_SIZE
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 
-_CONTEXT_LENS = (1024, 8192)
-_STEP_BAR = 1 / 1.15
-"""Least share of the ceiling: a step takes at most 15% longer than reading its weights and KVCache."""
-_PREFILL_BAR = 0.60
-_CHUNKS = ((0, 2048), (6144, 2048), (0, 8192))
+_STEPS = ((1, 1024), (8, 1024), (64, 1024), (64, 4096), (256, 1024))
+"""Sequences and tokens of each: at most 36 GB of KVCache."""
+_STEP_BAR = 0.75
+"""Least share of the ceiling, which is the reading of all weights and of the KVCache."""
+_PROMPTS = (1024, 2048, 8192, 32768)
+_PASS_TOKENS = 2048
+"""Most tokens of a pass, as in workers on GPUs."""
+_PREFILL_BAR = 0.55
 _NUM_RUNS = 9
 
 
@@ -28,28 +31,42 @@ def measure(ceilings: Ceilings) -> None:
     spec = LLAMA_3_8B
     model = DecoderModel(spec, range(spec.num_layers), DTYPE, "cuda")
     model.load_weights(_random_tensors(spec))
-    num_pages = BATCH_SIZE * (max(_CONTEXT_LENS) // PAGE_SIZE + 1)
+    num_pages = max(batch_size * (context_len // PAGE_SIZE + 1) for batch_size, context_len in _STEPS)
     kv = DeviceKVCache(spec, model.layers, num_pages, PAGE_SIZE, DTYPE, "cuda")
     header(
         f"Decode steps of Llama-3-8B (computed by {model.computed_by}), wall time, tokens on the host again"
     )
-    for batch_size, context_len in ((1, 1024), (8, 1024), *((BATCH_SIZE, n) for n in _CONTEXT_LENS)):
+    for batch_size, context_len in _STEPS:
         tables = [kv.allocate(context_len // PAGE_SIZE + 1) for _ in range(batch_size)]
         chunks = [Chunk([1000], context_len, pages) for pages in tables]
         num_bytes = _weight_bytes(spec) + batch_size * (context_len + 1) * _token_bytes(spec)
-        bar = _STEP_BAR if batch_size == BATCH_SIZE else None
-        ceilings.bytes_row(
-            f"{batch_size} x {context_len} tokens", num_bytes, _seconds(_step(model, kv, chunks)), bar
-        )
+        time_s = _seconds(_step(model, kv, chunks))
+        ceilings.bytes_row(f"{batch_size} x {context_len} tokens", num_bytes, time_s, _STEP_BAR)
         for pages in tables:
             kv.free(pages)
-    header("Prefill passes, wall time")
-    for start, num_tokens in _CHUNKS:
-        pages = kv.allocate(-(-(start + num_tokens) // PAGE_SIZE))
-        time_s = _seconds(_step(model, kv, [Chunk([1000] * num_tokens, start, pages)]))
-        name = f"{num_tokens} tokens after {start} ({num_tokens / time_s:.0f} tok/s)"
-        ceilings.flops_row(name, _prefill_flops(spec, start, num_tokens), time_s, _PREFILL_BAR)
+    header(f"Prompts in passes of {_PASS_TOKENS} tokens, wall time")
+    for num_tokens in _PROMPTS:
+        pages = kv.allocate(-(-num_tokens // PAGE_SIZE))
+        time_s = _seconds(_prompt(model, kv, num_tokens, pages))
+        name = f"{num_tokens} tokens ({num_tokens / time_s:.0f} tok/s)"
+        ceilings.flops_row(name, _prefill_flops(spec, num_tokens), time_s, _PREFILL_BAR)
         kv.free(pages)
+
+
+def _prompt(
+    model: DecoderModel, kv: DeviceKVCache, num_tokens: int, pages: list[int]
+) -> Callable[[], object]:
+    passes = [
+        Chunk([1000] * min(_PASS_TOKENS, num_tokens - start), start, pages)
+        for start in range(0, num_tokens, _PASS_TOKENS)
+    ]
+
+    def prefill() -> object:
+        for chunk in passes:
+            logits = model.forward(Batch.build([chunk], kv), kv)
+        return logits.argmax(-1).tolist()
+
+    return prefill
 
 
 def _step(model: DecoderModel, kv: DeviceKVCache, chunks: list[Chunk]) -> Callable[[], object]:
@@ -110,8 +127,7 @@ def _token_bytes(spec: ModelSpec) -> int:
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * DTYPE.itemsize
 
 
-def _prefill_flops(spec: ModelSpec, start: int, num_tokens: int) -> int:
-    """Products and attention; the head only for the last token."""
-    num_scores = num_tokens * start + num_tokens * (num_tokens + 1) // 2
-    attention = 4 * num_scores * spec.num_heads * spec.head_dim
+def _prefill_flops(spec: ModelSpec, num_tokens: int) -> int:
+    """Products and causal attention; the head, of one token a pass, is left out."""
+    attention = 2 * num_tokens * (num_tokens + 1) * spec.num_heads * spec.head_dim
     return spec.num_layers * (2 * num_tokens * _layer_elements(spec) + attention)

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+_NUM_LIKELY = 1024
+"""Most likely tokens that are ranked for a draw. With most models nearly all draws lie among them."""
+
 
 def uniform(seed: int, position: int) -> float:
     """Return the number in [0, 1) that draws the token at `position`. `seed` and `position` are any
@@ -43,7 +46,7 @@ def sample(
     if bool(is_drawn.any()):
         rows = is_drawn.nonzero()[:, 0].to(logits.device)
         limits = [values.to(logits.device)[rows] for values in (temperature, top_k, top_p, min_p, uniforms)]
-        tokens[rows] = _draw(logits[rows], *limits, has_min_p=bool((min_p > 0).any()))
+        tokens[rows] = _draw(logits[rows], *limits, num_ranked=_NUM_LIKELY)
     return tokens
 
 
@@ -55,23 +58,43 @@ def _draw(
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
     *,
-    has_min_p: bool,
+    num_ranked: int,
 ) -> torch.Tensor:
     """Invert each row's cumulative distribution, in float64, over its tokens in order of descending
-    probability."""
+    probability.
+
+    Only the `num_ranked` most likely tokens are ranked, as sorting a vocabulary takes longer than a step of
+    decoding on a GPU. The others are one rank behind them; rows for which this does not suffice are drawn
+    among all.
+    """
     vocab_size = logits.shape[-1]
-    num_by_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
-    values, tokens = _rank(logits, int(num_by_k.max()))
+    num_ranked = min(num_ranked, vocab_size)
+    values, tokens = _rank(logits, num_ranked)
     weights = values.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_()
-    if has_min_p:
-        num_by_k = torch.minimum(num_by_k, (weights >= min_p[:, None]).sum(-1).clamp(min=1))
     cumulative = weights.cumsum(-1)
+    if num_ranked < vocab_size:
+        everything = logits.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_().sum(-1)
+        cumulative = torch.cat((cumulative, torch.maximum(everything, cumulative[:, -1])[:, None]), dim=-1)
+    num_ranks = cumulative.shape[-1]
+    num_by_k = torch.where(top_k > 0, top_k.clamp(max=num_ranks), num_ranks)
+    num_likely = (weights >= min_p[:, None]).sum(-1).clamp(min=1)
+    num_by_k = torch.where(num_likely < num_ranked, torch.minimum(num_by_k, num_likely), num_by_k)
     mass_by_k = cumulative.gather(-1, num_by_k[:, None] - 1)
     num_by_p = torch.searchsorted(cumulative, top_p[:, None] * mass_by_k) + 1
     num_kept = torch.minimum(num_by_k[:, None], num_by_p)
     kept_mass = cumulative.gather(-1, num_kept - 1)
     rank = torch.searchsorted(cumulative, uniforms[:, None] * kept_mass, right=True)
-    return tokens.gather(-1, torch.minimum(rank, num_kept - 1))[:, 0]
+    rank = torch.minimum(rank, num_kept - 1)[:, 0]
+    drawn = tokens.gather(-1, rank.clamp(max=num_ranked - 1)[:, None])[:, 0]
+    if num_ranked == vocab_size:
+        return drawn
+    is_cut_behind = (num_by_k == num_ranks) & ((top_k > 0) | (min_p > 0))
+    is_cut_behind |= (num_kept[:, 0] == num_ranks) & (top_p < 1)
+    behind = (is_cut_behind | (rank == num_ranked)).nonzero()[:, 0]
+    if len(behind):
+        limits = (temperature, top_k, top_p, min_p, uniforms)
+        drawn[behind] = _draw(logits[behind], *(limit[behind] for limit in limits), num_ranked=vocab_size)
+    return drawn
 
 
 class Logprobs(NamedTuple):
@@ -110,6 +133,11 @@ def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Ten
     monotonic = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     complement = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     keys = (monotonic.long() << 32).add_(complement)
+    is_few = 0 < num_ranks < vocab_size
+    if is_few and keys.device.type == "cpu":
+        keys = torch.from_numpy(np.partition(keys.numpy(), vocab_size - num_ranks, axis=-1)[:, -num_ranks:])
+    elif is_few:
+        keys = keys.topk(num_ranks, dim=-1, sorted=False).values
     if keys.device.type == "cpu":
         keys = torch.from_numpy(np.sort(keys.numpy(), axis=-1)).flip(-1)[:, :num_ranks]
     else:

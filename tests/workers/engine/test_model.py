@@ -1,4 +1,7 @@
-"""The decoder model against transformers: the same greedy tokens, however the work is cut and batched."""
+"""The decoder model against transformers: the same greedy tokens, however the work is cut and batched.
+
+Both compute on the GPU if there is one.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.triton_device import DEVICE
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -22,7 +26,7 @@ NUM_NEW = 16
 def load(family: str) -> tuple[DecoderModel, dict[str, torch.Tensor], ModelSpec]:
     reference = tiny_model(family)
     spec = model_spec(reference.config.to_dict())
-    model = DecoderModel(spec, range(spec.num_layers), torch.float32)
+    model = DecoderModel(spec, range(spec.num_layers), torch.float32, DEVICE)
     weights = dict(reference.state_dict())
     model.load_weights(weights.items())
     return model, weights, spec
@@ -31,10 +35,11 @@ def load(family: str) -> tuple[DecoderModel, dict[str, torch.Tensor], ModelSpec]
 @lru_cache
 def greedy_by_transformers(family: str) -> list[list[int]]:
     """Prompts of PROMPT_LENS, each with its NUM_NEW greedy tokens."""
-    reference = tiny_model(family)
+    reference = tiny_model(family).to(DEVICE)
     texts = []
     for seed, length in enumerate(PROMPT_LENS):
         prompt = torch.randint(VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(seed))
+        prompt = prompt.to(DEVICE)
         # Without a mask, generate takes a prompt's token 0 for padding.
         everything = torch.ones_like(prompt)
         output = reference.generate(
@@ -57,7 +62,7 @@ def interleaved_tables(kv: DeviceKVCache, texts: Sequence[Sequence[int]]) -> lis
 def greedy(model: DecoderModel, texts: list[list[int]], page_size: int, chunk_size: int) -> list[list[int]]:
     """All texts in one running batch: prefill chunks of some beside decode steps of others."""
     spec = model.spec
-    kv = DeviceKVCache(spec, model.layers, 80, page_size, torch.float32)
+    kv = DeviceKVCache(spec, model.layers, 80, page_size, torch.float32, DEVICE)
     tables = interleaved_tables(kv, texts)
     sequences = [text[:length] for text, length in zip(texts, PROMPT_LENS, strict=True)]
     num_cached = [0] * len(texts)
@@ -92,14 +97,14 @@ def test_the_reference_tokens_depend_on_the_context() -> None:
 @pytest.mark.parametrize("split", [1, 3])
 def test_two_stages_give_the_same_hidden_states_and_logits(family: str, split: int) -> None:
     whole, weights, spec = load(family)
-    first = DecoderModel(spec, range(split), torch.float32)
-    second = DecoderModel(spec, range(split, spec.num_layers), torch.float32)
+    first = DecoderModel(spec, range(split), torch.float32, DEVICE)
+    second = DecoderModel(spec, range(split, spec.num_layers), torch.float32, DEVICE)
     for stage in (first, second):
         stage.load_weights(weights.items())
     text = greedy_by_transformers(family)[0]
 
     def caches(model: DecoderModel) -> tuple[DeviceKVCache, list[int]]:
-        kv = DeviceKVCache(spec, model.layers, 16, 8, torch.float32)
+        kv = DeviceKVCache(spec, model.layers, 16, 8, torch.float32, DEVICE)
         return kv, kv.allocate(8)
 
     (whole_kv, whole_pages), (kv_a, pages_a), (kv_b, pages_b) = map(caches, (whole, first, second))
@@ -122,28 +127,28 @@ def test_two_stages_give_the_same_hidden_states_and_logits(family: str, split: i
 
 def test_a_stage_gets_the_dummy_weights_that_the_whole_model_gets() -> None:
     spec = load("qwen2")[2]
-    kv = DeviceKVCache(spec, range(4), 4, 8, torch.bfloat16)
+    kv = DeviceKVCache(spec, range(4), 4, 8, torch.bfloat16, DEVICE)
     batch = Batch.build([Chunk([1, 2, 3], 0, [2])], kv)
     outputs = []
     for layers in (range(4), range(2, 4)):
-        model = DecoderModel(spec, layers, torch.bfloat16)
+        model = DecoderModel(spec, layers, torch.bfloat16, DEVICE)
         model.init_dummy_weights(seed=7)
-        hidden = torch.ones(3, spec.hidden_size, dtype=torch.bfloat16)
+        hidden = torch.ones(3, spec.hidden_size, dtype=torch.bfloat16, device=DEVICE)
         outputs.append(model.logits(model.forward_layer(3, hidden, batch, kv)))
     assert torch.equal(*outputs)
     assert outputs[0].isfinite().all()
 
 
 def test_bfloat16_logits_are_close_to_transformers() -> None:
-    reference = tiny_model("llama3").bfloat16()
+    reference = tiny_model("llama3").to(DEVICE, torch.bfloat16)
     _, weights, spec = load("llama3")
-    model = DecoderModel(spec, range(spec.num_layers), torch.bfloat16)
+    model = DecoderModel(spec, range(spec.num_layers), torch.bfloat16, DEVICE)
     model.load_weights(weights.items())
     prompt = greedy_by_transformers("llama3")[3]
-    kv = DeviceKVCache(spec, model.layers, 16, 8, torch.bfloat16)
+    kv = DeviceKVCache(spec, model.layers, 16, 8, torch.bfloat16, DEVICE)
     logits = model.forward(Batch.build([Chunk(prompt, 0, kv.allocate(10))], kv), kv)[0]
     with torch.inference_mode():
-        expected = reference(torch.tensor([prompt])).logits[0, -1].float()
+        expected = reference(torch.tensor([prompt], device=DEVICE)).logits[0, -1].float()
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
@@ -151,7 +156,7 @@ class TestLoadWeights:
     def load_changed(self, **changes: torch.Tensor | None) -> None:
         _, weights, spec = load("llama3")
         changed = {**weights, **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
-        model = DecoderModel(spec, range(2), torch.float32)
+        model = DecoderModel(spec, range(2), torch.float32, DEVICE)
         model.load_weights((name, tensor) for name, tensor in changed.items() if tensor is not None)
 
     def test_names_a_tensor_of_the_wrong_shape_and_both_shapes(self) -> None:
@@ -179,7 +184,7 @@ class TestLoadWeights:
 
 
 def test_a_batch_refuses_chunks_that_cannot_be_run() -> None:
-    kv = DeviceKVCache(load("llama3")[2], range(4), 80, 8, torch.float32)
+    kv = DeviceKVCache(load("llama3")[2], range(4), 80, 8, torch.float32, DEVICE)
     with pytest.raises(ValueError, match="at least one chunk"):
         Batch.build([], kv)
     with pytest.raises(ValueError, match="at least one token"):

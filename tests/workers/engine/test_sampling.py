@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.triton_device import DEVICE
+from workers.engine import sampling
 from workers.engine.sampling import logprobs, sample, uniform
 
 VOCAB_SIZE = 3000
@@ -11,7 +13,7 @@ VOCAB_SIZE = 3000
 def random_logits(num_rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
     # Rounded to bfloat16, as a model's are: equal logits are common.
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
-    return logits.bfloat16().float()
+    return logits.bfloat16().float().to(DEVICE)
 
 
 def draw(
@@ -109,6 +111,26 @@ def test_top_p_deep_in_a_large_vocabulary_keeps_exactly_its_nucleus() -> None:
     drawn = set(draw(logits.expand(3000, -1), top_p=0.5))
     assert drawn <= nucleus
     assert len(drawn) > 800
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_draws_are_the_same_however_many_tokens_are_ranked(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = random_logits(64) * spread
+    logits[::5, ::3] = float("-inf")
+    filters = [
+        (temperature, top_k, top_p, min_p)
+        for temperature in (0.3, 1.0, 2.0)
+        for top_k in (0, 1, 7, 30, 400)
+        for top_p in (1.0, 0.999, 0.5, 0.01)
+        for min_p in (0.0, 0.02, 0.9)
+    ]
+    draws = []
+    for num_ranked in (7, VOCAB_SIZE):
+        monkeypatch.setattr(sampling, "_NUM_LIKELY", num_ranked)
+        draws.append([draw(logits, *limits, seed=5) for limits in filters])
+    assert draws[0] == draws[1]
 
 
 def test_never_draws_a_forbidden_token() -> None:
