@@ -1,0 +1,71 @@
+"""What torch's own layers say of an answer, computed in this process on the same device.
+
+Owns: the reference model, the comparison. Does not know: servers.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from benchmarks.gpu.whole_server.cluster import Answer
+from benchmarks.gpu.whole_server.report import Found
+from mooncake.model.checkpoint import DUMMY_SEED
+from workers.engine.batch import Batch, Chunk
+from workers.engine.kvcache import DeviceKVCache
+from workers.engine.model import DecoderModel
+from workers.engine.spec import ModelSpec
+
+MOST_ERROR = 5e-4
+"""Of a logprob. A page that is missing or wrong in a prompt changes logprobs by more."""
+_PAGE_SIZE = 64
+
+
+class Reference:
+    """The model with the weights that the server's instances have, in float32."""
+
+    def __init__(self, spec: ModelSpec, device: str, num_tokens: int) -> None:
+        """`num_tokens`: most tokens of a prompt with its answer."""
+        layers = range(spec.num_layers)
+        self._model = DecoderModel(spec, layers, torch.float32, device, allow_native=False)
+        self._model.init_dummy_weights(DUMMY_SEED)
+        num_pages = -(-num_tokens // _PAGE_SIZE)
+        self._kv = DeviceKVCache(spec, layers, num_pages, _PAGE_SIZE, torch.float32, device)
+        self._pages = self._kv.allocate(num_pages)
+
+    @torch.inference_mode()
+    def _logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Return the logprobs `[len(answer), vocab_size]` behind the prompt and each token but the last."""
+        model = self._model
+        batch = Batch.build([Chunk([*prompt, *answer[:-1]], 0, self._pages)], self._kv)
+        hidden = model.forward_layers(model.layers, model.embed(batch), batch, self._kv)
+        return model.logits(hidden[len(prompt) - 1 :]).log_softmax(-1)
+
+    def are_alike(self, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]) -> bool:
+        """Whether answers are equal, or part where two tokens are as likely but for rounding."""
+        if list(answer) == list(other):
+            return True
+        where = next(index for index, (a, b) in enumerate(zip(answer, other, strict=True)) if a != b)
+        logprobs = self._logprobs(prompt, answer[: where + 1])[-1]
+        return abs(float(logprobs[answer[where]] - logprobs[other[where]])) <= MOST_ERROR
+
+    def compare(self, prompts: Iterable[Sequence[int]], answers: Iterable[Answer]) -> Found:
+        """Whether each token is the likeliest one, or as likely but for rounding, and all logprobs are right.
+
+        Tokens are compared behind the answer's own tokens, so that one that differs is one error.
+        """
+        num_tokens = num_ties = num_wrong = 0
+        error = 0.0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logprobs = self._logprobs(prompt, answer.tokens)
+            drawn = logprobs.gather(-1, torch.tensor(answer.tokens, device=logprobs.device)[:, None])[:, 0]
+            gaps = logprobs.amax(-1) - drawn
+            num_tokens += len(answer.tokens)
+            num_wrong += int((gaps > MOST_ERROR).sum())
+            num_ties += int(((gaps > 0) & (gaps <= MOST_ERROR)).sum())
+            if answer.logprobs:
+                told = torch.tensor(answer.logprobs, device=drawn.device)
+                error = max(error, float((told - drawn).abs().max()))
+        figure = (
+            f"{num_tokens} tokens, {num_wrong} wrong, {num_ties} ties; logprobs off by at most {error:.1e}"
+        )
+        return Found(num_wrong == 0 and error <= MOST_ERROR, figure)
