@@ -22,9 +22,14 @@ SPEC = ModelSpec("LlamaForCausalLM", 500, 96, 112, 2, 9, 3, 64, 256, tie_word_em
 LOST = 3
 
 
-def generate_of(shard: TensorShard | None) -> Outcome:
+def device_of(rank: int, size: int) -> torch.device:
+    """A GPU for each rank if there are as many, else the CPU."""
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= size else torch.device("cpu")
+
+
+def generate_of(shard: TensorShard, device: torch.device) -> Outcome:
     """The same of every group of one size, whoever its ranks are."""
-    model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16, shard=shard)
+    model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16, device, shard=shard)
     model.init_dummy_weights(seed=5)
     return generate([model], [list(range(30)), [7], list(range(300, 311))], num_new=5, chunk_size=16)
 
@@ -34,10 +39,11 @@ def main(folder: Path, rank: int, size: int, timeout_s: float, work: str, num_co
     store = dist.FileStore(str(folder / "store"), size)
     store.set(f"started {rank}", "")
     store.wait([f"started {other}" for other in range(num_coming)], timedelta(seconds=DEADLINE_S))
-    device = torch.device("cpu")
+    device = device_of(rank, size)
     with join_group(store, rank, size, device, interface="lo", timeout_s=timeout_s) as shard:
         if work == "generate":
-            torch.save(generate_of(shard), folder / f"{rank}.pt")
+            assert shard.any([True, False]) == [True, False]
+            torch.save(generate_of(shard, device), folder / f"{rank}.pt")
             return
         for number in range(sys.maxsize):
             tensor = torch.full((64, 96), float(rank))

@@ -1,4 +1,7 @@
-"""Ranks in processes of their own, over gloo: the same bits as in threads; who loses another hears of it."""
+"""Ranks in processes of their own: the same bits as in threads; who loses another hears of it.
+
+A rank of a group for which there are GPUs computes on one, over NCCL; others on CPUs, over gloo.
+"""
 
 import os
 import signal
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.workers.engine.group_rank import LOST, generate_of
+from tests.workers.engine.group_rank import LOST, device_of, generate_of
 from tests.workers.engine.ranks import DEADLINE_S, ThreadGroup, on_ranks
 from workers.engine.process_group import shard_of
 from workers.engine.tensor_parallel import RankLost
@@ -34,11 +37,13 @@ def started(
         yield processes
 
 
-def test_processes_compute_the_bits_that_threads_do(tmp_path: Path) -> None:
-    with started(tmp_path, range(3), 3, DEADLINE_S, "generate") as processes:
-        assert [process.wait(DEADLINE_S) for process in processes] == [0, 0, 0]
-    group = ThreadGroup(3)
-    for rank, expected in enumerate(on_ranks(3, lambda rank: generate_of(group.shards[rank]))):
+@pytest.mark.parametrize("size", [1, 3])
+def test_processes_compute_the_bits_that_threads_do(size: int, tmp_path: Path) -> None:
+    with started(tmp_path, range(size), size, DEADLINE_S, "generate") as processes:
+        assert [process.wait(DEADLINE_S) for process in processes] == [0] * size
+    group = ThreadGroup(size)
+    outcomes = on_ranks(size, lambda rank: generate_of(group.shards[rank], device_of(rank, size)))
+    for rank, expected in enumerate(outcomes):
         got = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert got.tokens == expected.tokens
         assert all(map(torch.equal, got.logits, expected.logits))
