@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from benchmarks.report import Report
 from benchmarks.servers import ServerError, free_port, serving
 
 NUM_ROUNDS = 5
@@ -95,20 +96,22 @@ def our_command(port: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mooncake", "--port", str(port), *flags]
 
 
-def measure(client: Client) -> None:
-    """Print both tables."""
+def measure(client: Client, report: Report) -> None:
+    """Measure both tables."""
     client.complete(64, 4)  # first calls allocate
-    print("| prompt tokens | TTFT p50 | prefill tok/s |\n|---|---|---|")
+    report.table("One request at a time", "prompt tokens", "TTFT p50", "prefill tok/s")
     for num_prompt_tokens in PROMPT_LENS:
         ttft_s = statistics.median(client.complete(num_prompt_tokens, 2) for _ in range(NUM_ROUNDS))
-        print(
-            f"| {num_prompt_tokens} | {1000 * ttft_s:.0f} ms | {num_prompt_tokens / ttft_s:.0f} |", flush=True
-        )
-    print(f"\n| concurrency ({NUM_INPUT} in, {NUM_OUTPUT} out) | output tok/s | TTFT p50 |\n|---|---|---|")
+        cells = str(num_prompt_tokens), f"{1000 * ttft_s:.0f} ms", f"{num_prompt_tokens / ttft_s:.0f}"
+        report.row(*cells, num_prompt_tokens=num_prompt_tokens, ttft_s=ttft_s)
+    report.table(
+        f"Requests of {NUM_INPUT} tokens, answers of {NUM_OUTPUT}", "in flight", "output tok/s", "TTFT p50"
+    )
     for concurrency in CONCURRENCIES:
         rate, ttfts_s = closed_loop(client, concurrency, 3 * concurrency)
         ttft_s = statistics.median(ttfts_s)
-        print(f"| {concurrency} | {rate:.0f} | {1000 * ttft_s:.0f} ms |", flush=True)
+        cells = str(concurrency), f"{rate:.0f}", f"{1000 * ttft_s:.0f} ms"
+        report.row(*cells, concurrency=concurrency, output_tokens_per_s=rate, ttft_s=ttft_s)
 
 
 def main() -> None:
@@ -117,7 +120,7 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     try:
         with serving(our_command(port, sys.argv[1:]), f"{url}/ready"):
-            measure(Client(url))
+            measure(Client(url), Report())
     except ServerError as error:
         sys.exit(str(error))
 

@@ -174,7 +174,7 @@ def test_the_engine_and_the_kernels_need_only_torch_numpy_and_triton() -> None:
         "import sys\n"
         "for name in ('msgspec', 'zmq', 'xxhash', 'pydantic', 'fastapi', 'transformers', 'yaml'):\n"
         "    sys.modules[name] = None\n"
-        "import benchmarks.gpu.checks, benchmarks.gpu.steps, benchmarks.gpu.serving\n"
+        "import benchmarks.gpu.checks, benchmarks.gpu.layers, benchmarks.gpu.steps\n"
         "print('fine')"
     )
     assert run(probe) == ["fine"]

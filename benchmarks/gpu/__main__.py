@@ -1,60 +1,98 @@
 """The engine on a GPU: is it right, how fast is it beside what the device can do, and does it serve.
 
-    python -m benchmarks.gpu [--only check|kernels|steps|serving]
+    python -m benchmarks.gpu [--only STAGE ...] [--limit-s 600] [--out build/gpu.json] [--again]
 
 - check: every kernel against its torch reference in float32, float16 and bfloat16; tiny models against torch.
 - kernels: GB/s and TFLOP/s at the shapes of Llama-3-8B, beside a copy and a product of matrices of this run.
 - steps: decode steps and prefill passes of a Llama-3-8B with random weights.
+- server: three whole servers, whether they are exact and stay so while they change (`server.py`).
 - serving: that model, with one prefill and one decode instance on the one GPU, through HTTP.
 
-The first three need torch, numpy and triton only; the last says so if something is missing. Without a GPU it
-says so and exits with 0. Exits with 1 if a result is wrong or a bar is missed.
+Each is a process of its own, and the next runs whatever becomes of it. What has passed on this device with
+this code does not run again, so a run that was cut off goes on. The file has all results; the tables are
+printed at the end, progress goes to stderr. The first three stages need torch, numpy and triton only. Without
+a GPU it says so and exits with 0. Exits with 1 if a result is wrong, a bar is missed or a stage does not come
+to its end.
 
-Owns: the order. Does not know: what is measured how.
+Owns: the stages, the facts of a run. Does not know: what is measured how, how stages run.
 """
 
 import argparse
+import hashlib
+import subprocess
 import sys
+from datetime import UTC, datetime
+from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.runner import ROOT, markdown, run_stages
 from kernels.cuda import why_unavailable
 
-_SECTIONS = ("check", "kernels", "steps", "serving")
+STAGES = {
+    "check": "benchmarks.gpu.checks",
+    "kernels": "benchmarks.gpu.layers",
+    "steps": "benchmarks.gpu.steps",
+    "server": "benchmarks.gpu.server",
+    "serving": "benchmarks.gpu.serving",
+}
+_CODE = ("mooncake", "conductor", "workers", "messenger", "kvstore", "kernels", "benchmarks")
+_CODE_SUFFIXES = {".py", ".cpp", ".h"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description="see the module's docstring"
     )
-    parser.add_argument("--only", choices=_SECTIONS)
-    only = parser.parse_args().only
-    sections = (only,) if only else _SECTIONS
+    parser.add_argument("--only", choices=STAGES, nargs="+", default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for each stage")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu.json")
+    parser.add_argument("--again", action="store_true", help="what has passed, too")
+    chosen = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU: torch.cuda.is_available() is False; nothing to check or measure")
         return 0
     if why_unavailable():
         print(why_unavailable())
         return 1
-    # Only now: they import Triton.
-    from benchmarks.gpu import checks, layers, serving, steps
-    from benchmarks.gpu.ceilings import Ceilings
+    head = {
+        "device": torch.cuda.get_device_name(),
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _said("git", "rev-parse", "--short", "HEAD"),
+        "code": _digest(),
+        "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
+    }
+    stages = {name: STAGES[name] for name in STAGES if name in chosen.only}
+    record = run_stages(stages, head, chosen.out, chosen.limit_s, again=chosen.again)
+    print(markdown(record))
+    return 0 if all(record["stages"][name]["status"] == "passed" for name in stages) else 1
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if "check" in sections and not checks.check():
-        return 1
-    is_met = True
-    if {"kernels", "steps"} & set(sections):
-        ceilings = Ceilings.measure()
-        if "kernels" in sections:
-            layers.measure(ceilings)
-        if "steps" in sections:
-            steps.measure(ceilings)
-        is_met = ceilings.is_met
-    if "serving" in sections:
-        torch.cuda.empty_cache()  # for the processes that serve
-        is_met &= serving.serve()
-    return 0 if is_met else 1
+
+def _said(*command: str) -> str | None:
+    """Return what a program prints; None where there is no such program, or it fails."""
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _triton() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def _digest() -> str:
+    """Name the code as it lies here, which may not be what was committed."""
+    digest = hashlib.sha256()
+    paths = (path for package in _CODE for path in (ROOT / package).rglob("*"))
+    for path in sorted(path for path in paths if path.suffix in _CODE_SUFFIXES):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 if __name__ == "__main__":

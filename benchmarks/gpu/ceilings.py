@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.report import Report
+
 _COPY_BYTES = 2 << 30
 _MATRIX_SIZE = 8192
 _NUM_RUNS = 20
@@ -35,40 +37,41 @@ class Ceilings:
 
     copy_rate: float
     matrix_rate: float
-    is_met: bool = True
-    """Whether every share so far has reached its bar."""
+    report: Report
 
     @classmethod
-    def measure(cls) -> "Ceilings":
-        """Prints them."""
+    def measure(cls, report: Report) -> "Ceilings":
+        """Measure both, which become the first table of a report; the others are `begin`'s."""
         source = torch.empty(_COPY_BYTES // 4, device="cuda").normal_()
         target = torch.empty_like(source)
         copy_rate = 2 * _COPY_BYTES / seconds(lambda: target.copy_(source))
         a, b = torch.randn(2, _MATRIX_SIZE, _MATRIX_SIZE, dtype=torch.bfloat16, device="cuda")
         matrix_rate = 2 * _MATRIX_SIZE**3 / seconds(lambda: a @ b)
-        print(
-            f"device copy {copy_rate / 1e9:.0f} GB/s, "
-            f"{_MATRIX_SIZE}^3 bfloat16 {matrix_rate / 1e12:.0f} TFLOP/s"
-        )
-        return cls(copy_rate, matrix_rate)
+        report.table("The device's ceilings", "", "rate")
+        report.row("device copy", f"{copy_rate / 1e9:.0f} GB/s", name="copy", rate=copy_rate)
+        rate = f"{matrix_rate / 1e12:.0f} TFLOP/s"
+        report.row(f"product of {_MATRIX_SIZE}^3, bfloat16", rate, name="product", rate=matrix_rate)
+        return cls(copy_rate, matrix_rate, report)
+
+    def begin(self, title: str) -> None:
+        """Begin a table."""
+        self.report.table(title, "", "time", "rate", "of the ceiling", "bar")
 
     def bytes_row(self, name: str, num_bytes: int, time_s: float, bar: float | None = None) -> None:
-        """A row of the table, against the copy."""
-        self._row(
-            name, f"{num_bytes / time_s / 1e9:.0f} GB/s", time_s, num_bytes / time_s / self.copy_rate, bar
-        )
+        """Add a row to the table, against the copy."""
+        rate = num_bytes / time_s
+        self._row(name, f"{rate / 1e9:.0f} GB/s", time_s, rate, rate / self.copy_rate, bar)
 
     def flops_row(self, name: str, num_flops: int, time_s: float, bar: float | None = None) -> None:
-        """A row of the table, against the product of matrices."""
+        """Add a row to the table, against the product of matrices."""
         rate = num_flops / time_s
-        self._row(name, f"{rate / 1e12:.0f} TFLOP/s", time_s, rate / self.matrix_rate, bar)
+        self._row(name, f"{rate / 1e12:.0f} TFLOP/s", time_s, rate, rate / self.matrix_rate, bar)
 
-    def _row(self, name: str, rate: str, time_s: float, share: float, bar: float | None) -> None:
-        verdict = "" if bar is None else f"{bar:.0%} {'met' if share >= bar else 'MISSED'}"
-        self.is_met &= bar is None or share >= bar
-        print(f"| {name} | {1e6 * time_s:.0f} us | {rate} | {share:.0%} | {verdict} |", flush=True)
-
-
-def header(title: str) -> None:
-    """Begins a table."""
-    print(f"\n{title}\n\n| | time | rate | of the ceiling | bar |\n|---|---|---|---|---|")
+    def _row(
+        self, name: str, rate_text: str, time_s: float, rate: float, share: float, bar: float | None
+    ) -> None:
+        is_met = bar is None or share >= bar
+        self.report.is_good &= is_met
+        verdict = "" if bar is None else f"{bar:.0%} {'met' if is_met else '**MISSED**'}"
+        cells = (name, f"{1e6 * time_s:.0f} us", rate_text, f"{share:.0%}", verdict)
+        self.report.row(*cells, name=name, time_s=time_s, rate=rate, share=share, bar=bar, is_met=is_met)

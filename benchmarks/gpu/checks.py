@@ -3,12 +3,17 @@
 Owns: the cases and their tolerances. Does not know: speed.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from benchmarks.gpu.processes import results_of
+from benchmarks.report import Found, Report
 from kernels.cuda import kv_quantise, page_copy, rms_norm, silu_mul
 from kernels.cuda.decode_attention import decode_attention
 from kernels.cuda.kv_write import TokenSlots, rotate_and_write, rotate_and_write_reference
@@ -23,6 +28,8 @@ from workers.engine.tensor_parallel import part_of
 from workers.engine.warm_up import warm_up
 from workers.engine.weights import Weights
 
+_NUM_PROCESSES = min(8, os.cpu_count() or 1)
+"""Kernels compile on a core each, and each process has a context on the device."""
 _NUM_KV_HEADS = 2
 # (new tokens, tokens in all)
 _SEQUENCES = ((1, 1), (300, 300), (1, 64), (17, 1000), (1, 65), (130, 4000), (1, 5000))
@@ -31,29 +38,51 @@ _PROMPT_LENS = (70, 3, 33, 150)
 _NUM_NEW, _CHUNK_SIZE, _PAGE_SIZE = 12, 40, 16
 
 
-def check() -> bool:
-    """Prints a line for each case; True if all are right."""
-    is_right = True
-    for name, error, bound in (*_kernel_errors(), *_model_errors()):
-        is_good = error <= bound
-        is_right &= is_good
-        print(f"{'ok  ' if is_good else 'WRONG'} {name}: error {error:.1e}, at most {bound:.0e}", flush=True)
-    return is_right
+class Case(NamedTuple):
+    """A call that returns the largest error of a result, and the bound of that."""
+
+    name: str
+    error: partial[float]
+    bound: float
 
 
-def _kernel_errors() -> Iterator[tuple[str, float, float]]:
-    """(case, largest error, bound)."""
+def run(report: Report) -> None:
+    """Compare everything with its reference: a row for each case."""
+    cases = [*_kernel_cases(), *_model_cases()]
+    report.checks("Errors of results against their references")
+    results = results_of([partial(_on_one_thread, case.error) for case in cases], _NUM_PROCESSES)
+    for case, result in zip(cases, results, strict=True):
+        report.check(case.name, partial(_found, result, case.bound))
+
+
+def _found(result: float | BaseException, bound: float) -> Found:
+    if isinstance(result, BaseException):
+        raise result
+    return Found(result <= bound, f"{result:.1e}, at most {bound:.0e}")
+
+
+def _on_one_thread(error: Callable[[], float]) -> float:
+    torch.set_num_threads(1)
+    return error()
+
+
+def _kernel_cases() -> Iterator[Case]:
     for dtype, bound in _TOLERANCE.items():
         for group, head_dim, page_size, window in (
             (4, 128, 64, None), (7, 64, 16, None), (1, 96, 16, None), (4, 128, 16, 100), (2, 256, 32, None)
         ):  # fmt: skip
-            case = f"{dtype}, group {group}, head_dim {head_dim}, pages of {page_size}, window {window}"
-            yield f"attention, {case}", _attention_error(dtype, group, head_dim, page_size, window), bound
-        yield f"rotation and page write, {dtype}", _write_error(dtype), bound
-        yield from _elementwise_errors(dtype, bound)
+            shape = f"group {group}, head_dim {head_dim}, pages of {page_size}, window {window}"
+            yield Case(
+                f"attention, {dtype}, {shape}",
+                partial(_attention_error, dtype, group, head_dim, page_size, window),
+                bound,
+            )
+        yield Case(f"rotation and page write, {dtype}", partial(_write_error, dtype), bound)
+        yield Case(f"addition and rms norm, {dtype}", partial(_norm_error, dtype), bound)
+        yield Case(f"silu, {dtype}", partial(_silu_error, dtype), bound)
         for encoding in kv_quantise.Encoding:
-            yield f"{encoding.name}, {dtype}", _quantise_error(dtype, encoding), 1.01
-        yield f"gather and scatter, {dtype}", _copy_error(dtype), 0.0
+            yield Case(f"{encoding.name}, {dtype}", partial(_quantise_error, dtype, encoding), 1.01)
+        yield Case(f"gather and scatter, {dtype}", partial(_copy_error, dtype), 0.0)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -103,20 +132,21 @@ def _write_error(dtype: torch.dtype) -> float:
     return max(_largest(qkv[:, :32], expected[:, :32]), _largest(kv_layer, expected_kv)) / largest
 
 
-def _elementwise_errors(dtype: torch.dtype, bound: float) -> Iterator[tuple[str, float, float]]:
-    x, residual, weight = (
-        _random(33, 4096, dtype=dtype),
-        _random(33, 4096, dtype=dtype),
-        _random(4096, dtype=dtype),
-    )
+def _norm_error(dtype: torch.dtype) -> float:
+    """Return the error of the norm; infinite if the sum is another than torch's."""
+    x, residual, weight = (_random(*shape, dtype=dtype) for shape in ((33, 4096), (33, 4096), (4096,)))
     total = residual + x
     normed = rms_norm.add_rms_norm(x, residual, weight, 1e-5)
     expected = rms_norm.rms_norm_reference(total, weight, 1e-5)
-    scale = float(expected.abs().max())
-    yield f"addition and rms norm, {dtype}", _largest(normed, expected) / scale, bound
-    yield f"the sum, {dtype}", _largest(residual, total), 0.0
+    if not torch.equal(residual, total):
+        return float("inf")
+    return _largest(normed, expected) / float(expected.abs().max())
+
+
+def _silu_error(dtype: torch.dtype) -> float:
+    x = _random(33, 4096, dtype=dtype)
     gated, expected = silu_mul.silu_mul(x), silu_mul.silu_mul_reference(x)
-    yield f"silu, {dtype}", _largest(gated, expected) / float(expected.abs().max()), bound
+    return _largest(gated, expected) / float(expected.abs().max())
 
 
 def _quantise_error(dtype: torch.dtype, encoding: kv_quantise.Encoding) -> float:
@@ -166,16 +196,19 @@ _TINY_MODELS = {
 }
 
 
-def _model_errors() -> Iterator[tuple[str, float, float]]:
-    """Logits against torch's on the CPU, relative to the largest; infinite if a greedy token differs."""
+def _model_cases() -> Iterator[Case]:
     for name, spec in _TINY_MODELS.items():
-        tensors = dummy_tensors(spec)
-        expected, expected_logits = greedy(spec, tensors, "cpu")
-        for allow_native in (True, False):
-            tokens, logits = greedy(spec, tensors, "cuda", allow_native=allow_native)
-            error = _largest(logits, expected_logits) / float(expected_logits.abs().max())
-            computer = "kernels and graphs" if allow_native else "torch"
-            yield f"{name}, {computer}", error if tokens == expected else float("inf"), 1e-4
+        for allow_native, computer in ((True, "kernels and graphs"), (False, "torch")):
+            yield Case(f"{name}, {computer}", partial(_model_error, spec, allow_native), 1e-4)
+
+
+def _model_error(spec: ModelSpec, allow_native: bool) -> float:
+    """Return logits' error against torch on the CPU, over the largest; infinite if a greedy token differs."""
+    tensors = dummy_tensors(spec)
+    expected, expected_logits = greedy(spec, tensors, "cpu")
+    tokens, logits = greedy(spec, tensors, "cuda", allow_native=allow_native)
+    error = _largest(logits, expected_logits) / float(expected_logits.abs().max())
+    return error if tokens == expected else float("inf")
 
 
 @contextmanager

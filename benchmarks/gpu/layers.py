@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.gpu.ceilings import Ceilings, header, seconds
+from benchmarks.gpu.ceilings import Ceilings, seconds
+from benchmarks.report import Report
 from kernels.cuda import decode_attention as decode
 from kernels.cuda import kv_quantise, kv_write, page_copy, rms_norm, silu_mul
 from kernels.cuda import prefill_attention as prefill
@@ -35,15 +36,18 @@ _H, _KVH, _D = LLAMA_3_8B.num_heads, LLAMA_3_8B.num_kv_heads, LLAMA_3_8B.head_di
 _SCALE = _D**-0.5
 
 
-def measure(ceilings: Ceilings) -> None:
-    """Prints the tables."""
+def run(report: Report) -> None:
+    """Measure the tables of a report."""
+    ceilings = Ceilings.measure(report)
     kv_layer = _random(_NUM_PAGES, _KVH, 2, PAGE_SIZE, _D)
-    header(f"Kernels that move KVCache: one layer of Llama-3-8B, bfloat16, pages of {PAGE_SIZE} tokens")
+    ceilings.begin(
+        f"Kernels that move KVCache: one layer of Llama-3-8B, bfloat16, pages of {PAGE_SIZE} tokens"
+    )
     _decode(ceilings, kv_layer)
     _copies(ceilings, kv_layer)
-    header("Between the products")
+    ceilings.begin("Between the products")
     _elementwise(ceilings, kv_layer)
-    header(f"Prefill: the last {CHUNK_LEN} tokens of a context of {CONTEXT_LEN}, one layer")
+    ceilings.begin(f"Prefill: the last {CHUNK_LEN} tokens of a context of {CONTEXT_LEN}, one layer")
     _prefill(ceilings, kv_layer)
 
 

@@ -35,8 +35,8 @@ from benchmarks.gpu.whole_server.cluster import Cluster
 from benchmarks.gpu.whole_server.exact import Exactness
 from benchmarks.gpu.whole_server.features import Features
 from benchmarks.gpu.whole_server.reference import Reference
-from benchmarks.gpu.whole_server.report import Found, Report
 from benchmarks.gpu.whole_server.speed import Speed
+from benchmarks.report import Found, Report
 from workers.engine.spec import ModelSpec
 
 BLOCK_SIZE = 64
@@ -80,6 +80,7 @@ LARGE_POOL_TOKENS = 49_152
 DEVICE_TOKENS = 65_536
 """Of an instance's device memory."""
 START_DEADLINE_S = 90.0
+DEFAULT_LOGS = Path(os.environ.get("OUT", tempfile.gettempdir())) / "server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,15 @@ GPU_SIZES = Sizes(SMALL, LLAMA_3_8B, "bfloat16", 1024, 128, 16_384)
 TINY_SIZES = Sizes(TINY, TINY, "float32", 128, 32, 2048)
 
 
-def run(sizes: Sizes, device: str, logs: Path, only: str | None = None) -> bool:
-    """Print the lines; whether all checks were good. The logs of the servers are written to `logs`."""
-    report = Report()
+def run(report: Report) -> None:
+    """Check everything on the GPU."""
+    check_servers(report, GPU_SIZES, "cuda:0", DEFAULT_LOGS)
+
+
+def check_servers(report: Report, sizes: Sizes, device: str, logs: Path, only: str | None = None) -> None:
+    """Add a row for each check. The logs of the servers are written to `logs`."""
     logs.mkdir(parents=True, exist_ok=True)
-    print(f"Whole servers on {device}, logs in {logs}", flush=True)
+    report.checks(f"Whole servers on {device}, logs in {logs}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mcm")))
 
@@ -131,7 +136,6 @@ def run(sizes: Sizes, device: str, logs: Path, only: str | None = None) -> bool:
                 speed.measure(sizes.prompt_len, sizes.num_tokens, sizes.long_len)
                 report.check("nothing is held", cluster.idle)
             report.check(f"what the log of {cluster.name} complains of", cluster.complaints)
-    return report.is_good
 
 
 def _start_exact(start: Callable[..., Cluster], spec: ModelSpec, folder: Path) -> list[Cluster]:
@@ -218,14 +222,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="0.1 billion parameters instead of 8")
     parser.add_argument("--tiny", action="store_true", help="for a rehearsal on a CPU")
     parser.add_argument("--only", choices=("exact", "speed"))
-    parser.add_argument(
-        "--logs", type=Path, default=Path(os.environ.get("OUT", tempfile.gettempdir())) / "server"
-    )
+    parser.add_argument("--logs", type=Path, default=DEFAULT_LOGS)
     chosen = parser.parse_args(arguments)
     sizes = TINY_SIZES if chosen.tiny else GPU_SIZES
     if chosen.small:
         sizes = replace(sizes, large=SMALL)
-    return 0 if run(sizes, chosen.device, chosen.logs, chosen.only) else 1
+    report = Report()
+    check_servers(report, sizes, chosen.device, chosen.logs, chosen.only)
+    return 0 if report.is_good else 1
 
 
 if __name__ == "__main__":

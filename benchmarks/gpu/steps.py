@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.gpu.ceilings import Ceilings, header
+from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.layers import DTYPE, LLAMA_3_8B, PAGE_SIZE
+from benchmarks.report import Report
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
@@ -26,14 +27,15 @@ _PREFILL_BAR = 0.55
 _NUM_RUNS = 9
 
 
-def measure(ceilings: Ceilings) -> None:
-    """Prints the tables."""
+def run(report: Report) -> None:
+    """Measure the tables of a report."""
+    ceilings = Ceilings.measure(report)
     spec = LLAMA_3_8B
     model = DecoderModel(spec, range(spec.num_layers), DTYPE, "cuda")
     model.load_weights(_random_tensors(spec))
     num_pages = max(batch_size * (context_len // PAGE_SIZE + 1) for batch_size, context_len in _STEPS)
     kv = DeviceKVCache(spec, model.layers, num_pages, PAGE_SIZE, DTYPE, "cuda")
-    header(
+    ceilings.begin(
         f"Decode steps of Llama-3-8B (computed by {model.computed_by}), wall time, tokens on the host again"
     )
     for batch_size, context_len in _STEPS:
@@ -44,7 +46,7 @@ def measure(ceilings: Ceilings) -> None:
         ceilings.bytes_row(f"{batch_size} x {context_len} tokens", num_bytes, time_s, _STEP_BAR)
         for pages in tables:
             kv.free(pages)
-    header(f"Prompts in passes of {_PASS_TOKENS} tokens, wall time")
+    ceilings.begin(f"Prompts in passes of {_PASS_TOKENS} tokens, wall time")
     for num_tokens in _PROMPTS:
         pages = kv.allocate(-(-num_tokens // PAGE_SIZE))
         time_s = _seconds(_prompt(model, kv, num_tokens, pages))

@@ -13,7 +13,7 @@ from functools import partial
 
 from benchmarks.gpu.whole_server.cluster import Answer, Cluster, wait_for
 from benchmarks.gpu.whole_server.reference import Reference
-from benchmarks.gpu.whole_server.report import Found, Report
+from benchmarks.report import Found, Report
 
 NUM_TOKENS = 800
 _MOST_MORE_BYTES = 256 << 20

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.gpu.whole_server.report import Found
+from benchmarks.report import Found
 from benchmarks.servers import END_DEADLINE_S, ServerError, free_port
 from benchmarks.serving import our_command
 

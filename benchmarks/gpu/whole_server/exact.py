@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu.whole_server.cluster import Cluster, wait_for
 from benchmarks.gpu.whole_server.reference import Reference
-from benchmarks.gpu.whole_server.report import Found, Report
+from benchmarks.report import Found, Report
 
 NUM_TOKENS = 24
 LENGTHS = (1, 63, 64, 65, 200, 700, 1500)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.gpu.whole_server.cluster import Cluster
-from benchmarks.gpu.whole_server.report import Found, Report
+from benchmarks.report import Found, Report
 
 PROPERTIES: dict[str, object] = {
     "name": {"type": "string", "maxLength": 20},

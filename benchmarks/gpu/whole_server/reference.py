@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from benchmarks.gpu.whole_server.cluster import Answer
-from benchmarks.gpu.whole_server.report import Found
+from benchmarks.report import Found
 from mooncake.model.checkpoint import DUMMY_SEED
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks.gpu.whole_server.cluster import Answer, Cluster
-from benchmarks.gpu.whole_server.report import Found, Report
+from benchmarks.report import Found, Report
 
 _STEPS = ("reserving", "prefilling", "inlined", "transferring", "loading")
 

@@ -1,0 +1,93 @@
+"""What a measurement finds: tables whose rows are printed as they come, and kept.
+
+Owns: Markdown, the file that others read. Does not know: what is measured.
+"""
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Found(NamedTuple):
+    """What a check has found."""
+
+    is_good: bool
+    figure: str
+
+
+class Report:
+    """Tables, and whether every result in them is right and every bar is met."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        """Begin. `file` is written anew after each row, as JSON."""
+        self.is_good = True
+        self._began_s = time.monotonic()
+        self._file = file
+        self._tables: list[dict[str, Any]] = []
+        self._facts: dict[str, str] = {}
+
+    def table(self, title: str, *columns: str) -> None:
+        """Begin a table."""
+        self._tables.append({"title": title, "columns": columns, "rows": [], "values": []})
+        self._print("\n".join(_head(title, columns)))
+
+    def row(self, *cells: str, **values: object) -> None:
+        """Add a row to the last table: its cells, and the same as numbers and words for programs."""
+        self._tables[-1]["rows"].append(cells)
+        self._tables[-1]["values"].append(values)
+        self._print(_line(cells))
+
+    def checks(self, title: str) -> None:
+        """Begin a table of checks."""
+        self.table(title, "", "found", "after", "")
+
+    def check(self, name: str, find: Callable[[], Found]) -> bool:
+        """Add a row of what `find` returns or raises, and return whether it was good."""
+        try:
+            is_good, figure = find()
+        except Exception as error:  # noqa: BLE001 - the other checks go on
+            [place] = traceback.extract_tb(error.__traceback__)[-1:]
+            text = " ".join(str(error)[:600].split())
+            is_good, figure = False, f"{type(error).__name__}: {text} ({place.name}:{place.lineno})"
+        self.is_good &= is_good
+        after_s = time.monotonic() - self._began_s
+        cells = name, figure, f"{after_s:.1f} s", "ok" if is_good else "**WRONG**"
+        self.row(*cells, name=name, found=figure, after_s=round(after_s, 1), is_good=is_good)
+        return is_good
+
+    def say(self, **facts: str) -> None:
+        """Keep facts about the whole, such as `error`."""
+        self._facts |= facts
+        self._print("\n".join(f"{name}: {fact}" for name, fact in facts.items()))
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+        if self._file:
+            write_json(self._file, {"tables": self._tables, **self._facts})
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write a file of which a reader finds all or the one before, whenever its writer is killed."""
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(json.dumps(value))
+    written.replace(file)
+
+
+def tables_of(record: Mapping[str, Any]) -> str:
+    """Return the Markdown of what a report has written."""
+    lines: list[str] = []
+    for table in record.get("tables", ()):
+        lines += [*_head(table["title"], table["columns"]), *map(_line, table["rows"])]
+    return "\n".join(lines)
+
+
+def _head(title: str, columns: tuple[str, ...]) -> list[str]:
+    return ["", title, "", _line(columns), "|" + "---|" * len(columns)]
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    escaped = (cell.replace("|", "\\|") for cell in cells)
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in escaped) + "|"
