@@ -41,6 +41,14 @@ def triton_layers(spec: ModelSpec, weights: Weights) -> TritonLayers:
     return TritonLayers(spec, weights)
 
 
+def graph_sizes(max_batch: int) -> list[int]:
+    """Return the batch sizes of all graphs that batches of up to `max_batch` need, ascending."""
+    from workers.engine.decode_graphs import BUCKETS
+
+    num_smaller = sum(size < max_batch for size in BUCKETS)
+    return list(BUCKETS[: num_smaller + 1])
+
+
 def decode_graphs(layers: TritonLayers, kv: DeviceKVCache) -> DecodeGraphs:
     """Make the graphs of a whole model; captures nothing yet."""
     from workers.engine.decode_graphs import CudaCapture, DecodeGraphs

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, whose time a step of some milliseconds cannot
 hide.
 
-There is a graph for each bucket of batch sizes, captured with the first such batch (in about a second). A
-graph reads its inputs from its own memory. A batch is padded to the bucket with empty sequences, which read
-and write no page.
+There is a graph for each bucket of batch sizes, captured with the first such batch, which the warm-up
+computes. A graph reads its inputs from its own memory. A batch is padded to the bucket with empty sequences,
+which read and write no page.
 
 Owns: the graphs, their inputs. Does not know: how a layer is computed, sampling.
 """
@@ -20,7 +20,8 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.layers.gpu import LayerInputs, TritonLayers
 from workers.engine.rotary import cos_sin
 
-_BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
+BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
+"""Batch sizes for which there are graphs."""
 _TOKEN_FIELDS = 4
 """Token id, position, page, offset."""
 _NO_PAGE = -1
@@ -74,12 +75,12 @@ class DecodeGraphs:
 
     def can_compute(self, batch: Batch) -> bool:
         """Return whether a batch has single tokens only, within the largest bucket."""
-        is_decode = batch.num_tokens == len(batch.query_lens) <= _BUCKETS[-1]
+        is_decode = batch.num_tokens == len(batch.query_lens) <= BUCKETS[-1]
         return is_decode and _num_table_pages(batch) <= self.kv.num_pages
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute float32 logits `[S, vocab_size]`; `can_compute` must have been True."""
-        bucket = next(size for size in _BUCKETS if size >= batch.num_tokens)
+        bucket = next(size for size in BUCKETS if size >= batch.num_tokens)
         if bucket not in self._graphs:
             self._graphs[bucket] = _Graph(bucket, self._layers, self.kv)
         return self._graphs[bucket].forward(batch, self._capture)

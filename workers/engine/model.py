@@ -196,6 +196,11 @@ class DecoderModel:
             self._graphs = cuda.decode_graphs(self._triton, kv)
         return self._graphs
 
+    def graph_sizes(self, max_batch: int) -> list[int]:
+        """Return the sizes of decode batches, ascending, that need all graphs up to `max_batch`; one where
+        nothing is captured."""
+        return [1] if self._triton is None else cuda.graph_sizes(max_batch)
+
     @property
     def _loaded(self) -> Layers:
         assert self._computed is not None, "weights must be loaded first"

@@ -3,6 +3,8 @@
 Owns: the passes of the warm-up. Does not know: the kernels.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from workers.engine.batch import Batch, Chunk
@@ -10,19 +12,36 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 
 
-def warm_up(model: DecoderModel, kv: DeviceKVCache) -> None:
-    """Compute one prompt and one step, so that no request waits for the compilation of kernels.
+def warm_up(
+    model: DecoderModel,
+    kv: DeviceKVCache,
+    *,
+    chunk_len: int = 2,
+    max_batch: int = 1,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Compute a chunk, and a step of each size up to `max_batch`, so that no request waits for the
+    compilation of kernels, the capture of a graph, or the memory of a first large pass.
 
-    A whole model captures its first graph, a stage computes its layers. Blocks for seconds. The pages are
-    freed again.
+    A whole model captures its graphs, a stage computes its layers. Blocks for seconds, and calls
+    `on_progress(done, total)`. The pages are freed again. Raises torch.OutOfMemoryError.
     """
-    pages = kv.allocate(1)
-    for chunk in (Chunk([0, 0], 0, pages), Chunk([0], 2, pages)):
-        batch = Batch.build([chunk], kv)
-        if model.is_first_stage and model.is_last_stage:
+    is_whole = model.is_first_stage and model.is_last_stage
+    num_tokens = min(chunk_len, kv.num_free_pages * kv.page_size, model.spec.max_position)
+    pages = kv.allocate(-(-num_tokens // kv.page_size))
+    batches = [[Chunk([0] * num_tokens, 0, pages)]]
+    # The largest first: graphs share the memory of their results. All write the same token to one page.
+    sizes = model.graph_sizes(max_batch) if is_whole else [1]
+    batches += [[Chunk([0], 0, pages[:1])] * size for size in reversed(sizes)]
+    for done, chunks in enumerate(batches):
+        on_progress(done, len(batches))
+        batch = Batch.build(chunks, kv)
+        if is_whole:
             model.forward(batch, kv)
         else:
             _compute_stage(model, batch, kv)
+    index = torch.tensor(pages[:1], dtype=torch.int64, device=kv.device)
+    kv.scatter(kv.layers.start, index, kv.gather(kv.layers.start, index))
     kv.free(pages)
 
 

@@ -24,6 +24,8 @@ from workers.execution.pass_record import PassRecord
 from workers.kvcache.layerwise import LayerTransfers, PassPart
 
 T = TypeVar("T")
+_MOST_AHEAD = 4
+"""Layers of prefill that a GPU is given before it has computed them."""
 
 
 class CancelledOnDevice(Exception):
@@ -48,7 +50,9 @@ class Executor:
         self.kv = kv
         self.record = record or PassRecord()
         self._grammars = grammars
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
+        self._thread = ThreadPoolExecutor(1, "device", _use, (kv.device,))
+        self._ahead: deque[torch.cuda.Event] = deque()
+        """Marks behind the latest layers of prefill that the device was given."""
         self._cutting_in: deque[Callable[[], None]] = deque()
         """Calls that wait for the end of a layer. The event loop appends them, the device thread takes
         them."""
@@ -130,8 +134,18 @@ class Executor:
             loading = transfers.launch_load(layer + 1, parts) if layer + 1 in layers else None
             hidden = self.model.forward_layer(layer, hidden, batch, self.kv)
             transfers.launch_store(layer, parts)
+            self._keep_pace()
             self._run_cut_ins()
         return hidden
+
+    def _keep_pace(self) -> None:
+        """Wait until a GPU has computed all but the latest layers. Otherwise it would be given whole passes
+        ahead, and calls would cut in behind them."""
+        if self.kv.device.type != "cuda":
+            return
+        self._ahead.append(torch.cuda.current_stream(self.kv.device).record_event())
+        if len(self._ahead) > _MOST_AHEAD:
+            self._ahead.popleft().synchronize()
 
     def dropped(self, parts: Sequence[PassPart]) -> list[bool]:
         """Return for each part of a pass whether any rank has dropped it. All ranks get the same result."""
@@ -158,3 +172,9 @@ class Executor:
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
         """Compute one iteration: the next token of every sequence. Raises HelperLost."""
         return draws.draw(self.model.forward(batch, self.kv))
+
+
+def _use(device: torch.device) -> None:
+    """Have a thread use this GPU: what it allocates without a device would be on the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)

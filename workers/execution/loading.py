@@ -62,9 +62,28 @@ def load_executor(
     `layout` is the whole model's. `record` is where the executor names the requests of a pass. Blocks for
     seconds to minutes, reports progress.
     """
+    device = pick_device(process.config.worker.device, process.rank)
+    try:
+        model, kv = _on_device(checkpoint, layout, process, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{device} has too little memory beside the weights of {checkpoint.name}: make"
+            f" kvcache.device_bytes or worker.prefill_chunk smaller ({error})"
+        ) from None
+    threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
+    grammars = Grammars(lambda: load_vocabulary(checkpoint))
+    grammars.prepare()
+    return Executor(model, kv, grammars, record)
+
+
+def _on_device(
+    checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess, device: torch.device
+) -> tuple[DecoderModel, DeviceKVCache]:
+    """Load the weights, allocate the KVCache, and warm up."""
     config, rank = process.config, process.rank
-    device = pick_device(config.worker.device, rank)
     dtype = TORCH_DTYPES[layout.dtype]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
     try:
         spec = spec_of(checkpoint.model)
         layers = layers_of_stage(spec.num_layers, process.stage)
@@ -85,12 +104,13 @@ def load_executor(
     kv = DeviceKVCache(
         spec, layers, num_pages, layout.block_size, dtype, device, kv_heads=model.kv_heads, window=window
     )
-    threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
     if device.type == "cuda" and shard is None:  # a rank computes nothing without the others
-        warm_up(model, kv)
-    grammars = Grammars(lambda: load_vocabulary(checkpoint))
-    grammars.prepare()
-    return Executor(model, kv, grammars, record)
+        chunk_len = pick_prefill_chunk(config.worker.prefill_chunk, device)
+        # Whatever its role: that may change.
+        warm_up(
+            model, kv, chunk_len=chunk_len, max_batch=config.worker.max_batch, on_progress=_report_warm_up
+        )
+    return model, kv
 
 
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
@@ -144,9 +164,8 @@ def pick_device(name: str, rank: RankConfig) -> torch.device:
     device = torch.device(name)
     if device.type != "cuda":
         return device
-    if rank.size > 1:
-        device = torch.device("cuda", (device.index or 0) + rank.number)
-    if (device.index or 0) >= torch.cuda.device_count():
+    device = torch.device("cuda", (device.index or 0) + (rank.number if rank.size > 1 else 0))
+    if device.index >= torch.cuda.device_count():
         raise ConfigError(
             f"worker.device: {device} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices"
         )
@@ -185,3 +204,7 @@ def _set_num_threads(model: DecoderModel, configured: int | str, num_local_worke
 
 def _report_weights(done_bytes: int, total_bytes: int) -> None:
     report(Progress("loading weights", done_bytes, total_bytes))
+
+
+def _report_warm_up(done: int, total: int) -> None:
+    report(Progress("warming up", done, total))

@@ -18,7 +18,7 @@ import torch
 
 from workers.engine.kvcache import DeviceKVCache
 from workers.execution.jobs import wait_to_end
-from workers.kvcache.copies import LayerCopies
+from workers.kvcache.copies import LayerCopies, Mark
 
 T = TypeVar("T")
 
@@ -65,13 +65,17 @@ class BlockTransfers:
 
         def work(is_given_up: threading.Event) -> list[int]:
             damaged: set[int] = set()
+            newest: Mark = None
             for layer in self._kv.layers:
                 if is_given_up.is_set():
                     break
                 loaded = self._copies.load(layer, blocks, self._quiet)
                 damaged.update(loaded.damaged)
-                if loaded.mark is not None:
-                    loaded.mark.synchronize()
+                if newest is not None:  # one behind: the device takes a layer while the next one is copied
+                    newest.synchronize()
+                newest = loaded.mark
+            if newest is not None:
+                newest.synchronize()
             return sorted(damaged)
 
         return await self._on(self._loading, work) if blocks else []

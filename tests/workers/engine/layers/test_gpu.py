@@ -271,7 +271,7 @@ def test_a_warm_up_takes_no_pages_and_leaves_the_model_as_it_was() -> None:
     for is_warm in (False, True):
         kv = DeviceKVCache(spec, model.layers, 4, 8, torch.float32, DEVICE)
         if is_warm:
-            warm_up(model, kv)
+            warm_up(model, kv, chunk_len=100, max_batch=3)
         assert kv.num_free_pages == 4
         results.append(model.forward(Batch.build([Chunk([1, 2, 3], 0, kv.allocate(1))], kv), kv))
     assert torch.equal(*results)
@@ -285,6 +285,26 @@ def test_a_stage_of_a_pipeline_is_warmed_up_too(layers: range) -> None:
     kv = DeviceKVCache(spec, layers, 4, 8, torch.float32, DEVICE)
     warm_up(model, kv)
     assert kv.num_free_pages == 4
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "expected"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 4]),
+        (32, [1, 2, 4, 8, 16, 24, 32]),
+        (33, [1, 2, 4, 8, 16, 24, 32, 40]),
+    ],
+)
+def test_a_batch_of_any_size_has_one_of_the_graphs_that_are_captured(
+    max_batch: int, expected: list[int]
+) -> None:
+    assert cuda.graph_sizes(max_batch) == expected
+
+
+def test_no_more_graphs_are_captured_than_there_are() -> None:
+    assert cuda.graph_sizes(1000) == cuda.graph_sizes(256)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
