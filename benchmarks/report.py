@@ -49,9 +49,7 @@ class Report:
         try:
             is_good, figure = find()
         except Exception as error:  # noqa: BLE001 - the other checks go on
-            [place] = traceback.extract_tb(error.__traceback__)[-1:]
-            text = " ".join(str(error)[:600].split())
-            is_good, figure = False, f"{type(error).__name__}: {text} ({place.name}:{place.lineno})"
+            is_good, figure = False, _told(error)
         self.is_good &= is_good
         after_s = time.monotonic() - self._began_s
         cells = name, figure, f"{after_s:.1f} s", "ok" if is_good else "**WRONG**"
@@ -67,6 +65,14 @@ class Report:
         print(text, flush=True)
         if self._file:
             write_json(self._file, {"tables": self._tables, **self._facts})
+
+
+def _told(error: Exception) -> str:
+    """Return what an error says and where it was raised, in another process too."""
+    text = "".join(traceback.format_exception(error.__cause__ or error))
+    places = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+    said = " ".join(str(error)[:600].split())
+    return " ".join([f"{type(error).__name__}: {said}", *places[-1:]])
 
 
 def write_json(file: Path, value: object) -> None:

@@ -46,7 +46,7 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=STAGES, nargs="+", default=list(STAGES), metavar="STAGE")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for each stage")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu.json")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu.json"))
     parser.add_argument("--again", action="store_true", help="what has passed, too")
     chosen = parser.parse_args()
     if not torch.cuda.is_available():

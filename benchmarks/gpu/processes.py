@@ -6,13 +6,12 @@ Owns: the processes. Does not know: the calls.
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 _SPAWN = multiprocessing.get_context("spawn")
 
 
-def results_of(calls: Sequence[partial[Any]], num_processes: int) -> Iterator[Any]:
+def results_of(calls: Sequence[Callable[[], Any]], num_processes: int) -> Iterator[Any]:
     """Yield the result of each call, or its exception, in the order of the calls.
 
     A call that raises an exception or ends its process is made again in a process of its own: after a fault,

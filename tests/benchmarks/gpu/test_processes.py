@@ -4,7 +4,10 @@ import os
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from benchmarks.gpu.processes import results_of
+from benchmarks.report import Found, Report
 
 
 def square(number: int) -> int:
@@ -13,6 +16,10 @@ def square(number: int) -> int:
 
 def die() -> int:
     os._exit(3)
+
+
+def fail() -> int:
+    raise RuntimeError("misaligned\naddress")
 
 
 def fail_in_a_used_process(file: Path) -> int:
@@ -29,6 +36,21 @@ def test_results_come_in_order_and_a_dead_process_takes_no_other_along() -> None
     assert (first, second, third) == (4, 9, 16)
     assert "terminated abruptly" in str(dead)
     assert isinstance(wrong, ValueError)
+
+
+def test_a_check_says_where_another_process_has_raised_its_error(capsys: pytest.CaptureFixture[str]) -> None:
+    [error] = results_of([fail], 1)
+
+    def find() -> Found:
+        raise error
+
+    report = Report()
+    report.checks("Sums")
+    assert not report.check("a sum", find)
+    assert not report.is_good
+    line = fail.__code__.co_firstlineno + 1
+    said = f'| a sum | RuntimeError: misaligned address File "{__file__}", line {line}, in fail |'
+    assert said in capsys.readouterr().out
 
 
 def test_a_call_that_fails_is_made_again_in_a_process_of_its_own(tmp_path: Path) -> None:
