@@ -1,6 +1,6 @@
 """Attention of single queries over paged KVCache, split over the sequence (flash-decoding).
 
-The keys of one sequence and KV head are divided among NUM_SPLITS programs, each of which attends to its part
+The keys of one sequence and KV head are divided among several programs, each of which attends to its part
 with all query heads of the group; a second kernel merges the parts by their log-sum-exp. The grid depends on
 the number of queries only, so a captured graph serves every context length.
 
@@ -51,12 +51,13 @@ def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim:
     return (2 * sum(kv_lens) * num_kv_heads + 2 * len(kv_lens) * num_heads) * head_dim * item_bytes
 
 
-@triton.jit
+# Not specialised: a number of splits that has not been met before would compile it anew, while serving.
+@triton.jit(do_not_specialize=["num_splits"])
 def _attend_part(
-    query, kv_layer, spans, pages, parts, part_lse, query_stride, scale, window,
+    query, kv_layer, spans, pages, parts, part_lse, query_stride, scale, window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_FIELDS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One sequence, KV head and part of the keys. `scale` includes LOG2_E; `part_lse` is a power of two's."""
     span, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -68,7 +69,7 @@ def _attend_part(
     # This program's keys, [begin, stop): its part of those in the window, in whole blocks of keys.
     first_seen = tl.maximum(0, end - window)
     first = first_seen // BLOCK_KEYS * BLOCK_KEYS
-    part_keys = tl.cdiv(tl.cdiv(end - first, BLOCK_KEYS), NUM_SPLITS) * BLOCK_KEYS
+    part_keys = tl.cdiv(tl.cdiv(end - first, BLOCK_KEYS), num_splits) * BLOCK_KEYS
     begin = first + split * part_keys
     stop = tl.minimum(end, begin + part_keys)
 
@@ -110,7 +111,7 @@ def _attend_part(
         highest = new_highest
 
     # An empty part has highest = -inf and total = 0: its weight in the merge is 0.
-    part = (span * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
+    part = (span * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     tl.store(part_lse + part, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=is_member)
     tl.store(
         parts + part[:, None] * HEAD_DIM + dim[None, :],
@@ -180,10 +181,10 @@ def decode_attention(
     with on_device_of(query):
         _attend_part[(len(spans), num_kv_heads, num_splits)](
             query, kv_layer, spans.table, spans.pages, parts, part_lse,
-            query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW,
+            query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW, num_splits,
             NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)),
             HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
-            BLOCK_KEYS=tile.block_keys, NUM_SPLITS=num_splits, SPAN_FIELDS=spans.table.shape[1],
+            BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1],
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         _merge_parts[(len(spans), num_heads)](

@@ -70,7 +70,7 @@ def dequantise_reference(
 @triton.jit
 def _to_e4m3(x, REBIAS: tl.constexpr):
     """The byte of float32 `x`, |x| <= 448: its exponent made e4m3's, its mantissa rounded to 3 bits."""
-    bits = (x / REBIAS).to(tl.int32, bitcast=True)
+    bits = (x * (1.0 / REBIAS)).to(tl.int32, bitcast=True)  # exact, which a division need not be
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -64,7 +64,8 @@ class Compiler:
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 signature[name] = _POINTERS[value.dtype] if is_tensor else "i32"
-                if is_tensor or value % 16 == 0:  # as the launcher finds out
+                # As the launcher finds out.
+                if is_tensor or (value % 16 == 0 and not parameters[name].do_not_specialize):
                     attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=HOPPER, options=options)
