@@ -10,7 +10,7 @@ at a time, started as a user would, with random weights:
   grammars, seeds, logprobs, penalties; moves, roles, drains; workers that are killed.
 - both: one instance with both roles, which computes prompts beside what it decodes; compared as well.
 - large: a prefill and a decode instance in bfloat16, Llama-3-8B's shape (--small: a model of 0.1 billion
-  parameters), whose speed is measured.
+  parameters), whose speed is measured. Then, without a server, what layer-wise stores cost beside a prefill.
 
 `--device cpu --tiny` rehearses all of it without a GPU. Logs of the servers are kept in FOLDER. Exits with 1
 if a check was wrong.
@@ -34,9 +34,11 @@ from benchmarks.gpu.whole_server.changes import Changes
 from benchmarks.gpu.whole_server.cluster import Cluster
 from benchmarks.gpu.whole_server.exact import Exactness
 from benchmarks.gpu.whole_server.features import Features
+from benchmarks.gpu.whole_server.overlap import measure_overlap
 from benchmarks.gpu.whole_server.reference import Reference
 from benchmarks.gpu.whole_server.speed import Speed
 from benchmarks.report import Found, Report
+from mooncake.messages.blocks import KVDtype
 from workers.engine.spec import ModelSpec
 
 BLOCK_SIZE = 64
@@ -79,7 +81,7 @@ LARGE_POOL_TOKENS = 49_152
 """Of an instance's DRAM where speed is measured."""
 DEVICE_TOKENS = 65_536
 """Of an instance's device memory."""
-START_DEADLINE_S = 90.0
+START_DEADLINE_S = 120.0
 DEFAULT_LOGS = Path(os.environ.get("OUT", tempfile.gettempdir())) / "server"
 
 
@@ -89,7 +91,7 @@ class Sizes:
 
     exact: ModelSpec
     large: ModelSpec
-    large_dtype: str
+    large_dtype: KVDtype
     prompt_len: int
     num_tokens: int
     long_len: int
@@ -136,6 +138,8 @@ def check_servers(report: Report, sizes: Sizes, device: str, logs: Path, only: s
                 speed.measure(sizes.prompt_len, sizes.num_tokens, sizes.long_len)
                 report.check("nothing is held", cluster.idle)
             report.check(f"what the log of {cluster.name} complains of", cluster.complaints)
+    if only != "exact":  # the servers have left the device
+        measure_overlap(report, sizes.large, sizes.large_dtype, device, sizes.long_len)
 
 
 def _start_exact(start: Callable[..., Cluster], spec: ModelSpec, folder: Path) -> list[Cluster]:

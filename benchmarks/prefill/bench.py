@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from benchmarks.engine import SMOLLM2
 from kvstore.client.worker_client import WorkerClient
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from mooncake.config.sections import KVCacheConfig, MessengerConfig
-from mooncake.messages.blocks import BlockKey, KVLayout, block_keys, root_key
+from mooncake.messages.blocks import BlockKey, KVDtype, KVLayout, block_keys, root_key
 from mooncake.messages.pools import Grant, PrefixSource
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
@@ -28,8 +29,10 @@ from mooncake.node.process_config import MessengerProcess
 from mooncake.security.keys import ClusterKey
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
+from workers.engine.spec import ModelSpec
 from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
+from workers.execution.loading import TORCH_DTYPES
 from workers.execution.model_spec import model_spec
 from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, copies_for
 from workers.kvcache.layerwise import LayerTransfers, PassPart
@@ -41,10 +44,28 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE = 32
 PREFILL_CHUNK = 512
 FINGERPRINT = "b" * 32
-SPEC = model_spec(SMOLLM2)
-LAYOUT = KVLayout(SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK_SIZE, "bfloat16")
-NUM_PAGES = 300
 _CATCH_UP_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What computes: a model with random weights, and `num_pages` of KVCache on the device and in a pool."""
+
+    spec: ModelSpec
+    block_size: int
+    prefill_chunk: int
+    num_pages: int
+    dtype: KVDtype = "bfloat16"
+    device: str = "cpu"
+
+    @property
+    def layout(self) -> KVLayout:
+        spec = self.spec
+        return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.block_size, self.dtype)
+
+
+SETUP = Setup(model_spec(SMOLLM2), BLOCK_SIZE, PREFILL_CHUNK, num_pages=300)
+LAYOUT = SETUP.layout
 
 
 class NoTransfers(LayerTransfers):
@@ -86,10 +107,10 @@ class Throttled:
 class Instance:
     """A messenger process and the worker's end of it."""
 
-    def __init__(self, folder: Path, name: str, key: ClusterKey) -> None:
+    def __init__(self, folder: Path, name: str, key: ClusterKey, setup: Setup = SETUP) -> None:
         socket_path = str(folder / f"{name}.sock")
         segment_fd = os.memfd_create(name)
-        os.posix_fallocate(segment_fd, 0, NUM_PAGES * (LAYOUT.block_bytes + 8192) + (1 << 20))
+        os.posix_fallocate(segment_fd, 0, setup.num_pages * (setup.layout.block_bytes + 8192) + (1 << 20))
         config = MessengerProcess(
             cluster_key=key,
             settings=MessengerConfig(transport="tcp"),
@@ -102,7 +123,7 @@ class Instance:
             segment_fd=segment_fd,
         )
         command = [sys.executable, "-m", "kvstore.server.service"]
-        self.name, self.socket_path = name, socket_path
+        self.name, self.socket_path, self._layout = name, socket_path, setup.layout
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[segment_fd], cwd=ROOT)
         os.close(segment_fd)
         assert self._process.stdin is not None
@@ -115,7 +136,7 @@ class Instance:
             instance=self.name,
             incarnation=1,
             fingerprint=FINGERPRINT,
-            layout=LAYOUT,
+            layout=self._layout,
             timeout_s=60.0,
         )
 
@@ -127,19 +148,27 @@ class Instance:
 class Bench:
     """Prefills one prompt after the other, each timed from its order to its first token."""
 
-    def __init__(self, pool: WorkerClient, window: int | None = None) -> None:
+    def __init__(self, pool: WorkerClient, window: int | None = None, setup: Setup = SETUP) -> None:
         """`window`: layers that the device has memory for at a time."""
-        self.pool = pool
-        model = DecoderModel(SPEC, range(SPEC.num_layers), torch.bfloat16)
+        self.pool, self._setup = pool, setup
+        spec, dtype, device = setup.spec, TORCH_DTYPES[setup.dtype], torch.device(setup.device)
+        model = DecoderModel(spec, range(spec.num_layers), dtype, device)
         model.init_dummy_weights()
-        kv = DeviceKVCache(SPEC, model.layers, NUM_PAGES, BLOCK_SIZE, torch.bfloat16, window=window)
+        kv = DeviceKVCache(
+            spec, model.layers, setup.num_pages, setup.block_size, dtype, device, window=window
+        )
         self._executor = Executor(model, kv)
         self._num_prompts = 0
         self._generator = torch.Generator().manual_seed(0)
 
     def new_prompt(self, num_tokens: int) -> list[int]:
         """Return a prompt of which no pool has a block."""
-        tokens: list[int] = torch.randint(1000, 40000, (num_tokens,), generator=self._generator).tolist()
+        tokens: list[int] = torch.randint(
+            min(1000, self._setup.spec.vocab_size // 2),
+            min(40000, self._setup.spec.vocab_size),
+            (num_tokens,),
+            generator=self._generator,
+        ).tolist()
         return tokens
 
     def transfers(self, *, overlap: bool = True, seconds_per_copy: float | None = None) -> LayerTransfers:
@@ -164,7 +193,7 @@ class Bench:
         self._num_prompts += 1
         ref = Ref(1, f"b{self._num_prompts}", 1)
         sampling = SamplingParams(max_tokens=1, temperature=0)
-        request = Request(ref.request_id, tokens, keys_of(tokens), sampling, "front")
+        request = Request(ref.request_id, tokens, keys_of(tokens, self._setup.block_size), sampling, "front")
         order = Prefill(ref, request, Grant(1, self.pool.address, []), None, source)
         answered: asyncio.Future[Prefilled | WorkFailed] = asyncio.get_running_loop().create_future()
 
@@ -174,7 +203,7 @@ class Bench:
         async with asyncio.TaskGroup() as group:
             async with asyncio.TaskGroup() as prompts:
                 stage = Stage(self._executor, self.pool, transfers)
-                runner = PrefillRunner(stage, PrefillQueue(PREFILL_CHUNK), send, Jobs(prompts))
+                runner = PrefillRunner(stage, PrefillQueue(self._setup.prefill_chunk), send, Jobs(prompts))
                 loop = group.create_task(runner.run())
                 started_s = time.perf_counter()
                 runner.start(order)
@@ -186,9 +215,9 @@ class Bench:
         return elapsed_s
 
 
-def keys_of(tokens: list[int]) -> list[BlockKey]:
+def keys_of(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[BlockKey]:
     """Return the keys of the full blocks of a prompt."""
-    return block_keys(tokens, BLOCK_SIZE, root_key(FINGERPRINT))
+    return block_keys(tokens, block_size, root_key(FINGERPRINT))
 
 
 async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
@@ -206,11 +235,11 @@ async def seal(pool: WorkerClient, tokens: list[int], num_blocks: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def instances() -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
+async def instances(setup: Setup = SETUP) -> AsyncIterator[tuple[WorkerClient, WorkerClient]]:
     """Two pools."""
     key = ClusterKey.generate()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        ours, other = (Instance(Path(folder), name, key) for name in ("p", "holder"))
+        ours, other = (Instance(Path(folder), name, key, setup) for name in ("p", "holder"))
         stack.callback(other.close)
         stack.callback(ours.close)
         clients = await ours.connect(), await other.connect()

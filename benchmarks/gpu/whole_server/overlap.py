@@ -1,0 +1,66 @@
+"""What the stores of layer-wise prefill cost beside the computation, and what loads save.
+
+A quarter of a large model's layers, by the executor of this process, with a pool's process beside it.
+
+Owns: the ways that are compared, their bars. Does not know: how a prefill is run
+(`benchmarks.prefill.bench`).
+"""
+
+import asyncio
+import statistics
+from dataclasses import replace
+
+from benchmarks.prefill.bench import Bench, Setup, instances
+from benchmarks.report import Found, Report
+from mooncake.messages.blocks import KVDtype
+from workers.engine.spec import ModelSpec
+
+MOST_EXTRA = 0.05
+"""Share of the computation's time by which stores beside it may lengthen a prefill."""
+NUM_ROUNDS = 5
+
+
+def measure_overlap(report: Report, spec: ModelSpec, dtype: KVDtype, device: str, prompt_len: int) -> None:
+    """Add a row for each way."""
+    block_size, chunk = 64, 2048
+    num_pages = 2 * -(-prompt_len // block_size) + 8
+    setup = Setup(
+        replace(spec, num_layers=max(1, spec.num_layers // 4)), block_size, chunk, num_pages, dtype, device
+    )
+    try:
+        found = asyncio.run(_compared(setup, prompt_len))
+    except Exception as error:  # noqa: BLE001 - the other checks have been made, and their report is kept
+        found = {"layer-wise prefill": Found(False, repr(error)[:600])}
+    for name, of_name in found.items():
+        report.check(name, lambda of_name=of_name: of_name)  # type: ignore[misc]
+
+
+async def _compared(setup: Setup, prompt_len: int) -> dict[str, Found]:
+    async with instances(setup) as (pool, _):
+        bench = Bench(pool, setup=setup)
+        times: dict[str, list[float]] = {"alone": [], "beside": [], "behind": [], "hit": []}
+        # All blocks, but the last token is computed in any case.
+        num_cached = min(prompt_len // setup.block_size * setup.block_size, prompt_len - 1)
+        for _ in range(NUM_ROUNDS + 1):
+            times["alone"].append(await bench.prefill_s(bench.new_prompt(prompt_len), bench.no_transfers()))
+            tokens = bench.new_prompt(prompt_len)
+            times["beside"].append(await bench.prefill_s(tokens, bench.transfers()))
+            times["hit"].append(
+                await bench.prefill_s(tokens, bench.transfers(), num_cached_tokens=num_cached)
+            )
+            slow = bench.transfers(overlap=False)
+            times["behind"].append(await bench.prefill_s(bench.new_prompt(prompt_len), slow))
+    # The first round compiles and allocates.
+    alone_s, beside_s, behind_s, hit_s = (statistics.median(of[1:]) for of in times.values())
+    extra = beside_s / alone_s - 1
+    title = f"{prompt_len} tokens through {setup.spec.num_layers} layers"
+    return {
+        f"{title}, stored layer by layer": Found(
+            extra <= MOST_EXTRA,
+            f"{1e3 * alone_s:.1f} ms alone, {1e3 * beside_s:.1f} ms with stores beside ({extra:+.1%}, bar"
+            f" {MOST_EXTRA:+.0%}), {1e3 * behind_s:.1f} ms without overlap ({behind_s / alone_s - 1:+.1%})",
+        ),
+        f"{title}, loaded from DRAM": Found(
+            hit_s < alone_s, f"{1e3 * hit_s:.1f} ms, {hit_s / alone_s:.0%} of the computation"
+        ),
+    }
