@@ -55,7 +55,7 @@ class Features:
     def _grammar(self) -> Found:
         form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
         [choice] = self._choices(
-            response_format=form, max_tokens=300, ignore_eos=False, temperature=1, seed=1
+            response_format=form, max_tokens=400, ignore_eos=False, temperature=1, seed=1
         )
         value = json.loads(choice["text"])
         is_good = set(value) == set(PROPERTIES) and choice["finish_reason"] == "stop"
