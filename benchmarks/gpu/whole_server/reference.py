@@ -16,7 +16,8 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 
 MOST_ERROR = 5e-4
-"""Of a logprob. One wrong token in a prompt of 1500 changes some logprob of an answer by 0.02, a page by 0.1."""
+"""Of a logprob. One wrong token in a prompt of 1500 changes some logprob of an answer by 0.02, a page by
+0.1."""
 _PAGE_SIZE = 64
 
 
