@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import on_device_of
+from kernels.cuda.launch import launch
 from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW, block_dim, check_attention, key_offsets
 from kernels.cuda.spans import Spans
 
@@ -178,17 +178,18 @@ def decode_attention(
     part_shape = (len(spans), num_heads, num_splits)
     parts = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=query.device)
     part_lse = torch.empty(part_shape, dtype=torch.float32, device=query.device)
-    with on_device_of(query):
-        _attend_part[(len(spans), num_kv_heads, num_splits)](
-            query, kv_layer, spans.table, spans.pages, parts, part_lse,
-            query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW, num_splits,
-            NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)),
-            HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
-            BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1],
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
-        _merge_parts[(len(spans), num_heads)](
-            parts, part_lse, spans.table, out, lse if lse is not None else part_lse,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), NUM_SPLITS=num_splits,
-            SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _attend_part, (len(spans), num_kv_heads, num_splits),
+        query, kv_layer, spans.table, spans.pages, parts, part_lse,
+        query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW, num_splits,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
+        BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1],
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    launch(
+        _merge_parts, (len(spans), num_heads),
+        parts, part_lse, spans.table, out, lse if lse is not None else part_lse,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), NUM_SPLITS=num_splits,
+        SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None, num_warps=4,
+    )  # fmt: skip

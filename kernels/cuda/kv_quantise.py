@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import check_pages, check_tensor, on_device_of
+from kernels.cuda.launch import check_pages, check_tensor, launch
 
 _BLOCK = 2048
 _LEAST_SCALE = 1e-30
@@ -143,12 +143,12 @@ def quantise_pages(
     numbers = torch.empty(shape, dtype=encoding.dtype, device=kv_layer.device)
     scales = torch.empty(shape[:3], dtype=torch.float32, device=kv_layer.device)
     if len(pages):
-        with on_device_of(kv_layer):
-            _quantise[(len(pages), 2 * num_kv_heads)](
-                pages, kv_layer, _bytes(numbers), scales, page_size * head_dim, encoding.value, _LEAST_SCALE,
-                IS_INT8=encoding is Encoding.INT8, PARTS=2 * num_kv_heads, BLOCK=_BLOCK,
-                ROUNDER=_ROUNDER, REBIAS=_REBIAS, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _quantise, (len(pages), 2 * num_kv_heads),
+            pages, kv_layer, _bytes(numbers), scales, page_size * head_dim, encoding.value, _LEAST_SCALE,
+            IS_INT8=encoding is Encoding.INT8, PARTS=2 * num_kv_heads, BLOCK=_BLOCK,
+            ROUNDER=_ROUNDER, REBIAS=_REBIAS, num_warps=4,
+        )  # fmt: skip
     return numbers, scales
 
 
@@ -167,12 +167,12 @@ def dequantise_pages(
     check_tensor("scales", scales, shape[:3], [torch.float32], kv_layer)
     if len(pages):
         part_size = page_size * head_dim
-        with on_device_of(kv_layer):
-            _dequantise[(len(pages), 2 * num_kv_heads, triton.cdiv(part_size, _BLOCK))](
-                pages, kv_layer, _bytes(numbers), scales, part_size,
-                IS_INT8=numbers.dtype is torch.int8, PARTS=2 * num_kv_heads, BLOCK=_BLOCK, REBIAS=_REBIAS,
-                num_warps=4,
-            )  # fmt: skip
+        launch(
+            _dequantise, (len(pages), 2 * num_kv_heads, triton.cdiv(part_size, _BLOCK)),
+            pages, kv_layer, _bytes(numbers), scales, part_size,
+            IS_INT8=numbers.dtype is torch.int8, PARTS=2 * num_kv_heads, BLOCK=_BLOCK, REBIAS=_REBIAS,
+            num_warps=4,
+        )  # fmt: skip
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import check_pages, check_tensor, on_device_of
+from kernels.cuda.launch import check_pages, check_tensor, launch
 from kernels.head_norms import HeadNorms
 
 _BLOCK_HEADS = 16
@@ -131,12 +131,12 @@ def rotate_and_write(
         check_tensor("key norm", norms.key, (head_dim,), [qkv.dtype], kv_layer)
     if num_tokens == 0:
         return
-    with on_device_of(qkv):
-        _rotate_and_write[(num_tokens, triton.cdiv(num_rows, _BLOCK_HEADS))](
-            qkv, kv_layer, slots.cos, slots.sin, slots.pages, slots.offsets,
-            qkv if norms is None else norms.query, qkv if norms is None else norms.key,
-            0.0 if norms is None else norms.eps,
-            HAS_NORMS=norms is not None, NUM_HEADS=num_rows - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=page_size,
-            BLOCK_HEADS=_BLOCK_HEADS, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _rotate_and_write, (num_tokens, triton.cdiv(num_rows, _BLOCK_HEADS)),
+        qkv, kv_layer, slots.cos, slots.sin, slots.pages, slots.offsets,
+        qkv if norms is None else norms.query, qkv if norms is None else norms.key,
+        0.0 if norms is None else norms.eps,
+        HAS_NORMS=norms is not None, NUM_HEADS=num_rows - 2 * num_kv_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), PAGE_SIZE=page_size,
+        BLOCK_HEADS=_BLOCK_HEADS, num_warps=4,
+    )  # fmt: skip

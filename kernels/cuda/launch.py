@@ -5,7 +5,8 @@ not read: that would wait for the device.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the kernels compute with; sums are always float32."""
 MAX_HEAD_DIM = 256
 """Largest head dimension of the attention kernels."""
+_compiled: dict[tuple[object, ...], Any] = {}
+"""Compiled kernels by what they were compiled for."""
 
 
 def check_tensor(
@@ -52,7 +55,50 @@ def check_pages(kv_layer: torch.Tensor) -> None:
         )
 
 
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: object,
+    num_warps: int,
+    num_stages: int = 3,
+    **constants: object,
+) -> None:
+    """Launch a kernel on the GPU of its first argument, a tensor, on that GPU's current stream.
+
+    `constants` are the kernel's `constexpr` parameters, which stand behind all others, in its order. Triton's
+    own launch takes several times as long as most kernels run: each time it looks for the compiled kernel by
+    all parameters. Here that is done once for each kind of arguments that Triton compiles a kernel for.
+    """
+    tensor = arguments[0]
+    assert isinstance(tensor, torch.Tensor)
+    key = (kernel.fn, tensor.device, num_warps, num_stages, *constants.values(), *map(_kind, arguments))
+    with _on_device_of(tensor):
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+            return
+        assert tuple(kernel.arg_names[len(arguments) :]) == tuple(constants), "in the kernel's order"
+        compiled = kernel[grid](*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+    if compiled is not None:  # the interpreter compiles nothing
+        _compiled[key] = compiled
+
+
+def _kind(argument: object) -> object:
+    """Return what Triton compiles a kernel for: dtype and alignment; whether a number is 1, divisible by 16,
+    longer than 32 bits."""
+    match argument:
+        case torch.Tensor():
+            return argument.dtype, argument.data_ptr() % 16 == 0
+        case int():
+            return argument == 1, argument % 16 == 0, argument.bit_length() // 32
+        case float():
+            return float
+    raise TypeError(f"a kernel's argument is a tensor or a number, not {type(argument).__name__}")
+
+
+def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Make a context whose launches go to the tensor's GPU, not to the thread's current one."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
     device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return device

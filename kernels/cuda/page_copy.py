@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import check_pages, check_rows, check_tensor, on_device_of
+from kernels.cuda.launch import check_pages, check_rows, check_tensor, launch
 
 _BLOCK_WORDS = 4096
 """32-bit words that a program copies: 16 KiB"""
@@ -64,8 +64,8 @@ def _launch(kv_layer: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, *
         return
     layer_words, buffer_words = kv_layer.view(torch.int32), buffer.view(torch.int32)
     page_words = layer_words.stride(0)
-    with on_device_of(kv_layer):
-        _copy_pages[(len(pages), triton.cdiv(page_words, _BLOCK_WORDS))](
-            pages, layer_words, buffer_words, buffer_words.stride(0), page_words,
-            IS_GATHER=is_gather, BLOCK_WORDS=_BLOCK_WORDS, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _copy_pages, (len(pages), triton.cdiv(page_words, _BLOCK_WORDS)),
+        pages, layer_words, buffer_words, buffer_words.stride(0), page_words,
+        IS_GATHER=is_gather, BLOCK_WORDS=_BLOCK_WORDS, num_warps=4,
+    )  # fmt: skip

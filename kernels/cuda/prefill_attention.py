@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import on_device_of
+from kernels.cuda.launch import launch
 from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW, block_dim, check_attention, key_offsets
 from kernels.cuda.spans import Spans
 
@@ -167,13 +167,13 @@ def prefill_attention(
         )
     if len(spans) == 0:
         return
-    with on_device_of(query):
-        _attend_tile[(len(spans), num_kv_heads)](
-            query, kv_layer, spans.table, spans.pages, out, lse if lse is not None else out,
-            query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW,
-            HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None,
-            NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads,
-            HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
-            BLOCK_ROWS=tile.block_rows, BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1],
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    launch(
+        _attend_tile, (len(spans), num_kv_heads),
+        query, kv_layer, spans.table, spans.pages, out, lse if lse is not None else out,
+        query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW,
+        HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None,
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
+        BLOCK_ROWS=tile.block_rows, BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1],
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

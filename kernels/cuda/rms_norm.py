@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import FLOATS, check_tensor, on_device_of
+from kernels.cuda.launch import FLOATS, check_tensor, launch
 
 _MAX_COLUMNS = 1 << 16
 
@@ -73,10 +73,10 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(num_columns)
-    with on_device_of(x):
-        _rms_norm[(num_rows,)](
-            x, x if residual is None else residual, weight, out, eps,
-            NUM_COLUMNS=num_columns, BLOCK=block, HAS_RESIDUAL=residual is not None,
-            num_warps=min(16, max(1, block // 512)),
-        )  # fmt: skip
+    launch(
+        _rms_norm, (num_rows,),
+        x, x if residual is None else residual, weight, out, eps,
+        NUM_COLUMNS=num_columns, BLOCK=block, HAS_RESIDUAL=residual is not None,
+        num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
     return out

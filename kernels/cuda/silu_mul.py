@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.launch import FLOATS, check_tensor, on_device_of
+from kernels.cuda.launch import FLOATS, check_tensor, launch
 
 _BLOCK = 1024
 
@@ -47,8 +47,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_columns = num_both // 2
     out = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows > 0:
-        with on_device_of(gate_up):
-            _silu_mul[(num_rows, triton.cdiv(num_columns, _BLOCK))](
-                gate_up, out, num_columns, BLOCK=_BLOCK, num_warps=4
-            )
+        launch(
+            _silu_mul,
+            (num_rows, triton.cdiv(num_columns, _BLOCK)),
+            gate_up,
+            out,
+            num_columns,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
     return out
