@@ -7,6 +7,7 @@ attention plans), computed at most once. Does not know: why the scheduler chose 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -52,32 +53,34 @@ class Batch:
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv: DeviceKVCache) -> None:
+        # A decode step of many sequences waits for this: nothing is done for each chunk that can be done for
+        # all.
         query_lens = [len(chunk.token_ids) for chunk in chunks]
-        kv_lens = [chunk.start + len(chunk.token_ids) for chunk in chunks]
-        tables = [np.asarray(chunk.pages, dtype=np.int64) for chunk in chunks]
-        spans = [np.arange(c.start, end) for c, end in zip(chunks, kv_lens, strict=True)]
-        positions = np.concatenate(spans)
-        page_of_token = np.concatenate(
-            [table[span // kv.page_size] for span, table in zip(spans, tables, strict=True)]
+        kv_lens = [chunk.start + num for chunk, num in zip(chunks, query_lens, strict=True)]
+        nums_pages = [-(-kv_len // kv.page_size) for kv_len in kv_lens]
+        used = (chunk.pages[:num] for chunk, num in zip(chunks, nums_pages, strict=True))
+        pages = np.fromiter(chain.from_iterable(used), np.int64, sum(nums_pages))
+        _check_range("pages", pages, kv.layer_shape[0])
+        new, ends = np.array(query_lens), np.cumsum(query_lens)
+        page_ends = np.cumsum(nums_pages)
+        first_pages = page_ends - nums_pages
+        positions = np.arange(ends[-1]) + np.repeat(np.array(kv_lens) - ends, new)
+        page_of_token = pages[np.repeat(first_pages, new) + positions // kv.page_size]
+        token_ids = np.fromiter(
+            chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, int(ends[-1])
         )
-        token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
-        if token_ids.min() < 0 or token_ids.max() >= kv.spec.vocab_size:
-            raise ValueError(
-                f"expected token ids in [0, {kv.spec.vocab_size}), got {token_ids.min()} to {token_ids.max()}"
-            )
+        _check_range("token ids", token_ids, kv.spec.vocab_size)
         self.kv_shape = kv.layer_shape
         self.page_size = kv.page_size
         self.dtype, self.device = kv.dtype, kv.device
-        self.num_tokens = sum(query_lens)
+        self.num_tokens = len(token_ids)
         self.query_lens = tuple(query_lens)
         """New tokens of each chunk."""
         self.kv_lens = tuple(kv_lens)
         """Tokens of each sequence, the new ones included."""
-        self.page_tables = tables
-        """Page table of each sequence, int64, on the CPU."""
-        self.host = HostTokens(
-            token_ids, positions, page_of_token, positions % kv.page_size, np.cumsum(query_lens) - 1
-        )
+        self.pages, self.first_pages = pages, first_pages
+        """Page tables of all sequences, one after the other, and where each begins: int64, on the CPU."""
+        self.host = HostTokens(token_ids, positions, page_of_token, positions % kv.page_size, ends - 1)
         self._spec = kv.spec
         self._plans: dict[int | None, AttentionPlan] = {}
         self._workspace: torch.Tensor | None = None
@@ -87,14 +90,19 @@ class Batch:
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
         """Prepare `chunks` (prefill and decode may be mixed) for the pages of `kv`.
 
-        Raises ValueError without chunks, and for an empty chunk, pages that do not reach its end, a position
-        or a token that the model does not have.
+        Raises ValueError without chunks, and for an empty chunk, pages that do not reach its end or are not
+        in the cache, a position or a token that the model does not have.
         """
         if not chunks:
             raise ValueError("a batch needs at least one chunk")
         for chunk in chunks:
             _check(chunk, kv)
         return cls(chunks, kv)
+
+    @cached_property
+    def page_tables(self) -> list[np.ndarray]:
+        """Page table of each sequence as far as it has tokens, int64, on the CPU."""
+        return np.split(self.pages, self.first_pages[1:])
 
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
         """Fill in the last tokens of these chunks, which were not known when the batch was built.
@@ -175,6 +183,12 @@ class Batch:
         if self._workspace is None:
             self._workspace = torch.empty(self.num_tokens * num_elements, dtype=self.dtype)
         return self._workspace
+
+
+def _check_range(what: str, numbers: np.ndarray, end: int) -> None:
+    lowest, highest = numbers.min(), numbers.max()
+    if lowest < 0 or highest >= end:
+        raise ValueError(f"expected {what} in [0, {end}), got {lowest} to {highest}")
 
 
 def _check(chunk: Chunk, kv: DeviceKVCache) -> None:

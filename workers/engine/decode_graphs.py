@@ -2,8 +2,8 @@
 hide.
 
 There is a graph for each bucket of batch sizes, captured with the first such batch, which the warm-up
-computes. A graph reads its inputs from its own memory. A batch is padded to the bucket with empty sequences,
-which read and write no page.
+computes. A graph reads its inputs from its own memory; the logits of all graphs are in one memory. A batch is
+padded to the bucket with empty sequences, which read and write no page.
 
 Owns: the graphs, their inputs. Does not know: how a layer is computed, sampling.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kernels.cuda.kv_write import TokenSlots
-from kernels.cuda.spans import SPAN_FIELDS, Spans, plan_spans
+from kernels.cuda.spans import SPAN_FIELDS, Spans
 from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.layers.gpu import LayerInputs, TritonLayers
@@ -24,7 +24,8 @@ BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
 """Batch sizes for which there are graphs."""
 _TOKEN_FIELDS = 4
 """Token id, position, page, offset."""
-_NO_PAGE = -1
+_PADDING = ((0,), (0,), (-1,), (0,))
+"""These fields of a token that is not written."""
 
 
 class Captured(NamedTuple):
@@ -72,27 +73,40 @@ class DecodeGraphs:
         self.kv = kv
         self._layers, self._capture = layers, capture
         self._graphs: dict[int, _Graph] = {}
+        self._logits: torch.Tensor | None = None
 
     def can_compute(self, batch: Batch) -> bool:
         """Return whether a batch has single tokens only, within the largest bucket."""
         is_decode = batch.num_tokens == len(batch.query_lens) <= BUCKETS[-1]
-        return is_decode and _num_table_pages(batch) <= self.kv.num_pages
+        return is_decode and len(batch.pages) <= self.kv.num_pages
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute float32 logits `[S, vocab_size]`; `can_compute` must have been True."""
+        """Compute float32 logits `[S, vocab_size]`, valid until the next call; `can_compute` must have been
+        True."""
         bucket = next(size for size in BUCKETS if size >= batch.num_tokens)
         if bucket not in self._graphs:
-            self._graphs[bucket] = _Graph(bucket, self._layers, self.kv)
+            if self._logits is None or len(self._logits) < bucket:
+                self._logits = torch.empty(bucket, self.kv.spec.vocab_size, device=self.kv.device)
+            self._graphs[bucket] = _Graph(bucket, self._layers, self.kv, self._logits[:bucket])
         return self._graphs[bucket].forward(batch, self._capture)
 
 
 class _Graph:
-    """The graph of a batch of `size` sequences; all pages of the cache may be in their tables."""
+    """The graph of a batch of `size` sequences; all pages of the cache may be in their tables.
 
-    def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache) -> None:
-        self._size, self._layers, self._kv = size, layers, kv
-        num_fields = size * (_TOKEN_FIELDS + SPAN_FIELDS)
-        self._inputs = torch.zeros(num_fields + kv.num_pages, dtype=torch.int64, device=kv.device)
+    Inputs are tokens, spans and page tables, one after the other; `_staged` and its views are where the host
+    writes them.
+    """
+
+    def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache, logits: torch.Tensor) -> None:
+        self._size, self._layers, self._kv, self._logits = size, layers, kv, logits
+        self._num_fixed = size * (_TOKEN_FIELDS + SPAN_FIELDS)
+        num_inputs = self._num_fixed + kv.num_pages
+        self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=kv.device)
+        self._staged = torch.zeros(num_inputs, dtype=torch.int64, pin_memory=kv.device.type == "cuda")
+        self._tokens, self._spans, self._pages = (part.numpy() for part in self._parts(self._staged))
+        self._spans[:, 0] = range(size)
+        self._copied = torch.cuda.Event() if kv.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._captured: Captured | None = None
 
     def forward(self, batch: Batch, capture: Capture) -> torch.Tensor:
@@ -100,8 +114,7 @@ class _Graph:
         if self._captured is None:
             self._captured = capture(self._compute)
         self._captured.replay()
-        # A copy: the next batch overwrites the graph's own.
-        return self._captured.output[: batch.num_tokens].to(torch.float32, copy=True)
+        return self._captured.output[: batch.num_tokens]
 
     def _compute(self) -> torch.Tensor:
         size, kv = self._size, self._kv
@@ -118,33 +131,26 @@ class _Graph:
         hidden = self._layers.embed(token_ids)
         for layer in kv.layers:
             hidden = self._layers.compute_layer(layer, hidden, inputs, kv)
-        return self._layers.head(hidden)
+        return self._logits.copy_(self._layers.head(hidden))
 
     def _fill(self, batch: Batch) -> None:
         """Fill the inputs by one copy from pinned memory, as long as the batch's page tables are."""
-        num_pages, _, _, page_size, _ = batch.kv_shape
-        plan = plan_spans(
-            batch.query_lens, batch.kv_lens, batch.page_tables, num_pages, page_size, tile_tokens=1
-        )
-        num_used = self._size * (_TOKEN_FIELDS + SPAN_FIELDS) + len(plan.pages)
-        is_cuda = self._kv.device.type == "cuda"
-        staged = torch.zeros(num_used, dtype=torch.int64, pin_memory=is_cuda)
-        tokens, spans, pages = (part.numpy() for part in self._parts(staged))
-        num = batch.num_tokens
-        tokens[2, num:] = _NO_PAGE
-        tokens[:, :num] = batch.host[:_TOKEN_FIELDS]
-        spans[:, 0] = range(self._size)
-        spans[:num] = plan.decode
-        pages[:] = plan.pages
-        self._inputs[:num_used].copy_(staged, non_blocking=True)
+        num, num_pages = batch.num_tokens, len(batch.pages)
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before, from the same memory
+        self._tokens[:, :num] = batch.host[:_TOKEN_FIELDS]
+        self._tokens[:, num:] = _PADDING
+        spans = self._spans[:num]
+        spans[:, 1], spans[:, 2], spans[:, 3] = 1, batch.host.positions, batch.first_pages
+        self._spans[num:, 1:] = 0
+        self._pages[:num_pages] = batch.pages
+        num_used = self._num_fixed + num_pages
+        self._inputs[:num_used].copy_(self._staged[:num_used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of `inputs`: tokens `[_TOKEN_FIELDS, size]`, spans `[size, SPAN_FIELDS]`, pages."""
         num_token, num_span = self._size * _TOKEN_FIELDS, self._size * SPAN_FIELDS
-        tokens, spans, pages = torch.split(inputs, [num_token, num_span, len(inputs) - num_token - num_span])
+        tokens, spans, pages = torch.split(inputs, [num_token, num_span, len(inputs) - self._num_fixed])
         return tokens.view(_TOKEN_FIELDS, -1), spans.view(-1, SPAN_FIELDS), pages
-
-
-def _num_table_pages(batch: Batch) -> int:
-    page_size = batch.kv_shape[3]
-    return sum(-(-kv_len // page_size) for kv_len in batch.kv_lens)

@@ -248,7 +248,8 @@ class DecoderModel:
     def forward(self, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """Return float32 logits `[S, vocab_size]` of each chunk's last token; for a model of one stage.
 
-        On CUDA, decode steps over the pages of one cache are captured graphs. Raises HelperLost.
+        On CUDA, decode steps over the pages of one cache are captured graphs: their logits are valid until
+        the next pass. Raises HelperLost.
         """
         handed_over = self.hand_over(batch, kv)
         if handed_over is not None:
