@@ -38,6 +38,7 @@ class Speed:
 
     def _burst(self, num_streams: int, prompt_len: int, num_tokens: int) -> Found:
         prompts = [self._prompt(prompt_len) for _ in range(num_streams)]
+        before = self._seconds()
         began_s = time.perf_counter()
         answers = self._cluster.ask_all(prompts, num_tokens, num_streams)
         elapsed_s = time.perf_counter() - began_s
@@ -49,7 +50,8 @@ class Speed:
             f"TBT p50 {1e3 * statistics.median(gaps_s):.1f} ms, "
             f"p99 {1e3 * gaps_s[int(0.99 * (len(gaps_s) - 1))]:.1f} ms, max {1e3 * gaps_s[-1]:.0f} ms; "
             f"{num_streams * num_tokens / elapsed_s:.0f} tok/s out, "
-            f"{num_streams * prompt_len / ttfts_s[-1]:.0f} tok/s in until the last TTFT",
+            f"{num_streams * prompt_len / ttfts_s[-1]:.0f} tok/s in until the last TTFT; "
+            f"a request's seconds: {self._since(before, num_streams)}",
         )
 
     def _long(self, length: int) -> Found:
@@ -71,15 +73,21 @@ class Speed:
 
     def _timed(self, prompt: Sequence[int]) -> tuple[Answer, str]:
         """Return the answer, and how long each step before decoding took."""
-        before = [self._seconds_of(step) for step in _STEPS]
+        before = self._seconds()
         answer = self._cluster.ask(prompt, 8)
-        times_s = [self._seconds_of(step) - old for step, old in zip(_STEPS, before, strict=True)]
-        return answer, ", ".join(
+        return answer, self._since(before)
+
+    def _seconds(self) -> list[float]:
+        return [
+            self._cluster.total("mooncake_request_step_seconds_total", f'step="{step}"') for step in _STEPS
+        ]
+
+    def _since(self, before: Sequence[float], num_requests: int = 1) -> str:
+        """Return how long each step before decoding has taken since, on average."""
+        times_s = [(now - old) / num_requests for now, old in zip(self._seconds(), before, strict=True)]
+        return ", ".join(
             f"{step} {time_s:.3f}" for step, time_s in zip(_STEPS, times_s, strict=True) if time_s > 0
         )
-
-    def _seconds_of(self, step: str) -> float:
-        return self._cluster.total("mooncake_request_step_seconds_total", f'step="{step}"')
 
 
 def _gaps(answer: Answer) -> list[float]:
