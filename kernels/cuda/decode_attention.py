@@ -1,8 +1,9 @@
 """Attention of single queries over paged KVCache, split over the sequence (flash-decoding).
 
 The keys of one sequence and KV head are divided among several programs, each of which attends to its part
-with all query heads of the group; a second kernel merges the parts by their log-sum-exp. The grid depends on
-the number of queries only, so a captured graph serves every context length.
+with all query heads of the group; a second kernel merges the parts by their log-sum-exp. Where there is one
+program for all keys, it writes the result itself. The grid depends on the number of queries only, so a
+captured graph serves every context length.
 
 Reference: `kernels.cuda.spans.attention_reference`. Bytes moved: `bytes_moved`; the arithmetic, 4 FLOP for
 every query head and element of K, is small beside it.
@@ -20,6 +21,7 @@ from kernels.cuda.launch import launch
 from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW, block_dim, check_attention, key_offsets
 from kernels.cuda.spans import Spans
 
+LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_SPLITS = 64
 _PROGRAMS_PER_SM = 16
 """Programs of one processor: many enough to balance the load, few enough for small partial results."""
@@ -54,12 +56,15 @@ def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim:
 # Not specialised: a number of splits that has not been met before would compile it anew, while serving.
 @triton.jit(do_not_specialize=["num_splits"])
 def _attend_part(
-    query, kv_layer, spans, pages, parts, part_lse, query_stride, scale, window, num_splits,
+    query, kv_layer, spans, pages, parts, part_lse, out, lse, query_stride, scale, window, num_splits,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, KV head and part of the keys. `scale` includes LOG2_E; `part_lse` is a power of two's."""
+    """One sequence, KV head and part of the keys. `scale` includes LOG2_E; `part_lse` is a power of two's.
+
+    The result goes to `parts` and `part_lse` (IS_SPLIT) or, of all keys, to `out` and `lse`.
+    """
     span, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(spans + span * SPAN_FIELDS)
     end = (tl.load(spans + span * SPAN_FIELDS + 1) * (tl.load(spans + span * SPAN_FIELDS + 2) + 1)).to(
@@ -110,14 +115,21 @@ def _attend_part(
         result = tl.dot(weights.to(v.dtype), v, acc=result * shrink[:, None], input_precision="ieee")
         highest = new_highest
 
-    # An empty part has highest = -inf and total = 0: its weight in the merge is 0.
-    part = (span * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-    tl.store(part_lse + part, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=is_member)
-    tl.store(
-        parts + part[:, None] * HEAD_DIM + dim[None, :],
-        result / tl.where(total > 0, total, 1.0)[:, None],
-        mask=is_member[:, None] & is_dim[None, :],
-    )
+    # Without keys, highest is -inf and total 0: an empty part's weight in the merge is 0.
+    divisor = tl.where(total > 0, total, 1.0)
+    log_mass = highest + tl.log2(divisor)
+    result /= divisor[:, None]
+    is_result = is_member[:, None] & is_dim[None, :]
+    if IS_SPLIT:
+        part = (span * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+        tl.store(part_lse + part, log_mass, mask=is_member)
+        tl.store(parts + part[:, None] * HEAD_DIM + dim[None, :], result, mask=is_result)
+    else:
+        of_row = row * (NUM_KV_HEADS * GROUP) + head
+        to = of_row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(out + to, result.to(out.dtype.element_ty), mask=is_result)
+        if HAS_LSE:
+            tl.store(lse + of_row, log_mass * LN_2, mask=is_member)
 
 
 @triton.jit
@@ -141,7 +153,7 @@ def _merge_parts(
     to = (row * NUM_HEADS + head) * HEAD_DIM + dim
     tl.store(out + to, result.to(out.dtype.element_ty), mask=is_dim)
     if HAS_LSE:
-        natural = (highest + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453
+        natural = (highest + tl.log2(tl.where(total > 0, total, 1.0))) * LN_2
         tl.store(lse + row * NUM_HEADS + head, natural)
 
 
@@ -175,21 +187,25 @@ def decode_attention(
         return
     tile = tile or default_tile(query.dtype, head_dim)
     group = num_heads // num_kv_heads
-    part_shape = (len(spans), num_heads, num_splits)
+    is_split = num_splits > 1
+    part_shape = (len(spans), num_heads, num_splits if is_split else 0)
     parts = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=query.device)
     part_lse = torch.empty(part_shape, dtype=torch.float32, device=query.device)
+    lse_out = part_lse if lse is None else lse
     launch(
         _attend_part, (len(spans), num_kv_heads, num_splits),
-        query, kv_layer, spans.table, spans.pages, parts, part_lse,
+        query, kv_layer, spans.table, spans.pages, parts, part_lse, out, lse_out,
         query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW, num_splits,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_ROWS=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), PAGE_SIZE=page_size,
         BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1],
+        IS_SPLIT=is_split, HAS_LSE=lse is not None,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    launch(
-        _merge_parts, (len(spans), num_heads),
-        parts, part_lse, spans.table, out, lse if lse is not None else part_lse,
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), NUM_SPLITS=num_splits,
-        SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None, num_warps=4,
-    )  # fmt: skip
+    if is_split:
+        launch(
+            _merge_parts, (len(spans), num_heads),
+            parts, part_lse, spans.table, out, lse_out,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), NUM_SPLITS=num_splits,
+            SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None, num_warps=4,
+        )  # fmt: skip

@@ -96,7 +96,8 @@ def attention(dtype: torch.dtype, group: int, head_dim: int, page_size: int, win
     query = torch.zeros(1, NUM_KV_HEADS * (group + 2), head_dim, dtype=dtype)[:, : NUM_KV_HEADS * group]
     out, lse = torch.zeros(query.shape, dtype=dtype), torch.zeros(query.shape[:2])
     spans = Spans(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    decode_attention(query, kv_layer, spans, 0.1, 8, out, sliding_window=window)
+    for num_splits in (1, 8):
+        decode_attention(query, kv_layer, spans, 0.1, num_splits, out, sliding_window=window)
     prefill_attention(query, kv_layer, spans, 0.1, out, sliding_window=window, lse=lse)
     assert default_tile(dtype, head_dim).block_rows >= group
 
