@@ -69,7 +69,8 @@ def _on_one_thread(error: Callable[[], float]) -> float:
 def _kernel_cases() -> Iterator[Case]:
     for dtype, bound in _TOLERANCE.items():
         for group, head_dim, page_size, window in (
-            (4, 128, 64, None), (7, 64, 16, None), (1, 96, 16, None), (4, 128, 16, 100), (2, 256, 32, None)
+            (4, 128, 64, None), (7, 64, 16, None), (1, 96, 16, None), (4, 128, 16, 100), (2, 256, 32, None),
+            (7, 64, 64, None), (3, 128, 128, 100)
         ):  # fmt: skip
             shape = f"group {group}, head_dim {head_dim}, pages of {page_size}, window {window}"
             yield Case(
@@ -109,6 +110,7 @@ def _attention_error(
     scale = head_dim**-0.5
     decode_attention(query, kv_layer, decode, scale, 8, out, sliding_window=window, lse=lse)
     prefill_attention(query, kv_layer, prefill, scale, out, sliding_window=window, lse=lse)
+    prefill_attention(query, kv_layer, prefill, scale, out, sliding_window=window)  # as layers call it
     every = Spans(torch.cat((decode.table, prefill.table)), pages)
     expected, expected_lse = attention_reference(query, kv_layer, every, scale, window)
     return max(_largest(out, expected), _largest(lse, expected_lse))

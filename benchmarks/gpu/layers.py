@@ -5,7 +5,8 @@ Owns: shapes, bars, counts of bytes and FLOP. Does not know: whole models.
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from benchmarks.gpu.ceilings import Ceilings, seconds
 from benchmarks.report import Report
@@ -143,15 +144,22 @@ def _prefill(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:
 
     attention_flops = prefill.flops([CHUNK_LEN], [CONTEXT_LEN], _H, _D)
     product_flops = sum(2 * CHUNK_LEN * n * m for n, m in sizes)
-    ceilings.flops_row("attention", attention_flops, seconds(attend))
+    ceilings.flops_row("attention", attention_flops, seconds(attend), PREFILL_BAR)
     ceilings.flops_row("attention and products", attention_flops + product_flops, seconds(layer), PREFILL_BAR)
-    for other in (
-        prefill.PrefillTile(128, 128, 8, 2),
-        prefill.PrefillTile(64, 64, 4, 3),
-        prefill.PrefillTile(128, 64, 8, 5),
-    ):
-        _, tiled = _spans(CHUNK_LEN, 1, other.num_tokens(_H // _KVH))
-        time_s = seconds(
-            lambda: prefill.prefill_attention(query, kv_layer, tiled, _SCALE, out, tile=other)  # noqa: B023
-        )
-        ceilings.flops_row(f"attention, {other}", attention_flops, time_s)
+    if prefill.hopper_kernel(query.device) is not None:
+        time_s = seconds(lambda: prefill.prefill_attention(query, kv_layer, spans, _SCALE, out, tile=tile))
+        ceilings.flops_row("attention by the kernel for all GPUs", attention_flops, time_s)
+    _torch_attention(ceilings)
+
+
+def _torch_attention(ceilings: Ceilings) -> None:
+    """Measure torch's attention of a whole prompt, which is faster there than at the end of a context.
+
+    Keys and values lie together, and each query head has its own: torch copies grouped ones.
+    """
+    query, keys, values = (_random(1, _H, CONTEXT_LEN, _D) for _ in range(3))
+    num_flops = prefill.flops([CONTEXT_LEN], [CONTEXT_LEN], _H, _D)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(backend):
+            time_s = seconds(lambda: scaled_dot_product_attention(query, keys, values, is_causal=True))
+        ceilings.flops_row(f"torch: {backend.name}, a prompt of {CONTEXT_LEN}", num_flops, time_s)

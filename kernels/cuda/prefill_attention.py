@@ -2,14 +2,18 @@
 
 One program attends with a tile of (token, head of the group) pairs to all keys that they see, so K and V are
 read once for all heads of a group. Blocks of keys before the tile's first query need no mask; only those on
-the diagonal, or all of them with a sliding window, are masked.
+the diagonal, or all of them with a sliding window, are masked. `hopper_prefill` does the same faster, on
+Hopper's SMs only; `prefill_attention` chooses.
 
 Reference: `kernels.cuda.spans.attention_reference`. FLOP: `flops`. Bytes moved: the keys and values that a
 tile sees, once for each tile; queries read and results written once.
 
-Owns: the kernel, its launch. Does not know: layers, requests.
+Owns: the kernel, its launch, the tile, the choice between both kernels. Does not know: layers, requests.
 """
 
+import logging
+from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +23,8 @@ import triton.language as tl
 from kernels.cuda.launch import launch
 from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW, block_dim, check_attention, key_offsets
 from kernels.cuda.spans import Spans
+
+log = logging.getLogger(__name__)
 
 
 class PrefillTile(NamedTuple):
@@ -41,6 +47,21 @@ def default_tile(dtype: torch.dtype, head_dim: int) -> PrefillTile:
     if head_dim > 128:
         return PrefillTile(128, 64, 8, 2)
     return PrefillTile(128, 128 if head_dim <= 64 else 64, 8, 3)
+
+
+@cache
+def hopper_kernel(device: torch.device) -> ModuleType | None:
+    """Return `hopper_prefill` if the device is a Hopper and this Triton has what the kernel is written in."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from kernels.cuda import hopper_prefill
+    except (ImportError, AttributeError) as error:  # Gluon is experimental: names change
+        log.warning(
+            "prefill attention computes with its slower kernel, Triton %s: %s", triton.__version__, error
+        )
+        return None
+    return hopper_prefill
 
 
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
@@ -155,17 +176,22 @@ def prefill_attention(
     """Write the rows of `out` that `spans` cover; other rows stay.
 
     Takes what `decode_attention` takes, but spans of up to `tile.num_tokens(num_heads // num_kv_heads)`
-    tokens, as `plan_spans` must have cut them; without a tile it is `default_tile`'s. Raises ValueError.
+    tokens, as `plan_spans` must have cut them; without a tile it is `default_tile`'s, and the kernel Hopper's
+    where it can be. Raises ValueError.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, _, page_size, _ = kv_layer.shape
+    hopper = hopper_kernel(query.device) if tile is None else None
     tile = tile or default_tile(query.dtype, head_dim)
     if num_heads // num_kv_heads > tile.block_rows:
         raise ValueError(
             f"expected at most {tile.block_rows} query heads a KV head, got {num_heads // num_kv_heads}"
         )
     if len(spans) == 0:
+        return
+    if hopper is not None and hopper.is_for(query, kv_layer):
+        hopper.attend(query, kv_layer, spans, scale, out, sliding_window, lse)
         return
     launch(
         _attend_tile, (len(spans), num_kv_heads),

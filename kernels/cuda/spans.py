@@ -22,8 +22,8 @@ class Spans:
     """Spans on the kernel's device, all int64.
 
     `table` `[N, SPAN_FIELDS]`. `pages` `[P]`: the page tables of all sequences, one after the other; token t
-    of a span's sequence lies in page `pages[first page + t // page_size]`. A span of no tokens reads nothing
-    and writes zeros to its row (decode), or nothing (prefill).
+    of a span's sequence lies in page `pages[first page + t // page_size]`. A decode span of no tokens reads
+    nothing and writes zeros to its row; prefill spans have tokens.
     """
 
     table: torch.Tensor

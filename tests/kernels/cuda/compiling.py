@@ -18,9 +18,11 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from kernels.cuda import kv_quantise, page_copy
+from kernels.cuda import hopper_prefill, kv_quantise, page_copy
 from kernels.cuda.decode_attention import decode_attention
 from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
@@ -59,6 +61,9 @@ class Compiler:
             value = values[name]
             if parameters[name].is_constexpr:
                 signature[name], constants[name] = "constexpr", value
+            elif isinstance(value, TensorDescriptor):
+                element = _POINTERS[value.base.dtype][1:]
+                signature[name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:
@@ -67,7 +72,8 @@ class Compiler:
                 # As the launcher finds out.
                 if is_tensor or (value % 16 == 0 and not parameters[name].do_not_specialize):
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, attributes)
+        source_of = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+        source = source_of(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=HOPPER, options=options)
         products = [name for name in ("wgmma", "mma.sync") if name in compiled.asm["ptx"]]
         report = {
@@ -100,6 +106,11 @@ def attention(dtype: torch.dtype, group: int, head_dim: int, page_size: int, win
         decode_attention(query, kv_layer, spans, 0.1, num_splits, out, sliding_window=window)
     prefill_attention(query, kv_layer, spans, 0.1, out, sliding_window=window, lse=lse)
     assert default_tile(dtype, head_dim).block_rows >= group
+    if hopper_prefill.is_for(query, kv_layer):
+        for of_tokens in (None, lse):
+            hopper_prefill.attend(query, kv_layer, spans, 0.1, out, window, of_tokens)
+        # Spans are cut before it is known which kernel reads them.
+        assert default_tile(dtype, head_dim).block_rows == hopper_prefill.BLOCK_ROWS
 
 
 def others(dtype: torch.dtype) -> None:
@@ -128,6 +139,7 @@ def main() -> None:
     cases: dict[str, Callable[[], None]] = {
         "bfloat16, llama-3-8b, pages of 64": lambda: attention(torch.bfloat16, 4, 128, 64, None),
         "bfloat16, head_dim 96, pages of 16, window": lambda: attention(torch.bfloat16, 7, 96, 16, 4096),
+        "float16, head_dim 64, pages of 128, window": lambda: attention(torch.float16, 3, 64, 128, 100),
         "bfloat16": lambda: others(torch.bfloat16),
     }
     for compiler.case, compile_all in cases.items():
