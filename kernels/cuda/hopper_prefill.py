@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.cuda.launch import launch
 from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW
 from kernels.cuda.spans import Spans
 
@@ -279,12 +280,13 @@ def attend(
     descriptor = TensorDescriptor(
         kv_rows, list(kv_rows.shape), [head_dim, 1], [BLOCK_KEYS, head_dim], _layout(query.dtype, head_dim)
     )
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        _attend_tile_hopper[(len(spans), num_kv_heads)](
-            query, descriptor, spans.table, spans.pages, out, lse if lse is not None else out,
-            query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW,
-            HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None,
-            NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-            PAGE_SIZE=page_size, BLOCK_KEYS=BLOCK_KEYS, STAGES=NUM_STAGES, SPAN_FIELDS=spans.table.shape[1],
-            CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _attend_tile_hopper, (len(spans), num_kv_heads),
+        query, descriptor, spans.table, spans.pages, out, lse if lse is not None else out,
+        query.stride(0), scale * LOG2_E, sliding_window or UNLIMITED_WINDOW,
+        HAS_WINDOW=sliding_window is not None, HAS_LSE=lse is not None,
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size, BLOCK_KEYS=BLOCK_KEYS, STAGES=NUM_STAGES, SPAN_FIELDS=spans.table.shape[1],
+        CONSUMER_REGISTERS=_CONSUMER_REGISTERS, PRODUCER_REGISTERS=_PRODUCER_REGISTERS,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -83,7 +83,7 @@ def launch(
         _compiled[key] = compiled
 
 
-def _kind(argument: object) -> object:
+def _kind(argument: Any) -> object:
     """Return what Triton compiles a kernel for: dtype and alignment; whether a number is 1, divisible by 16,
     longer than 32 bits."""
     match argument:
@@ -93,6 +93,8 @@ def _kind(argument: object) -> object:
             return argument == 1, argument % 16 == 0, argument.bit_length() // 32
         case float():
             return float
+        case _ if hasattr(argument, "block_shape"):  # a descriptor of a tensor, from which TMA copies
+            return argument.base.dtype, *argument.block_shape
     raise TypeError(f"a kernel's argument is a tensor or a number, not {type(argument).__name__}")
 
 
