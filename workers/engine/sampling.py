@@ -13,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from workers.engine.upload import upload
+
 _NUM_LIKELY = 1024
-"""Most likely tokens that are ranked for a draw. With most models nearly all draws lie among them."""
+"""Most likely tokens that are ranked for a filter. With most models nearly all draws lie among them."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -24,76 +26,108 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
 
-@torch.inference_mode()
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> torch.Tensor:
-    """Draw the next token of each row of `logits` [S, V] (float32, finite or -inf): int64 `[S]`.
+class Limits(NamedTuple):
+    """What S rows ask for: arrays `[S]` on the CPU, of numbers that float64 holds.
 
-    The five parameters are `[S]`, best on the CPU (then an all-greedy batch never waits for the device).
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
     the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the smallest set of most
     likely tokens whose mass reaches it, among the tokens that min-p and top-k keep. Equal logits rank by
-    token id. `uniforms`: float64 in [0, 1). Rows are independent of one another.
+    token id. `uniforms`: in [0, 1).
     """
-    tokens = logits.argmax(-1)
-    is_drawn = temperature > 0
-    if bool(is_drawn.any()):
-        rows = is_drawn.nonzero()[:, 0].to(logits.device)
-        limits = [values.to(logits.device)[rows] for values in (temperature, top_k, top_p, min_p, uniforms)]
-        tokens[rows] = _draw(logits[rows], *limits, num_ranked=_NUM_LIKELY)
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniforms: np.ndarray
+
+    def of(self, rows: np.ndarray) -> "Limits":
+        """Return those of some rows."""
+        return Limits(*(values[rows] for values in self))
+
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return them as float64 `[S, 1]`, without waiting for the device."""
+        columns = upload([values.astype(np.float64)[:, None].view(np.int64) for values in self], device)
+        return [column.view(torch.float64) for column in columns]
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Draw the next token of each row of `logits` [S, V] (float32, finite or -inf): int64 `[S]`.
+
+    Rows are independent of one another. Waits for the device only for rows with a filter.
+    """
+    is_drawn = limits.temperature > 0
+    is_filtered = (limits.top_k > 0) | (limits.top_p < 1) | (limits.min_p > 0)
+    ways = (
+        (~is_drawn, _most_likely),
+        (is_drawn & ~is_filtered, _draw),
+        (is_drawn & is_filtered, _draw_filtered),
+    )
+    for is_so, draw in ways:
+        if is_so.all():
+            return draw(logits, limits)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for is_so, draw in ways:
+        if is_so.any():
+            (rows,) = is_so.nonzero()
+            (at,) = upload([rows], logits.device)
+            tokens[at] = draw(logits[at], limits.of(rows))
     return tokens
 
 
-def _draw(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    uniforms: torch.Tensor,
-    *,
-    num_ranked: int,
-) -> torch.Tensor:
-    """Invert each row's cumulative distribution, in float64, over its tokens in order of descending
-    probability.
+def _most_likely(logits: torch.Tensor, _limits: Limits) -> torch.Tensor:
+    return logits.argmax(-1)
 
-    Only the `num_ranked` most likely tokens are ranked, as sorting a vocabulary takes longer than a step of
-    decoding on a GPU. The others are one rank behind them; rows for which this does not suffice are drawn
-    among all.
+
+def _draw(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
+    """Invert each row's cumulative distribution, in float64, over all tokens in the order of their ids."""
+    temperature, _, _, _, uniforms = limits.on(logits.device)
+    # In place: new memory for all rows takes longer than the arithmetic.
+    weights = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(temperature).exp_()
+    cumulative = weights.cumsum_(-1)
+    mass = cumulative[:, -1:].contiguous()
+    token = torch.searchsorted(cumulative, uniforms * mass, right=True)
+    # A product that is rounded up to the whole mass draws the last token that has some.
+    return torch.minimum(token, torch.searchsorted(cumulative, mass))[:, 0]
+
+
+def _draw_filtered(logits: torch.Tensor, limits: Limits, num_ranked: int | None = None) -> torch.Tensor:
+    """Invert each row's cumulative distribution, in float64, over the tokens that are kept, in order of
+    descending probability.
+
+    Only the `num_ranked` (default: _NUM_LIKELY) most likely tokens are ranked, as sorting a vocabulary takes
+    longer than a step of decoding on a GPU. The others are one rank behind them; rows for which this does not
+    suffice are drawn among all.
     """
     vocab_size = logits.shape[-1]
-    num_ranked = min(num_ranked, vocab_size)
+    num_ranked = min(num_ranked or _NUM_LIKELY, vocab_size)
+    temperature, top_k, top_p, min_p, uniforms = limits.on(logits.device)
     values, tokens = _rank(logits, num_ranked)
-    weights = values.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_()
+    weights = values.double().sub_(values[:, :1]).div_(temperature).exp_()
     cumulative = weights.cumsum(-1)
-    if num_ranked < vocab_size:
-        everything = logits.double().sub_(values[:, :1]).div_(temperature[:, None]).exp_().sum(-1)
-        cumulative = torch.cat((cumulative, torch.maximum(everything, cumulative[:, -1])[:, None]), dim=-1)
+    # Whether top-k keeps ranked tokens only: then no mass of the others matters.
+    is_complete = num_ranked == vocab_size or bool(((limits.top_k > 0) & (limits.top_k <= num_ranked)).all())
+    if not is_complete:
+        everything = logits.double().sub_(values[:, :1]).div_(temperature).exp_().sum(-1, keepdim=True)
+        cumulative = torch.cat((cumulative, torch.maximum(everything, cumulative[:, -1:])), dim=-1)
     num_ranks = cumulative.shape[-1]
-    num_by_k = torch.where(top_k > 0, top_k.clamp(max=num_ranks), num_ranks)
-    num_likely = (weights >= min_p[:, None]).sum(-1).clamp(min=1)
-    num_by_k = torch.where(num_likely < num_ranked, torch.minimum(num_by_k, num_likely), num_by_k)
-    mass_by_k = cumulative.gather(-1, num_by_k[:, None] - 1)
-    num_by_p = torch.searchsorted(cumulative, top_p[:, None] * mass_by_k) + 1
-    num_kept = torch.minimum(num_by_k[:, None], num_by_p)
-    kept_mass = cumulative.gather(-1, num_kept - 1)
-    rank = torch.searchsorted(cumulative, uniforms[:, None] * kept_mass, right=True)
-    rank = torch.minimum(rank, num_kept - 1)[:, 0]
-    drawn = tokens.gather(-1, rank.clamp(max=num_ranked - 1)[:, None])[:, 0]
-    if num_ranked == vocab_size:
+    num_by_k = torch.where(top_k > 0, top_k.clamp(max=num_ranks), num_ranks).long()
+    if (limits.min_p > 0).any():
+        num_likely = (weights >= min_p).sum(-1, keepdim=True).clamp(min=1)
+        num_by_k = torch.where(num_likely < num_ranked, torch.minimum(num_by_k, num_likely), num_by_k)
+    num_by_p = torch.searchsorted(cumulative, top_p * cumulative.gather(-1, num_by_k - 1)) + 1
+    num_kept = torch.minimum(num_by_k, num_by_p)
+    rank = torch.searchsorted(cumulative, uniforms * cumulative.gather(-1, num_kept - 1), right=True)
+    rank = torch.minimum(rank, num_kept - 1)
+    drawn = tokens.gather(-1, rank.clamp(max=num_ranked - 1))[:, 0]
+    if is_complete:
         return drawn
     is_cut_behind = (num_by_k == num_ranks) & ((top_k > 0) | (min_p > 0))
-    is_cut_behind |= (num_kept[:, 0] == num_ranks) & (top_p < 1)
-    behind = (is_cut_behind | (rank == num_ranked)).nonzero()[:, 0]
+    is_cut_behind |= (num_kept == num_ranks) & (top_p < 1)
+    behind = (is_cut_behind | (rank == num_ranked))[:, 0].nonzero()[:, 0]
     if len(behind):
-        limits = (temperature, top_k, top_p, min_p, uniforms)
-        drawn[behind] = _draw(logits[behind], *(limit[behind] for limit in limits), num_ranked=vocab_size)
+        drawn[behind] = _draw_filtered(logits[behind], limits.of(behind.cpu().numpy()), vocab_size)
     return drawn
 
 

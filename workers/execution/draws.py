@@ -11,7 +11,7 @@ import torch
 
 from mooncake.messages.requests import Request, SamplingParams, TokenLogprobs
 from workers.engine.logit_changes import LogitChanges, LogitRules, OutputGrammar
-from workers.engine.sampling import logprobs, sample, uniform
+from workers.engine.sampling import Limits, logprobs, sample, uniform
 
 
 class Drawn(NamedTuple):
@@ -68,7 +68,7 @@ def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRul
 
 
 class Draws:
-    """The draws of one pass. The limits of `sample`, `[S]` each, are on the CPU.
+    """The draws of one pass.
 
     `chunks` are those of the pass behind which a row each is drawn, in order; None: behind all.
     """
@@ -79,12 +79,12 @@ class Draws:
         uniforms = [
             uniform(row.sampling.seed, row.position) if row.sampling.temperature > 0 else 0.0 for row in rows
         ]
-        self._limits = (
-            torch.tensor([params.temperature for params in sampling]),
-            torch.tensor([params.top_k for params in sampling]),
-            torch.tensor([params.top_p for params in sampling]),
-            torch.tensor([params.min_p for params in sampling]),
-            torch.tensor(uniforms, dtype=torch.float64),
+        self._limits = Limits(
+            np.array([params.temperature for params in sampling]),
+            np.array([params.top_k for params in sampling]),
+            np.array([params.top_p for params in sampling]),
+            np.array([params.min_p for params in sampling]),
+            np.array(uniforms),
         )
         self._changes = LogitChanges()
         for index, row in enumerate(rows):
@@ -111,11 +111,11 @@ class Draws:
             return Drawn([], {})
         if not self._num_logprobs:
             self._changes.apply(logits)
-            return Drawn(sample(logits, *self._limits).tolist(), {})
+            return Drawn(sample(logits, self._limits).tolist(), {})
         rows = torch.tensor(list(self._num_logprobs), device=logits.device)
         as_they_came = logits[rows]
         self._changes.apply(logits)
-        tokens = sample(logits, *self._limits)
+        tokens = sample(logits, self._limits)
         return Drawn(tokens.tolist(), self._report(as_they_came, tokens[rows]))
 
     def _report(self, logits: torch.Tensor, tokens: torch.Tensor) -> dict[int, TokenLogprobs]:

@@ -1,11 +1,12 @@
 """Drawing tokens: filters, independence of the batch, and the distribution itself."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests.triton_device import DEVICE
 from workers.engine import sampling
-from workers.engine.sampling import logprobs, sample, uniform
+from workers.engine.sampling import Limits, logprobs, sample, uniform
 
 VOCAB_SIZE = 3000
 
@@ -26,9 +27,9 @@ def draw(
 ) -> list[int]:
     """Each row with its own draw."""
     num_rows = len(logits)
-    uniforms = torch.tensor([uniform(seed, row) for row in range(num_rows)], dtype=torch.float64)
-    limits = [torch.full((num_rows,), value) for value in (temperature, top_k, top_p, min_p)]
-    return [int(token) for token in sample(logits, *limits, uniforms)]
+    limits = [np.full(num_rows, value) for value in (temperature, top_k, top_p, min_p)]
+    uniforms = np.array([uniform(seed, row) for row in range(num_rows)])
+    return sample(logits, Limits(*limits, uniforms)).tolist()
 
 
 def test_uniform_depends_on_seed_and_position_only_and_fills_the_interval() -> None:
@@ -62,17 +63,17 @@ def test_equal_logits_rank_by_token_id() -> None:
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
     logits = random_logits(12)
-    temperature = torch.tensor([0.0, 0.7, 1.0, 1.5] * 3)
-    top_k = torch.tensor([0, 0, 50, 700, 3, 0, 0, 2, 0, 290, 0, 0])
-    top_p = torch.tensor([1.0, 0.9, 1.0, 0.95, 0.5, 1.0, 0.3, 1.0, 1.0, 0.99, 0.999, 0.8])
-    uniforms = torch.tensor([uniform(9, row) for row in range(12)], dtype=torch.float64)
-    min_p = torch.tensor([0.0, 0.0, 0.1, 0.0, 0.3, 0.0, 0.0, 0.02, 0.0, 0.0, 0.5, 0.0])
-    limits = (temperature, top_k, top_p, min_p, uniforms)
-    together = sample(logits, *limits)
+    limits = Limits(
+        np.array([0.0, 0.7, 1.0, 1.5] * 3),
+        np.array([0, 0, 50, 700, 3, 0, 0, 2, 0, 290, 0, 0]),
+        np.array([1.0, 0.9, 1.0, 0.95, 0.5, 1.0, 0.3, 1.0, 1.0, 0.99, 0.999, 1.0]),
+        np.array([0.0, 0.0, 0.1, 0.0, 0.3, 0.0, 0.0, 0.02, 0.0, 0.0, 0.5, 0.0]),
+        np.array([uniform(9, row) for row in range(12)]),
+    )
+    together = sample(logits, limits)
     for row in range(12):
-        only = slice(row, row + 1)
-        alone = sample(logits[only], *(values[only] for values in limits))
-        assert alone.item() == together[row].item()
+        only = np.array([row])
+        assert sample(logits[only], limits.of(only)).item() == together[row].item()
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,11 @@ def test_draws_are_the_same_however_many_tokens_are_ranked(
 def test_never_draws_a_forbidden_token() -> None:
     logits = torch.full((300, 50), float("-inf"))
     logits[:, 10], logits[:, 40] = -2.0, 1.0
-    almost_one = torch.full((300,), 1 - 2.0**-53, dtype=torch.float64)
-    ones, zeros = torch.ones(300), torch.zeros(300, dtype=torch.int64)
     assert set(draw(logits)) == {10, 40}
-    assert set(sample(logits, ones, zeros, ones, torch.zeros(300), almost_one).tolist()) == {10}
+    almost_one = np.full(300, 1 - 2.0**-53)
+    for top_k in (0, 20):
+        limits = Limits(*(np.full(300, value) for value in (1.0, top_k, 1.0, 0.0)), almost_one)
+        assert set(sample(logits, limits).tolist()) == {10 if top_k else 40}
 
 
 def test_min_p_1_keeps_the_likeliest_and_its_equals() -> None:
