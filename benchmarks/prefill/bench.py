@@ -34,7 +34,7 @@ from workers.execution.executor import Executor
 from workers.execution.jobs import Jobs
 from workers.execution.loading import TORCH_DTYPES
 from workers.execution.model_spec import model_spec
-from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, copies_for
+from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, StagedLayer, copies_for
 from workers.kvcache.layerwise import LayerTransfers, PassPart
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
@@ -88,12 +88,15 @@ class Throttled:
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         return self._copies.load(layer, blocks, free)
 
-    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+    def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer | None:
+        return self._copies.stage(layer, blocks, computed)
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
         # From when the last one was due, if that is near: a sleep that was too long is made up for.
         now_s = time.perf_counter()
         start_s = self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
         self._due_s = start_s + len(blocks) * self._seconds_per_copy
-        checksums = self._copies.store(layer, blocks, computed)
+        checksums = self._copies.store(layer, blocks, staged)
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
         return checksums
 

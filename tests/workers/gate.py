@@ -11,7 +11,7 @@ from workers.engine.batch import Batch
 from workers.engine.kvcache import DeviceKVCache
 from workers.execution.draws import Drawn, Draws
 from workers.execution.executor import Executor
-from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, copies_for
+from workers.kvcache.copies import BlockCopy, LayerCopies, LoadedLayer, Mark, StagedLayer, copies_for
 
 
 class Gate:
@@ -31,10 +31,13 @@ class Gate:
                 gate._pass(layer == gate._load)
                 return real.load(layer, blocks, free)
 
-            def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+            def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer | None:
+                return real.stage(layer, blocks, computed)
+
+            def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
                 gate._pass(layer == gate._store)
                 gate.stored_layers.append(layer)
-                return real.store(layer, blocks, computed)
+                return real.store(layer, blocks, staged)
 
             def mark(self) -> Mark:
                 gate.num_marks += 1

@@ -42,6 +42,17 @@ Mark = torch.cuda.Event | None
 """A point in the work of a CUDA stream; None on the CPU, where calls return when their work is done."""
 
 
+class StagedLayer(NamedTuple):
+    """A layer of blocks on its way from a GPU to pinned memory, which has it once `copied` has passed.
+
+    `places` are the addresses of the blocks in `staged`.
+    """
+
+    staged: torch.Tensor
+    places: Addresses
+    copied: torch.cuda.Event
+
+
 class LoadedLayer(NamedTuple):
     """The result of a load: the layer is on the device when `mark` has passed; `damaged` pool pages have
     wrong bytes."""
@@ -52,13 +63,17 @@ class LoadedLayer(NamedTuple):
 
 class LayerCopies(Protocol):
     """Loads and stores of layers. One thread calls `load`, another one `store`; the device thread calls
-    `mark` and `wait`."""
+    `mark` and `wait`. `stage` is the part of a store that does not block."""
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         """Copy one layer from the pool to device pages, which are unused once `free` has passed."""
 
-    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
-        """Copy one layer to the pool once `computed` has passed. Return the xxh3-64 of each block's layer."""
+    def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer | None:
+        """Begin to store one layer once `computed` has passed: a GPU copies it to host memory meanwhile."""
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
+        """Copy one layer, which has been computed and staged, to the pool. Return the xxh3-64 of each block's
+        layer."""
 
     def mark(self) -> Mark:
         """Return a mark behind all work that the device has been given."""
@@ -114,7 +129,10 @@ class HostCopies:
             self._kv.scatter(layer, torch.from_numpy(pages), whole)
         return LoadedLayer(None, self._pool.damaged(layer, blocks, digests))
 
-    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+    def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> None:
+        pass
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
         pages, targets = _device_pages(blocks), self._pool.addresses(layer, blocks)
         if self._kv.moved is None:
             sources = self._device_addresses(layer, pages)
@@ -188,7 +206,7 @@ class CudaCopies:
             mark = self._load_stream.record_event()
         return LoadedLayer(mark, self._pool.damaged(layer, blocks, digests))
 
-    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+    def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer:
         assert computed is not None
         with torch.cuda.stream(self._store_stream):
             staged, places = self._staging(len(blocks))
@@ -196,10 +214,13 @@ class CudaCopies:
             self._store_stream.wait_event(computed)
             index = pages.to(self._kv.device, non_blocking=True)
             staged.copy_(gather_pages(self._kv.layer(layer), index), non_blocking=True)
-            copied = self._store_stream.record_event()
-        copied.synchronize()  # this thread only
-        digests = self._copiers.copy(places, self._pool.addresses(layer, blocks), self._pool.layer_bytes)
-        checksums: list[int] = digests.tolist()
+            return StagedLayer(staged, places, self._store_stream.record_event())
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
+        assert staged is not None
+        staged.copied.synchronize()  # this thread only
+        targets = self._pool.addresses(layer, blocks)
+        checksums: list[int] = self._copiers.copy(staged.places, targets, self._pool.layer_bytes).tolist()
         return checksums
 
     def mark(self) -> Mark:

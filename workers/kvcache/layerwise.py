@@ -8,6 +8,7 @@ Owns: the threads of loads and stores, the state that a pass shares with them. D
 messages.
 """
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -17,10 +18,12 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from workers.engine.batch import Chunk
-from workers.kvcache.copies import LayerCopies, Mark
+from workers.kvcache.copies import LayerCopies, Mark, StagedLayer
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_MOST_STAGED = 16
+"""Parts of layers in pinned memory that wait to be stored. With more, the computation waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +93,7 @@ class LayerTransfers:
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
         """For each memory of the window, its latest store. Earlier stores end before it."""
+        self._staged = threading.Semaphore(_MOST_STAGED)
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
@@ -120,7 +124,10 @@ class LayerTransfers:
             if blocks and not part.is_dropped:
                 for block in blocks:
                     block.next_layer = layer + 1
-                storing = self._storing.submit(self._store, layer, part, blocks, computed)
+                staged = self._copies.stage(layer, blocks, computed)
+                if staged is not None:
+                    self._staged.acquire()
+                storing = self._storing.submit(self._store, layer, part, blocks, staged)
                 part.storing.append(storing)
                 if self._window is not None:
                     self._last_stores[layer % self._window] = storing
@@ -147,8 +154,14 @@ class LayerTransfers:
                 part.is_dropped = True
         return marks
 
-    def _store(self, layer: int, part: PassPart, blocks: Sequence[PromptBlock], computed: Mark) -> None:
-        checksums = self._copies.store(layer, blocks, computed)
+    def _store(
+        self, layer: int, part: PassPart, blocks: Sequence[PromptBlock], staged: StagedLayer | None
+    ) -> None:
+        try:
+            checksums = self._copies.store(layer, blocks, staged)
+        finally:
+            if staged is not None:
+                self._staged.release()
         if self._window is not None:
             for block, checksum in zip(blocks, checksums, strict=True):
                 block.keep_checksum(layer, checksum)

@@ -29,7 +29,7 @@ from tests.workers.prefill_lab import (
 from tests.workers.references import prompt_of
 from workers.engine.kvcache import DeviceKVCache
 from workers.kvcache import prefix_fetch
-from workers.kvcache.copies import BlockCopy, LayerCopies, Mark, copies_for
+from workers.kvcache.copies import BlockCopy, LayerCopies, StagedLayer, copies_for
 from workers.kvcache.prefix_fetch import SILENCE_S
 
 pytestmark = pytest.mark.cluster
@@ -269,11 +269,11 @@ class FailingStore:
         copies = copies_for(kv, segment)
         store = copies.store
 
-        def store_or_fail(layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+        def store_or_fail(layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
             if layer == self._layer:
                 self._layer = None
                 raise PoolError(self.REASON)
-            return store(layer, blocks, computed)
+            return store(layer, blocks, staged)
 
         copies.store = store_or_fail  # type: ignore[method-assign]
         return copies

@@ -24,7 +24,7 @@ from tests.workers.prefill_lab import BLOCK_SIZE, Setting, StartLab, prefill_lab
 from tests.workers.references import prompt_of
 from workers.engine.batch import Chunk
 from workers.execution.loading import layer_window
-from workers.kvcache.copies import BlockCopy, LoadedLayer, Mark
+from workers.kvcache.copies import BlockCopy, LoadedLayer, Mark, StagedLayer
 from workers.kvcache.layerwise import LayerTransfers, PassPart, PromptBlock
 
 NUM_LAYERS, WINDOW = 4, 2
@@ -120,7 +120,10 @@ class HeldStores:
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
         return LoadedLayer(None, [])
 
-    def store(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> list[int]:
+    def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> None:
+        pass
+
+    def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
         if blocks[0].device_page == self._held_page:
             assert self.released.wait(DEADLINE_S)
         return [0] * len(blocks)

@@ -85,10 +85,14 @@ class BlockTransfers:
 
         def work(is_given_up: threading.Event) -> list[list[int]]:
             by_layer = []
+            staged = self._copies.stage(self._kv.layers.start, blocks, self._quiet)
             for layer in self._kv.layers:
                 if is_given_up.is_set():
                     break
-                by_layer.append(self._copies.store(layer, blocks, self._quiet))
+                this, staged = staged, None
+                if layer + 1 in self._kv.layers:  # one ahead, as in `load`
+                    staged = self._copies.stage(layer + 1, blocks, self._quiet)
+                by_layer.append(self._copies.store(layer, blocks, this))
             return [list(checksums) for checksums in zip(*by_layer, strict=True)]
 
         return await self._on(self._storing, work) if blocks else []

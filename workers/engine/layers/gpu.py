@@ -83,10 +83,18 @@ class TritonLayers:
         rotate_and_write(qkv, kv_layer, inputs.slots, norms)
         queries = qkv[:, : spec.num_heads]
         attended = torch.empty(queries.shape, dtype=qkv.dtype, device=qkv.device)
-        decode_attention(
-            queries, kv_layer, inputs.decode, self._scale, inputs.num_splits, attended, sliding_window=window
-        )
-        prefill_attention(queries, kv_layer, inputs.prefill, self._scale, attended, sliding_window=window)
+        if len(inputs.decode):
+            decode_attention(
+                queries,
+                kv_layer,
+                inputs.decode,
+                self._scale,
+                inputs.num_splits,
+                attended,
+                sliding_window=window,
+            )
+        if len(inputs.prefill):
+            prefill_attention(queries, kv_layer, inputs.prefill, self._scale, attended, sliding_window=window)
         residual = linear(attended.flatten(1), weights.o, weights.o_bias)
 
         normed = add_rms_norm(hidden, residual, weights.post_norm, spec.rms_norm_eps)
