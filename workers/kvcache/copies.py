@@ -52,6 +52,10 @@ class StagedLayer(NamedTuple):
     places: Addresses
     copied: torch.cuda.Event
 
+    def part(self, begin: int, end: int) -> "StagedLayer":
+        """Return the blocks [begin, end)."""
+        return self._replace(places=self.places[begin:end])
+
 
 class LoadedLayer(NamedTuple):
     """The result of a load: the layer is on the device when `mark` has passed; `damaged` pool pages have
@@ -191,6 +195,8 @@ class CudaCopies:
         self._pool = _PoolPages(segment)
         self._load_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
+        self._staged_pages = (np.empty(0, np.int64), torch.empty(0))
+        """Pages that were staged last, on host and device: a pass stages the same of all layers."""
         self._copiers = Copiers(max(1, min(_MOST_COPIERS, len(os.sched_getaffinity(0)) // 4)))
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
@@ -210,9 +216,12 @@ class CudaCopies:
         assert computed is not None
         with torch.cuda.stream(self._store_stream):
             staged, places = self._staging(len(blocks))
-            pages = torch.from_numpy(_device_pages(blocks)).pin_memory()
+            pages = _device_pages(blocks)
+            latest, index = self._staged_pages
+            if not np.array_equal(pages, latest):
+                index = torch.from_numpy(pages).pin_memory().to(self._kv.device, non_blocking=True)
+                self._staged_pages = (pages, index)
             self._store_stream.wait_event(computed)
-            index = pages.to(self._kv.device, non_blocking=True)
             staged.copy_(gather_pages(self._kv.layer(layer), index), non_blocking=True)
             return StagedLayer(staged, places, self._store_stream.record_event())
 

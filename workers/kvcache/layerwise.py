@@ -118,19 +118,33 @@ class LayerTransfers:
 
     def launch_store(self, layer: int, parts: Sequence[PassPart]) -> None:
         """Begin to store `layer`, which has been computed; on the device thread."""
-        computed = self._copies.mark() if any(part.stores for part in parts) else None
-        for part in parts:
-            blocks = [block for block in part.stores if block.next_layer == layer]
-            if blocks and not part.is_dropped:
+        storing = [
+            (part, [block for block in part.stores if block.next_layer == layer])
+            for part in parts
+            if part.stores and not part.is_dropped
+        ]
+        every = [block for _, blocks in storing for block in blocks]
+        if not every:
+            return
+        staged = self._copies.stage(layer, every, self._copies.mark())
+        begin = 0
+        for part, blocks in storing:
+            if blocks:
                 for block in blocks:
                     block.next_layer = layer + 1
-                staged = self._copies.stage(layer, blocks, computed)
-                if staged is not None:
-                    self._staged.acquire()
-                storing = self._storing.submit(self._store, layer, part, blocks, staged)
-                part.storing.append(storing)
-                if self._window is not None:
-                    self._last_stores[layer % self._window] = storing
+                of_part = None if staged is None else staged.part(begin, begin + len(blocks))
+                begin += len(blocks)
+                self._submit_store(layer, part, blocks, of_part)
+
+    def _submit_store(
+        self, layer: int, part: PassPart, blocks: Sequence[PromptBlock], staged: StagedLayer | None
+    ) -> None:
+        if staged is not None:
+            self._staged.acquire()
+        storing = self._storing.submit(self._store, layer, part, blocks, staged)
+        part.storing.append(storing)
+        if self._window is not None:
+            self._last_stores[layer % self._window] = storing
 
     def close(self) -> None:
         """End the threads after the last pass. Waits for all launched loads and stores."""
