@@ -3,16 +3,18 @@
     python -m benchmarks.gpu [--only STAGE ...] [--limit-s 600] [--out build/gpu.json] [--again]
 
 - check: every kernel against its torch reference in float32, float16 and bfloat16; tiny models against torch.
+- tests: those of the kernels and of the engine, on this GPU.
 - kernels: GB/s and TFLOP/s at the shapes of Llama-3-8B, beside a copy and a product of matrices of this run.
 - steps: decode steps and prefill passes of a Llama-3-8B with random weights.
 - server: three whole servers, whether they are exact and stay so while they change (`server.py`).
 - serving: that model, with one prefill and one decode instance on the one GPU, through HTTP.
+- gpudirect: what the machine allows of GPUDirect RDMA.
 
 Each is a process of its own, and the next runs whatever becomes of it. What has passed on this device with
 this code does not run again, so a run that was cut off goes on. The file has all results; the tables are
-printed at the end, progress goes to stderr. The first three stages need torch, numpy and triton only. Without
-a GPU it says so and exits with 0. Exits with 1 if a result is wrong, a bar is missed or a stage does not come
-to its end.
+printed at the end, progress goes to stderr. The stages check, kernels and steps need torch, numpy and triton
+only. Without a GPU it says so and exits with 0. Exits with 1 if a result is wrong, a bar is missed or a stage
+does not come to its end.
 
 Owns: the stages, the facts of a run. Does not know: what is measured how, how stages run.
 """
@@ -31,10 +33,12 @@ from kernels.cuda import why_unavailable
 
 STAGES = {
     "check": "benchmarks.gpu.checks",
+    "tests": "benchmarks.gpu.tests",
     "kernels": "benchmarks.gpu.layers",
     "steps": "benchmarks.gpu.steps",
     "server": "benchmarks.gpu.server",
     "serving": "benchmarks.gpu.serving",
+    "gpudirect": "benchmarks.gpu.gpudirect",
 }
 _CODE = ("mooncake", "conductor", "workers", "messenger", "kvstore", "kernels", "benchmarks")
 _CODE_SUFFIXES = {".py", ".cpp", ".h"}
