@@ -23,8 +23,8 @@ from kernels.cuda.spans import Spans
 
 LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_SPLITS = 64
-_PROGRAMS_PER_SM = 16
-"""Programs of one processor: many enough to balance the load, few enough for small partial results."""
+_PROGRAMS_PER_SM = 8
+"""Most programs of one processor: many enough to balance the load, few enough for small partial results."""
 
 
 class DecodeTile(NamedTuple):
@@ -44,8 +44,8 @@ def default_tile(dtype: torch.dtype, head_dim: int) -> DecodeTile:
 
 def pick_num_splits(num_queries: int, num_kv_heads: int, num_sms: int) -> int:
     """Return the number of splits of each sequence that keeps `num_sms` processors busy, a power of two."""
-    wanted = -(-_PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads))
-    return min(_MAX_SPLITS, int(triton.next_power_of_2(wanted)))
+    most = _PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads)
+    return min(_MAX_SPLITS, 1 << max(0, most.bit_length() - 1))
 
 
 def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:

@@ -28,6 +28,7 @@ from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
+from kernels.cuda.skinny_linear import Norm, skinny_linear
 from kernels.cuda.spans import Spans
 from kernels.head_norms import HeadNorms
 
@@ -123,6 +124,12 @@ def others(dtype: torch.dtype) -> None:
     rms_norm(hidden, wide, 1e-5)
     add_rms_norm(hidden, hidden.clone(), wide, 1e-5)
     silu_mul(hidden)
+    if dtype is not torch.float32:
+        for num_rows, num_columns in ((1, 4096), (2, 4096), (2, 6144)):
+            rows, matrix = hidden.repeat(num_rows, 1), torch.zeros(2 * num_columns, 4096, dtype=dtype)
+            residual = torch.zeros(num_rows, 2 * num_columns, dtype=dtype)
+            skinny_linear(rows, matrix, matrix[:, 0].contiguous(), residual, norm=Norm(wide, 1e-5))
+            skinny_linear(rows, matrix, norm=Norm(wide, 1e-5), is_gated=True)
     page_copy.scatter_pages(kv_layer, pages, page_copy.gather_pages(kv_layer, pages))
     for encoding in kv_quantise.Encoding:
         numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)

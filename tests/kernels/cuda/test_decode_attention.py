@@ -123,6 +123,7 @@ def test_refuses_what_does_not_fit_together() -> None:
 
 
 def test_splits_fill_the_device_whatever_the_batch() -> None:
-    assert pick_num_splits(num_queries=64, num_kv_heads=8, num_sms=132) == 8
+    assert pick_num_splits(num_queries=64, num_kv_heads=8, num_sms=132) == 2
+    assert pick_num_splits(num_queries=10, num_kv_heads=8, num_sms=132) == 8
     assert pick_num_splits(num_queries=1, num_kv_heads=8, num_sms=132) == 64
     assert pick_num_splits(num_queries=1000, num_kv_heads=8, num_sms=132) == 1

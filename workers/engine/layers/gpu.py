@@ -18,6 +18,8 @@ from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
+from kernels.cuda.skinny_linear import DTYPES as SKINNY_DTYPES
+from kernels.cuda.skinny_linear import MAX_ROWS, Norm, skinny_linear
 from kernels.cuda.spans import Spans, plan_spans
 from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch
@@ -78,8 +80,14 @@ class TritonLayers:
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = HeadNorms(weights.q_norm, weights.k_norm, spec.rms_norm_eps)
 
-        normed = rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
-        qkv = linear(normed, weights.qkv, weights.qkv_bias).view(num_tokens, -1, spec.head_dim)
+        is_skinny = self._is_skinny(hidden)
+        if is_skinny:
+            norm = Norm(weights.input_norm, spec.rms_norm_eps)
+            qkv = skinny_linear(hidden, weights.qkv, weights.qkv_bias, norm=norm)
+        else:
+            normed = rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
+            qkv = linear(normed, weights.qkv, weights.qkv_bias)
+        qkv = qkv.view(num_tokens, -1, spec.head_dim)
         rotate_and_write(qkv, kv_layer, inputs.slots, norms)
         queries = qkv[:, : spec.num_heads]
         attended = torch.empty(queries.shape, dtype=qkv.dtype, device=qkv.device)
@@ -95,18 +103,29 @@ class TritonLayers:
             )
         if len(inputs.prefill):
             prefill_attention(queries, kv_layer, inputs.prefill, self._scale, attended, sliding_window=window)
+        if is_skinny:
+            residual = skinny_linear(attended.flatten(1), weights.o, weights.o_bias, hidden)
+            norm = Norm(weights.post_norm, spec.rms_norm_eps)
+            gated = skinny_linear(residual, weights.gate_up, weights.gate_up_bias, norm=norm, is_gated=True)
+            return skinny_linear(gated, weights.down, weights.down_bias, residual)
         residual = linear(attended.flatten(1), weights.o, weights.o_bias)
-
         normed = add_rms_norm(hidden, residual, weights.post_norm, spec.rms_norm_eps)
         gated = silu_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
         if weights.down_bias is not None:
             residual += weights.down_bias
         return residual.addmm_(gated, weights.down.t())
 
+    def _is_skinny(self, rows: torch.Tensor) -> bool:
+        """Return whether products of these rows take as long as the reading of their weights."""
+        return len(rows) <= MAX_ROWS and rows.dtype in SKINNY_DTYPES
+
     def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return logits in the model's dtype."""
         assert self._weights.final_norm is not None, "these layers do not end with the head"
         assert self._weights.lm_head is not None
+        if self._is_skinny(hidden_rows):
+            norm = Norm(self._weights.final_norm, self._spec.rms_norm_eps)
+            return skinny_linear(hidden_rows, self._weights.lm_head, norm=norm)
         normed = rms_norm(hidden_rows, self._weights.final_norm, self._spec.rms_norm_eps)
         return linear(normed, self._weights.lm_head)
 
