@@ -75,6 +75,7 @@ def _decode(ceilings: Ceilings, kv_layer: torch.Tensor) -> None:
         query = _random(batch_size, _H, _D)
         out = torch.empty_like(query)
         num_splits = decode.pick_num_splits(batch_size, _KVH, num_sms)
+        spans.table[:, 4] = decode.pick_part_keys(np.full(batch_size, CONTEXT_LEN), _KVH, num_sms)
 
         def attend() -> None:
             decode.decode_attention(query, kv_layer, spans, _SCALE, num_splits, out)  # noqa: B023

@@ -2,8 +2,9 @@
 
 The keys of one sequence and KV head are divided among several programs, each of which attends to its part
 with all query heads of the group; a second kernel merges the parts by their log-sum-exp. Where there is one
-program for all keys, it writes the result itself. The grid depends on the number of queries only, so a
-captured graph serves every context length.
+part, its program writes the result itself. The grid depends on the number of queries only, so a captured
+graph serves every context length: each sequence has as many parts as its span says, and programs of further
+parts end at once.
 
 Reference: `kernels.cuda.spans.attention_reference`. Bytes moved: `bytes_moved`; the arithmetic, 4 FLOP for
 every query head and element of K, is small beside it.
@@ -13,6 +14,7 @@ Owns: the kernels, their launch. Does not know: layers, requests.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,14 @@ from kernels.cuda.spans import Spans
 
 LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_SPLITS = 64
-_PROGRAMS_PER_SM = 8
-"""Most programs of one processor: many enough to balance the load, few enough for small partial results."""
+_MAX_PROGRAMS_PER_SM = 16
+"""Most programs of one processor in the grid, those that have no part included."""
+_PROGRAMS_PER_SM = 4
+"""Programs of one processor that keep the memory busy; it can run all of them at once."""
+_MOST_IMBALANCE = 1.5
+"""Longest part, in relation to what each of these programs would have if they all had as much."""
+_PART_MULTIPLE = 64
+"""Every tile's number of keys divides a part."""
 
 
 class DecodeTile(NamedTuple):
@@ -43,14 +51,40 @@ def default_tile(dtype: torch.dtype, head_dim: int) -> DecodeTile:
 
 
 def pick_num_splits(num_queries: int, num_kv_heads: int, num_sms: int) -> int:
-    """Return the number of splits of each sequence that keeps `num_sms` processors busy, a power of two."""
-    most = _PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads)
+    """Return the most parts of a sequence that the grid has room for, a power of two."""
+    most = _MAX_PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads)
     return min(_MAX_SPLITS, 1 << max(0, most.bit_length() - 1))
+
+
+def pick_part_keys(num_keys: np.ndarray, num_kv_heads: int, num_sms: int) -> int:
+    """Return the number of keys of a part, for decoded sequences that see so many keys each, int64 [S].
+
+    Parts are as long as they can be without one being what all others wait for: each costs a partial result.
+    """
+    balanced = num_keys.sum() * num_kv_heads / (_PROGRAMS_PER_SM * num_sms)
+    longest = int(num_keys.max())
+    num_parts = -(-longest // max(_PART_MULTIPLE, int(_MOST_IMBALANCE * balanced)))
+    return -(-longest // (num_parts * _PART_MULTIPLE)) * _PART_MULTIPLE
 
 
 def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, item_bytes: int) -> int:
     """Return the bytes moved: K, V and queries are read once, results written once; parts are left out."""
     return (2 * sum(kv_lens) * num_kv_heads + 2 * len(kv_lens) * num_heads) * head_dim * item_bytes
+
+
+@triton.jit
+def _parts(span, window, num_splits, BLOCK_KEYS: tl.constexpr):
+    """Return what a span says: its row, the keys that are seen, [first, end), where its page table begins,
+    the keys of a part and the number of parts: at least one, at most `num_splits`.
+
+    Parts begin at the block of keys in which the first one lies that is seen.
+    """
+    end = (tl.load(span + 1) * (tl.load(span + 2) + 1)).to(tl.int32)
+    first = tl.maximum(0, end - window)
+    num_blocks = tl.cdiv(end, BLOCK_KEYS) - first // BLOCK_KEYS
+    part_keys = tl.maximum(tl.cdiv(num_blocks, num_splits) * BLOCK_KEYS, tl.load(span + 4).to(tl.int32))
+    num_parts = tl.maximum(1, tl.cdiv(num_blocks * BLOCK_KEYS, tl.maximum(BLOCK_KEYS, part_keys)))
+    return tl.load(span), first, end, tl.load(span + 3), part_keys, num_parts
 
 
 # Not specialised: a number of splits that has not been met before would compile it anew, while serving.
@@ -63,19 +97,17 @@ def _attend_part(
 ):  # fmt: skip
     """One sequence, KV head and part of the keys. `scale` includes LOG2_E; `part_lse` is a power of two's.
 
-    The result goes to `parts` and `part_lse` (IS_SPLIT) or, of all keys, to `out` and `lse`.
+    The result goes to `parts` and `part_lse` or, if there is one part, to `out` and `lse`.
     """
     span, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(spans + span * SPAN_FIELDS)
-    end = (tl.load(spans + span * SPAN_FIELDS + 1) * (tl.load(spans + span * SPAN_FIELDS + 2) + 1)).to(
-        tl.int32
+    row, first_seen, end, first_page, part_keys, num_parts = _parts(
+        spans + span * SPAN_FIELDS, window, num_splits, BLOCK_KEYS
     )
-    pages += tl.load(spans + span * SPAN_FIELDS + 3)  # where the sequence's pages begin
+    if split >= num_parts:
+        return
+    pages += first_page
     # This program's keys, [begin, stop): its part of those in the window, in whole blocks of keys.
-    first_seen = tl.maximum(0, end - window)
-    first = first_seen // BLOCK_KEYS * BLOCK_KEYS
-    part_keys = tl.cdiv(tl.cdiv(end - first, BLOCK_KEYS), num_splits) * BLOCK_KEYS
-    begin = first + split * part_keys
+    begin = first_seen // BLOCK_KEYS * BLOCK_KEYS + split * part_keys
     stop = tl.minimum(end, begin + part_keys)
 
     # The query heads of one KV head are the rows of the matrix products.
@@ -120,7 +152,7 @@ def _attend_part(
     log_mass = highest + tl.log2(divisor)
     result /= divisor[:, None]
     is_result = is_member[:, None] & is_dim[None, :]
-    if IS_SPLIT:
+    if IS_SPLIT and num_parts > 1:
         part = (span * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
         tl.store(part_lse + part, log_mass, mask=is_member)
         tl.store(parts + part[:, None] * HEAD_DIM + dim[None, :], result, mask=is_result)
@@ -134,27 +166,30 @@ def _attend_part(
 
 @triton.jit
 def _merge_parts(
-    parts, part_lse, spans, out, lse,
+    parts, part_lse, spans, out, lse, window,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPAN_FIELDS: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """One query and head: the mean of its parts' results, weighted by their denominators."""
     span, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(spans + span * SPAN_FIELDS)
+    row, _, _, _, _, num_parts = _parts(spans + span * SPAN_FIELDS, window, NUM_SPLITS, BLOCK_KEYS)
+    if num_parts == 1:
+        return
     split, dim = tl.arange(0, NUM_SPLITS), tl.arange(0, BLOCK_DIM)
-    is_dim = dim < HEAD_DIM
+    is_part, is_dim = split < num_parts, dim < HEAD_DIM
     part = (span * NUM_HEADS + head) * NUM_SPLITS + split
-    logs = tl.load(part_lse + part)
+    logs = tl.load(part_lse + part, mask=is_part, other=float("-inf"))
     highest = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
+    weights = tl.exp2(logs - highest)
     total = tl.sum(weights, 0)
-    results = tl.load(parts + part[:, None] * HEAD_DIM + dim[None, :], mask=is_dim[None, :], other=0.0)
-    result = tl.sum(results * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    results = tl.load(
+        parts + part[:, None] * HEAD_DIM + dim[None, :], mask=is_part[:, None] & is_dim[None, :], other=0.0
+    )
+    result = tl.sum(results * weights[:, None], 0) / total
     to = (row * NUM_HEADS + head) * HEAD_DIM + dim
     tl.store(out + to, result.to(out.dtype.element_ty), mask=is_dim)
     if HAS_LSE:
-        natural = (highest + tl.log2(tl.where(total > 0, total, 1.0))) * LN_2
-        tl.store(lse + row * NUM_HEADS + head, natural)
+        tl.store(lse + row * NUM_HEADS + head, (highest + tl.log2(total)) * LN_2)
 
 
 def decode_attention(
@@ -176,7 +211,8 @@ def decode_attention(
     `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, the new tokens in it.
     The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the scores. `lse`,
     float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator. `num_splits`: see
-    `pick_num_splits`. Raises ValueError; page numbers are not checked here, but by `plan_spans`.
+    `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`). Raises ValueError; page
+    numbers are not checked here, but by `plan_spans`.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     if num_splits < 1 or num_splits & (num_splits - 1):
@@ -205,7 +241,8 @@ def decode_attention(
     if is_split:
         launch(
             _merge_parts, (len(spans), num_heads),
-            parts, part_lse, spans.table, out, lse_out,
+            parts, part_lse, spans.table, out, lse_out, sliding_window or UNLIMITED_WINDOW,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_DIM=block_dim(head_dim), NUM_SPLITS=num_splits,
-            SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None, num_warps=4,
+            BLOCK_KEYS=tile.block_keys, SPAN_FIELDS=spans.table.shape[1], HAS_LSE=lse is not None,
+            num_warps=4,
         )  # fmt: skip

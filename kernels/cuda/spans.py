@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-SPAN_FIELDS = 4
-"""Fields of a span: row of its first query, number of tokens, first position, index of the first page."""
+SPAN_FIELDS = 5
+"""Fields of a span: row of its first query, number of tokens, first position, index of the first page, keys
+of one part of a decoded sequence (`decode_attention`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def plan_spans(
     Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
     its token t lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of
     `tile_tokens`, those with the most keys first, so that no long one begins when the others have ended.
-    Raises ValueError for what does not fit together.
+    The keys of a part are left at 0. Raises ValueError for what does not fit together.
     """
     if not len(query_lens) == len(kv_lens) == len(page_tables):
         raise ValueError(
@@ -73,9 +74,8 @@ def plan_spans(
     pages = np.concatenate([table[:n] for table, n in zip(page_tables, used, strict=True)])
     if pages.min() < 0 or pages.max() >= num_pages:
         raise ValueError(f"expected pages in [0, {num_pages}), got {pages.min()} to {pages.max()}")
-    chunks = np.stack(
-        [np.cumsum(lens[0]) - lens[0], lens[0], lens[1] - lens[0], np.cumsum(used) - used], axis=1
-    )
+    fields = [np.cumsum(lens[0]) - lens[0], lens[0], lens[1] - lens[0], np.cumsum(used) - used]
+    chunks = np.stack([*fields, np.zeros_like(used)], axis=1)
     is_single = lens[0] == 1
     tiles = [_cut(chunk, tile_tokens) for chunk in chunks[~is_single]]
     prefill = np.concatenate(tiles) if tiles else np.empty((0, SPAN_FIELDS), dtype=np.int64)
@@ -85,10 +85,11 @@ def plan_spans(
 
 def _cut(chunk: np.ndarray, tile_tokens: int) -> np.ndarray:
     """Return the spans of one chunk (a span itself)."""
-    row, num_tokens, position, first_page = chunk
+    row, num_tokens, position, first_page, part_keys = chunk
     begins = np.arange(0, num_tokens, tile_tokens)
     lens = np.minimum(tile_tokens, num_tokens - begins)
-    return np.stack([row + begins, lens, position + begins, np.full_like(begins, first_page)], axis=1)
+    same = (np.full_like(begins, field) for field in (first_page, part_keys))
+    return np.stack([row + begins, lens, position + begins, *same], axis=1)
 
 
 def attention_reference(
@@ -103,7 +104,7 @@ def attention_reference(
     _, num_kv_heads, _, page_size, _ = kv_layer.shape
     out = torch.zeros(query.shape, dtype=torch.float64, device=query.device)
     lse = torch.full(query.shape[:2], float("-inf"), dtype=torch.float64, device=query.device)
-    for row, num_tokens, position, first_page in spans.table.tolist():
+    for row, num_tokens, position, first_page, _ in spans.table.tolist():
         if num_tokens == 0:
             continue
         end = position + num_tokens

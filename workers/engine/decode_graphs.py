@@ -142,6 +142,7 @@ class _Graph:
         self._tokens[:, num:] = _PADDING
         spans = self._spans[:num]
         spans[:, 1], spans[:, 2], spans[:, 3] = 1, batch.host.positions, batch.first_pages
+        spans[:, 4] = self._layers.part_keys(batch.host.positions + 1)
         self._spans[num:, 1:] = 0
         self._pages[:num_pages] = batch.pages
         num_used = self._num_fixed + num_pages

@@ -29,7 +29,7 @@ from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
 from kernels.cuda.skinny_linear import Norm, skinny_linear
-from kernels.cuda.spans import Spans
+from kernels.cuda.spans import SPAN_FIELDS, Spans
 from kernels.head_norms import HeadNorms
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -102,7 +102,7 @@ def attention(dtype: torch.dtype, group: int, head_dim: int, page_size: int, win
     kv_layer = torch.zeros(2, NUM_KV_HEADS, 2, page_size, head_dim, dtype=dtype)
     query = torch.zeros(1, NUM_KV_HEADS * (group + 2), head_dim, dtype=dtype)[:, : NUM_KV_HEADS * group]
     out, lse = torch.zeros(query.shape, dtype=dtype), torch.zeros(query.shape[:2])
-    spans = Spans(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    spans = Spans(torch.zeros(1, SPAN_FIELDS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     for num_splits in (1, 8):
         decode_attention(query, kv_layer, spans, 0.1, num_splits, out, sliding_window=window)
     prefill_attention(query, kv_layer, spans, 0.1, out, sliding_window=window, lse=lse)

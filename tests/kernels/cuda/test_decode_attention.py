@@ -1,9 +1,15 @@
 """Attention of single queries against attention written out plainly."""
 
+import numpy as np
 import pytest
 import torch
 
-from kernels.cuda.decode_attention import DecodeTile, decode_attention, pick_num_splits
+from kernels.cuda.decode_attention import (
+    DecodeTile,
+    decode_attention,
+    pick_num_splits,
+    pick_part_keys,
+)
 from kernels.cuda.spans import Spans, attention_reference
 from tests.kernels.cuda.paged import Paged, paged
 from tests.triton_device import DEVICE, DTYPES, TOLERANCE, runs_kernels
@@ -122,8 +128,34 @@ def test_refuses_what_does_not_fit_together() -> None:
         call(out=out[:, :2])
 
 
-def test_splits_fill_the_device_whatever_the_batch() -> None:
-    assert pick_num_splits(num_queries=64, num_kv_heads=8, num_sms=132) == 2
-    assert pick_num_splits(num_queries=10, num_kv_heads=8, num_sms=132) == 8
+@pytest.mark.parametrize("part_keys", [64, 192, 4160])
+@pytest.mark.parametrize("window", [None, 150])
+def test_spans_say_how_long_parts_are(part_keys: int, window: int | None) -> None:
+    sequences = [(1, kv_len) for kv_len in (*KV_LENS, 700)]
+    batch = paged(sequences, dtype=torch.float32, group=2, head_dim=64, page_size=16, tile_tokens=1)
+    batch.decode.table[:, 4] = part_keys
+    check(batch, 8, window)  # 700 keys are more than 8 parts of 64
+    check(batch, 1, window)
+
+
+def test_the_grid_has_room_for_splits_that_fill_the_device() -> None:
+    assert pick_num_splits(num_queries=64, num_kv_heads=8, num_sms=132) == 4
+    assert pick_num_splits(num_queries=10, num_kv_heads=8, num_sms=132) == 16
     assert pick_num_splits(num_queries=1, num_kv_heads=8, num_sms=132) == 64
     assert pick_num_splits(num_queries=1000, num_kv_heads=8, num_sms=132) == 1
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "expected"),
+    [
+        ([1025], 64),
+        ([3], 64),
+        ([1025] * 8, 192),
+        ([1025] * 64, 1088),
+        ([8192] * 64, 8192),
+        # One that is much longer is cut, so that the others do not wait for it.
+        ([1000] * 63 + [32768], 2048),
+    ],
+)
+def test_parts_are_as_long_as_the_batch_lets_them(kv_lens: list[int], expected: int) -> None:
+    assert pick_part_keys(np.array(kv_lens), num_kv_heads=8, num_sms=132) == expected

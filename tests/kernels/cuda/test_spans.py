@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels.attention import PageGeometry, paged_attention, plan_attention
-from kernels.cuda.spans import Spans, attention_reference, plan_spans
+from kernels.cuda.spans import SPAN_FIELDS, Spans, attention_reference, plan_spans
 from tests.kernels.cuda.paged import NUM_KV_HEADS
 
 TABLES = [np.array([5, 2, 7]), np.array([1]), np.array([3, 0, 6])]
@@ -14,14 +14,19 @@ TABLES = [np.array([5, 2, 7]), np.array([1]), np.array([3, 0, 6])]
 def test_single_queries_and_tiles_of_chunks_name_rows_positions_and_pages() -> None:
     plan = plan_spans([1, 2, 10], [20, 8, 23], TABLES, num_pages=8, page_size=8, tile_tokens=4)
     assert plan.pages.tolist() == [5, 2, 7, 1, 3, 0, 6]
-    assert plan.decode.tolist() == [[0, 1, 19, 0]]
+    assert plan.decode.tolist() == [[0, 1, 19, 0, 0]]
     # The chunk of 10 begins at position 13; tiles with the most keys go first.
-    assert plan.prefill.tolist() == [[11, 2, 21, 4], [7, 4, 17, 4], [3, 4, 13, 4], [1, 2, 6, 3]]
+    assert plan.prefill.tolist() == [
+        [11, 2, 21, 4, 0],
+        [7, 4, 17, 4, 0],
+        [3, 4, 13, 4, 0],
+        [1, 2, 6, 3, 0],
+    ]
 
 
 def test_a_batch_without_chunks_has_no_tiles_and_one_without_single_queries_no_decode_spans() -> None:
-    assert plan_spans([1], [1], TABLES[:1], 8, 8, 4).prefill.shape == (0, 4)
-    assert plan_spans([2], [2], TABLES[:1], 8, 8, 4).decode.shape == (0, 4)
+    assert plan_spans([1], [1], TABLES[:1], 8, 8, 4).prefill.shape == (0, SPAN_FIELDS)
+    assert plan_spans([2], [2], TABLES[:1], 8, 8, 4).decode.shape == (0, SPAN_FIELDS)
 
 
 @pytest.mark.parametrize(

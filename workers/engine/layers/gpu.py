@@ -10,10 +10,11 @@ scheduling, transfers, graphs.
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding, linear
 
-from kernels.cuda.decode_attention import decode_attention, pick_num_splits
+from kernels.cuda.decode_attention import decode_attention, pick_num_splits, pick_part_keys
 from kernels.cuda.kv_write import TokenSlots, rotate_and_write
 from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
@@ -37,7 +38,7 @@ class LayerInputs:
     decode: Spans
     prefill: Spans
     num_splits: int
-    """Splits of each decoded sequence."""
+    """Most splits of a decoded sequence."""
 
 
 class TritonLayers:
@@ -49,6 +50,8 @@ class TritonLayers:
         tile = default_tile(weights.dtype, spec.head_dim)
         self._tile_tokens = tile.num_tokens(spec.num_heads // spec.num_kv_heads)
         self._num_sms = _num_sms(weights.device)
+        windows = (spec.layer_sliding_window(layer) for layer in weights.layers)
+        self._window = min((window for window in windows if window is not None), default=None)
         self._inputs: WeakKeyDictionary[Batch, LayerInputs] = WeakKeyDictionary()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -67,8 +70,13 @@ class TritonLayers:
         return self.head(hidden_rows).float()
 
     def num_splits(self, num_queries: int) -> int:
-        """Return the splits of each sequence, if `num_queries` are decoded."""
+        """Return the most splits of a sequence, if `num_queries` are decoded."""
         return pick_num_splits(num_queries, self._spec.num_kv_heads, self._num_sms)
+
+    def part_keys(self, kv_lens: np.ndarray) -> int:
+        """Return the keys of a split, for decoded sequences of these lengths."""
+        num_keys = kv_lens if self._window is None else np.minimum(kv_lens, self._window)
+        return pick_part_keys(num_keys, self._spec.num_kv_heads, self._num_sms)
 
     def compute_layer(
         self, layer: int, hidden: torch.Tensor, inputs: LayerInputs, kv: DeviceKVCache
@@ -134,6 +142,8 @@ class TritonLayers:
         plan = plan_spans(
             batch.query_lens, batch.kv_lens, batch.page_tables, num_pages, page_size, self._tile_tokens
         )
+        if len(plan.decode):
+            plan.decode[:, 4] = self.part_keys(plan.decode[:, 2] + 1)
         decode, prefill, pages = upload((plan.decode, plan.prefill, plan.pages), batch.device)
         return LayerInputs(
             TokenSlots(*batch.cos_sin, batch.page_of_token, batch.offset_of_token),
