@@ -130,6 +130,7 @@ def others(dtype: torch.dtype) -> None:
             residual = torch.zeros(num_rows, 2 * num_columns, dtype=dtype)
             skinny_linear(rows, matrix, matrix[:, 0].contiguous(), residual, norm=Norm(wide, 1e-5))
             skinny_linear(rows, matrix, norm=Norm(wide, 1e-5), is_gated=True)
+            skinny_linear(hidden.repeat(64, 1), matrix, is_gated=True)
     page_copy.scatter_pages(kv_layer, pages, page_copy.gather_pages(kv_layer, pages))
     for encoding in kv_quantise.Encoding:
         numbers, scales = kv_quantise.quantise_pages(kv_layer, pages, encoding)

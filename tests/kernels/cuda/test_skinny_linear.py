@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.cuda.skinny_linear import (
+    MAX_GATED_ROWS,
     MAX_ROWS,
     LinearTile,
     Norm,
@@ -40,6 +41,14 @@ def test_equals_the_reference(
         norm = Norm(random(num_terms, dtype=dtype, seed=4), 1e-5)
     out = skinny_linear(x, weight, bias, residual, norm=norm, is_gated=is_gated, tile=tile)
     expected = skinny_linear_reference(x, weight, bias, residual, norm=norm, is_gated=is_gated)
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [17, MAX_GATED_ROWS])
+def test_a_gated_product_takes_more_rows(dtype: torch.dtype, num_rows: int) -> None:
+    x, weight = random(num_rows, 200, dtype=dtype, seed=0), random(160, 200, dtype=dtype, seed=1) * 200**-0.5
+    out, expected = (f(x, weight, is_gated=True) for f in (skinny_linear, skinny_linear_reference))
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

@@ -20,7 +20,7 @@ from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
 from kernels.cuda.skinny_linear import DTYPES as SKINNY_DTYPES
-from kernels.cuda.skinny_linear import MAX_ROWS, Norm, skinny_linear
+from kernels.cuda.skinny_linear import MAX_GATED_ROWS, MAX_ROWS, Norm, skinny_linear
 from kernels.cuda.spans import Spans, plan_spans
 from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch
@@ -118,7 +118,10 @@ class TritonLayers:
             return skinny_linear(gated, weights.down, weights.down_bias, residual)
         residual = linear(attended.flatten(1), weights.o, weights.o_bias)
         normed = add_rms_norm(hidden, residual, weights.post_norm, spec.rms_norm_eps)
-        gated = silu_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
+        if num_tokens <= MAX_GATED_ROWS and normed.dtype in SKINNY_DTYPES:
+            gated = skinny_linear(normed, weights.gate_up, weights.gate_up_bias, is_gated=True)
+        else:
+            gated = silu_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
         if weights.down_bias is not None:
             residual += weights.down_bias
         return residual.addmm_(gated, weights.down.t())

@@ -96,7 +96,7 @@ def test_logits_and_kvcache_equal_torchs(family: str) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 2, 17])
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
 def test_products_of_a_few_rows_equal_torchs(family: str, num_rows: int) -> None:
     """In 16 bits they are the project's own."""
@@ -105,7 +105,7 @@ def test_products_of_a_few_rows_equal_torchs(family: str, num_rows: int) -> None
     weights.init_dummy(0)
     results = []
     for layers in (TritonLayers(spec, weights), TorchLayers(spec, weights)):
-        kv = DeviceKVCache(spec, range(NUM_LAYERS), 4, 8, torch.float16, DEVICE)
+        kv = DeviceKVCache(spec, range(NUM_LAYERS), 17, 8, torch.float16, DEVICE)
         batch = Batch.build([Chunk([row], 0, [row]) for row in range(num_rows)], kv)
         results.append(forward(layers, batch, kv))
     torch.testing.assert_close(*results, rtol=0, atol=1e-2 * float(results[1].abs().max()))
