@@ -91,7 +91,8 @@ def _load_once(at, mask):
     return values
 
 
-@triton.jit
+# Not specialised: each matrix would be compiled for twice as many numbers of rows.
+@triton.jit(do_not_specialize=["num_rows"])
 def _skinny_linear(
     x, weight, bias, residual, norm, out, num_rows, eps,
     NUM_COLUMNS: tl.constexpr, NUM_TERMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
