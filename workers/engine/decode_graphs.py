@@ -100,7 +100,8 @@ class _Graph:
 
     def __init__(self, size: int, layers: TritonLayers, kv: DeviceKVCache, logits: torch.Tensor) -> None:
         self._size, self._layers, self._kv, self._logits = size, layers, kv, logits
-        self._num_fixed = size * (_TOKEN_FIELDS + SPAN_FIELDS)
+        # Even: Triton would compile kernels anew for page tables that are not aligned to 16 bytes.
+        self._num_fixed = -(-size * (_TOKEN_FIELDS + SPAN_FIELDS) // 2) * 2
         num_inputs = self._num_fixed + kv.num_pages
         self._inputs = torch.zeros(num_inputs, dtype=torch.int64, device=kv.device)
         self._staged = torch.zeros(num_inputs, dtype=torch.int64, pin_memory=kv.device.type == "cuda")
@@ -153,5 +154,5 @@ class _Graph:
     def _parts(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views of `inputs`: tokens `[_TOKEN_FIELDS, size]`, spans `[size, SPAN_FIELDS]`, pages."""
         num_token, num_span = self._size * _TOKEN_FIELDS, self._size * SPAN_FIELDS
-        tokens, spans, pages = torch.split(inputs, [num_token, num_span, len(inputs) - self._num_fixed])
-        return tokens.view(_TOKEN_FIELDS, -1), spans.view(-1, SPAN_FIELDS), pages
+        tokens, spans, pages = inputs.tensor_split([num_token, self._num_fixed])
+        return tokens.view(_TOKEN_FIELDS, -1), spans[:num_span].view(-1, SPAN_FIELDS), pages
