@@ -34,7 +34,7 @@ LAYERS = {
     "kernels": "head_norms | attention, cpu, cuda | kv_copy",
     "workers": "engine, errors | kvcache | execution | groups, heads | decode, prefill | process | vllm",
     "workers.engine": """
-        logit_changes, sampling, spec, upload | kvcache, rotary, tensor_parallel
+        logit_changes, spec, upload | kvcache, rotary, sampling, tensor_parallel
         | batch, head_move, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
