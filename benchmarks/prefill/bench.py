@@ -193,29 +193,49 @@ class Bench:
         num_cached_tokens: int = 0,
     ) -> float:
         """Raises RuntimeError if another number of tokens was reused."""
+        [elapsed_s] = await self.prefills_s(
+            [tokens], transfers, source=source, num_cached_tokens=num_cached_tokens
+        )
+        return elapsed_s
+
+    async def prefills_s(
+        self,
+        prompts: Sequence[list[int]],
+        transfers: LayerTransfers,
+        *,
+        source: PrefixSource | None = None,
+        num_cached_tokens: int = 0,
+    ) -> list[float]:
+        """Return the seconds of each prompt, one after the other.
+
+        The first one starts the threads of `transfers`, which end with the last one.
+
+        Raises RuntimeError if another number of tokens was reused.
+        """
+        answers: asyncio.Queue[Prefilled | WorkFailed] = asyncio.Queue()
+        times_s = []
+        async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as jobs:
+                stage = Stage(self._executor, self.pool, transfers)
+                queue = PrefillQueue(self._setup.prefill_chunk)
+                runner = PrefillRunner(stage, queue, answers.put, Jobs(jobs))
+                loop = group.create_task(runner.run())
+                for tokens in prompts:
+                    started_s = time.perf_counter()
+                    runner.start(self._order(tokens, source))
+                    answer = await answers.get()
+                    times_s.append(time.perf_counter() - started_s)
+                    if not isinstance(answer, Prefilled) or answer.num_cached_tokens != num_cached_tokens:
+                        raise RuntimeError(f"expected {num_cached_tokens} reused tokens, got {answer}")
+            loop.cancel()
+        return times_s
+
+    def _order(self, tokens: list[int], source: PrefixSource | None) -> Prefill:
         self._num_prompts += 1
         ref = Ref(1, f"b{self._num_prompts}", 1)
         sampling = SamplingParams(max_tokens=1, temperature=0)
         request = Request(ref.request_id, tokens, keys_of(tokens, self._setup.block_size), sampling, "front")
-        order = Prefill(ref, request, Grant(1, self.pool.address, []), None, source)
-        answered: asyncio.Future[Prefilled | WorkFailed] = asyncio.get_running_loop().create_future()
-
-        async def send(message: Prefilled | WorkFailed) -> None:
-            answered.set_result(message)
-
-        async with asyncio.TaskGroup() as group:
-            async with asyncio.TaskGroup() as prompts:
-                stage = Stage(self._executor, self.pool, transfers)
-                runner = PrefillRunner(stage, PrefillQueue(self._setup.prefill_chunk), send, Jobs(prompts))
-                loop = group.create_task(runner.run())
-                started_s = time.perf_counter()
-                runner.start(order)
-                answer = await answered
-                elapsed_s = time.perf_counter() - started_s
-            loop.cancel()
-        if not isinstance(answer, Prefilled) or answer.num_cached_tokens != num_cached_tokens:
-            raise RuntimeError(f"expected {num_cached_tokens} reused tokens, got {answer}")
-        return elapsed_s
+        return Prefill(ref, request, Grant(1, self.pool.address, []), None, source)
 
 
 def keys_of(tokens: list[int], block_size: int = BLOCK_SIZE) -> list[BlockKey]:

@@ -23,6 +23,10 @@ Pages = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_COPIERS = 4
 _LEAST_BYTES = 1 << 20
 """Bytes for which another thread is worth its turn."""
+MOST_STAGED = 16
+"""Parts of layers that may wait in pinned memory to be stored."""
+_STAGING_SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
+"""Bytes of parts for which pinned memory is taken at the start: torch's allocator has classes of these."""
 
 
 class BlockCopy(Protocol):
@@ -197,6 +201,8 @@ class CudaCopies:
         self._store_stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
         self._staged_pages = (np.empty(0, np.int64), torch.empty(0))
         """Pages that were staged last, on host and device: a pass stages the same of all layers."""
+        with torch.cuda.device(kv.device):
+            _take_pinned_memory()
         self._copiers = Copiers(max(1, min(_MOST_COPIERS, len(os.sched_getaffinity(0)) // 4)))
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
@@ -248,6 +254,13 @@ class CudaCopies:
         shape = (num_blocks, *self._kv.layer_shape[1:])
         staged = torch.empty(shape, dtype=self._kv.dtype, pin_memory=True)
         return staged, staged.data_ptr() + np.arange(num_blocks, dtype=np.int64) * self._pool.layer_bytes
+
+
+def _take_pinned_memory() -> None:
+    """Have torch's allocator keep pinned memory for parts of layers. It takes milliseconds to allocate one,
+    and the first prompt would wait for all of them."""
+    for size_bytes in _STAGING_SIZES:
+        _ = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(MOST_STAGED)]
 
 
 def _device_pages(blocks: Sequence[BlockCopy]) -> Pages:

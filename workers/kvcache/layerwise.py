@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from workers.engine.batch import Chunk
-from workers.kvcache.copies import LayerCopies, Mark, StagedLayer
+from workers.kvcache.copies import MOST_STAGED, LayerCopies, Mark, StagedLayer
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MOST_STAGED = 16
-"""Parts of layers in pinned memory that wait to be stored. With more, the computation waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +91,8 @@ class LayerTransfers:
         self._copies, self._window = copies, window
         self._last_stores: dict[int, Future[None]] = {}
         """For each memory of the window, its latest store. Earlier stores end before it."""
-        self._staged = threading.Semaphore(_MOST_STAGED)
+        self._staged = threading.Semaphore(MOST_STAGED)
+        """Taken by each part that is in pinned memory. When none is left, the computation waits."""
         self._loading: Executor = ThreadPoolExecutor(1, "kvcache-load") if overlap else _AtOnce()
         self._storing: Executor = ThreadPoolExecutor(1, "kvcache-store") if overlap else _AtOnce()
 
