@@ -328,11 +328,18 @@ class Placer:
         return self._requests.cut_short(tracked, RequestState.ABORTED, now_s)
 
     def fail(
-        self, tracked: TrackedRequest, reason: str, now_s: float, *, may_retry: bool = False
+        self,
+        tracked: TrackedRequest,
+        reason: str,
+        now_s: float,
+        *,
+        may_retry: bool = False,
+        is_refused: bool = False,
     ) -> list[Effect]:
-        """End a request that cannot be finished. `may_retry`: the request has no part in that."""
+        """End a request that cannot be finished. `may_retry`: the request has no part in that. `is_refused`:
+        the request asks for what is not served."""
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
-        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
+        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry, is_refused))]
 
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None

@@ -128,6 +128,8 @@ class WorkerReports:
                 return self._on_handed_over(tracked, message, now_s)
             case DecodeRefused():
                 return self._on_refused(tracked, sender, message, now_s)
+            case WorkFailed(is_refused=True):
+                return self._placer.fail(tracked, message.reason, now_s, is_refused=True)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # also a duplicate of a step already taken

@@ -165,11 +165,16 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An accepted request could not be finished. `may_retry`: it is not the cause, and may be sent again."""
+    """An accepted request could not be finished.
+
+    `may_retry`: the request is not the cause, and may be sent again. `is_refused`: it asks for what is not
+    served.
+    """
 
     request_id: str
     message: str
     may_retry: bool = False
+    is_refused: bool = False
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):

@@ -267,7 +267,8 @@ class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
 
 
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
-    """An attempt has failed here. `retryable`: another attempt may succeed.
+    """An attempt has failed here. `retryable`: another attempt may succeed. `is_refused`: none can, as this
+    request asks for what the instance does not serve.
 
     From the destination of a migration: the request stays where it is.
     """
@@ -275,6 +276,7 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
     ref: Ref
     reason: str
     retryable: bool
+    is_refused: bool = False
 
 
 # -- Conductor -> worker ----------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Attempts:
             if self.pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("%s failed: %s", ref.request_id, error)
-            await self.send(WorkFailed(ref, str(error), not isinstance(error, RequestError)))
+            is_refused = isinstance(error, RequestError)
+            await self.send(WorkFailed(ref, str(error), retryable=not is_refused, is_refused=is_refused))
 
     @contextlib.contextmanager
     def _recorded(self, order: Order) -> Iterator[None]:

@@ -129,7 +129,7 @@ def test_prompts_are_prefilled_by_one_and_decoded_by_another(pair: Server, expec
     refused = httpx.post(
         f"{pair.url}/v1/completions", json=body(PROMPTS[0], 4, presence_penalty=1.0), timeout=START_S
     )
-    assert refused.status_code >= 400
+    assert refused.status_code == 400
     assert "presence_penalty" in refused.text
     # Both engines are killed in mid-answer.
     for name in ("decode-0", "prefill-0"):

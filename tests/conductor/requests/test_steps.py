@@ -52,6 +52,15 @@ from tests.conductor.small_cluster import (
 )
 
 
+def test_a_request_that_an_instance_refuses_is_not_tried_again() -> None:
+    conductor = new_conductor()
+    conductor.handle(FRONT, Submit(request()), 1.0)
+    refusal = WorkFailed(ref(), "logit_bias is not served", retryable=False, is_refused=True)
+    effects = conductor.handle(D0, refusal, 1.1)
+    assert Effect(FRONT, Failed("r", "logit_bias is not served", is_refused=True)) in effects
+    assert not any(isinstance(effect.message, Reserve | Prefill) for effect in effects)
+
+
 def test_prefill_is_told_how_much_time_is_left() -> None:
     conductor = new_conductor(Limits(ttft_slo_s=4.0))
     conductor.handle(FRONT, Submit(request()), 1.0)

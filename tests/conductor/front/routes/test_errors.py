@@ -38,6 +38,16 @@ def test_failure_before_the_first_token_is_a_500(front: Running, client: openai.
             client.chat.completions.create(model=MODEL_NAME, messages=HI, stream=stream)
 
 
+def test_what_an_instance_does_not_serve_is_a_400(front: Running, client: openai.OpenAI) -> None:
+    async def refuse(cluster: FakeCluster, request: Request) -> None:
+        await cluster.fail(request, "logit_bias is not served", is_refused=True)
+
+    front.cluster.behaviour = refuse
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="logit_bias is not served"):
+            client.chat.completions.create(model=MODEL_NAME, messages=HI, stream=stream)
+
+
 def test_failure_after_the_first_token_is_an_error_event(front: Running, client: openai.OpenAI) -> None:
     received = threading.Event()
 
