@@ -27,7 +27,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Limits(NamedTuple):
-    """What S rows ask for: arrays `[S]` on the CPU, of numbers that float64 holds.
+    """Limits that S rows ask for: arrays `[S]` on the CPU, of numbers that float64 holds.
 
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
     the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the smallest set of most
@@ -42,11 +42,11 @@ class Limits(NamedTuple):
     uniforms: np.ndarray
 
     def of(self, rows: np.ndarray) -> "Limits":
-        """Return those of some rows."""
+        """Return the limits of some rows."""
         return Limits(*(values[rows] for values in self))
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """Return them as float64 `[S, 1]`, without waiting for the device."""
+        """Return the five limits as float64 `[S, 1]`, without waiting for the device."""
         columns = upload([values.astype(np.float64)[:, None].view(np.int64) for values in self], device)
         return [column.view(torch.float64) for column in columns]
 
@@ -89,7 +89,9 @@ def _draw(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
     mass = cumulative[:, -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms * mass, right=True)
     # A product that is rounded up to the whole mass draws the last token that has some.
-    return torch.minimum(token, torch.searchsorted(cumulative, mass))[:, 0]
+    token = torch.minimum(token, torch.searchsorted(cumulative, mass))[:, 0]
+    # A row whose mass is NaN draws some token: an id that is none would end the whole batch.
+    return token.clamp_(max=logits.shape[-1] - 1)
 
 
 def _draw_filtered(logits: torch.Tensor, limits: Limits, num_ranked: int | None = None) -> torch.Tensor:
@@ -162,12 +164,14 @@ def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Ten
     Sorts integers that hold both: the float's bits, made monotonic, above the complement of the id. No two
     are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15 times as fast as torch's.
     """
+    if num_ranks == 0:
+        return logits[:, :0], logits[:, :0].long()
     vocab_size = logits.shape[-1]
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     monotonic = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     complement = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     keys = (monotonic.long() << 32).add_(complement)
-    is_few = 0 < num_ranks < vocab_size
+    is_few = num_ranks < vocab_size
     if is_few and keys.device.type == "cpu":
         keys = torch.from_numpy(np.partition(keys.numpy(), vocab_size - num_ranks, axis=-1)[:, -num_ranks:])
     elif is_few:

@@ -144,6 +144,17 @@ def test_never_draws_a_forbidden_token() -> None:
         assert set(sample(logits, limits).tolist()) == {10 if top_k else 40}
 
 
+@pytest.mark.parametrize("top_k", [0, 20])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_row_without_probabilities_draws_a_token_and_spoils_no_other(value: float, top_k: int) -> None:
+    logits = random_logits(3, vocab_size=50)
+    expected = draw(logits, top_k=top_k)
+    logits[1] = value
+    drawn = draw(logits, top_k=top_k)
+    assert 0 <= drawn[1] < 50
+    assert [drawn[0], drawn[2]] == [expected[0], expected[2]]
+
+
 def test_min_p_1_keeps_the_likeliest_and_its_equals() -> None:
     logits = torch.zeros(300, 10)
     logits[:, 3] = logits[:, 6] = 0.01
