@@ -16,7 +16,7 @@ _MAX_COLUMNS = 1 << 16
 
 
 def bytes_moved(num_rows: int, num_columns: int, item_bytes: int, *, has_residual: bool) -> int:
-    """See the module's docstring."""
+    """Return the bytes moved: x and the norm, with a residual also the residual and the sum."""
     return (4 if has_residual else 2) * num_rows * num_columns * item_bytes
 
 

@@ -23,6 +23,9 @@ MAX_ROWS = 16
 MAX_GATED_ROWS = 64
 """Most rows of a gated product, which spares a pass over the gates."""
 DTYPES = (torch.bfloat16, torch.float16)
+_SHARED_BYTES = 160 << 10
+"""Least shared memory for a program of a GPU that the tiles are for: they take 144 KiB of an A100's 163, and
+192 of Hopper's 227. GPUs of consumers, L4 and L40 have 99."""
 
 
 class Norm(NamedTuple):
@@ -42,16 +45,31 @@ class LinearTile(NamedTuple):
 
 
 def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> LinearTile:
-    """Return the fastest tile on a Hopper GPU. `is_plain`: there is no norm before the product, and no gate
-    behind it; a single row's take registers."""
+    """Return the fastest tile on a Hopper GPU.
+
+    `is_plain`: the product has neither a norm before nor a gate behind, which take registers for one row.
+    """
     if num_rows == 1:
         return LinearTile(2, 2048, 4 if is_plain else 8, 1)
     is_narrow = num_columns <= 4096 and num_rows <= MAX_ROWS
     return LinearTile(16, 512, 2, 3) if is_narrow else LinearTile(64, 128, 4, 4)
 
 
+def has_room(device: torch.device) -> bool:
+    """Return whether programs fit into the device's shared memory; Triton refuses to launch others."""
+    if device.type != "cuda":
+        return True  # interpreted
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return bool(properties["max_shared_mem"] >= _SHARED_BYTES)
+
+
+def block_rows(num_rows: int) -> int:
+    """Return the rows that a kernel for `num_rows` computes: each result is that of a kernel of its own."""
+    return 1 if num_rows == 1 else max(MAX_ROWS, int(triton.next_power_of_2(num_rows)))
+
+
 def bytes_moved(weight: torch.Tensor) -> int:
-    """See the module's docstring."""
+    """Return the bytes moved: the weights are read once."""
     return weight.numel() * weight.element_size()
 
 
@@ -187,12 +205,11 @@ def skinny_linear(
     if num_rows == 0:
         return out
     tile = tile or default_tile(num_rows, num_columns, is_plain=norm is None and not is_gated)
-    block_rows = 1 if num_rows == 1 else max(MAX_ROWS, triton.next_power_of_2(num_rows))
     launch(
         _skinny_linear, (triton.cdiv(num_columns, tile.block_columns),),
         x, weight, x if bias is None else bias, x if residual is None else residual,
         x if norm is None else norm.weight, out, num_rows, 0.0 if norm is None else norm.eps,
-        NUM_COLUMNS=num_columns, NUM_TERMS=num_terms, BLOCK_ROWS=block_rows,
+        NUM_COLUMNS=num_columns, NUM_TERMS=num_terms, BLOCK_ROWS=block_rows(num_rows),
         BLOCK_COLUMNS=tile.block_columns, BLOCK_TERMS=tile.block_terms,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, HAS_NORM=norm is not None,
         IS_GATED=is_gated, num_warps=tile.num_warps, num_stages=tile.num_stages,

@@ -11,6 +11,10 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 
+_SHORT_LENS = (2, 32, 64)
+"""Tokens of the last pass of a prompt for which a GPU computes products by other kernels than for more: each
+length has one of its own (`skinny_linear`)."""
+
 
 def warm_up(
     model: DecoderModel,
@@ -20,8 +24,8 @@ def warm_up(
     max_batch: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Compute a chunk, and a step of each size up to `max_batch`, so that no request waits for the
-    compilation of kernels, the capture of a graph, or the memory of a first large pass.
+    """Compute chunks of up to `chunk_len` tokens, and a step of each size up to `max_batch`, so that no
+    request waits for the compilation of kernels, the capture of a graph, or the memory of a first large pass.
 
     A whole model captures its graphs, a stage computes its layers. Blocks for seconds, and calls
     `on_progress(done, total)`. The pages are freed again. Raises torch.OutOfMemoryError.
@@ -29,9 +33,11 @@ def warm_up(
     is_whole = model.is_first_stage and model.is_last_stage
     num_tokens = min(chunk_len, kv.num_free_pages * kv.page_size, model.spec.max_position)
     pages = kv.allocate(-(-num_tokens // kv.page_size))
-    batches = [[Chunk([0] * num_tokens, 0, pages)]]
+    lens = [num_tokens, *(short for short in _SHORT_LENS if short < num_tokens)]
+    batches = [[Chunk([0] * length, 0, pages)] for length in lens]
     # The largest first: graphs share the memory of their results. All write the same token to one page.
-    sizes = model.graph_sizes(max_batch) if is_whole else [1]
+    # Two at least: one pass may end several prompts, and the head's kernel of one row is for one only.
+    sizes = model.graph_sizes(max(2, max_batch)) if is_whole else [1, 2]
     batches += [[Chunk([0], 0, pages[:1])] * size for size in reversed(sizes)]
     for done, chunks in enumerate(batches):
         on_progress(done, len(batches))

@@ -20,7 +20,7 @@ from kernels.cuda.prefill_attention import default_tile, prefill_attention
 from kernels.cuda.rms_norm import add_rms_norm, rms_norm
 from kernels.cuda.silu_mul import silu_mul
 from kernels.cuda.skinny_linear import DTYPES as SKINNY_DTYPES
-from kernels.cuda.skinny_linear import MAX_GATED_ROWS, MAX_ROWS, Norm, skinny_linear
+from kernels.cuda.skinny_linear import MAX_GATED_ROWS, MAX_ROWS, Norm, has_room, skinny_linear
 from kernels.cuda.spans import Spans, plan_spans
 from kernels.head_norms import HeadNorms
 from workers.engine.batch import Batch
@@ -50,6 +50,7 @@ class TritonLayers:
         tile = default_tile(weights.dtype, spec.head_dim)
         self._tile_tokens = tile.num_tokens(spec.num_heads // spec.num_kv_heads)
         self._num_sms = _num_sms(weights.device)
+        self._has_skinny = weights.dtype in SKINNY_DTYPES and has_room(weights.device)
         windows = (spec.layer_sliding_window(layer) for layer in weights.layers)
         self._window = min((window for window in windows if window is not None), default=None)
         self._inputs: WeakKeyDictionary[Batch, LayerInputs] = WeakKeyDictionary()
@@ -118,7 +119,7 @@ class TritonLayers:
             return skinny_linear(gated, weights.down, weights.down_bias, residual)
         residual = linear(attended.flatten(1), weights.o, weights.o_bias)
         normed = add_rms_norm(hidden, residual, weights.post_norm, spec.rms_norm_eps)
-        if num_tokens <= MAX_GATED_ROWS and normed.dtype in SKINNY_DTYPES:
+        if self._has_skinny and num_tokens <= MAX_GATED_ROWS:
             gated = skinny_linear(normed, weights.gate_up, weights.gate_up_bias, is_gated=True)
         else:
             gated = silu_mul(linear(normed, weights.gate_up, weights.gate_up_bias))
@@ -128,7 +129,7 @@ class TritonLayers:
 
     def _is_skinny(self, rows: torch.Tensor) -> bool:
         """Return whether products of these rows take as long as the reading of their weights."""
-        return len(rows) <= MAX_ROWS and rows.dtype in SKINNY_DTYPES
+        return self._has_skinny and len(rows) <= MAX_ROWS
 
     def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return logits in the model's dtype."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.cuda.skinny_linear import MAX_GATED_ROWS, MAX_ROWS, block_rows
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 from tests.triton_device import DEVICE, runs_kernels
 from workers.engine import batch as batches
@@ -17,6 +18,7 @@ from workers.engine import cuda
 from workers.engine.batch import Batch, Chunk
 from workers.engine.decode_graphs import Captured, CudaCapture, DecodeGraphs
 from workers.engine.kvcache import DeviceKVCache
+from workers.engine.layers import gpu
 from workers.engine.layers.gpu import TritonLayers
 from workers.engine.layers.reference import TorchLayers
 from workers.engine.model import DecoderModel, Layers
@@ -109,6 +111,23 @@ def test_products_of_a_few_rows_equal_torchs(family: str, num_rows: int) -> None
         batch = Batch.build([Chunk([row], 0, [row]) for row in range(num_rows)], kv)
         results.append(forward(layers, batch, kv))
     torch.testing.assert_close(*results, rtol=0, atol=1e-2 * float(results[1].abs().max()))
+
+
+def test_a_gpu_with_little_shared_memory_leaves_products_of_a_few_rows_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise no worker would start there: the first such product raises OutOfResources."""
+    spec, _ = spec_and_weights("llama_bias")
+    weights = Weights(spec, range(NUM_LAYERS), torch.float16, DEVICE, part_of(spec))
+    weights.init_dummy(0)
+    asked: list[int] = []
+    monkeypatch.setattr(gpu, "skinny_linear", lambda rows, *_, **__: asked.append(len(rows)))
+    monkeypatch.setattr(gpu, "has_room", lambda _: False)
+    kv = DeviceKVCache(spec, range(NUM_LAYERS), 17, 8, torch.float16, DEVICE)
+    for num_rows in (1, 2, 17):
+        batch = Batch.build([Chunk([row], 0, [row]) for row in range(num_rows)], kv)
+        assert forward(TritonLayers(spec, weights), batch, kv).isfinite().all()
+    assert asked == []
 
 
 def test_a_layer_leaves_its_input_alone() -> None:
@@ -289,6 +308,31 @@ def test_a_stage_of_a_pipeline_is_warmed_up_too(layers: range) -> None:
     kv = DeviceKVCache(spec, layers, 4, 8, torch.float32, DEVICE)
     warm_up(model, kv)
     assert kv.num_free_pages == 4
+
+
+def test_a_warm_up_compiles_the_products_of_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt may end with a pass of any length, and a pass may end several prompts."""
+    spec = spec_and_weights("llama3")[0]
+    model = DecoderModel(spec, range(1, NUM_LAYERS), torch.float32, DEVICE)
+    model.init_dummy_weights()
+    kv = DeviceKVCache(spec, model.layers, 20, 8, torch.float32, DEVICE)
+    layer, head = model.forward_layer, model.logits
+    rows: set[int] = set()
+    head_rows: set[int] = set()
+
+    def forward_layer(number: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+        rows.add(len(hidden))
+        return layer(number, hidden, batch, kv)
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        head_rows.add(len(hidden))
+        return head(hidden)
+
+    monkeypatch.setattr(model, "forward_layer", forward_layer)
+    monkeypatch.setattr(model, "logits", logits_of)
+    warm_up(model, kv, chunk_len=150)
+    for computed, most_rows in ((rows, MAX_GATED_ROWS), (head_rows, MAX_ROWS)):
+        assert set(map(block_rows, computed)) >= set(map(block_rows, range(1, most_rows + 1)))
 
 
 @pytest.mark.parametrize(
