@@ -66,16 +66,18 @@ class BlockTransfers:
         def work(is_given_up: threading.Event) -> list[int]:
             damaged: set[int] = set()
             newest: Mark = None
-            for layer in self._kv.layers:
-                if is_given_up.is_set():
-                    break
-                loaded = self._copies.load(layer, blocks, self._quiet)
-                damaged.update(loaded.damaged)
-                if newest is not None:  # one behind: the device takes a layer while the next one is copied
+            try:
+                for layer in self._kv.layers:
+                    if is_given_up.is_set():
+                        break
+                    loaded = self._copies.load(layer, blocks, self._quiet)
+                    damaged.update(loaded.damaged)
+                    if newest is not None:  # one behind: the device takes a layer while the next is copied
+                        newest.synchronize()
+                    newest = loaded.mark
+            finally:  # whatever has ended the loads: the caller may free the pages
+                if newest is not None:
                     newest.synchronize()
-                newest = loaded.mark
-            if newest is not None:
-                newest.synchronize()
             return sorted(damaged)
 
         return await self._on(self._loading, work) if blocks else []
