@@ -9,25 +9,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from benchmarks.gpu.ceilings import Ceilings, seconds
+from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.report import Report
 from kernels.cuda import decode_attention as decode
 from kernels.cuda import kv_quantise, kv_write, page_copy, rms_norm, silu_mul
 from kernels.cuda import prefill_attention as prefill
 from kernels.cuda.spans import SpanPlan, Spans, plan_spans
-from workers.engine.spec import ModelSpec
 
-LLAMA_3_8B = ModelSpec(
-    "LlamaForCausalLM",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=131_072,
-    rope_theta=500_000.0,
-)
 PAGE_SIZE = 64
 CONTEXT_LEN, BATCH_SIZE, CHUNK_LEN = 8192, 64, 4096
 COPY_BAR, PREFILL_BAR = 0.85, 0.60

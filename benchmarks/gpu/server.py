@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.gpu.model_directory import write_model
 from benchmarks.gpu.whole_server.changes import Changes
 from benchmarks.gpu.whole_server.cluster import Cluster
@@ -62,18 +63,6 @@ SMALL = replace(
     num_heads=12,
     num_kv_heads=4,
     max_position=32_768,
-)
-LLAMA_3_8B = replace(
-    TINY,
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=131_072,
-    rope_theta=500_000.0,
 )
 POOL_TOKENS = 16_384
 """Of an instance's DRAM where SSD is to be used."""

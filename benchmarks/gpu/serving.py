@@ -6,7 +6,8 @@ Owns: its flags. Does not know: how requests are measured (`benchmarks/serving.p
 import tempfile
 from pathlib import Path
 
-from benchmarks.gpu.layers import LLAMA_3_8B, PAGE_SIZE
+from benchmarks.gpu.layers import PAGE_SIZE
+from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.gpu.model_directory import write_model
 from benchmarks.report import Report
 from benchmarks.servers import free_port, serving

@@ -4,12 +4,11 @@ Owns: the model, what bounds a decode step. Does not know: kernels.
 """
 
 import time
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Callable
 
 from benchmarks.gpu.ceilings import Ceilings
-from benchmarks.gpu.layers import DTYPE, LLAMA_3_8B, PAGE_SIZE
+from benchmarks.gpu.layers import DTYPE, PAGE_SIZE
+from benchmarks.gpu.llama import LLAMA_3_8B
 from benchmarks.report import Report
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
@@ -32,7 +31,7 @@ def run(report: Report) -> None:
     ceilings = Ceilings.measure(report)
     spec = LLAMA_3_8B
     model = DecoderModel(spec, range(spec.num_layers), DTYPE, "cuda")
-    model.load_weights(_random_tensors(spec))
+    model.init_dummy_weights()
     num_pages = max(batch_size * (context_len // PAGE_SIZE + 1) for batch_size, context_len in _STEPS)
     kv = DeviceKVCache(spec, model.layers, num_pages, PAGE_SIZE, DTYPE, "cuda")
     ceilings.begin(
@@ -85,34 +84,6 @@ def _seconds(step: Callable[[], object]) -> float:
         step()
         times.append(time.perf_counter() - begin)
     return sorted(times)[_NUM_RUNS // 2]
-
-
-def _random_tensors(spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """A checkpoint drawn on the device, where 8 billion numbers take no time."""
-    hidden, kv_rows, ffn = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.intermediate_size
-    q_rows = spec.num_heads * spec.head_dim
-    shapes = {
-        "self_attn.q_proj": (q_rows, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, q_rows),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-    }
-    norm = torch.ones(hidden, dtype=DTYPE, device="cuda")
-    for layer in range(spec.num_layers):
-        for name, shape in shapes.items():
-            yield (
-                f"model.layers.{layer}.{name}.weight",
-                torch.empty(shape, dtype=DTYPE, device="cuda").normal_(0, 0.02),
-            )
-        yield f"model.layers.{layer}.input_layernorm.weight", norm
-        yield f"model.layers.{layer}.post_attention_layernorm.weight", norm
-    yield "model.norm.weight", norm
-    for name in ("model.embed_tokens", "lm_head"):
-        table = torch.empty(spec.vocab_size, hidden, dtype=DTYPE, device="cuda")
-        yield f"{name}.weight", table.normal_(0, 0.02)
 
 
 def _layer_elements(spec: ModelSpec) -> int:
