@@ -99,7 +99,7 @@ def _kind(argument: Any) -> object:
     match argument:
         case torch.Tensor():
             return argument.dtype, argument.data_ptr() % 16 == 0
-        case int():
+        case int() if not isinstance(argument, bool):
             return argument == 1, argument % 16 == 0, argument.bit_length() // 32
         case float():
             return float

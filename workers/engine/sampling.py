@@ -127,7 +127,7 @@ def _draw_filtered(logits: torch.Tensor, limits: Limits, num_ranked: int | None 
         return drawn
     is_cut_behind = (num_by_k == num_ranks) & ((top_k > 0) | (min_p > 0))
     is_cut_behind |= (num_kept == num_ranks) & (top_p < 1)
-    behind = (is_cut_behind | (rank == num_ranked))[:, 0].nonzero()[:, 0]
+    behind = is_cut_behind[:, 0].nonzero()[:, 0]
     if len(behind):
         drawn[behind] = _draw_filtered(logits[behind], limits.of(behind.cpu().numpy()), vocab_size)
     return drawn

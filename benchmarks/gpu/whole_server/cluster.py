@@ -41,7 +41,7 @@ class Cluster:
     """A running `mooncake-serve --role all`. Everything raises an error after `DEADLINE_S`."""
 
     def __init__(self, name: str, folder: Path, flags: Sequence[str]) -> None:
-        """Start it, without waiting. Its log is `folder/NAME.log`."""
+        """Start a server, without waiting. Its log is `folder/NAME.log`."""
         self.name, self._port = name, free_port()
         self.log = folder / f"{name}.log"
         self._run_dir = tempfile.TemporaryDirectory(prefix="mcg")
@@ -65,7 +65,7 @@ class Cluster:
         )
 
     def stop(self) -> None:
-        """End it, whatever state it is in."""
+        """End the server, whatever state it is in."""
         self._http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -103,7 +103,7 @@ class Cluster:
         return sum(re.search(pattern, line) is not None for line in self._lines())
 
     def complaints(self) -> Found:
-        """What the log says that is not said of a server that is well."""
+        """Return the errors and warnings in the log."""
         found = [line for line in self._lines() if re.search(r"Error|CUDA|out of memory| [WEC] \w+\.", line)]
         return Found(True, f"{len(found)} lines" + "".join(f"\n    {line[:300]}" for line in found[:6]))
 
