@@ -97,9 +97,11 @@ def _kind(argument: Any) -> object:
     """Return what Triton compiles a kernel for: dtype and alignment; whether a number is 1, divisible by 16,
     longer than 32 bits."""
     match argument:
+        case bool():  # else the same as 1, which Triton compiles another kernel for
+            pass
         case torch.Tensor():
             return argument.dtype, argument.data_ptr() % 16 == 0
-        case int() if not isinstance(argument, bool):
+        case int():
             return argument == 1, argument % 16 == 0, argument.bit_length() // 32
         case float():
             return float
