@@ -38,10 +38,12 @@ from conductor.telemetry.request_spans import RequestSpans
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
 from mooncake.endpoints import advertised
+from mooncake.leadership.leaders import Fit
 from mooncake.leadership.terms import LeadershipLostError, Term
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.fronts import FromFront
 from mooncake.messages.in_process import Inbox, InProcessLink
+from mooncake.messages.workers import SPOKEN
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import ConductorProcess
 from mooncake.node.state_file import StateFile
@@ -164,8 +166,9 @@ async def _serve(process: ConductorProcess) -> None:
         state = await asyncio.to_thread(StateFile, process.state_file, (CACHES, LEVELS))
         stack.callback(state.close)
         registry = CollectorRegistry()
+        fit = Fit(SPOKEN, model.served.fingerprint, process.cluster_key.key_id)
         term = await stack.enter_async_context(
-            leading(config.cluster, process.epoch, front, endpoint, listener, registry)
+            leading(config.cluster, process.epoch, front, endpoint, fit, listener, registry)
         )
         conductor = _new_conductor(config.conductor, config.worker.mixed_chunk_tokens, model, term.epoch)
         from_front, to_front = Inbox[FromFront](), Inbox[Any]()

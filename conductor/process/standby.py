@@ -27,7 +27,7 @@ from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.settings import host_and_port
 from mooncake.endpoints import bracketed, is_any_address
 from mooncake.leadership import terms
-from mooncake.leadership.leaders import Candidate, Reach
+from mooncake.leadership.leaders import Candidate, Fit, Reach
 from mooncake.leadership.terms import Standby, Term
 from mooncake.node.process import Progress, Ready, report
 
@@ -41,6 +41,7 @@ async def leading(
     life: int,
     front: FrontConfig,
     endpoint: str,
+    fit: Fit,
     listener: socket.socket,
     registry: CollectorRegistry,
 ) -> AsyncIterator[Term]:
@@ -50,11 +51,12 @@ async def leading(
         cluster, life: As there.
         front: The settings of the front that this process has when it leads.
         endpoint: The endpoint at which workers and fronts find the Conductor.
+        fit: What it has in common with all others of its cluster.
         listener: The front's. It stays open.
         registry: Gets the metrics of leadership.
     """
     reach, routes, leads = Reach(), StandbyRoutes(registry), False
-    candidate = Candidate(endpoint, _url(front, listener, endpoint))
+    candidate = Candidate(endpoint, _url(front, listener, endpoint), fit)
 
     def on_wait(state: Standby) -> None:
         if state != routes.state:

@@ -16,6 +16,7 @@ from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.errors import ConfigError
 from mooncake.leadership.etcd import Etcd, FirstKey, RefusedError, UnreachableError
+from mooncake.versions import Versions
 
 CONDUCTORS = "conductors"
 """Behind the prefix of the cluster, the prefix of keys of Conductors. The oldest of them leads."""
@@ -43,6 +44,28 @@ class Reach:
         self.is_given = False
 
 
+class Fit(msgspec.Struct, frozen=True):
+    """What all Conductors of a cluster have in common with its fronts and workers."""
+
+    versions: Versions
+    """Versions of the protocol."""
+    fingerprint: str
+    """Fingerprint of the model, dtype and block size included."""
+    key_id: str
+    """Name of the cluster key."""
+
+    def difference(self, theirs: "Fit") -> str:
+        """Return how two Conductors differ, for people; empty if one can follow the other."""
+        if self.key_id != theirs.key_id:
+            return f"has another cluster key: {theirs.key_id}, here it is {self.key_id}"
+        if self.versions.common(theirs.versions) is None:
+            advice = self.versions.advice("this one", theirs.versions, "that one")
+            return f"speaks protocol {theirs.versions}, this one {self.versions}; {advice}"
+        if self.fingerprint != theirs.fingerprint:
+            return "serves another model, or with another dtype or block size; give both the same"
+        return ""
+
+
 class Candidate(msgspec.Struct, frozen=True):
     """The value of a Conductor's key."""
 
@@ -50,6 +73,15 @@ class Candidate(msgspec.Struct, frozen=True):
     """The endpoint at which workers and fronts find it."""
     url: str
     """The address of its HTTP routes, for people."""
+    fit: Fit | None = None
+    """None: a release that does not say."""
+
+    def check_beside(self, leader: "Candidate") -> None:
+        """Raise ConfigError if this Conductor could not take over from `leader`, as all would refuse it."""
+        if self.fit is None or leader.fit is None:
+            return
+        if difference := self.fit.difference(leader.fit):
+            raise ConfigError(f"the conductor that leads, at {leader.endpoint}, {difference}")
 
 
 def candidate_of(key: FirstKey) -> Candidate:

@@ -74,15 +74,15 @@ async def leading(
         reach: Told whether etcd answers.
         on_wait: Called each time that it is known anew what this process waits for.
 
-    Raises LeadershipLostError while it waits. Raises ConfigError for files that cannot be used, and if etcd
-    refuses this process.
+    Raises LeadershipLostError while it waits. Raises ConfigError for files that cannot be used, if etcd
+    refuses this process, and if the process does not fit the Conductor that leads.
     """
     if not cluster.has_standbys:
         yield Term(life)
         return
     term = Term(0, reach)
     async with Etcd(cluster) as etcd, asyncio.TaskGroup() as group:
-        await _take_lease(etcd, life, cluster.etcd_lease_s, on_wait)
+        await _take_lease(etcd, life, cluster.etcd_lease_s, reach, on_wait)
         keeping = group.create_task(_keep(etcd, life, cluster.etcd_lease_s, term))
         try:
             async with asyncio.TaskGroup() as waiting:
@@ -109,13 +109,18 @@ async def _revoke(etcd: Etcd, lease: int) -> None:
             await etcd.revoke(lease)
 
 
-async def _take_lease(etcd: Etcd, lease: int, ttl_s: int, on_wait: Callable[[Standby], None]) -> None:
+async def _take_lease(
+    etcd: Etcd, lease: int, ttl_s: int, reach: Reach, on_wait: Callable[[Standby], None]
+) -> None:
     while True:
         try:
-            return await etcd.grant(lease, ttl_s)
+            await etcd.grant(lease, ttl_s)
+            reach.succeeded()
+            return
         except RefusedError as error:
             raise ConfigError(f"cluster.etcd_endpoints: {error}") from None
         except UnreachableError as error:
+            reach.failed(error)
             on_wait(Standby(None, f"waits for etcd: {error}"))
         await asyncio.sleep(RETRY_S)
 
@@ -152,6 +157,7 @@ async def _win(
                     if first.key == key:
                         return first.revision
                     leader = candidate_of(first)
+                    candidate.check_beside(leader)
                     on_wait(Standby(leader, f"stands by for the conductor at {leader.endpoint}"))
         except LeaseLostError:
             raise LeadershipLostError from None

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.errors import ConfigError
-from mooncake.leadership.leaders import Candidate, Leader, Reach, following
+from mooncake.leadership.leaders import Candidate, Fit, Leader, Reach, following
 from mooncake.leadership.terms import LeadershipLostError, Standby, Term, end_lease, leading
+from mooncake.versions import Versions
 from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
 
@@ -36,8 +38,10 @@ def config_of(server: EtcdServer, lease_s: int = LEASE_S) -> ClusterConfig:
 class Conductor:
     """A Conductor that leads as soon as it can, until it is told to end."""
 
-    def __init__(self, config: ClusterConfig, endpoint: str) -> None:
-        self._config, self._candidate, self.life = config, Candidate(endpoint, "http://h:8000"), next(LIVES)
+    def __init__(self, config: ClusterConfig, endpoint: str, fit: Fit | None = None) -> None:
+        self._config, self.life = config, next(LIVES)
+        self._candidate = Candidate(endpoint, "http://h:8000", fit)
+        self.reach = Reach()
         self.waits = asyncio.Queue[Standby]()
         """What it has waited for."""
         self.terms = asyncio.Queue[Term]()
@@ -45,7 +49,9 @@ class Conductor:
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        async with leading(self._config, self._candidate, self.life, Reach(), self.waits.put_nowait) as term:
+        async with leading(
+            self._config, self._candidate, self.life, self.reach, self.waits.put_nowait
+        ) as term:
             self.terms.put_nowait(term)
             async with asyncio.TaskGroup() as group:
                 ending = group.create_task(term.end())
@@ -63,6 +69,48 @@ def end_leases(server: EtcdServer) -> None:
 
     for lease in ask("lease/leases")["leases"]:
         ask("lease/revoke", **lease)
+
+
+async def test_a_conductor_that_starts_while_etcd_is_gone_says_so_and_waits(server: EtcdServer) -> None:
+    server.kill()
+    async with asyncio.timeout(DEADLINE_S):
+        conductor = Conductor(config_of(server), A)
+        assert (await conductor.waits.get()).waits_for.startswith("waits for etcd: ")
+        assert not conductor.reach.is_given
+        server.start()
+        await conductor.terms.get()
+        assert conductor.reach.is_given
+        conductor.must_end.set()
+        await conductor.task
+
+
+FIT = Fit(Versions(27, 28), "model", "key-1")
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (replace(FIT, key_id="key-2"), "has another cluster key: key-1, here it is key-2"),
+        (replace(FIT, versions=Versions(25, 26)), "speaks protocol 27 and 28, this one 25 and 26; upgrade"),
+        (replace(FIT, fingerprint="other"), "serves another model, or with another dtype or block size"),
+    ],
+)
+async def test_a_conductor_that_could_not_take_over_does_not_stand_by(
+    server: EtcdServer, other: Fit, difference: str
+) -> None:
+    config = config_of(server)
+    async with asyncio.timeout(DEADLINE_S):
+        first = Conductor(config, A, FIT)
+        await first.terms.get()
+        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=difference), flatten_subgroups=True):
+            await Conductor(config, B, other).task
+        # One of the release before or after can, and one that does not say.
+        for fit in (replace(FIT, versions=Versions(28, 29)), None):
+            standby = Conductor(config, B, fit)
+            assert (await standby.waits.get()).leader == Candidate(A, "http://h:8000", FIT)
+            standby.task.cancel()
+        first.must_end.set()
+        await first.task
 
 
 async def test_the_standby_leads_when_the_leader_ends_and_all_learn_of_it(server: EtcdServer) -> None:
