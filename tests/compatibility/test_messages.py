@@ -31,6 +31,9 @@ NEW = {
     "MoveHeads": "A front sends it only to a Conductor of version 28 or newer.",
     "InstanceStatus.heads": "An older front passes on what it knows to operators.",
     "InstanceStatus.num_device_pages": "As `heads`.",
+    "WorkFailed.is_refused": "An older Conductor gives the request up, as it is not retryable.",
+    "Failed.is_refused": "An older front answers 500, as it did before.",
+    "Candidate.fit": "An older Conductor stands by unchecked, as it did before.",
 }
 """Messages, fields and values that the last release does not know, and why it is right that it ignores the
 field, or is never sent the rest."""
