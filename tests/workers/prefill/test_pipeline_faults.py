@@ -22,8 +22,7 @@ pytestmark = pytest.mark.cluster
 async def test_aborted_prompt_leaves_every_stage_at_once(start_lab: StartLab, stage: int) -> None:
     layer = (0, 1, 3)[stage]
     gate = Gate(store=layer)
-    # One in each stage, and one that begins before the first stage has heard.
-    chunk, num_passes_under_way = 16, 4
+    chunk, num_passes_under_way = 16, 3
     async with (
         start_lab(num_stages=3) as lab,
         lab.running(Setting(chunk, overlap=False, make_copies=gate.make, stage=stage)),
