@@ -1,4 +1,4 @@
-"""What this machine allows of GPUDirect RDMA, step by step: each with its own words where it does not.
+"""The steps of GPUDirect RDMA, tried one by one, and why this machine does not allow them.
 
 Device memory is exported as a dma-buf, which an RDMA card then registers, to read and write it by itself.
 

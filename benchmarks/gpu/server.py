@@ -65,18 +65,18 @@ SMALL = replace(
     max_position=32_768,
 )
 POOL_TOKENS = 16_384
-"""Of an instance's DRAM where SSD is to be used."""
+"""Tokens that an instance's DRAM holds where SSD is to be used."""
 LARGE_POOL_TOKENS = 49_152
-"""Of an instance's DRAM where speed is measured."""
+"""Tokens that an instance's DRAM holds where speed is measured."""
 DEVICE_TOKENS = 65_536
-"""Of an instance's device memory."""
+"""Tokens that an instance's device memory holds."""
 START_DEADLINE_S = 120.0
 DEFAULT_LOGS = Path(os.environ.get("OUT", tempfile.gettempdir())) / "server"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is served, and the lengths of prompts for its speed."""
+    """The models that are served, and the lengths of prompts for their speed."""
 
     exact: ModelSpec
     large: ModelSpec

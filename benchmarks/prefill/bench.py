@@ -49,7 +49,7 @@ _CATCH_UP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What computes: a model with random weights, and `num_pages` of KVCache on the device and in a pool."""
+    """A model with random weights, and `num_pages` of KVCache on the device and in a pool."""
 
     spec: ModelSpec
     block_size: int

@@ -22,7 +22,7 @@ from benchmarks.servers import END_DEADLINE_S, ServerError, free_port
 from benchmarks.serving import our_command
 
 DEADLINE_S = 45.0
-"""Of an answer, and of each event of a stream. A worker that was killed is back before."""
+"""Seconds for an answer, and for each event of a stream. A worker that was killed is back before."""
 _MOST_DEATHS = 3
 _ROOT = Path(__file__).resolve().parents[3]
 

@@ -1,4 +1,4 @@
-"""What the stores of layer-wise prefill cost beside the computation, and what loads save.
+"""The cost of layer-wise prefill's stores beside the computation, and the time that loads save.
 
 A quarter of a large model's layers, by the executor of this process, with a pool's process beside it.
 

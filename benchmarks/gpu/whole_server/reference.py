@@ -1,4 +1,4 @@
-"""What torch's own layers say of an answer, computed in this process on the same device.
+"""The answers of torch's own layers, computed in this process on the same device.
 
 Owns: the reference model, the comparison. Does not know: servers.
 """
@@ -16,8 +16,8 @@ from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
 
 MOST_ERROR = 5e-4
-"""Of a logprob. One wrong token in a prompt of 1500 changes some logprob of an answer by 0.02, a page by
-0.1."""
+"""Largest error of a logprob. One wrong token in a prompt of 1500 changes some logprob of an answer by
+0.02, a page by 0.1."""
 _PAGE_SIZE = 64
 
 
