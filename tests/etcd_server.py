@@ -2,10 +2,8 @@
 
 import contextlib
 import signal
-import socket
 import subprocess
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from tests.cluster.harness import eventually
 from tests.debian import fetched
@@ -29,6 +27,7 @@ class EtcdServer:
     ) -> None:
         self._program = fetched("etcd-server", "usr/bin/etcd")
         self._folder, self._flags, self._network = folder, flags, network
+        self._log = folder / "etcd.log"
         self.url = f"{scheme}://{host}:{free_port()}"
 
     def start(self) -> None:
@@ -37,17 +36,19 @@ class EtcdServer:
         command += [f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}"]
         command += ["--listen-peer-urls=http://127.0.0.1:0"]
         there = contextlib.nullcontext() if self._network is None else entered(self._network)
-        with (self._folder / "etcd.log").open("ab") as log, there:
+        with self._log.open("ab") as log, there:
+            start = log.tell()
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        eventually(self._listens, "etcd listens")
+        eventually(lambda: self._serves(start), "etcd serves")
 
-    def _listens(self) -> bool:
-        """Whether it can be reached: it listens when it has a leader, itself."""
-        assert self._process.poll() is None, (self._folder / "etcd.log").read_text()
-        url = urlsplit(self.url)
-        with contextlib.suppress(OSError), socket.create_connection((url.hostname, url.port)):
-            return True
-        return False
+    def _serves(self, start: int) -> bool:
+        """Whether the log from `start` says that it has a leader, itself.
+
+        It listens before that. Killed in between, it has a log without members, and never serves again.
+        """
+        log = self._log.read_bytes()[start:]
+        assert self._process.poll() is None, log.decode()
+        return b"ready to serve client requests" in log
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
         """Kill it: its data stay. Or stop it, or let it go on."""

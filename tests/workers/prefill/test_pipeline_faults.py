@@ -31,6 +31,9 @@ async def test_aborted_prompt_leaves_every_stage_at_once(start_lab: StartLab, st
         receiving = await lab.order(prompt)
         await gate.reached()  # that stage is in the middle of its first pass
         lab.jobs.cancel(receiving.ref)
+        async with asyncio.timeout(DEADLINE_S):
+            while not all(job.is_dropped for part in lab.stages for job in part.jobs.values()):
+                await asyncio.sleep(0.001)  # how long they hear of it while others compute is not bounded
         gate.open()
         await gone(lab, receiving)
         for part in lab.parts:
