@@ -9,7 +9,8 @@
     │   └── OverloadedError    no room for it now                            -> HTTP 429 + Retry-After
     ├── PoolError          the KVCache pool refuses an operation
     │   └── PoolFullError      no page is free and none can be evicted
-    └── TransferError      bytes did not reach the other side
+    ├── TransferError      bytes did not reach the other side
+    └── NotStoredError     state that is to outlive its process cannot be stored now
 
 The first three end a process for good (`mooncake.node.process`): a restart would only repeat them.
 
@@ -103,3 +104,10 @@ class PoolFullError(PoolError):
 
 class TransferError(MooncakeError):
     """A transfer between two messengers failed."""
+
+
+class NotStoredError(MooncakeError):
+    """State that is to outlive its process cannot be stored now.
+
+    The message is for clients: the log has more.
+    """

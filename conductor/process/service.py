@@ -12,6 +12,7 @@ import json
 import logging
 import shlex
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import uvloop
@@ -20,6 +21,8 @@ from prometheus_client import CollectorRegistry
 from conductor.effects import Effect, ToConductor
 from conductor.front.caches.cache_file import SCHEMA as CACHES
 from conductor.front.caches.cache_file import CacheFile
+from conductor.front.caches.cache_keys import CacheKeys
+from conductor.front.caches.cache_store import CacheStore
 from conductor.front.config import FrontConfig
 from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
@@ -28,7 +31,7 @@ from conductor.front.process.starting import OpenedModel, announce, front_config
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
 from conductor.process.quota_levels import SCHEMA as LEVELS
-from conductor.process.quota_levels import QuotaLevels
+from conductor.process.quota_levels import LevelFile, LevelKeys, LevelStore, QuotaLevels
 from conductor.process.standby import leading
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.telemetry.display import Display
@@ -38,7 +41,9 @@ from conductor.telemetry.request_spans import RequestSpans
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
 from mooncake.endpoints import advertised
+from mooncake.leadership.etcd import Etcd
 from mooncake.leadership.leaders import Fit
+from mooncake.leadership.state_keys import StateKeys
 from mooncake.leadership.terms import LeadershipLostError, Term
 from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.fronts import FromFront
@@ -163,8 +168,7 @@ async def _serve(process: ConductorProcess) -> None:
         router: Router[ToConductor] = Router(config.conductor.listens_at, ToConductor, process.cluster_key)
         stack.callback(router.close)
         endpoint = advertised(config.conductor.endpoint, router.endpoint)
-        state = await asyncio.to_thread(StateFile, process.state_file, (CACHES, LEVELS))
-        stack.callback(state.close)
+        cache_store, level_store = await stack.enter_async_context(_stores(process))
         registry = CollectorRegistry()
         fit = Fit(SPOKEN, model.served.fingerprint, process.cluster_key.key_id)
         term = await stack.enter_async_context(
@@ -188,7 +192,7 @@ async def _serve(process: ConductorProcess) -> None:
             lambda: follower.streams,
         )
         HistoryMetrics(history, registry)
-        levels = QuotaLevels(state, conductor.quotas)
+        levels = QuotaLevels(level_store, conductor.quotas)
         display = Display(conductor, history, front.served_model_name, time.time() - time.monotonic())
         async with asyncio.TaskGroup() as group:
             service = ConductorService(conductor, router, own_front, follower, history, term, spans)
@@ -202,9 +206,23 @@ async def _serve(process: ConductorProcess) -> None:
                 listener,
                 lambda url: announce(_ready(url, front, model.served, config.role == "all")),
                 display,
-                CacheFile(state),
+                cache_store,
                 tracer,
             )
+
+
+@contextlib.asynccontextmanager
+async def _stores(process: ConductorProcess) -> AsyncIterator[tuple[CacheStore, LevelStore]]:
+    """Open what outlives the process: etcd's keys where another conductor may lead next, else a file."""
+    cluster = process.config.cluster
+    if cluster.has_standbys:
+        async with Etcd(cluster) as etcd:
+            keys = StateKeys(etcd, cluster, process.epoch)
+            yield CacheKeys(keys), LevelKeys(keys)
+    else:
+        state = await asyncio.to_thread(StateFile, process.state_file, (CACHES, LEVELS))
+        with contextlib.closing(state):
+            yield CacheFile(state), LevelFile(state)
 
 
 def _new_conductor(

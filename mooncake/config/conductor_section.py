@@ -55,7 +55,7 @@ class ConductorConfig(Section):
     state_file: Path | None = Field(
         None,
         description="what outlives the conductor (SQLite): context caches, tokens that API keys have left;"
-        " default:"
+        " with cluster.etcd_endpoints etcd has them instead; default:"
         " $XDG_STATE_HOME/mooncake-serve/conductor-PORT.db (~/.local/state/...), with http.port 0 in the run"
         " directory",
     )

@@ -99,6 +99,29 @@ class Etcd:
         put = {"request_put": {"key": _text(key), "value": _text(value), "lease": lease}}
         await self._ask("kv/txn", {"compare": [absent], "success": [put]})
 
+    async def new_lease(self, ttl_s: int) -> int:
+        """Make a lease and return its number."""
+        return int((await self._ask("lease/grant", {"ID": 0, "TTL": ttl_s}))["ID"])
+
+    async def change(self, key: bytes, value: bytes | None, lease: int, *, beside: bytes) -> None:
+        """Put a key, or delete it if `value` is None, as long as there is a key `beside`.
+
+        Raises LeaseLostError if there is none, or not this lease; 0 is the lease of keys that stay.
+        """
+        exists = {"key": _text(beside), "target": "VERSION", "result": "GREATER", "version": 0}
+        request: dict[str, Any] = {"request_delete_range": {"key": _text(key)}}
+        if value is not None:
+            request = {"request_put": {"key": _text(key), "value": _text(value), "lease": lease}}
+        answer = await self._ask("kv/txn", {"compare": [exists], "success": [request]})
+        if not answer.get("succeeded"):
+            raise LeaseLostError(f"there is no key {beside.decode()} any more")
+
+    async def values(self, prefix: bytes) -> list[bytes]:
+        """Return the values of all keys that begin with `prefix`, which ends with a slash."""
+        end = prefix[:-1] + bytes([prefix[-1] + 1])
+        answer = await self._ask("kv/range", {"key": _text(prefix), "range_end": _text(end)})
+        return [_bytes(kv.get("value", "")) for kv in answer.get("kvs", ())]
+
     async def first(self, prefix: bytes) -> AsyncGenerator[FirstKey, None]:
         """Yield the oldest key under `prefix` + `/`, and each key that becomes the oldest later.
 

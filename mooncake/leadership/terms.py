@@ -87,13 +87,18 @@ async def leading(
         try:
             async with asyncio.TaskGroup() as waiting:
                 losing = waiting.create_task(term.end())
-                prefix = f"{cluster.etcd_prefix}/{CONDUCTORS}".encode()
-                term.epoch = await _win(etcd, prefix, life, candidate, reach, on_wait)
+                key = conductor_key(cluster, life)
+                term.epoch = await _win(etcd, key, life, candidate, reach, on_wait)
                 losing.cancel()
             yield term
         finally:
             keeping.cancel()
             await _revoke(etcd, life)
+
+
+def conductor_key(cluster: ClusterConfig, life: int) -> bytes:
+    """Return the key of the Conductor whose lease is `life`. It is there as long as the lease."""
+    return f"{cluster.etcd_prefix}/{CONDUCTORS}/{life:x}".encode()
 
 
 async def end_lease(cluster: ClusterConfig, life: int) -> None:
@@ -141,18 +146,18 @@ async def _keep(etcd: Etcd, lease: int, ttl_s: int, term: Term) -> None:
 
 async def _win(
     etcd: Etcd,
-    prefix: bytes,
+    key: bytes,
     lease: int,
     candidate: Candidate,
     reach: Reach,
     on_wait: Callable[[Standby], None],
 ) -> int:
     """Put the key of this process, wait until it is the oldest one, and return its revision."""
-    key = prefix + f"/{lease:x}".encode()
+    conductors = key.rpartition(b"/")[0]
     while True:
         try:
             await etcd.create(key, msgspec.json.encode(candidate), lease)
-            async with contextlib.aclosing(etcd.first(prefix)) as keys:
+            async with contextlib.aclosing(etcd.first(conductors)) as keys:
                 async for first in keys:
                     if first.key == key:
                         return first.revision

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, NotStoredError
 
 _APPLICATION_ID = 0x6D6F6F6E
 _FORMAT = 1
@@ -66,7 +66,7 @@ class StateFile:
             raise self.damaged(error) from None
 
     async def write(self, *changes: tuple[str, Row]) -> None:
-        """Carry out changes, each with its values, all or none. Raises sqlite3.Error."""
+        """Carry out changes, each with its values, all or none. Raises NotStoredError."""
 
         def carry_out() -> None:
             with self._database:
@@ -78,7 +78,7 @@ class StateFile:
             await asyncio.get_running_loop().run_in_executor(self._writer, carry_out)
         except sqlite3.Error as error:
             log.error("%s cannot be written: %s", self._path, error)
-            raise
+            raise NotStoredError(str(error)) from None
 
     def close(self) -> None:
         """Finish what is being written, and close the file. Idempotent."""

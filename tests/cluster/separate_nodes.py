@@ -37,10 +37,10 @@ class SeparateNodes:
         # A busy machine is not silent for so long, and workers have started again by then.
         self._flags += ["--conductor-peer-timeout-s=20", f"--conductor-placement-timeout-s={DEADLINE_S}"]
 
-    def start(self, role: str, *flags: str) -> Server:
+    def start(self, role: str, *flags: str, until: str = "^ready in") -> Server:
         run_dir = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mc-")))
         return self._stack.enter_context(
-            ForkedServer(f"--role={role}", *self._flags, *flags, run_dir=run_dir)
+            ForkedServer(f"--role={role}", *self._flags, *flags, run_dir=run_dir, until=until)
         )
 
     def start_instances(self) -> dict[str, Server]:

@@ -13,11 +13,7 @@ import pytest
 from tests.cluster.harness import Server, eventually
 from tests.cluster.separate_nodes import SeparateNodes, wait_until_instances_idle
 from tests.cluster.streams import PROMPTS, Streams
-from tests.cluster.tiny_cluster import (
-    complete,
-    is_ready,
-    metric,
-)
+from tests.cluster.tiny_cluster import cached_tokens, complete, is_ready, metric, post
 from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
 from tests.ports import free_port
@@ -30,6 +26,7 @@ LEASE_S = 10
 class Nodes:
     """Two Conductors' nodes, that of a front, and those of instances."""
 
+    cluster: SeparateNodes
     etcd: EtcdServer
     conductors: tuple[Server, Server]
     front: Server
@@ -56,6 +53,11 @@ class Nodes:
         wait_until_instances_idle(self.leader())
 
 
+def at_some_port() -> str:
+    """The flag of a Conductor."""
+    return f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}"
+
+
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     folder = tmp_path_factory.mktemp("model")
@@ -64,14 +66,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         # What is stopped is not hung, though silent for longer than a busy machine.
         cluster = SeparateNodes(stack, folder, *in_etcd, "--hang-timeout-s=never")
 
-        def conductor() -> Server:
-            return cluster.start("conductor", f"--conductor-endpoint=tcp://127.0.0.1:{free_port()}")
-
-        conductors = conductor(), conductor()
+        conductors = cluster.start("conductor", at_some_port()), cluster.start("conductor", at_some_port())
         cluster.start_instances()
         front = cluster.start("front")
         eventually(lambda: is_ready(front), "there is a pair")
-        yield Nodes(etcd, conductors, front)
+        yield Nodes(cluster, etcd, conductors, front)
 
 
 def has_all_streams(conductor: Server) -> bool:
@@ -122,6 +121,36 @@ def test_a_leader_that_was_stopped_is_heard_by_nobody_and_stands_by(nodes: Nodes
         assert has_all_streams(leader)
         streams.check()
     nodes.wait_until_idle()
+
+
+def test_a_conductor_that_could_not_take_over_ends(nodes: Nodes) -> None:
+    leader = nodes.leader()
+    other = nodes.cluster.start("conductor", at_some_port(), "--dtype=bfloat16", until="^error: ")
+    assert other.process.wait(DEADLINE_S) == 1
+    assert other.num_lines("^error: .*the conductor that leads, .*serves another model")
+    assert health(leader)["status"] != "standby"
+
+
+def test_context_caches_are_there_under_the_next_leader(nodes: Nodes) -> None:
+    def names_at(conductor: Server) -> list[str]:
+        answer = httpx.get(f"{conductor.url}/v1/context_caches", timeout=DEADLINE_S).raise_for_status()
+        return [cache["name"] for cache in answer.json()["data"]]
+
+    prefix = list(range(3, 3 + 40))
+    former = nodes.leader()
+    for name in ("book", "gone"):
+        made = {"name": name, "prompt": prefix, "ttl": 600}
+        assert post(former, made, path="/v1/context_caches").status_code == 200
+    httpx.delete(f"{former.url}/v1/context_caches/gone", timeout=DEADLINE_S).raise_for_status()
+    os.kill(former.pid_of("conductor"), signal.SIGKILL)
+    leader = nodes.wait_for_another(former)
+    assert names_at(leader) == ["book"]
+    used = complete(leader, prompt=[5, 6], num_tokens=2, context_cache="book")
+    assert cached_tokens(used) == len(prefix)
+    httpx.delete(f"{leader.url}/v1/context_caches/book", timeout=DEADLINE_S).raise_for_status()
+    eventually(lambda: stands_by_for(former, leader), "the former leader stands by")
+    os.kill(leader.pid_of("conductor"), signal.SIGKILL)
+    assert names_at(nodes.wait_for_another(leader)) == []
 
 
 def test_nothing_changes_while_etcd_is_gone(nodes: Nodes) -> None:

@@ -5,9 +5,10 @@ counted with prompts that begin with its tokens, as far as the pool turned out t
 process's start on.
 
 Owns: the caches, their names, ends and quotas, their savings. Does not know: where blocks are, HTTP, how
-caches are stored (`cache_file`).
+caches are stored (`cache_store`).
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from conductor.front.caches.cache_file import CacheFile, StoredCache
+from conductor.front.caches.cache_store import CacheStore, StoredCache
 from conductor.front.openai.body import refusing_depth
 from conductor.front.openai.prompt import ChatPrefix
 from conductor.front.openai.tools import ToolFields
-from mooncake.errors import RequestError
+from mooncake.errors import NotStoredError, RequestError
 from mooncake.messages.blocks import BlockKey, block_keys
 from mooncake.messages.costs import Costs, prefill_quantities
 from mooncake.messages.fronts import KeepContext
@@ -142,30 +143,34 @@ class ContextCaches:
     """All caches of a front. All times are of one clock of the caller, unless they are called since 1970."""
 
     def __init__(
-        self, default_quota: int, file: CacheFile, fingerprint: str, block_size: int, now_s: float
+        self,
+        default_quota: int,
+        store: CacheStore,
+        stored: Sequence[StoredCache],
+        fingerprint: str,
+        block_size: int,
+        now_s: float,
     ) -> None:
-        """Load the model's caches from the file, which the caller closes. Raises ConfigError.
+        """Begin with what was stored before.
 
         Args:
             default_quota: Tokens that a key may have in caches, unless its entry has a quota.
-            file: The file that has the caches, those of other models too.
+            store: Where caches are stored, those of other models too.
+            stored: The caches of this model that are there.
             fingerprint: The model's fingerprint.
             block_size: Tokens of a block.
             now_s: The time.
         """
         self._default_quota = default_quota
-        self._file, self._fingerprint = file, fingerprint
+        self._store, self._fingerprint = store, fingerprint
+        self.num_store_failures = 0
+        """Changes that could not be stored, and were refused."""
         self._caches: dict[str, dict[str, ContextCache]] = {}
         """Caches by owner and id."""
         self._by_key: dict[str, Savings] = {}
         since_1970_s = time.time() - now_s
-        for stored in file.load(fingerprint):
-            self._add(_restored(stored, block_size, stored.expires_at - since_1970_s))
-
-    @property
-    def num_store_failures(self) -> int:
-        """Changes that could not be stored, and were refused."""
-        return self._file.num_failures
+        for cache in stored:
+            self._add(_restored(cache, block_size, cache.expires_at - since_1970_s))
 
     def add(
         self,
@@ -217,11 +222,9 @@ class ContextCaches:
 
     async def keep(self, cache: ContextCache, ttl_s: float, now_s: float) -> None:
         """Store a complete cache, or its new time to live. Raises RequestError if that fails."""
-        expires_at = time.time() + ttl_s
-        if cache.expires_s is None:
-            await self._file.put(_stored(cache, self._fingerprint, expires_at))
-        else:
-            await self._file.extend(cache.id, expires_at)
+        stored = _stored(cache, self._fingerprint, time.time() + ttl_s)
+        with self._refusing_what_is_not_stored():
+            await (self._store.put if cache.expires_s is None else self._store.extend)(stored)
         cache.expires_s = now_s + ttl_s
 
     async def delete(self, cache: ContextCache) -> None:
@@ -229,10 +232,23 @@ class ContextCaches:
         the cache stays."""
         self.remove(cache)
         try:
-            await self._file.remove(cache.id)
+            with self._refusing_what_is_not_stored():
+                await self._store.remove(cache.id)
         except RequestError:
             self._caches.setdefault(cache.owner, {})[cache.id] = cache
             raise
+
+    @contextlib.contextmanager
+    def _refusing_what_is_not_stored(self) -> Iterator[None]:
+        try:
+            yield
+        except NotStoredError as error:
+            self.num_store_failures += 1
+            raise RequestError(
+                f"the server cannot store context caches now: {error}; try again later",
+                status=507,
+                code="context_cache_not_stored",
+            ) from None
 
     def _add(self, cache: ContextCache) -> None:
         cache.saved_by_key = self._by_key.setdefault(cache.key_name, Savings())

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from conductor.front.access.admin_access import AdminAccess
-from conductor.front.caches.cache_file import CacheFile
+from conductor.front.caches.cache_store import CacheStore
 from conductor.front.caches.context_caches import ContextCaches
 from conductor.front.config import FrontConfig
 from conductor.front.errors import UnavailableError
@@ -56,7 +56,7 @@ async def serve(
     listener: socket.socket | None = None,
     on_listening: Callable[[str], None] = lambda _: None,
     display: Display | None = None,
-    cache_file: CacheFile | None = None,
+    cache_store: CacheStore | None = None,
     tracer: "Tracer | None" = None,
 ) -> None:
     """Serve until cancelled. Answers that have begun then get `config.shutdown_grace_s` to end, other
@@ -65,7 +65,7 @@ async def serve(
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.
     `display` is the Conductor's of this process, if it has one: then the front shows the cluster too.
-    `cache_file` has the context caches; a front without one makes none.
+    `cache_store` has the context caches; a front without one makes none.
     `tracer` makes spans of requests; they leave as long as this runs.
     Raises ConfigError for a port, endpoint, certificate, file of API keys or of context caches that cannot be
     used.
@@ -78,11 +78,12 @@ async def serve(
             admin = listen(*host_and_port(config.admin_listen), "--http-admin-listen")
             sockets.enter_context(contextlib.closing(admin))
         caches = None
-        if cache_file is not None:
+        if cache_store is not None:
             caches = await asyncio.to_thread(
                 ContextCaches,
                 config.context_cache_tokens,
-                cache_file,
+                cache_store,
+                await cache_store.load(model.fingerprint),
                 model.fingerprint,
                 model.block_size,
                 asyncio.get_running_loop().time(),

@@ -1,26 +1,59 @@
 """What is left of tenants' quotas over a restart of the Conductor."""
 
-import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
 
 from conductor.admission.quotas import Quotas
-from conductor.process.quota_levels import SCHEMA, QuotaLevels
+from conductor.process.quota_levels import SCHEMA, LevelFile, LevelKeys, LevelStore, QuotaLevels
+from mooncake.config.cluster_section import ClusterConfig
+from mooncake.leadership.etcd import Etcd
+from mooncake.leadership.state_keys import StateKeys
+from mooncake.leadership.terms import conductor_key
 from mooncake.messages.fronts import QuotaClaim
 from mooncake.node.state_file import StateFile
+from tests.etcd_server import EtcdServer
 
 PER_MINUTE = 60_000
+OpenStore = Callable[[], AbstractAsyncContextManager[LevelStore]]
 
 
-@contextmanager
-def conductor(path: Path) -> Iterator[tuple[Quotas, QuotaLevels]]:
+@asynccontextmanager
+async def in_file(path: Path) -> AsyncIterator[LevelStore]:
+    with closing(StateFile(path, (SCHEMA,))) as file:
+        yield LevelFile(file)
+
+
+@asynccontextmanager
+async def in_etcd(server: EtcdServer, life: int) -> AsyncIterator[LevelStore]:
+    cluster = ClusterConfig(etcd_endpoints=[server.url])
+    async with Etcd(cluster) as etcd:
+        await etcd.grant(life, 600)
+        await etcd.create(conductor_key(cluster, life), b"", life)
+        yield LevelKeys(StateKeys(etcd, cluster, life))
+
+
+@pytest.fixture(params=["file", pytest.param("etcd", marks=pytest.mark.cluster)])
+def open_store(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[OpenStore]:
+    """What each Conductor opens, one after the other."""
+    if request.param == "file":
+        yield lambda: in_file(tmp_path / "state.db")
+    else:
+        with EtcdServer(tmp_path) as server:
+            lives = iter(range(1, 9))
+            yield lambda: in_etcd(server, next(lives))
+
+
+@asynccontextmanager
+async def conductor(open_store: OpenStore) -> AsyncIterator[tuple[Quotas, QuotaLevels]]:
     quotas = Quotas()
-    with closing(StateFile(path / "state.db", (SCHEMA,))) as file:
-        yield quotas, QuotaLevels(file, quotas)
+    async with open_store() as store:
+        levels = QuotaLevels(store, quotas)
+        await levels.restore()
+        yield quotas, levels
 
 
 def use(quotas: Quotas, tenant: str, num_tokens: int, now_s: float) -> bool:
@@ -30,18 +63,18 @@ def use(quotas: Quotas, tenant: str, num_tokens: int, now_s: float) -> bool:
     return refused is None
 
 
-def test_debts_and_what_was_used_outlive_the_conductor(tmp_path: Path) -> None:
+async def test_debts_and_what_was_used_outlive_the_conductor(open_store: OpenStore) -> None:
     now_s = time.monotonic()
-    with conductor(tmp_path) as (quotas, levels):
+    async with conductor(open_store) as (quotas, levels):
         assert use(quotas, "used", 60_000, now_s)
         assert use(quotas, "in-debt", 10, now_s)
         quotas.charge("in-debt", 1_000_000, now_s)
         assert use(quotas, "long-ago", 60_000, now_s - 61.0)
-        asyncio.run(levels.save())
+        await levels.save()
         quotas.charge("used", 5, now_s)
-        asyncio.run(levels.save())
-        asyncio.run(levels.save())  # nothing new
-    with conductor(tmp_path) as (quotas, levels):
+        await levels.save()
+        await levels.save()  # nothing new
+    async with conductor(open_store) as (quotas, levels):
         assert sorted(quotas.by_tenant) == ["in-debt", "used"]
         left = {tenant: tokens.left(now_s) for tenant, tokens in quotas.by_tenant.items()}
         assert left == pytest.approx({"used": -5.0, "in-debt": -940_010.0}, abs=100.0)
@@ -52,12 +85,12 @@ def test_debts_and_what_was_used_outlive_the_conductor(tmp_path: Path) -> None:
         assert use(quotas, "long-ago", 60_000, now_s)
 
 
-def test_a_clock_that_was_set_back_makes_no_tokens(tmp_path: Path) -> None:
+async def test_a_clock_that_was_set_back_makes_no_tokens(open_store: OpenStore) -> None:
     """Nor does it take more than what was charged."""
     later_s = time.monotonic() + 3600.0
-    with conductor(tmp_path) as (quotas, levels):
+    async with conductor(open_store) as (quotas, levels):
         assert use(quotas, "t", 50_000, later_s)
-        asyncio.run(levels.save())
+        await levels.save()
     now_s = time.monotonic()
-    with conductor(tmp_path) as (quotas, levels):
+    async with conductor(open_store) as (quotas, levels):
         assert quotas.by_tenant["t"].left(now_s + 1.0) == pytest.approx(11_000.0, abs=1000.0)

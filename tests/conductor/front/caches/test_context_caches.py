@@ -13,7 +13,7 @@ import pytest
 
 from conductor.front.caches.cache_file import SCHEMA, CacheFile
 from conductor.front.caches.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
-from mooncake.errors import RequestError
+from mooncake.errors import NotStoredError, RequestError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import ClusterState, DropContext, KeepContext
@@ -338,7 +338,7 @@ def test_what_cannot_be_stored_is_refused(front: Running, monkeypatch: pytest.Mo
     made = call(front, "POST", body={"name": "old", "prompt": "a" * 20}).json()
 
     async def fail(*_: object) -> None:
-        raise RequestError("the disk is full", status=507, code="context_cache_not_stored")
+        raise NotStoredError("the disk is full")
 
     with monkeypatch.context() as patch:
         for name in ("put", "extend", "remove"):
@@ -375,7 +375,7 @@ def made_of(text: bytes, caches: ContextCaches, key: ApiKey | None = None) -> Co
 @pytest.fixture
 def caches(tmp_path: Path) -> Iterator[ContextCaches]:
     with closing(StateFile(tmp_path / "caches.db", (SCHEMA,))) as file:
-        yield ContextCaches(100, CacheFile(file), "model", 16, now_s=0.0)
+        yield ContextCaches(100, CacheFile(file), [], "model", 16, now_s=0.0)
 
 
 def test_only_what_a_prompt_has_in_common_with_its_cache_is_its_merit(caches: ContextCaches) -> None:

@@ -1,0 +1,48 @@
+"""What stores context caches beyond the life of a process: a file of this host, or etcd.
+
+A cache is stored before its client is told of it, and stays until it is deleted or its time to live has
+passed, whatever becomes of the process. Its times are seconds since 1970, as the clock of a process ends with
+it.
+
+Owns: what is stored of a cache. Does not know: where (`cache_file`, `cache_keys`).
+"""
+
+from typing import NamedTuple, Protocol
+
+from mooncake.messages.blocks import BlockKey
+
+
+class StoredCache(NamedTuple):
+    """One context cache. `owner` is the digest of its API key, empty without keys."""
+
+    id: str
+    fingerprint: str
+    name: str | None
+    owner: str
+    key_name: str
+    token_ids: list[int]
+    chat_prefix: bytes | None
+    cache_salt: str | None
+    root_key: BlockKey
+    created_at: float
+    expires_at: float
+
+
+class CacheStore(Protocol):
+    """The stored context caches of a cluster.
+
+    `put`, `extend` and `remove` are carried out in the order of their calls, and return when the change
+    outlives the process. They raise NotStoredError if it does not.
+    """
+
+    async def load(self, fingerprint: str) -> list[StoredCache]:
+        """Return the caches of this model, oldest first. Raises ConfigError if they cannot be read."""
+
+    async def put(self, cache: StoredCache) -> None:
+        """Add a cache."""
+
+    async def extend(self, cache: StoredCache) -> None:
+        """Store a new `expires_at` of a cache."""
+
+    async def remove(self, cache_id: str) -> None:
+        """Remove a cache. Idempotent."""
