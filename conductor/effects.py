@@ -1,4 +1,4 @@
-"""Messages to the Conductor, and messages that it sends. Pure values."""
+"""Messages that the Conductor gets and sends, as values without IO."""
 
 import msgspec
 
@@ -9,7 +9,7 @@ ToConductor = FromWorker | FromFront
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """Send `message` to the peer with this socket identity."""
+    """A message to send to the peer with this socket identity."""
 
     peer: bytes
     message: ToWorker | ToFront

@@ -15,15 +15,15 @@ from mooncake.versions import Versions
 
 @dataclass(slots=True)
 class Front:
-    """A front that has said hello."""
+    """A front that has registered by its hello."""
 
     last_seen_s: float
     version: int
-    """Version of the messages that both speak: nothing newer is sent to the front."""
+    """The protocol version that front and Conductor both speak: no newer message is sent to the front."""
 
 
 class Fronts:
-    """All fronts that have said hello."""
+    """All registered fronts, and the cluster state that they are told."""
 
     def __init__(self, epoch: int, fingerprint: str, instances: Instances, view: ClusterView) -> None:
         self._epoch, self._fingerprint = epoch, fingerprint
@@ -37,11 +37,11 @@ class Fronts:
 
     @property
     def versions(self) -> list[int]:
-        """The version of the messages that each front and the Conductor both speak."""
+        """The protocol version that each front and the Conductor both speak."""
         return [front.version for front in self._by_identity.values()]
 
     def hello(self, sender: bytes, hello: FrontHello, now_s: float) -> Effect:
-        """Add a front, or refuse it if it does not fit the cluster."""
+        """Register a front, or refuse a front that does not fit the cluster. Returns the answer to it."""
         reason = why_unfit("this front", hello.versions, hello.fingerprint, self._fingerprint)
         if reason is not None:
             return Effect(sender, RegisterRefused(reason))
@@ -52,7 +52,7 @@ class Fronts:
         return Effect(sender, self._cluster_state(version, known=known))
 
     def seen(self, identity: bytes, now_s: float) -> None:
-        """Record that a front is alive."""
+        """Record that a front was heard from at `now_s`."""
         self._by_identity[identity].last_seen_s = now_s
 
     def forget(self, identity: bytes) -> None:
@@ -60,16 +60,16 @@ class Fronts:
         self._by_identity.pop(identity, None)
 
     def silent_since(self, deadline_s: float) -> list[bytes]:
-        """Return the fronts that were last heard before `deadline_s`."""
+        """Return the identities of the fronts that were last heard from before `deadline_s`."""
         return [identity for identity, front in self._by_identity.items() if front.last_seen_s < deadline_s]
 
     def forgive(self, silence_s: float, now_s: float) -> None:
-        """Do not count a time in which the Conductor did not listen as silence of the fronts."""
+        """Extend the deadlines of all fronts by the seconds in which the Conductor did not listen."""
         for front in self._by_identity.values():
             front.last_seen_s = min(front.last_seen_s + silence_s, now_s)
 
     def tell(self) -> list[Effect]:
-        """Tell all fronts the state of the cluster."""
+        """Return the messages that tell all fronts the state of the cluster."""
         states = {version: self._cluster_state(version) for version in set(self.versions)}
         return [Effect(identity, states[front.version]) for identity, front in self._by_identity.items()]
 

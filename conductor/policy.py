@@ -161,12 +161,15 @@ class Conductor:
     # -- events -------------------------------------------------------------------------------------
 
     def handle(self, sender: bytes, message: ToConductor, now_s: float) -> list[Effect]:
-        """React to one message."""
+        """Handle one message of a peer, and return the messages to send."""
         effects = self._react(sender, message, now_s) + self._settle(now_s)
         return effects + self._placer.retry_queued(now_s)
 
     def _settle(self, now_s: float) -> list[Effect]:
-        """Empty instances further. An instance without requests leaves then, or gets its new role."""
+        """Continue to empty instances that drain or switch.
+
+        An instance without requests then leaves, or gets its new role.
+        """
         if not self.instances.emptying:
             return []
         return self._emptier.retry(now_s) + self.roles.settle(now_s) + self._leaving.settle()
@@ -199,7 +202,10 @@ class Conductor:
                 return self._on_worker(sender, message, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Let time pass for silent peers and waiting requests. Call this about twice a second."""
+        """Handle the passing of time, for silent peers and waiting requests.
+
+        To be called about twice a second.
+        """
         effects: list[Effect] = []
         self._forgive_own_silence(now_s)
         deadline_s = now_s - self.limits.peer_timeout_s
@@ -220,7 +226,7 @@ class Conductor:
         return effects
 
     def _forgive_own_silence(self, now_s: float) -> None:
-        """Do not count a time in which the Conductor itself was held up as silence of its peers: their
+        """Extend the deadlines of peers by the time in which the Conductor itself was held up, as their
         messages wait to be read."""
         gap_s = now_s - self._last_tick_s if self._last_tick_s is not None else 0.0
         self._last_tick_s = now_s
@@ -230,7 +236,7 @@ class Conductor:
                 instance.last_seen_s = min(instance.last_seen_s + gap_s, now_s)
 
     def peer_gone(self, peer: bytes, now_s: float) -> list[Effect]:
-        """React to a send that failed, as the peer is not connected."""
+        """Handle a send that failed because the peer is not connected, and return the messages to send."""
         if peer in self._fronts:
             effects = self._drop_front(peer, now_s)
         elif (instance := self.instances.by_identity(peer)) is not None:
@@ -275,8 +281,9 @@ class Conductor:
         return effects
 
     def _preempt_running(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
-        """Let a running request yield to a new one if no more may run. Returns None if the new one must be
-        rejected.
+        """Preempt a running request for a new one if no more may run.
+
+        Returns None if the new one must be rejected.
 
         A tenant within its equal part is accepted even if no request yields: those that have begun end. So
         at most `max_running_requests` times 1 + 1/2 + 1/3 ..., a term for each tenant, are running.
@@ -291,7 +298,8 @@ class Conductor:
     def _reason_to_reject(
         self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
     ) -> tuple[Reason, str, float | None] | None:
-        """Return why a new request is rejected, whatever else runs.
+        """Return the reason, text and retry time in seconds with which a new request is rejected; None if it
+        is not.
 
         The reason, the text for the client, and the time after which to retry if it is known.
         """
@@ -310,7 +318,7 @@ class Conductor:
         return None
 
     def _on_in_flight(self, sender: bytes, request_ids: list[str], now_s: float) -> list[Effect]:
-        """End requests that only one side has, the Conductor or the front, because a message was lost."""
+        """End requests that only the Conductor or only the front has, because a message was lost."""
         listed, effects = set(request_ids), list[Effect]()
         own = {key: tracked for key, tracked in self.requests.items() if tracked.front == sender}
         for request_id, tracked in own.items():

@@ -1,4 +1,4 @@
-"""The Conductor's settings, as its policy reads them. Pure values."""
+"""The Conductor's settings, as values for its policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,36 +20,36 @@ class ReplicationRules:
     uses_per_copy: float = 20.0
     """Recent uses for which a prefix is worth one more copy."""
     most_bytes: int = 256 << 20
-    """The limit of bytes in flight, and of bytes ordered in one period."""
+    """Bytes that may be in flight, and bytes that may be ordered in one period."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings of decisions."""
+    """The settings of the Conductor's decisions."""
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
     kvcache_balancing_threshold: float | None = DEFAULT_BALANCING_THRESHOLD
     """The balancing threshold, at least 1; None if it adapts."""
     overload: Overload = Overload.PREDICTION
     seed: int = 0
-    """The seed of random choices."""
+    """The seed of the `random` policy's choices."""
     replication: ReplicationRules | None = None
     """Rules of replication; None if requests alone spread prefixes."""
     moves_requests: bool = False
     """Whether rules move running requests between decode instances."""
     has_rebalancing: bool = False
-    """Whether roles of instances change as the load does."""
+    """Whether instances change their roles as the load changes."""
     moves_modules: bool = False
-    """Whether layers and KV heads of decode instances move to helpers by themselves."""
+    """Whether layers and KV heads move between decode instances by rule."""
     has_inlining: bool = False
     """Whether decode instances compute prompts where that adds the least waiting."""
     mixed_chunk_tokens: int = 256
     """Prompt tokens that an instance computes in an iteration of other requests without a TBT SLO."""
     load_threshold: float = DEFAULT_LOAD_THRESHOLD
-    """The delta_L of BanaServe's Algorithm 2, of utilisations from 0 to 2; 0: by queues alone."""
+    """The delta_L of BanaServe's Algorithm 2, a utilisation from 0 to 2; 0 chooses by queues alone."""
 
     def can(self, role: Role, stage: Role) -> bool:
-        """Return whether an instance of this role can do its part of a request in `stage`, one of
+        """Return whether an instance of this role can do the part of a request in `stage`, one of
         `STAGES`."""
         if stage is Role.DECODE:
             return role is not Role.PREFILL
@@ -87,17 +87,17 @@ class Limits:
     placement_timeout_s: float = 60.0
     return_grace_s: float = 10.0
     switch_timeout_s: float = 30.0
-    """The time after which a switch of an instance's role is undone."""
+    """Seconds after which a switch of an instance's role is undone."""
     retry_after_s: float = 1.0
     migration_timeout_s: float = 10.0
-    """The longest time for the copies of a migration, and for its hand-over."""
+    """Seconds for the copies of a migration, and again for its hand-over."""
     max_migrations: int = 8
-    """The most migrations from and to an instance at one time."""
+    """Migrations from and to an instance at the same time."""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
     slo_classes: Mapping[str, SLOs] = field(default_factory=dict)
     max_waiting: int = 0
-    """The most requests in the admission queue."""
+    """Requests in the admission queue at most."""
     slos: SLOs = field(init=False)
     """The SLOs of requests without a class."""
 

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from typing import NamedTuple
 
 MEMORY_S = 60.0
-"""The time for which a refused prompt keeps headroom."""
+"""Seconds for which a refused prompt keeps headroom."""
 MAX_SHARE = 0.75
 """The largest part of a TTFT SLO that is kept free. A prompt that needs more would only fit if devices ran
 out of work, so nothing is kept for it."""
@@ -43,7 +43,8 @@ class Headroom:
         """Refused prompts in order of time; each took longer than all behind it."""
 
     def refused(self, terms: Terms, prefill_s: float, now_s: float) -> None:
-        """Learn that a prompt with a predicted prefill of `prefill_s` was refused."""
+        """Record at time `now_s` that a prompt with a predicted prefill of `prefill_s` seconds was
+        refused."""
         if prefill_s > MAX_SHARE * terms.ttft_slo_s:
             return
         refused = self._refused.setdefault(terms, deque())
@@ -55,10 +56,10 @@ class Headroom:
         refused.append(_Refused(now_s, prefill_s))
 
     def kept_s(self, terms: Terms, prefill_s: float, factor: float, came_s: float, now_s: float) -> float:
-        """Return the part of its TTFT SLO that a prompt must leave free, beside its own time.
+        """Return the seconds of its TTFT SLO that a prompt must leave free, beside its own time.
 
         Args:
-            terms: The prompt's.
+            terms: The terms of the prompt.
             prefill_s: The time of its prefill, times `factor`.
             factor: The factor by which predictions are corrected now.
             came_s: The time at which the prompt arrived. It keeps nothing for prompts that were refused

@@ -30,10 +30,12 @@ from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.requests import Request
 
 PROBE_AFTER_S = 5.0
-"""The time without a prefill after which an idle instance takes any prompt, as a probe. Predictions that
-reject all requests would never be corrected."""
+"""Seconds without a prefill after which an idle instance takes any prompt, as a probe.
+
+Without probes, predictions that reject all requests would never be corrected.
+"""
 _IDLE_S = 1e-6
-"""The length up to which a queue counts as empty: rounding may leave that much of prompts that have ended."""
+"""Seconds up to which a queue counts as empty: rounding may leave that much of prompts that have ended."""
 _SHORTEST_RETRY_S = 1.0
 _DEVIATIONS = 2.0
 """Standard deviations by which one decode instance is assumed to have more requests left than the mean."""
@@ -43,12 +45,15 @@ class Freed(NamedTuple):
     """Work of preempted requests, which their instances would be spared."""
 
     prefill_s: float
-    """Prefill seconds that would have gone before the prompt of the preempting request."""
+    """Prefill seconds of preempted requests that would have gone before the preempting request's prompt."""
     work: PromptTotals
-    """Requests to decode."""
+    """Preempted requests that would have been decoded."""
 
     def and_of(self, assignment: Assignment, *, is_ahead: bool) -> "Freed":
-        """Add an assignment. `is_ahead`: its prefill goes before that of the preempting request."""
+        """Return the work with that of one more assignment.
+
+        `is_ahead`: whether its prefill goes before that of the preempting request.
+        """
         num_requests, num_tokens = self.work
         return Freed(
             self.prefill_s + (assignment.placement.prediction.prefill_s if is_ahead else 0.0),
@@ -60,7 +65,7 @@ NOTHING = Freed(0.0, PromptTotals(0, 0))
 
 
 class Admission:
-    """Checks requests against their SLOs."""
+    """Checks of requests against their SLOs at arrival, in the wait queue, and when prefill has ended."""
 
     def __init__(self, view: ClusterView, policy: Overload) -> None:
         self._view, self._forecast, self._policy = view, view.forecast, policy
@@ -80,7 +85,7 @@ class Admission:
         Args:
             request: The request.
             placement: The pair that it would get.
-            slos: Its limits.
+            slos: The limits of the request.
             waited_s: The seconds since its arrival.
             now_s: The time.
             freed: The work of requests that would be preempted for it.
@@ -128,13 +133,14 @@ class Admission:
         return Rejection(Reason.TTFT, waited_s, slos.ttft_s, _SHORTEST_RETRY_S)
 
     def learn_rejection(self, request: Request, rejection: Rejection, now_s: float) -> None:
-        """Learn that a request was rejected."""
+        """Record that a request was rejected, so that longer prompts keep headroom."""
         if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
             self._headroom.refused(terms, rejection.prompt_s, now_s)
 
     def learn_refusal(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
-        """Learn that a decode instance has refused a request after prefill, as a token would take `tbt_s`."""
+        """Record that a decode instance has refused a request after prefill, as a token would take `tbt_s`
+        seconds."""
         slot = self._view.slot_of(decode.name)
         assert slot is not None
         predicted_s = self._view.decode_refused(slot, batch_size, tbt_s)
@@ -144,13 +150,13 @@ class Admission:
     def learn_step(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
-        """Learn from a heartbeat what the TBT of all requests of a decode instance would be.
+        """Record the TBT of all requests of a decode instance that its heartbeat predicts.
 
         Args:
             decode: The instance.
-            batch_size: Its requests, with those that wait for their turn.
-            tbt_s: What it predicts.
-            tbt_slo_s: The strictest SLO of all placed requests; None without any.
+            batch_size: The number of its requests, waiting ones included.
+            tbt_s: The predicted TBT in seconds.
+            tbt_slo_s: The strictest TBT SLO of all placed requests in seconds; None without any.
             now_s: The time.
         """
         slot = self._view.slot_of(decode.name)
@@ -163,7 +169,8 @@ class Admission:
             self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
     def check_decode(self, decode: Instance, num_tokens: int, slos: SLOs) -> Rejection | None:
-        """Check a request whose prefill has ended and would be wasted (section 7.1), with `baseline` only."""
+        """Return why a request whose prefill has ended is rejected, or None (section 7.1; `baseline`
+        only)."""
         if self._policy is not Overload.BASELINE:
             return None
         loads, costs = self._view.loads, self._view.decode_costs
@@ -184,7 +191,7 @@ class Admission:
         return self._view.prefill_unchecked_s(slot, now_s) > PROBE_AFTER_S
 
     def _check_mean_tbt(self, tbt_s: float | None, tbt_slo_s: float, now_s: float) -> Rejection | None:
-        """Correct a prediction for a mean decode instance, and compare it with the SLO."""
+        """Return why the corrected TBT of a mean decode instance misses the SLO; None if it does not."""
         if tbt_s is None:
             return None
         pool = self._view.decode_pool()
@@ -195,8 +202,10 @@ class Admission:
         )
 
     def _check_tbt(self, tbt_s: float, constant_s: float, tbt_slo_s: float | None) -> Rejection | None:
-        """Compare a prediction plus its margin with the SLO. `constant_s` is the part of the prediction that
-        no request adds to."""
+        """Return why a predicted TBT plus its margin misses the SLO; None if it does not.
+
+        `constant_s` is the part of the prediction to which no request adds.
+        """
         margin_s = tbt_margin_s(tbt_s, constant_s)
         if tbt_slo_s is None or tbt_s + margin_s <= tbt_slo_s:
             return None
@@ -205,13 +214,13 @@ class Admission:
         return Rejection(Reason.TBT, tbt_s, tbt_slo_s, retry_s, kept_s=kept_s)
 
     def _decode_s(self) -> float:
-        """Return the mean time after which the requests that are decoded now have ended."""
+        """Return the mean seconds after which the requests that are decoded now have ended."""
         decode_s = self._forecast.decode_s
         return decode_s if decode_s < np.inf else _SHORTEST_RETRY_S
 
     def _tbt_now_s(self, num_tokens: int) -> float | None:
-        """Return the least TBT of a decode instance with one more request; None if an instance has nothing to
-        do."""
+        """Return the least TBT in seconds of a decode instance with one more request; None if an instance is
+        idle."""
         loads = self._view.loads
         (slots,) = loads.is_decode.nonzero()
         if not loads.num_decoding[slots].all():
@@ -224,7 +233,8 @@ class Admission:
         )
 
     def _next_step_s(self) -> float:
-        """Return the mean predicted step of the decode instances, each with one more request."""
+        """Return the mean predicted seconds of an iteration of the decode instances, each with one more
+        request."""
         pool = self._view.decode_pool()
         assert pool is not None
         return float(self._view.next_step_s.dot(pool.members)) / pool.num_instances
@@ -244,7 +254,9 @@ class Admission:
     def _tbt_then_s(
         self, known_until_s: float, freed: PromptTotals, num_tokens: int, now_s: float
     ) -> float | None:
-        """Predict the TBT at the horizon, or when the last accepted prefill ends, if that is more.
+        """Predict the TBT in seconds at the later of the horizon and the end of the last accepted prefill.
+
+        None if some instance decodes nothing then.
 
         None if some instance decodes nothing then.
         """
@@ -260,11 +272,11 @@ class Admission:
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 
     def _tbt_with_s(self, work: PromptTotals, num_tokens: int, num_absent: float = 0.0) -> float | None:
-        """Predict the TBT with this work, spread evenly, and the request; None if the work leaves some
-        instance idle.
+        """Predict the TBT in seconds with this work and one more request, spread evenly over decode
+        instances.
 
-        The `num_absent` requests that have ended by then, or come later, are random ones of all, so one
-        instance keeps more requests than the others by chance.
+        None if the work leaves some instance idle. The `num_absent` requests that have ended by then, or come
+        later, are random ones of all, so one instance keeps more requests than the others by chance.
         """
         pool = self._view.decode_pool()
         assert pool is not None

@@ -16,7 +16,10 @@ from mooncake.messages.fronts import QuotaClaim
 
 
 class Refusal(NamedTuple):
-    """A request that would exceed its tenant's quota. `retry_after_s`: when the quota may allow it."""
+    """A request that would exceed its tenant's quota.
+
+    `retry_after_s`: seconds until the quota may allow the request.
+    """
 
     reason: Reason
     message: str
@@ -25,7 +28,7 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class TokenBudget:
-    """The tokens of one tenant. Invariant: `num_left <= tokens_per_minute`, as of `at_s`."""
+    """The token quota of one tenant. Invariant: `num_left <= tokens_per_minute`, as of the time `at_s`."""
 
     tokens_per_minute: float
     num_left: float
@@ -36,7 +39,7 @@ class TokenBudget:
     """The charged tokens of requests that were rejected later."""
 
     def left(self, now_s: float) -> float:
-        """Return the tokens that are left at `now_s`: those of a whole minute at most, less than 0 after long
+        """Return the tokens that are left at `now_s`: at most those of a minute, less than 0 after long
         outputs."""
         gained = max(0.0, now_s - self.at_s) * self.tokens_per_minute / 60
         return min(self.tokens_per_minute, self.num_left + gained)
@@ -76,26 +79,26 @@ class Quotas:
         return Refusal(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
     def restore(self, tenant: str, tokens: TokenBudget) -> None:
-        """Let a tenant have what it had left under an earlier Conductor."""
+        """Set what a tenant has left of its quota to what an earlier Conductor has recorded."""
         self.by_tenant[tenant] = tokens
 
     def charge(self, tenant: str, num_tokens: int, now_s: float) -> None:
-        """Charge tokens to a tenant, if they are limited."""
+        """Charge tokens to a tenant; nothing without a token limit."""
         tokens = self.by_tenant.get(tenant)
         if tokens is not None:
             tokens.num_left, tokens.at_s = tokens.left(now_s) - num_tokens, max(now_s, tokens.at_s)
             tokens.num_charged += num_tokens
 
     def refund(self, tenant: str, num_tokens: int) -> None:
-        """Give tokens back that were charged for a request which was rejected."""
+        """Return tokens to a tenant that were charged for a rejected request."""
         tokens = self.by_tenant.get(tenant)
         if tokens is not None:
             tokens.num_left = min(tokens.tokens_per_minute, tokens.num_left + num_tokens)
             tokens.num_refunded += num_tokens
 
     def _renewed(self, tenant: str, per_minute: float, now_s: float) -> TokenBudget:
-        """Return the tenant's tokens with what the time has brought, under its present limit. New ones are
-        full."""
+        """Return the tenant's token budget, refilled for the time that has passed, under the tenant's present
+        limit. The budget of a new tenant is full."""
         tokens = self.by_tenant.get(tenant)
         if tokens is None:
             tokens = self.by_tenant[tenant] = TokenBudget(per_minute, per_minute, now_s)

@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 _NUM_RECENT = 64
-"""The number of answers of a kind that are remembered."""
+"""Answers of a kind that are remembered."""
 _NUM_KINDS = 256
-"""The number of kinds that are remembered; the one that was least lately learned from goes first."""
+"""Kinds that are remembered; the one that was updated least recently is dropped first."""
 _FEWEST_OF_KIND = 6
-"""The number of ended answers of a kind from which on its mean is known."""
+"""Ended answers of a kind from which on the mean of the kind is known."""
 
 
 class AnswerKind(NamedTuple):
-    """Prompts of similar length with similar limits for their answers, by powers of two."""
+    """A class of answers: prompts and limits of similar length, by powers of two."""
 
     prompt: int
     most: int
@@ -36,18 +36,18 @@ class AnswerKind(NamedTuple):
 
 
 class RunningAnswer(NamedTuple):
-    """An answer of which some tokens have been drawn."""
+    """An answer of which some tokens have been drawn; times are in seconds of the Conductor's clock."""
 
     kind: AnswerKind
     began_s: float
-    """The time of its first token."""
+    """The time of the answer's first token."""
     num_tokens: float
-    """Number of tokens so far."""
+    """Tokens of the answer at `at_s`."""
     at_s: float
-    """The time at which it has so many: of its end, or now."""
+    """The time at which the answer has `num_tokens`: the time of its end, or now."""
 
     def num_tokens_at(self, past_s: float) -> float:
-        """Return the number of tokens that it had at an earlier time, if they were drawn at an even pace."""
+        """Return the number of tokens that the answer had at an earlier time, drawn at an even pace."""
         share = (past_s - self.began_s) / max(self.at_s - self.began_s, 1e-9)
         return self.num_tokens * min(max(share, 0.0), 1.0)
 
@@ -60,7 +60,7 @@ class AnswerLengths:
         self._all: deque[RunningAnswer] = deque(maxlen=_NUM_RECENT)
 
     def learn(self, answer: RunningAnswer) -> None:
-        """Learn from an answer that has ended."""
+        """Record the length of an answer that has ended."""
         self._all.append(answer)
         self._by_kind.setdefault(answer.kind, deque(maxlen=_NUM_RECENT)).append(answer)
         self._by_kind.move_to_end(answer.kind)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from mooncake.messages.costs import Costs, batch_share, tbt_margin_s
 
 DESTINATION_SHARE = 0.9
-"""The largest share of a TBT SLO that the predicted TBT of a destination may take with the request, so that
-the destination does not need relief next."""
+"""The largest share of a TBT SLO that a move may fill at its destination.
+
+The rest keeps the destination from needing relief next.
+"""
 _ROOM_SHARE = 0.95
 """The largest share of a destination's device pages that a move may fill, as every request grows."""
 
@@ -23,12 +25,13 @@ class Resident(NamedTuple):
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Estimated number of tokens drawn so far: workers report tokens to fronts, not to the Conductor."""
+    """Tokens of the prompt and of the longest output that the request may have: the most device memory it
+    needs."""
     max_num_tokens: int
     """Tokens of the prompt and of the longest output that the request may have."""
     tbt_slo_s: float | None = None
     priority: int = 0
-    """A lower one goes first."""
+    """The request's order number: lower goes first."""
     may_move: bool = True
 
     @property
@@ -45,7 +48,7 @@ class Coming(NamedTuple):
     tbt_slo_s: float | None = None
     priority: int = 0
     has_waited_s: float = 0.0
-    """Seconds for which the request has waited for room alone."""
+    """Seconds for which the request has waited for device pages alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,10 @@ class InstanceBatch:
     instance: str
     residents: tuple[Resident, ...]
     costs: Costs
-    """Learned seconds of an iteration, by requests and tokens of their prompts."""
+    """Learned seconds of an iteration, by number of requests and tokens of their prompts."""
     max_batch: int
     max_sequence_tokens: int
-    """The longest sequence that fits into the instance when it does nothing else."""
+    """Tokens of the longest sequence that fits into the instance when it is idle."""
     num_device_tokens: int
     num_free_tokens: int
     """Tokens of KVCache for which the device has free pages."""
@@ -66,32 +69,32 @@ class InstanceBatch:
     correction: float = 1.0
     """Measured TBT divided by predicted TBT, from the latest heartbeat."""
     takes_requests: bool = True
-    """Whether the instance may be a destination; not while it drains."""
+    """Whether the instance may be a destination; False while it drains."""
 
     @property
     def size(self) -> int:
-        """The number of residents and of requests that are coming."""
+        """The number of residents and coming requests."""
         return len(self.residents) + len(self.coming)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompts of all these requests."""
+        """Tokens of the prompts of residents and coming requests."""
         return sum(of.num_prompt_tokens for of in self.residents) + self.num_coming_tokens
 
     @property
     def tbt_slo_s(self) -> float | None:
-        """The strictest TBT SLO of all requests; None if none has one."""
+        """The strictest TBT SLO in seconds of all requests; None if none has one."""
         slos_s = [of.tbt_slo_s for of in self.residents] + [of.tbt_slo_s for of in self.coming]
         return min((slo_s for slo_s in slos_s if slo_s is not None), default=None)
 
     @property
     def tbt_s(self) -> float:
-        """The predicted TBT of the residents."""
+        """The predicted TBT of the residents in seconds."""
         return self._tbt_s(len(self.residents), sum(of.num_prompt_tokens for of in self.residents))
 
     @property
     def full_tbt_s(self) -> float:
-        """The predicted TBT when all coming requests have joined."""
+        """The predicted TBT in seconds when all coming requests have joined."""
         return self._tbt_s(self.size, self.num_prompt_tokens)
 
     def _tbt_s(self, num_requests: int, num_tokens: int) -> float:
@@ -114,12 +117,12 @@ class InstanceBatch:
 
     @property
     def num_coming_tokens(self) -> int:
-        """Tokens of the prompts that are coming."""
+        """Tokens of the prompts of coming requests."""
         return sum(of.num_prompt_tokens for of in self.coming)
 
     def may_take(self, resident: Resident, share: float = DESTINATION_SHARE) -> bool:
-        """Return whether the request may move here: there is a slot, there are pages, and the batch stays
-        within `share` of its SLO."""
+        """Return whether the request may move to this instance: a slot and pages are free, and the batch
+        stays within `share` of its SLO."""
         if not self.takes_requests or self.size >= self.max_batch:
             return False
         if resident.max_num_tokens > self.max_sequence_tokens:
@@ -140,7 +143,7 @@ class InstanceBatch:
         return replace(self, residents=residents, num_free_tokens=free)
 
     def fixing(self, request_ids: Collection[str]) -> "InstanceBatch":
-        """Return the batch in which these requests may not move."""
+        """Return the batch with these requests marked as not to be moved."""
         if not any(of.request_id in request_ids for of in self.residents):
             return self
         residents = tuple(
@@ -152,7 +155,7 @@ class InstanceBatch:
 def destination_of(
     resident: Resident, batches: list[InstanceBatch], source: str, share: float = DESTINATION_SHARE
 ) -> InstanceBatch | None:
-    """Return the batch with the least predicted TBT that may take the request; None without any."""
+    """Return the batch with the least predicted TBT that may take the request; None if there is none."""
     able = [batch for batch in batches if batch.instance != source and batch.may_take(resident, share)]
     return min(able, key=lambda batch: batch.with_(resident).full_tbt_s, default=None)
 
@@ -160,7 +163,7 @@ def destination_of(
 def moved(
     batches: list[InstanceBatch], resident: Resident, source: str, destination: str
 ) -> list[InstanceBatch]:
-    """Return the batches after a move."""
+    """Return the batches as they are after a move."""
     return [
         batch.without(resident)
         if batch.instance == source

@@ -24,18 +24,18 @@ FULL_SHARE = 0.85
 """The load of a stage, as a share of its capacity, above which requests begin to miss SLOs, as arrivals are
 uneven."""
 _LEAST = 1e-9
-"""Divisor in place of 0."""
+"""The divisor that replaces 0."""
 
 
 class Division(NamedTuple):
-    """Numbers of instances."""
+    """Numbers of prefill and decode instances."""
 
     num_prefill: int
     num_decode: int
 
 
 class Work(NamedTuple):
-    """A load in instances that would be busy all the time."""
+    """A load of both stages, in instances that it would keep busy all the time."""
 
     prefill: float
     decode: float
@@ -48,18 +48,18 @@ class Strain(NamedTuple):
     decode: float
 
     def of(self, role: Role) -> float:
-        """Return the strain of the stage that instances of a role belong to."""
+        """Return the strain of the stage, prefill or decode, to which instances of this role belong."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     @property
     def served(self) -> float:
-        """The share of requests that is served within SLOs. Each request needs both stages."""
+        """The share of requests, from 0 to 1, that is served within SLOs. Each request needs both stages."""
         return min(1.0, FULL_SHARE / max(*self, _LEAST))
 
 
 @dataclass(frozen=True, slots=True)
 class DivisionCapacity:
-    """Shares of a load that divisions of instances can serve."""
+    """Shares of one load that different divisions of instances can serve."""
 
     load: OfferedLoad
     decode: DecodeCapacity
@@ -67,12 +67,12 @@ class DivisionCapacity:
 
     @property
     def work(self) -> Work:
-        """The load in instances."""
+        """The load, in instances that it would keep busy."""
         tokens_per_s = self.decode.tokens_per_s(self.load.mean_kv_tokens)
         return Work(self.load.prefill_s, self.load.num_output_tokens / tokens_per_s)
 
     def requests_per_s(self, division: Division) -> float:
-        """Return the rate of such requests up to which all are served within their SLOs."""
+        """Return the requests a second, of this load's kind, up to which all are served within their SLOs."""
         return FULL_SHARE * self.load.num_requests / max(*self.strain(division), _LEAST)
 
     def strain(self, division: Division) -> Strain:

@@ -40,16 +40,16 @@ RULES = (relieve, keep_headroom, defragment)
 THRESHOLDS = Thresholds()
 """The parameters of moves of modules."""
 MODULES_PERIOD_S = 10.0
-"""The time between two looks at modules, in which heartbeats measure anew."""
+"""Seconds between two plans of module moves, in which new heartbeats arrive."""
 MODULES_AGAIN_S = 60.0
-"""The time for which modules of an instance do not leave again, were they refused or back soon."""
+"""Seconds for which an instance's modules do not leave again after a refusal or an early return."""
 
 OVERLOADED = 429
-"""The HTTP status of rejections because of the load; others say nothing of it."""
+"""The HTTP status of rejections because of the load, the only ones that count as demand not served."""
 
 
 class Elasticity:
-    """Follows the load of the registry's cluster.
+    """Applies the rules of elasticity to the registry's cluster.
 
     Args:
         requests: The registry.
@@ -76,7 +76,7 @@ class Elasticity:
     # -- what happens -------------------------------------------------------------------------------
 
     def submitted(self, tracked: TrackedRequest, now_s: float) -> None:
-        """Count a request that a client has sent, and that has been placed, queued or rejected since.
+        """Count a request that a client has sent, and that has been placed, queued or rejected since then.
 
         A prompt that would be late even on an idle instance is not counted as work.
         """
@@ -106,14 +106,17 @@ class Elasticity:
         return costs.seconds(*prefill_quantities(num_tokens - num_cached, num_cached))
 
     def finished(self, tracked: TrackedRequest, num_output_tokens: int, now_s: float) -> None:
-        """Learn the length of an answer that has ended."""
+        """Record the length in tokens of an answer that has ended."""
         if self.rebalancer is not None and tracked.placed.decode_began_s is not None:
             self.demand.finished(answer_of(tracked, num_output_tokens, now_s))
 
     # -- as time passes -----------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Move requests, change roles and move modules by the rules. Call this about twice a second."""
+        """Return the orders to move requests, change roles and move modules.
+
+        To be called about twice a second.
+        """
         effects = self._move(now_s) if self._rules.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)
@@ -139,8 +142,10 @@ class Elasticity:
         return effects
 
     def _wanted(self, batches: list[InstanceBatch]) -> Iterator[Move]:
-        """Yield the moves that the rules want. All rules see the present batches, so an instance takes part
-        in one move only."""
+        """Yield the moves that the rules ask for.
+
+        All rules see the present batches, so an instance takes part in one move only.
+        """
         taken: set[str] = set()
         for rule in RULES:
             for move in rule([batch for batch in batches if batch.instance not in taken]):
@@ -164,7 +169,8 @@ class Elasticity:
         return self._roles.switch(instance, change.after, now_s)
 
     def _move_modules(self, now_s: float) -> list[Effect]:
-        """Move layers or KV heads of one instance, or back, while no request, role or module moves."""
+        """Return the orders to move an instance's layers or KV heads, or to return them; none while a
+        request, role or module moves."""
         if now_s - self._modules_looked_s < MODULES_PERIOD_S or self._requests.migrating:
             return []
         if any(of.state is InstanceState.SWITCHING or place_of(of).is_moving for of in self._instances):

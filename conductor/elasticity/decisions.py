@@ -20,20 +20,20 @@ class Change(NamedTuple):
     before: Role
     after: Role
     work: Work
-    """The load in instances."""
+    """The prefill and decode work, in instances, for which the change was decided."""
     division: Division
     """The division before the change."""
     served_before: float
     """The share of the expected requests that is served within SLOs."""
     served_after: float
     benefit_s: float
-    """Seconds of the whole cluster that the change gains, as long as the load stays as it is."""
+    """Seconds of the whole cluster's time that the change gains, as long as the load stays as it is."""
     cost_s: float
-    """Seconds of the whole cluster that the change takes."""
+    """Seconds of the whole cluster's time that the change takes."""
 
     @property
     def why(self) -> str:
-        """The numbers behind the change, for people."""
+        """The reason for the change as text, with its numbers."""
         return (
             f"the load takes {self.work.prefill:.2f} instances for prefill and {self.work.decode:.2f} for"
             f" decode, there are {self.division.num_prefill} and {self.division.num_decode};"
@@ -43,24 +43,24 @@ class Change(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a change."""
+    """The measured result of a change of a role."""
 
     took_s: float
     """Seconds until the instance took requests in its new role."""
     accepted_after: float = 0.0
-    """The share of arrivals that were not rejected, for some time after the change."""
+    """The share of arrivals that were not rejected for some seconds after the change."""
     note: str = ""
-    """Why the change was not made, if it was not."""
+    """The reason why the change was not made; empty if it was made."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """A change that was decided."""
+    """A decided change of a role, with its later outcome."""
 
     at_s: float
     change: Change
     accepted_before: float
-    """The share of arrivals that were not rejected, for some time before the decision."""
+    """The share of arrivals that were not rejected in the time before the decision."""
     done_s: float | None = None
     """The time at which the instance took requests in its new role; None before."""
     outcome: Outcome | None = None
@@ -80,19 +80,19 @@ class _Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Acceptance:
-    """The numbers of requests that have arrived and were rejected, over the latest time."""
+    """Counts of arrived and of rejected requests over the latest time."""
 
     kept_s: float
     _samples: deque[_Sample] = field(default_factory=deque)
 
     def note(self, num_arrived: int, num_rejected: int, now_s: float) -> None:
-        """Note the numbers so far."""
+        """Record the total numbers of arrived and of rejected requests at `now_s`."""
         self._samples.append(_Sample(now_s, num_arrived, num_rejected))
         while self._samples[0].at_s < now_s - self.kept_s:
             self._samples.popleft()
 
     def share(self, from_s: float, until_s: float) -> float:
-        """Return the share of arrivals in a time that were not rejected; 1 without arrivals."""
+        """Return the share of arrivals in `[from_s, until_s)` that were not rejected; 1 without arrivals."""
         inside = [sample for sample in self._samples if from_s <= sample.at_s <= until_s]
         if len(inside) < 2 or inside[-1].num_arrived == inside[0].num_arrived:
             return 1.0

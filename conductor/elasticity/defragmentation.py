@@ -11,12 +11,11 @@ from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
 LEAST_WAIT_S = 2.0
-"""Seconds for which a request waits before others move for it. Most find room by themselves."""
+"""Seconds for which a request waits before others move for it. Most get device pages without a move."""
 
 
 def defragment(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the moves after which the longest waiting request has device pages; none if moves cannot help
-    it."""
+    """Return the moves that free device pages for the longest waiting request; none if moves cannot."""
     moves = []
     for source in batches:
         waiting = _waiting(source)
@@ -30,7 +29,7 @@ def defragment(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _waiting(batch: InstanceBatch) -> Coming | None:
-    """Return the longest request that waits for pages of the device."""
+    """Return the longest request that waits for device pages of this instance; None if none waits."""
     stuck = [
         of
         for of in batch.coming
@@ -40,7 +39,7 @@ def _waiting(batch: InstanceBatch) -> Coming | None:
 
 
 def _make_room(source: InstanceBatch, waiting: Coming, batches: list[InstanceBatch]) -> list[Move]:
-    """Return the fewest moves that free enough pages. All of them must be possible."""
+    """Return the fewest moves that free enough pages; none unless all are possible."""
     num_missing, moves = waiting.num_prompt_tokens - source.num_free_tokens, list[Move]()
     movable = sorted((of for of in source.residents if of.may_move), key=lambda of: of.num_tokens)
     while num_missing > 0 and movable:

@@ -18,20 +18,21 @@ import numpy.typing as npt
 from conductor.elasticity.answers import AnswerKind, AnswerLengths, RunningAnswer
 
 WINDOW_S = 60.0
-"""The longest time for which arrivals count."""
+"""Seconds for which an arrival counts at most."""
 _SIGNIFICANT = 4.0
 """Standard deviations by which the latest seconds must differ from those before to count as a change. The
 window is divided in many ways, so a smaller difference would often occur by chance."""
 _LEAST_CHANGE = 1.3
-"""The factor below which a difference is no change, however significant it is."""
+"""The ratio of rates below which a difference counts as no change, however significant."""
 _FEWEST_ARRIVALS = 6
-"""The number of arrivals that can show a change."""
+"""Arrivals below which no change of the load is reported."""
 MOST_LEFT_S = 120.0
-"""The longest time for which a load is expected to stay as it is."""
+"""Seconds for which a load is expected to stay as it is at most."""
 _NUM_PAST, _FEWEST_PAST = 8, 3
-"""The numbers of past loads that are remembered, and that tell how long loads stay."""
+"""The number of past loads that are remembered, and the number that suffices to predict how long loads stay.
+"""
 _MOST_OF_MEAN = 4.0
-"""The amount, in means, at which requests of one kind and second stop to be a surprise."""
+"""The largest amount, in means, that counts as ordinary for one kind and second."""
 
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -46,39 +47,39 @@ class _Arrivals:
     num_requests: int = 0
     num_prompt_tokens: int = 0
     prefill_s: float = 0.0
-    """Seconds of a prefill instance that they take."""
+    """Prefill seconds that these requests take of a prefill instance."""
     prefill_squares: float = 0.0
-    """The sum of the squares of each one's seconds."""
+    """The sum of the squares of each request's prefill seconds."""
 
 
 class OfferedLoad(NamedTuple):
-    """The work that arrives in a second, on average."""
+    """The mean work that arrives in a second."""
 
     num_requests: float
     prefill_s: float
-    """Seconds of prefill instances: the number of them that would be busy all the time."""
+    """Prefill seconds that arrive in a second: the number of prefill instances that are busy all the time."""
     num_output_tokens: float
-    """Tokens to be drawn."""
+    """Tokens to be drawn for a second's arrivals."""
     mean_prompt_tokens: float
     mean_output_tokens: float
     window_s: float
-    """The time for which the load has been the same, as far as is known."""
+    """Seconds for which the load has been the same, as far as is known."""
 
     @property
     def mean_kv_tokens(self) -> float:
-        """Mean tokens of KVCache of a request while it is decoded."""
+        """The mean number of KVCache tokens of a request while it is decoded."""
         return self.mean_prompt_tokens + self.mean_output_tokens / 2
 
 
 @dataclass(slots=True)
 class Demand:
-    """The latest arrivals."""
+    """The requests that have arrived in the latest time, and the load that they are."""
 
     lengths: AnswerLengths = field(default_factory=AnswerLengths)
     num_changes: int = 0
     """The number of times that the load has changed."""
     _arrivals: deque[_Arrivals] = field(default_factory=deque)
-    """Arrivals by second and kind: many requests in a second take no more room than few."""
+    """Arrivals by second and kind, so that memory does not grow with the rate of requests."""
     _latest: dict[AnswerKind, _Arrivals] = field(default_factory=dict)
     """The arrivals of the latest second that had any."""
     _began_s: float | None = None
@@ -101,7 +102,7 @@ class Demand:
         arrivals.prefill_squares += prefill_s**2
 
     def finished(self, answer: RunningAnswer) -> None:
-        """Learn from an answer that has ended."""
+        """Record the length of an answer that has ended."""
         self.lengths.learn(answer)
 
     def load(self, running: Sequence[RunningAnswer], now_s: float) -> OfferedLoad | None:
@@ -149,7 +150,7 @@ class Demand:
         ages = now - np.array([of.second for of in self._arrivals])
 
         def by_border(amounts: npt.NDArray[Any]) -> tuple[Floats, Floats]:
-            """Sum the amounts that have arrived from each border on, and before it."""
+            """Return the sums of the amounts that have arrived since each border, and before each border."""
             sums = np.bincount(ages, amounts, now - first + 1).cumsum()
             recent = sums[1 : len(borders) + 1]
             return recent, sums[-1] - recent
@@ -180,7 +181,7 @@ class Demand:
 def _surprises(
     recent: Floats, before: Floats, recent_s: Floats, before_s: Floats, sum_of_squares: float
 ) -> Floats:
-    """Compare the rates at which work has arrived from each border on, and before it.
+    """Return, for each border, how significantly the rates of work before and after it differ.
 
     The sum of n amounts that arrive at random has a variance of the sum of their squares. Both parts are
     compared as if they were one load: few arrivals do not look sure of being none.
@@ -205,14 +206,14 @@ def _surprises(
 
 
 class Past(NamedTuple):
-    """An earlier load."""
+    """An earlier load, and how long it lasted."""
 
     load: OfferedLoad
     lasted_s: float
 
 
 class Persistence:
-    """The latest loads, and how long loads stay as they are."""
+    """The latest loads, from which the expected duration of the present load is estimated."""
 
     def __init__(self) -> None:
         self.past: deque[Past] = deque(maxlen=_NUM_PAST)
@@ -222,7 +223,7 @@ class Persistence:
         """The load when it was last noted."""
 
     def note(self, load: OfferedLoad, has_changed: bool, now_s: float) -> None:
-        """Record the present load, and whether it is another one than before."""
+        """Record the present load. `has_changed`: whether it is a new one."""
         if has_changed:
             if self._changed_s is not None and self._latest is not None:
                 self.past.append(Past(self._latest, now_s - self._changed_s))
@@ -231,11 +232,13 @@ class Persistence:
 
     @property
     def is_known(self) -> bool:
-        """Whether enough changes were seen to tell."""
+        """Whether enough changes have been seen to estimate how long loads stay."""
         return len(self.past) >= _FEWEST_PAST
 
     def left_s(self, window_s: float) -> float:
-        """Return the time for which a load that has been the same for `window_s` is expected to stay so.
+        """Return the seconds for which a load that has been the same for `window_s` is expected to stay so.
+
+        The expectation is the shortest quarter of the earlier loads' durations, and at least `window_s`.
 
         It is expected to last as long as the shortest quarter of the earlier loads did, and at least as long
         again as until now.

@@ -17,7 +17,7 @@ from mooncake.messages.workers import InstanceState, Role
 
 
 def devices_by_host(view: ClusterView, instances: Instances, heads: Heads) -> list[list[Device]]:
-    """Return the instances of each host whose modules may move; nothing measured leaves an instance out."""
+    """Return the devices of each host whose modules may move; instances without measurements are left out."""
     by_host = defaultdict[str, list[Instance]](list)
     for instance in instances:
         is_able = instance.role is not Role.PREFILL and instance.state is InstanceState.SERVING
@@ -46,8 +46,8 @@ def _with_hosted(device: Device, compute: float) -> Device:
 
 
 def _device(view: ClusterView, instance: Instance, used: Used, heads: Heads) -> tuple[Device, float]:
-    """Return an instance without modules of others, and the share of computing that its helper does for
-    it."""
+    """Return an instance as a device without other instances' modules, and the share of its computing that
+    its helper does."""
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
     assert slot is not None
     assert instance.heartbeat is not None

@@ -23,7 +23,7 @@ from conductor.performance.utilisation import Used
 
 
 class Kind(Enum):
-    """The kinds of modules, the coarser one first."""
+    """The kinds of modules that can move, the coarser kind first."""
 
     LAYERS = "layers"
     HEADS = "KV heads"
@@ -34,65 +34,67 @@ class Modules(NamedTuple):
 
     num: int
     used: Used
-    """The shares of the device that one of them takes while all are there."""
+    """The shares of the device that one module takes while all modules are on the device."""
     transfer_s: float
-    """Seconds in which the state of one is copied (equations 4 and 11)."""
+    """Seconds in which one module's state is copied (equations 4 and 11)."""
 
 
 class Away(NamedTuple):
-    """Modules of a device that are at a helper."""
+    """Modules of a device that are at a helper device."""
 
     helper: str
     used: Used
-    """The shares of a device that they take."""
+    """The shares of a device that the modules take, as compute and memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device among equal ones that can exchange modules."""
+    """An instance's device that can exchange modules with the others in its list."""
 
     name: str
     used: Used
-    """All that it computes and holds, modules of others among it."""
+    """The shares of the device that are in use, for modules of other instances too."""
     modules: dict[Kind, Modules]
-    """The modules that may leave, none of kinds without support."""
+    """The modules that may leave the device, without kinds that the device does not support."""
     away: Away | None = None
     sync_s: float = 0.0
-    """Seconds for which its requests wait during a move (T_sync)."""
+    """Seconds for which the device's requests wait during a move (T_sync)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The parameters of Algorithm 1. `0 <= delta_down < delta_up`."""
+    """The parameters of Algorithm 1. Invariant: `0 <= delta_down < delta_up`."""
 
     delta_up: float = 0.5
     """The gap of utilisations, from 0 to 2, above which modules leave."""
     delta_down: float = 0.25
-    """The gap up to which they come back."""
+    """The gap of utilisations, from 0 to 2, up to which modules return from a helper."""
     rho: float = 0.5
     """The least benefit, as a difference of utilisations, for each second of cost."""
     budget_s: float = 2.0
-    """T_budget: the longest time that a move may take."""
+    """Seconds that a move may take at most (T_budget)."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.delta_down < self.delta_up
 
 
 class ModuleMove(NamedTuple):
-    """Modules of `owner` that go to `helper`, or (kind None) all that come back from there."""
+    """A move of modules of `owner` to `helper`, or (kind None) the return of all its modules from
+    `helper`."""
 
     owner: str
     helper: str
     kind: Kind | None
     num: int
     benefit: float = 0.0
-    """The gap of both utilisations before the move, less that after it."""
+    """The gap of both devices' utilisations before the move, less the gap after it."""
     cost_s: float = 0.0
-    """T_transfer + T_sync."""
+    """Seconds that the move costs (T_transfer + T_sync)."""
 
 
 def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
-    """Return the moves that even the devices out, the largest gap first; those that come back before all."""
+    """Return the moves that level the utilisation of devices: returning modules first, then the largest gap
+    first."""
     loads = {device.name: device.used.utilisation for device in devices}
     moves = list(_returns(devices, loads, thresholds))
     settled = {name for move in moves for name in (move.owner, move.helper)}
@@ -111,7 +113,7 @@ def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
 def _returns(
     devices: Sequence[Device], loads: dict[str, float], thresholds: Thresholds
 ) -> Iterator[ModuleMove]:
-    """Yield the modules that come back. Loads are changed accordingly."""
+    """Yield the moves of modules that return to their owners, and update `loads` accordingly."""
     for device in devices:
         if (away := device.away) is not None and away.helper in loads:
             amount = away.used.utilisation
@@ -127,7 +129,7 @@ def _next(
     given: dict[tuple[str, Kind], str],
     thresholds: Thresholds,
 ) -> ModuleMove | None:
-    """Return the move between the two devices with the largest gap between which one pays."""
+    """Return the best move between the pair of devices with the largest gap that pays; None without any."""
     least, most = min(loads.values(), default=0.0), max(loads.values(), default=0.0)
     delta, owner_of = thresholds.delta_up, {helper: owner for (owner, _), helper in given.items()}
     overloaded = [of for of in able if loads[of.name] - least > delta and of.name not in owner_of]
@@ -152,9 +154,9 @@ def _next(
 def _move(
     owner: Device, helper: Device, kind: Kind, gap: float, load: float, thresholds: Thresholds
 ) -> ModuleMove | None:
-    """Return the move of as many modules of a kind as even both devices out; None if none pays.
+    """Return the move of as many modules of a kind as level both devices; None if no number pays.
 
-    `load` is what the owner has left: heads have as much less as layers have gone.
+    `load` is the owner's remaining utilisation: less when layers have moved already.
     """
     modules = owner.modules.get(kind)
     if modules is None or modules.used.utilisation <= 0:

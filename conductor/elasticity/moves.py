@@ -10,18 +10,18 @@ from conductor.elasticity.batches import InstanceBatch
 from conductor.view.decision_stats import MigrationReason
 
 AGAIN_AFTER_S = 10.0
-"""The time after a request's move in which it does not move again."""
+"""Seconds after a request's move in which it does not move again."""
 SETTLE_S = 2.0
 """Seconds after a move to or from an instance for which rules ignore the instance, as its figures are
 older."""
 MOST_AT_ONCE = 4
-"""The moves that may be in flight in the cluster."""
+"""Moves that may be in flight in the cluster at the same time."""
 MOST_OF_SOURCE = 1
-"""The moves that may be in flight from one instance."""
+"""Moves that may be in flight from one instance at the same time."""
 
 
 class Move(NamedTuple):
-    """A running request that is to be decoded elsewhere."""
+    """A running request, with the decode instance that it leaves and the one to which it moves."""
 
     request_id: str
     source: str
@@ -30,8 +30,10 @@ class Move(NamedTuple):
 
 
 class RecentMoves:
-    """The moves of the last seconds, by which further ones are limited: copies take bandwidth, and a wrong
-    prediction would be repeated."""
+    """The moves of the last seconds, which limit further ones.
+
+    Copies take bandwidth, and a wrong prediction would be repeated.
+    """
 
     def __init__(self) -> None:
         self._moved_s: dict[str, float] = {}
@@ -40,12 +42,12 @@ class RecentMoves:
         """When an instance was last the source or destination of a move."""
 
     def note(self, move: Move, now_s: float) -> None:
-        """Remember a move that was ordered."""
+        """Record that a move was ordered."""
         self._moved_s[move.request_id] = now_s
         self._touched_s[move.source] = self._touched_s[move.destination] = now_s
 
     def forget(self, now_s: float) -> None:
-        """Forget moves that no limit concerns any more."""
+        """Forget moves that are too old for any limit."""
         self._moved_s = _since(self._moved_s, now_s - AGAIN_AFTER_S)
         self._touched_s = _since(self._touched_s, now_s - SETTLE_S)
 

@@ -12,12 +12,12 @@ from conductor.elasticity.moves import Move
 from conductor.view.decision_stats import MigrationReason
 
 HEADROOM_SHARE = 0.85
-"""The share of a TBT SLO up to which requests of the first class share a batch with others."""
+"""The share of a TBT SLO that a batch with requests of a stricter class may fill."""
 
 
 def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the move of one request of a lower class from each batch that has little headroom for its first
-    one."""
+    """Return the move of one lower-class request from each batch with little headroom for its strictest
+    class."""
     moves = []
     for source in batches:
         first, others = _classes(source)
@@ -37,7 +37,7 @@ def keep_headroom(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _classes(batch: InstanceBatch) -> tuple[list[Resident], list[Resident]]:
-    """Return the requests of the first class, and those of others that may move."""
+    """Return the batch's requests of the strictest class, and those of other classes that may move."""
     least = min((of.priority for of in batch.residents), default=0)
     first = [of for of in batch.residents if of.priority == least]
     return first, [of for of in batch.residents if of.priority > least and of.may_move]

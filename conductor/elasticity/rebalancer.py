@@ -27,9 +27,9 @@ from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role
 
 _NUM_KEPT = 100
-"""The latest decisions that are kept."""
+"""Decisions that are kept, the latest ones."""
 _PERIOD_S = 2.0
-"""The least time between two decisions about roles."""
+"""Seconds between two decisions about roles at least."""
 _SPARE_STRAIN = 0.8
 """The largest strain that a stage may have after giving up an instance, unless both stages are short."""
 _LEAST_GAIN = 0.05
@@ -37,29 +37,27 @@ _LEAST_GAIN = 0.05
 _LEAST_BENEFIT = 2.0
 """The least ratio of benefit to cost (rho in equation 35)."""
 _LEAST_WINDOW_S = 3.0
-"""The time for which a load must have been the same before a decision."""
+"""Seconds for which a load must have been the same before a decision."""
 _FEWEST_ARRIVALS = 10.0
-"""The least number of arrivals that describe a load."""
+"""Arrivals that must have been seen before a decision."""
 _AGAIN_AFTER_S = 60.0
-"""The time after a change that was not made in which its instance is not chosen again."""
+"""Seconds after a change that was not made in which its instance is not chosen again."""
 _EVALUATED_S = 15.0
-"""The time over which arrivals before and after a change are compared."""
+"""Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0
-"""The time after which a changed set of instances counts as another one: an instance that restarts does
-not."""
+"""Seconds after which a changed set of instances counts as a new set: a restart of an instance is shorter."""
 _QUEUE_SHARE = 0.5
-"""The share of the TTFT SLO up to which the queues of other prefill instances may grow by a change."""
+"""The share of the TTFT SLO up to which a change may let the queues of other prefill instances grow."""
 _LEAST_LEFT_S = 15.0
-"""The time for which a load must be expected to last, as the change and its reversal both take effect
-late."""
+"""Seconds for which a load must be expected to last, as the change and its reversal both take effect late."""
 _SAME_LOAD = 1.5
-"""The factor up to which the work of a stage counts as the same load."""
+"""The ratio of work up to which the load of a stage counts as the same."""
 _TARGET_STRAIN = 0.7
-"""The strain for which the desired number of instances is counted."""
+"""The strain at which the desired number of instances is computed."""
 
 
 class Member(NamedTuple):
-    """An instance as the rebalancer sees it."""
+    """An instance as the rebalancer sees it: its role, queue and batch."""
 
     name: str
     role: Role
@@ -67,9 +65,9 @@ class Member(NamedTuple):
     may_change: bool
     used: Used | None = None
     queue_s: float = 0.0
-    """Predicted seconds of its prompts."""
+    """Predicted seconds of the prompts in the instance's queue."""
     batch: InstanceBatch | None = None
-    """Its batch, if it decodes."""
+    """The batch of a decode instance; None for a prefill instance."""
 
     @property
     def takes_requests(self) -> bool:
@@ -78,23 +76,23 @@ class Member(NamedTuple):
 
 
 class State(NamedTuple):
-    """The input of a decision."""
+    """The cluster's state from which the rebalancer decides."""
 
     members: list[Member]
     load: OfferedLoad | None
     num_changes: int
-    """The number of times that the load has changed."""
+    """The number of times that the load has changed since the Conductor began."""
     capacity: DecodeCapacity | None
-    """None without a decode instance."""
+    """The decode capacity of a mean instance; None without a decode instance."""
     ttft_slo_s: float | None
     has_inlining: bool
     num_arrived: int
-    """Number of requests so far."""
+    """Requests that have arrived since the Conductor began."""
     num_rejected: int
-    """Requests so far that were rejected because of the load."""
+    """Requests that have been rejected because of the load since the Conductor began."""
 
     def serving(self, role: Role) -> list[Member]:
-        """Return the instances with exactly this role that take requests. BOTH is a role of its own."""
+        """Return the instances with exactly this role that take requests; `Role.BOTH` matches only itself."""
         return [member for member in self.members if member.role is role and member.takes_requests]
 
     @property
@@ -104,7 +102,10 @@ class State(NamedTuple):
 
     @property
     def division(self) -> Division:
-        """The present division. Instances with both roles decode, and inline."""
+        """The present numbers of instances by stage.
+
+        Instances with both roles count as decode, and inline prefills.
+        """
         num_both = len(self.serving(Role.BOTH))
         return Division(len(self.serving(Role.PREFILL)), len(self.serving(Role.DECODE)) + num_both)
 
@@ -143,7 +144,7 @@ class Rebalancer:
         return now_s - self._looked_s >= _PERIOD_S
 
     def decide(self, state: State, now_s: float) -> Change | None:
-        """Decide on a change, and record it in `decisions`. Returns None if nothing is to be changed."""
+        """Decide on a change, and record it in `decisions`. Returns None if no role should change."""
         self._looked_s = now_s
         self._acceptance.note(state.num_arrived, state.num_rejected, now_s)
         self._follow(state, now_s)
@@ -175,7 +176,7 @@ class Rebalancer:
         return change
 
     def refused(self, why: str) -> None:
-        """Record that the latest change was not possible after all."""
+        """Record that the latest change could not be carried out, for the reason `why`."""
         self.decisions[-1].outcome = Outcome(0.0, note=why)
 
     def _is_known(self, load: OfferedLoad) -> bool:
@@ -185,14 +186,15 @@ class Rebalancer:
     # -- which change -------------------------------------------------------------------------------
 
     def _note_instances(self, names: frozenset[str], now_s: float) -> None:
-        """Record since when the instances have been different from `_names`."""
+        """Record the time since when the set of instances has differed from `_names`."""
         if names == self._names:
             self._other_names = (names, math.inf)
         elif names != self._other_names[0]:
             self._other_names = (names, now_s)
 
     def _renew(self, work: Work, names: frozenset[str], now_s: float) -> None:
-        """Allow changes again if the load has changed, or the instances have been different for a while."""
+        """Reset the limit of changes if the load has changed, or the set of instances has differed for a
+        while."""
         same, since_s = self._same, self._other_names[1]
         are_others = now_s - since_s >= _OTHERS_AFTER_S
         if same is None or are_others or not all(map(self._is_same, work, same)):
@@ -209,8 +211,8 @@ class Rebalancer:
         return max(found, key=lambda change: change.benefit_s, default=None)
 
     def _change(self, state: State, able: DivisionCapacity, role: Role, now_s: float) -> Change | None:
-        """Return the change to one more instance of a role, if that pays; None if it does not, or no instance
-        can be spared."""
+        """Return the change of an instance to this role, if the change pays; None if it does not, or no
+        instance can be spared."""
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         if self._direction is other:
             return None  # it would be taken back though the load is the same
@@ -238,13 +240,12 @@ class Rebalancer:
         return Change(member.name, other, role, able.work, division, before, after, benefit_s, cost_s)
 
     def _is_risky(self, load: OfferedLoad) -> bool:
-        """Return whether a change would follow another one while it is unknown how long the new load will
-        last."""
+        """Return whether a change would follow an earlier one while the new load's duration is unknown."""
         is_another = self._num_changes_decided == self._num_changes_seen
         return is_another and not self._persistence.is_known and load.window_s < _LEAST_LEFT_S
 
     def _served(self, able: DivisionCapacity, division: Division) -> float:
-        """Return the share of the expected requests that a division serves.
+        """Return the share of the expected requests, from 0 to 1, that a division serves.
 
         The present load is expected, as it was when it was there before, and the loads in between that were
         too brief for a change.
@@ -262,8 +263,8 @@ class Rebalancer:
         return num_served / num
 
     def _spared(self, state: State, role: Role, now_s: float) -> Member | None:
-        """Return the instance of a role that has the least to move, among those whose requests fit the
-        others; None without any."""
+        """Return the instance of a role with the least to move whose requests fit the others; None if there
+        is none."""
         members, failed_s = state.serving(role), now_s - _AGAIN_AFTER_S
         failed = {of.change.instance for of in self.decisions if of.has_failed and of.at_s > failed_s}
         able = [member for member in members if member.may_change and member.name not in failed]
@@ -286,7 +287,8 @@ class Rebalancer:
     # -- what came of it ----------------------------------------------------------------------------
 
     def _follow(self, state: State, now_s: float) -> None:
-        """Record which changes are done, and the outcome of those that were done a while ago."""
+        """Record which changes are complete, and the outcome of those completed `_EVALUATED_S` seconds
+        ago."""
         members = {member.name: member for member in state.members}
         for decision in self.decisions:
             if decision.outcome is not None:
@@ -299,8 +301,10 @@ class Rebalancer:
                 decision.outcome = Outcome(decision.done_s - decision.at_s, accepted)
 
     def _follow_open(self, decision: Decision, member: Member | None, now_s: float) -> None:
-        """Record the end of a change, if it has ended. (The Conductor undoes a change that takes too
-        long.)"""
+        """Record the end of a pending change, if it has ended.
+
+        (The Conductor undoes a change that takes too long.)
+        """
         took_s = now_s - decision.at_s
         if member is None:
             decision.outcome = Outcome(took_s, note="the instance has gone")

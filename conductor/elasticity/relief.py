@@ -14,7 +14,7 @@ from conductor.view.decision_stats import MigrationReason
 
 
 def relieve(batches: list[InstanceBatch]) -> list[Move]:
-    """Return the move of one request from each batch that misses an SLO, the latest batch first."""
+    """Return the move of one request from each batch that misses an SLO, the largest miss first."""
     moves = []
     for source in sorted(filter(lambda batch: batch.is_late, batches), key=_lateness, reverse=True):
         found = _cheapest(source, batches)
@@ -28,7 +28,7 @@ def relieve(batches: list[InstanceBatch]) -> list[Move]:
 
 
 def _cheapest(source: InstanceBatch, batches: list[InstanceBatch]) -> tuple[Resident, InstanceBatch] | None:
-    """Return the request whose move costs least, and its destination.
+    """Return the request whose move costs least, and its destination; None if no move is possible.
 
     A request whose move alone suffices is preferred to a cheaper one whose move does not.
     """

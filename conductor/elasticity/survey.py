@@ -22,20 +22,20 @@ from mooncake.messages.costs import Costs
 from mooncake.messages.workers import STAGES, InstanceState, Role
 
 _HEARTBEAT_S = 1.5
-"""The largest normal age of the latest heartbeat."""
+"""Seconds up to which the age of a heartbeat is normal."""
 _SANE = (0.5, 2.0)
 """Bounds of the ratio of measured to predicted TBT in one heartbeat."""
 
 
 class Survey:
-    """Reads the state of the registry's cluster."""
+    """Reader of the registry's cluster state for the rules of elasticity."""
 
     def __init__(self, requests: Requests, migrations: Migrations, heads: Heads) -> None:
         self._requests, self._migrations, self._heads = requests, migrations, heads
         self._view, self._instances = requests.view, requests.instances
 
     def batches(self, now_s: float) -> list[InstanceBatch]:
-        """Return the batches of all instances that decode."""
+        """Return the batches of all decode instances, as of `now_s`."""
         by_id, view = self._requests.by_id, self._view
         batches = []
         for instance in self._instances:
@@ -87,7 +87,7 @@ class Survey:
         )
 
     def members(self, batches: list[InstanceBatch], now_s: float) -> list[Member]:
-        """Return all instances, for the rebalancer."""
+        """Return all instances as the rebalancer sees them, as of `now_s`."""
         loads, by_name = self._view.loads, {batch.instance: batch for batch in batches}
         queue_s, changeable = loads.queue_s(now_s), self._changeable()
         members = []
@@ -108,8 +108,9 @@ class Survey:
         return members
 
     def _changeable(self) -> set[str]:
-        """Return the instances to which the rebalancer may give another role. Instances with both roles keep
-        them, and so do those with modules elsewhere or of others.
+        """Return the names of the instances whose role the rebalancer may change.
+
+        Instances with both roles keep them, and so do owners and helpers of moved modules.
 
         Of each role, at least one instance must be left that holds the longest sequences of the cluster.
         """
@@ -139,7 +140,7 @@ class Survey:
         return num_tokens_so_far(self._view, tracked.request, tracked.placed, now_s)
 
     def may_need_moves(self) -> bool:
-        """Return whether some rule might want a move: a cheap check, which is mostly false."""
+        """Return whether some rule might ask for a move: a cheap check, which is mostly False."""
         view, loads = self._view, self._view.loads
         slo_s = self._requests.strictest_tbt_slo_s
         for instance in self._instances:
@@ -156,7 +157,7 @@ class Survey:
         return False
 
     def capacity(self, batches: list[InstanceBatch], tbt_slo_s: float | None) -> DecodeCapacity | None:
-        """Return the tokens that a mean decode instance can draw; None without one."""
+        """Return the decode capacity of a mean instance; None without a decode instance."""
         pool = self._view.decode_pool()
         if pool is None:
             return None
@@ -188,8 +189,8 @@ def _coming(tracked: TrackedRequest, has_waited_s: float = 0.0) -> Coming:
 def _waiting_for_pages(
     instance: Instance, decoded: list[TrackedRequest], now_s: float
 ) -> list[TrackedRequest]:
-    """Return the requests that wait for pages: the newest of those that were ready before the latest
-    heartbeat and are in no batch.
+    """Return the requests that wait for device pages of this instance: those that were ready before the
+    latest heartbeat and are in no batch.
 
     Requests that wait for the TBT of the batch are not among them.
     """
@@ -205,7 +206,7 @@ def _waiting_for_pages(
 
 
 def answer_of(tracked: TrackedRequest, num_tokens: int, at_s: float) -> RunningAnswer:
-    """Return the answer of a request that is or was decoded, with so many tokens at this time.
+    """Return the answer of a request that is or was decoded, with `num_tokens` at time `at_s`.
 
     Its kind is that of the prompt and the limit which its client sent.
     """

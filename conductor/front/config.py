@@ -11,7 +11,10 @@ from mooncake.security.keys import ClusterKey
 
 
 class FrontConfig(BaseModel):
-    """Settings of a front. Workers connect to `reply_endpoint`, which ends at `reply_listen_endpoint`."""
+    """The settings of a front.
+
+    Workers connect to `reply_endpoint`, which leads to `reply_listen_endpoint`.
+    """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 

@@ -15,7 +15,10 @@ RETRY_AFTER_S = 1.0
 
 
 class UnavailableError(RequestError):
-    """The cluster cannot serve any request now. `retry_after_s` says when to retry."""
+    """The cluster cannot serve any request now.
+
+    `retry_after_s` is the number of seconds until a retry makes sense.
+    """
 
     def __init__(self, message: str, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(message, status=503, code="unavailable")
@@ -23,7 +26,7 @@ class UnavailableError(RequestError):
 
 
 class RateLimitedError(OverloadedError):
-    """A client has used up its limits. Others may still be served."""
+    """The client has used up the limits of its key. Requests of other keys may still be served."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s)
@@ -31,7 +34,7 @@ class RateLimitedError(OverloadedError):
 
 
 class UnauthorizedError(RequestError):
-    """Error of a request without a valid key. `challenge` says how to send one (`WWW-Authenticate`)."""
+    """The request has no valid key. `challenge` is the `WWW-Authenticate` header of the response."""
 
     def __init__(self, message: str, code: str, challenge: str = "Bearer") -> None:
         super().__init__(message, status=401, code=code)
@@ -39,19 +42,19 @@ class UnauthorizedError(RequestError):
 
 
 class GenerationFailedError(RequestError):
-    """An accepted request could not be finished. Not the client's fault."""
+    """An accepted request could not be finished, through no fault of the client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=500, code="generation_failed")
 
 
 def tokens_in_words(num_tokens: int) -> str:
-    """Return "1 token", or "2 tokens"."""
+    """Return the count with its noun, as in "1 token" or "2 tokens"."""
     return f"{num_tokens} token{'' if num_tokens == 1 else 's'}"
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """Return OpenAI's error object."""
+    """Return the error as OpenAI's error object."""
     if error.status == 429:
         kind = "rate_limit_error"
     elif error.status >= 500:
@@ -62,7 +65,7 @@ def error_body(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, headers: dict[str, str] | None = None) -> Response:
-    """Return `error` as a whole HTTP response."""
+    """Return the error as a whole HTTP response, with `headers` added."""
     headers = dict(headers or {})
     if isinstance(error, OverloadedError | UnavailableError):
         # Whole seconds, rounded up: the header knows no fractions, and early clients are refused again.

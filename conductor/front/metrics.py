@@ -3,7 +3,7 @@
 Times are in seconds as the front sees them: from a request's arrival over HTTP to its tokens' arrival from a
 worker. The `vllm:` names carry the same values for dashboards that query them.
 
-Something is counted with every token, so counting is adding to plain numbers; names, labels and the format
+Every token is counted, so counting is adding to plain numbers; names, labels and the format
 come with the scrape. All of it happens in the thread of the front's event loop.
 
 Owns: metric names and buckets, the comparison with SLOs. Does not know: when something happens.
@@ -53,7 +53,7 @@ class RequestOutcome(StrEnum):
 
 
 class Denial(StrEnum):
-    """Reason for which a front refused a request itself."""
+    """The reason why a front itself refused a request."""
 
     NO_KEY = "no_key"
     LIMIT = "limit"
@@ -68,7 +68,7 @@ def tbt_s(gaps_s: Sequence[float]) -> float | None:
 
 
 class Distribution:
-    """Observations counted in buckets, each for values up to its bound."""
+    """A histogram: observations counted in buckets, each for values up to its bound."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -93,7 +93,7 @@ class Distribution:
 
 
 class Metrics(Collector):
-    """All metrics of one front; registers itself. An SLO that is None is no limit."""
+    """All metrics of one front, registered on creation. SLOs are in seconds; None is no limit."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Metrics(Collector):
     # -- what happens -----------------------------------------------------------------------------
 
     def request_ended(self, outcome: RequestOutcome) -> None:
-        """Count an HTTP request that has its answer, or does not need one any more."""
+        """Count an HTTP request that has its answer, or needs no answer any more."""
         self._outcomes[outcome] += 1
 
     def request_denied(self, reason: Denial) -> None:
@@ -165,18 +165,21 @@ class Metrics(Collector):
         self._within_slo["both"] += has_ttft and has_tbt
 
     def tokens_received(self, num_tokens: int, gap_s: float | None) -> None:
-        """Count the tokens of one step. `gap_s`: since the step before; None for the first."""
+        """Count the tokens of one iteration.
+
+        `gap_s`: seconds since the iteration before; None for the first.
+        """
         self._num_generated_tokens += num_tokens
         if gap_s is not None:
             self._gap.observe(gap_s)
 
     def prompt_received(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count a prompt that was computed or found in the cache."""
+        """Count a prompt whose KVCache is complete, and its tokens that came from the cache."""
         self._num_prompt_tokens += num_tokens
         self._num_cached_tokens += num_cached_tokens
 
     def output_dropped(self) -> None:
-        """Count a token message that belongs to nothing that is wanted."""
+        """Count a token message that belongs to no request in flight."""
         self._num_stale += 1
 
     # -- what is scraped --------------------------------------------------------------------------

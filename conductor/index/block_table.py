@@ -23,12 +23,15 @@ from mooncake.native import NativeCodeError, load
 ABSENT = 0
 """The number of a key that is not in the table."""
 SWEPT_PLACES = 4096
-"""Entries that one call of `sweep` examines, in some 10 us."""
+"""Entries that one call of `sweep` examines, in some 10 microseconds."""
 log = logging.getLogger(__name__)
 
 
 class BlockTable(Protocol):
-    """Numbers from 1 on by key. Keys without `KEY_BYTES` bytes raise ValueError."""
+    """The interface of a table from block keys to numbers from 1 on.
+
+    Keys of another length than `KEY_BYTES` raise ValueError.
+    """
 
     def __len__(self) -> int: ...
 
@@ -37,10 +40,10 @@ class BlockTable(Protocol):
 
     def runs(self, keys: Sequence[BlockKey]) -> tuple[Sequence[int], Sequence[int]]:
         """Return the runs of equal numbers before the first absent key: the number of each run, and its
-        end."""
+        half-open end."""
 
     def set(self, keys: Sequence[BlockKey], numbers: Sequence[int]) -> None:
-        """Give each of these distinct keys its number; `ABSENT` drops it."""
+        """Set the number of each of these distinct keys; `ABSENT` drops the key."""
 
     def sweep(self, is_marked: "array[int]") -> Sequence[int]:
         """Examine the next part of the keys, and drop each key whose number is marked: `is_marked[number]` is
@@ -51,7 +54,7 @@ class BlockTable(Protocol):
 
 
 class NativeTable:
-    """The compiled table. Raises NativeCodeError where it cannot be compiled."""
+    """The compiled table. Construction raises NativeCodeError where nothing can be compiled."""
 
     def __init__(self) -> None:
         self._code = _native()
@@ -137,7 +140,7 @@ class DictTable:
 
 
 def new_block_table() -> BlockTable:
-    """Make the compiled table, or a dict where nothing can be compiled."""
+    """Return the compiled table, or a dict where nothing can be compiled."""
     try:
         return NativeTable()
     except NativeCodeError as error:
@@ -154,8 +157,10 @@ def _joined(keys: Sequence[BlockKey]) -> bytes:
 
 @functools.cache
 def _native() -> ctypes.PyDLL:
-    """Load the compiled code. Calls keep the GIL, as getting it back from another thread might take
-    milliseconds."""
+    """Return the compiled code as a library.
+
+    Calls keep the GIL, as getting it back from another thread might take milliseconds.
+    """
     library = load(Path(__file__).with_name("block_table.cpp"))
     code = ctypes.PyDLL(library._name, handle=library._handle)
     table, size, pointer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p

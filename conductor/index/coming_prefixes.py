@@ -20,16 +20,17 @@ from dataclasses import dataclass, field
 from mooncake.messages.blocks import BlockKey
 
 EVENT_DELAY_S = 0.5
-"""Seconds in which events tell of the blocks of a prefill that has ended; until then they count as coming."""
+"""Seconds in which KV events report the blocks of a prefill that has ended; until then they count as coming.
+"""
 
 Coming = list[tuple[int, int]]
-"""Pairs of a number of leading blocks of a prompt, and the mask of the slots that will hold at least so
+"""Pairs of a number of leading blocks of a prompt, and the bit mask of the slots that will hold at least so
 many."""
 
 
 @dataclass(slots=True, eq=False)
 class ComingPrompt:
-    """One placed prompt."""
+    """One placed prompt, with its block keys."""
 
     slot: int
     """The slot of the instance that computes the prompt."""
@@ -41,21 +42,23 @@ class ComingPrompt:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Blocks `[start, end)` of all prompts that go through this node; `keys` are those of one of them."""
+    """A node of the radix tree: blocks `[start, end)` of all prompts that go through it.
+
+    `keys` are those of one prompt.
+    """
 
     keys: Sequence[BlockKey]
     start: int
     end: int
     num_prompts: Counter[int]
-    """The prompts that go through this node, or end at its end, by slot. No zeros."""
+    """The number of prompts that go through this node, or end at its end, by slot. No zeros."""
     mask: int
-    """The slots of `num_prompts`."""
+    """The bit mask of the slots in `num_prompts`."""
     children: "dict[BlockKey, _Node]" = field(default_factory=dict)
-    """The nodes behind this one by their first block."""
+    """The child nodes by their first block."""
 
     def common_end(self, keys: Sequence[BlockKey]) -> int:
-        """Return the end of the blocks that this node and `keys` have in common, which is at least its first
-        block."""
+        """Return the end of the blocks that this node and `keys` have in common, at least one block."""
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:
             return end
@@ -74,12 +77,12 @@ class _Node:
             self.mask ^= 1 << slot
 
     def split(self, end: int) -> None:
-        """End the node at `end`, with a child for the blocks behind."""
+        """End the node at block `end`, with a new child for the blocks behind."""
         rest = _Node(self.keys, end, self.end, self.num_prompts.copy(), self.mask, self.children)
         self.end, self.children = end, {self.keys[end]: rest}
 
     def join(self) -> None:
-        """Merge with an only child if no prompt ends between them."""
+        """Merge the node with an only child if no prompt ends between them."""
         if len(self.children) == 1:
             (child,) = self.children.values()
             if child.num_prompts == self.num_prompts:
@@ -87,7 +90,7 @@ class _Node:
 
 
 class ComingPrefixes:
-    """All placed prompts whose blocks are not stored."""
+    """All placed prompts whose blocks are not stored yet."""
 
     def __init__(self) -> None:
         self._roots: dict[int, dict[BlockKey, _Node]] = {}
@@ -148,7 +151,7 @@ class ComingPrefixes:
             self.remove(prompt)
 
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
-        """Find the leading blocks of a prompt that are coming.
+        """Return the leading blocks of a prompt that are coming, with the slots that will hold them.
 
         Only prompts that go before this one count. It goes before prompts of higher priority numbers, and
         computes their common prefix itself.

@@ -26,11 +26,11 @@ from mooncake.messages.kv_events import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""The time after which a question whose answer makes no progress is asked again."""
+"""Seconds after which a question whose answer makes no progress is asked again."""
 QUIET_S = 3.0
-"""The time without a batch after which a messenger is asked whether there was one."""
+"""Seconds without a batch after which a messenger is asked whether a batch got lost."""
 MAX_EARLY_BATCHES = 100
-"""Most batches that may wait for earlier ones: those of a second. Further ones are replayed."""
+"""Batches that may wait for earlier ones: those of a second. Further ones are replayed."""
 
 
 class Step(NamedTuple):
@@ -41,7 +41,10 @@ class Step(NamedTuple):
 
 
 class EventStream:
-    """Follows the messenger `instance` from its life `incarnation` on. The first tick asks for a snapshot."""
+    """The stream of KV events of the messenger `instance`, from its incarnation `incarnation` on.
+
+    The first tick asks for a snapshot.
+    """
 
     def __init__(self, instance: str, incarnation: int) -> None:
         self.instance = instance
@@ -78,7 +81,7 @@ class EventStream:
         return isinstance(self._asked, GetSnapshot) and now_s - self.progress_s < ANSWER_TIMEOUT_S
 
     def tick(self, now_s: float) -> Step:
-        """Let time pass: ask again if an answer is due."""
+        """Return the question to send if an answer is due at `now_s`, with no events."""
         silence_s = now_s - self.progress_s
         if self._next_sequence is None:
             is_due = self._asked is None or silence_s >= ANSWER_TIMEOUT_S
@@ -87,7 +90,7 @@ class EventStream:
         return Step([], self._ask_replay(self._next_sequence, now_s) if is_due else None)
 
     def receive(self, message: FromKVEvents, now_s: float) -> Step:
-        """React to a live batch, or to a part of an answer."""
+        """Process a live batch, or a part of an answer, and return the events to apply."""
         if message.incarnation < self.incarnation:
             return Step([])  # it was in flight when that life ended
         restarted: list[KVEvent] = []
@@ -154,7 +157,7 @@ class EventStream:
         return Step([])
 
     def _in_order(self, next_sequence: int) -> list[KVEvent]:
-        """Take the events of all batches from `next_sequence` to the first gap."""
+        """Return the events of all batches from `next_sequence` to the first gap, and advance."""
         events: list[KVEvent] = []
         while next_sequence in self._early:
             events += self._early.pop(next_sequence)

@@ -20,12 +20,15 @@ EMPTY = 0
 """The set of a block without holders."""
 _BITS = {Tier.DRAM: 0b001, Tier.SSD: 0b010, Tier.DEVICE: 0b100}
 NUM_BITS = len(_BITS)
-"""Bits of a shard."""
+"""Bits of one shard in a set."""
 
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """A part of an instance, with the bits from `NUM_BITS * number` on of each set: DRAM, SSD, device."""
+    """A part of an instance.
+
+    Its bits in each set are `NUM_BITS * number` and the following: DRAM, SSD, device.
+    """
 
     slot: int
     """The slot of the instance."""
@@ -40,7 +43,7 @@ class Shard:
 
 
 class HolderSets:
-    """Sets by number. A set lives as long as blocks use it."""
+    """Sets of holders by number. A set lives as long as blocks use it."""
 
     def __init__(self) -> None:
         self.holding = [0]
@@ -128,7 +131,7 @@ class HolderSets:
             self._free.append(number)
 
     def _new(self, held: int, before: int, shard: Shard) -> int:
-        """Make a set that differs in `shard` from the set `before`."""
+        """Return the number of a set that differs in `shard` from the set `before`, made if needed."""
         wanted, slot_bit = shard.instance_bits, 1 << shard.slot
         in_dram, on_ssd, on_device = held, held >> 1, held >> 2
 

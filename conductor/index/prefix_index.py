@@ -24,7 +24,7 @@ from mooncake.messages.pools import Tier
 
 
 class PrefixMatch(NamedTuple):
-    """The part of a prompt that each instance holds: a list of different depths, each with a mask of slots.
+    """The leading blocks of a prompt that each instance holds, as depths with masks of slots.
 
     `0 <= num_dram_blocks <= num_blocks <= num_best_blocks`, one element a slot; 0 for a free slot.
     """
@@ -35,10 +35,10 @@ class PrefixMatch(NamedTuple):
     masks: list[int]
     """The slots that hold so many blocks and no more. No mask is empty, and each slot is in one of them."""
     on_ssd: list[tuple[int, int]]
-    """Numbers of blocks, not necessarily adjacent, each with the slots that hold them on SSD only."""
+    """Numbers of blocks, each with the mask of the slots that hold them on SSD only."""
 
     def rows_of(self, masks: Sequence[int]) -> NDArray[np.bool_]:
-        """Return the masks as a matrix: one row a mask, one column a slot."""
+        """Return the masks as a bool matrix `[len(masks), num_slots]`."""
         rows = np.frombuffer(packed(masks, self.num_slots), np.uint8).reshape(
             len(masks), -(-self.num_slots // 8)
         )
@@ -74,7 +74,7 @@ class PrefixMatch(NamedTuple):
         return PrefixMatch(self.num_slots, depths[::-1], masks[::-1], self.on_ssd)
 
     def num_blocks_at(self, slot: int) -> int:
-        """Return the leading blocks of the prompt that one instance holds."""
+        """Return the number of the prompt's leading blocks that the instance in `slot` holds."""
         return next(depth for depth, mask in zip(self.depths, self.masks, strict=True) if mask >> slot & 1)
 
     def num_ssd_blocks_at(self, slot: int) -> int:
@@ -83,38 +83,39 @@ class PrefixMatch(NamedTuple):
 
     @property
     def num_blocks(self) -> NDArray[np.int32]:
-        """The leading blocks of the prompt that each instance holds, in any tier."""
+        """The number of the prompt's leading blocks that each instance holds, in any tier: int32
+        `[num_slots]`."""
         return self._sums(self.depths, self.masks)
 
     @property
     def num_ssd_blocks(self) -> NDArray[np.int32]:
-        """The number of these blocks that have to be read from SSD."""
+        """The number of each instance's leading blocks that have to be read from SSD: int32 `[num_slots]`."""
         return self._sums([number for number, _ in self.on_ssd], [mask for _, mask in self.on_ssd])
 
     @property
     def num_dram_blocks(self) -> NDArray[np.int32]:
-        """The number of these blocks that are in DRAM."""
+        """The number of each instance's leading blocks that are in DRAM: int32 `[num_slots]`."""
         return self.num_blocks - self.num_ssd_blocks
 
     @property
     def num_best_blocks(self) -> int:
-        """The longest prefix that any instance holds."""
+        """The number of blocks of the longest prefix that any instance holds."""
         return self.depths[-1]
 
     def _sums(self, numbers: Sequence[int], masks: Sequence[int]) -> NDArray[np.int32]:
-        """Sum, for each slot, the numbers whose masks have the slot."""
+        """Return, for each slot, the sum of the numbers whose masks have the slot: int32 `[num_slots]`."""
         sums: NDArray[np.int32] = np.array(numbers, np.int32).dot(self.rows_of(masks))
         return sums
 
 
 def packed(masks: Sequence[int], num_slots: int) -> bytes:
-    """Pack masks into rows of whole bytes. The bit of slot 0 is the lowest of a row's first byte."""
+    """Return masks as packed rows of whole bytes. Slot 0 is the lowest bit of a row's first byte."""
     num_bytes = -(-num_slots // 8)
     return b"".join([mask.to_bytes(num_bytes, "little") for mask in masks])
 
 
 class PrefixIndex:
-    """All blocks of all instances. Slots are small numbers, by which arrays are indexed."""
+    """All blocks of all instances. A slot is the small number by which an instance is indexed in arrays."""
 
     def __init__(self) -> None:
         self._table = new_block_table()
@@ -137,7 +138,7 @@ class PrefixIndex:
 
     @property
     def num_slots(self) -> int:
-        """The length of arrays by slot."""
+        """The number of slots, and so the length of arrays by slot."""
         return len(self._slots) + len(self._free_slots)
 
     @property
@@ -179,7 +180,10 @@ class PrefixIndex:
         return slot
 
     def remove_instance(self, name: str) -> None:
-        """Forget an instance and all its blocks. Another one may get its slot. Raises KeyError."""
+        """Remove an instance and all its blocks. Its slot may be reused.
+
+        Raises KeyError for an unknown name.
+        """
         for shard_name in self._shards_of.pop(name):
             shard = self._shards.pop(shard_name)
             self._sets.clear(shard)
@@ -226,13 +230,13 @@ class PrefixIndex:
     # -- prompts ------------------------------------------------------------------------------------
 
     def match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """Find how many of these leading blocks of a prompt each instance holds in its part of the pool, in
-        one pass for all."""
+        """Return how many of a prompt's leading blocks each instance holds in its pool, in one pass for all
+        instances."""
         return self._match(keys, 0)
 
     def match_own(self, keys: Sequence[BlockKey], held: PrefixMatch) -> PrefixMatch:
-        """Find how many of these leading blocks each instance need not compute: those of its part of the
-        pool, or of its engine's prefix cache if these are more.
+        """Return how many of a prompt's leading blocks each instance need not compute: those in its pool, or
+        in its engine's prefix cache if these are more.
 
         Args:
             keys: The blocks.

@@ -16,7 +16,7 @@ from mooncake.messages.workers import InstanceState
 
 
 class Emptier:
-    """Takes requests away from instances."""
+    """The component that takes requests away from instances that drain or switch."""
 
     def __init__(self, requests: Requests, placer: Placer, migrations: Migrations) -> None:
         self._requests, self._placer, self._migrations = requests, placer, migrations
@@ -25,25 +25,27 @@ class Emptier:
         """The registry's number of releases when instances were last emptied."""
 
     def begin(self, instance: Instance, state: InstanceState, now_s: float) -> Emptying | None:
-        """Place no more requests on the instance. Returns None if its state does not allow that. The caller
-        then calls `go_on`."""
+        """Stop placing requests on the instance.
+
+        Returns its progress, or None if its state does not allow that; the caller then calls `go_on`.
+        """
         if not self._instances.begin_emptying(instance, state, now_s):
             return None
         self._view.close(instance)
         return instance.emptying
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Try again to move requests that had no room elsewhere. Call this about twice a second."""
+        """Retry moving requests that had no room elsewhere. To be called about twice a second."""
         effects = [effect for one in self._instances.emptying for effect in self.go_on(one, now_s)]
         self._num_released = self._requests.num_released
         return effects
 
     def retry(self, now_s: float) -> list[Effect]:
-        """Try again if requests have left instances since the last try: there may be room by now."""
+        """Retry moving requests if others have left instances since the last try."""
         return self.tick(now_s) if self._num_released != self._requests.num_released else []
 
     def go_on(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Take away the requests for which there is room by now."""
+        """Move away the instance's requests for which other instances have room now."""
         assert instance.emptying is not None
         effects = self._migrations.call_off(instance)
         num_before = len(instance.requests)
@@ -61,7 +63,7 @@ class Emptier:
         return effects
 
     def end(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Let the instance serve again. No effects if the instance is going to end by itself."""
+        """Return the instance to service. No effects if the instance is going to end by itself."""
         if not self._instances.serve(instance):
             return []
         self._view.open(instance)

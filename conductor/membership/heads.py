@@ -16,14 +16,14 @@ from mooncake.messages.workers import Heartbeat, InstanceState, Role
 
 
 class Heads:
-    """The heads and layers of the registry's instances. `epoch` is the Conductor's."""
+    """The heads and layers of the registry's instances that are at helpers. `epoch` is the Conductor's."""
 
     def __init__(self, epoch: int, instances: Instances) -> None:
         self._epoch, self._instances = epoch, instances
         self._numbers = itertools.count(1)
 
     def why_not(self, owner: Instance, helper: Instance, order: MoveHeads) -> str:
-        """Return why an order cannot be carried out by `owner` and `helper`; empty if it can."""
+        """Return why `owner` and `helper` cannot carry out an order; empty if they can."""
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
         place = place_of(owner)
@@ -55,15 +55,20 @@ class Heads:
     def order(
         self, owner: Instance, helper: Instance, num_heads: int = 0, layers: LayerRange | None = None
     ) -> list[Effect]:
-        """Order heads or layers to a helper, or (neither) back. `why_not` must have no objection."""
+        """Return the order that moves heads or layers to a helper, or back if neither is given.
+
+        `why_not` must have returned nothing.
+        """
         socket = helper.registration.heads.socket
         order = PlaceHeads(self._epoch, next(self._numbers), helper.name, socket, num_heads, layers)
         owner.heads_order = order
         return [Effect(owner.identity, order)]
 
     def call_back(self, helper: Instance) -> list[Effect]:
-        """Order all back that is at a helper, as it is about to leave. Call this again until nothing is: an
-        owner may have another order to carry out first, or refuse."""
+        """Order back all modules at a helper, as the helper is about to leave.
+
+        To be called until none is left: an owner may have another order to carry out first, or refuse.
+        """
         owners = [owner for owner in self._instances if place_of(owner).helper == helper.name]
         return [
             effect
@@ -82,7 +87,7 @@ class Heads:
         ]
 
     def why_busy(self, instance: Instance) -> str:
-        """Return why an instance must keep its role: heads or layers are elsewhere, or it has others'; empty
+        """Return why an instance must keep its role, because modules are elsewhere or it hosts others'; empty
         if it need not."""
         if place_of(instance).are_elsewhere:
             return where(instance)
@@ -91,8 +96,10 @@ class Heads:
         return ""
 
     def heard(self, instance: Instance, before: Heartbeat | None) -> bool:
-        """Note that an order has been carried out, and how many pages an instance has now. Return whether
-        these are others than before."""
+        """Record from a heartbeat that an order has been carried out.
+
+        Returns whether the instance's number of device pages has changed.
+        """
         order, place = instance.heads_order, instance.heads
         is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)
         if is_told and not place.is_moving:
@@ -105,7 +112,10 @@ class Heads:
 
 
 def place_of(instance: Instance) -> HeadsPlace:
-    """Return the place of an instance's heads and layers. While an order is on its way, they move."""
+    """Return the place of an instance's heads and layers.
+
+    They count as moving while an order is in flight.
+    """
     order, place = instance.heads_order, instance.heads
     if order is None:
         return place
@@ -113,7 +123,7 @@ def place_of(instance: Instance) -> HeadsPlace:
 
 
 def where(instance: Instance) -> str:
-    """Say where heads or layers of an instance are."""
+    """Return a text that says where heads or layers of an instance are."""
     place = place_of(instance)
     if place.is_moving:
         return f"KV heads or layers of {instance.name} are moving"

@@ -24,7 +24,7 @@ from mooncake.messages.workers import (
 
 
 class Membership:
-    """The instances of the registry's cluster.
+    """The membership of instances in the registry's cluster.
 
     All of them have the model with this fingerprint, and compute on `profiled_device` unless it is None.
     """
@@ -48,7 +48,7 @@ class Membership:
     # -- coming -------------------------------------------------------------------------------------
 
     def register(self, sender: bytes, register: Register, now_s: float) -> list[Effect]:
-        """Add an instance, or refuse it."""
+        """Register an instance, or refuse it. Returns the answer and what follows from it."""
         earlier = self._instances.get(register.instance)
         if earlier is not None and earlier.registration.incarnation > register.incarnation:
             refusal = f"a newer {register.instance} is registered; give each instance its own --instance"
@@ -85,7 +85,7 @@ class Membership:
         return effects + self._fronts.tell()
 
     def returning(self, sender: bytes, message: Returning, now_s: float) -> list[Effect]:
-        """Expect the next life of an instance; the one before has ended, perhaps unnoticed."""
+        """Record that the next life of an instance is about to register, and drop the one before."""
         effects = [Effect(sender, ReturnNoted())]
         instance = self._instances.get(message.instance)
         if instance is not None and instance.registration.incarnation < message.incarnation:
@@ -109,7 +109,7 @@ class Membership:
 
 
 def _is_repeated_over_another(earlier: Instance | None, sender: bytes, register: Register) -> bool:
-    """Return whether an instance registers again because the connection of its earlier registration broke."""
+    """Return whether an instance registers again because the connection of its registration broke."""
     return (
         earlier is not None
         and earlier.identity == sender

@@ -21,7 +21,7 @@ from mooncake.messages.workers import InstanceState, Retired
 
 
 class Leaving:
-    """Drains the registry's instances."""
+    """The component that drains the registry's instances."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Leaving:
         self._instances = requests.instances
 
     def why_not(self, instance: Instance, *, force: bool = False) -> str:
-        """Return why an instance may not be drained; empty if it may, or is drained already."""
+        """Return why an instance may not be drained; empty if it may, or drains already."""
         if force or instance.state not in (InstanceState.SERVING, InstanceState.SWITCHING):
             return ""
         stage = self._instances.stage_of_none_but(instance)
@@ -50,7 +50,7 @@ class Leaving:
         return self._drain(instance, InstanceState.DRAINING, now_s, leaves=leaves)
 
     def retire(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Drain an instance whose worker has been told to end. No effects if that has begun already."""
+        """Drain an instance whose worker has been told to end. No effects if it drains already."""
         return self._drain(instance, InstanceState.RETIRING, now_s, leaves=True)
 
     def _drain(self, instance: Instance, state: InstanceState, now_s: float, *, leaves: bool) -> list[Effect]:
@@ -68,12 +68,12 @@ class Leaving:
         return effects + self.go_on(now_s) + self.settle()
 
     def serve_again(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Take back an order to drain. No effects if the instance is going to end by itself."""
+        """Cancel an order to drain. No effects if the instance is going to end by itself."""
         return self._emptier.end(instance, now_s) + self.go_on(now_s) + self._fronts.tell()
 
     def go_on(self, now_s: float) -> list[Effect]:
-        """Copy blocks of leaving instances, as far as there is room now, and have KV heads go back that
-        draining ones have. Call this about twice a second."""
+        """Order copies of leaving instances' blocks, as far as there is room, and the return of KV heads that
+        draining ones host. To be called about twice a second."""
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
         effects = self._evacuation.go_on(leaving, now_s)
         for instance in self._instances.emptying:
@@ -81,7 +81,8 @@ class Leaving:
         return effects
 
     def settle(self) -> list[Effect]:
-        """Let leaving instances end that have no requests, no blocks to copy, and no KV heads of others."""
+        """Retire the leaving instances that have no requests, no blocks to copy, and no KV heads of
+        others."""
         effects: list[Effect] = []
         for instance in self._instances.emptying:
             emptying = instance.emptying

@@ -24,7 +24,7 @@ from mooncake.messages.workers import InstanceState
 
 
 class Operators:
-    """Carries the orders of operators out, or refuses them."""
+    """The component that carries out or refuses the orders of operators."""
 
     def __init__(
         self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations, heads: Heads
@@ -33,7 +33,10 @@ class Operators:
         self._migrations, self._heads = migrations, heads
 
     def on_order(self, sender: bytes, order: OperatorOrder, now_s: float) -> list[Effect]:
-        """React to an order of `sender`, a front."""
+        """Carry out or refuse an order of an operator from the front `sender`.
+
+        Returns the answer and what follows.
+        """
         if isinstance(order, ListInstances):
             all_of_them = [status_of(instance, now_s) for instance in self._instances]
             return [Effect(sender, InstanceList(order.order, all_of_them))]
@@ -75,7 +78,7 @@ class Operators:
 
 
 def status_of(instance: Instance, now_s: float) -> InstanceStatus:
-    """Return an instance as operators see it."""
+    """Return an instance's status as operators see it."""
     emptying = instance.emptying or Emptying(now_s)
     return InstanceStatus(
         instance.name,

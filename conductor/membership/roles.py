@@ -24,11 +24,11 @@ from conductor.view.instances import Instance
 from mooncake.messages.workers import InstanceState, Register, Role, SwitchRole
 
 _MOST_GONE = 256
-"""The most lost instances whose roles are remembered in case they come back."""
+"""Lost instances whose roles are remembered in case they register again."""
 
 
 class SwitchEnd(StrEnum):
-    """How a switch ends."""
+    """How a switch of an instance's role ends."""
 
     DONE = "done"
     TIMED_OUT = "timed_out"
@@ -39,7 +39,7 @@ class SwitchEnd(StrEnum):
 
 
 class Roles:
-    """The roles of the registry's instances."""
+    """The roles of the registry's instances, and the switches between them."""
 
     def __init__(
         self, requests: Requests, placer: Placer, emptier: Emptier, fronts: Fronts, heads: Heads
@@ -69,7 +69,10 @@ class Roles:
         return ""
 
     def switch(self, instance: Instance, role: Role, now_s: float, *, force: bool = False) -> list[Effect]:
-        """Give an instance another role, as soon as it has no requests. `why_not` must have no objection."""
+        """Switch an instance to another role as soon as it has no requests.
+
+        `why_not` must have returned nothing.
+        """
         emptying = self._emptier.begin(instance, InstanceState.SWITCHING, now_s)
         assert emptying is not None
         emptying.next_role, emptying.is_forced = role, force
@@ -77,7 +80,7 @@ class Roles:
         return effects + self._fronts.tell() + self.settle(now_s)
 
     def give_up(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Let an instance that switches serve in its old role."""
+        """Return a switching instance to service in its old role."""
         return self._undo(instance, SwitchEnd.GIVEN_UP, now_s)
 
     def count_given_up(self) -> None:
@@ -85,7 +88,7 @@ class Roles:
         self.num_switches[SwitchEnd.GIVEN_UP] += 1
 
     def registered(self, instance: Instance) -> list[Effect]:
-        """Give an instance that has just registered the role that its previous life had."""
+        """Return the order that gives a newly registered instance the role of its previous life."""
         role = self._given.get(instance.name, instance.role)
         if role is instance.role:
             return []
@@ -97,13 +100,13 @@ class Roles:
         return [Effect(instance.identity, SwitchRole(role))]
 
     def ordered_again(self, instance: Instance, register: Register) -> list[Effect]:
-        """Order the role again from an instance that has not got the answer to its registration."""
+        """Repeat the role to an instance that has not got the answer to its registration."""
         return (
             [] if register.role is instance.role else [Effect(instance.identity, SwitchRole(instance.role))]
         )
 
     def _remember(self, name: str, role: Role) -> None:
-        """Remember the role for the next life of an instance. (Many names never come back.)"""
+        """Remember the role for the next life of an instance; the number of remembered names is bounded."""
         self.forget(name)
         self._given[name] = role
         gone = [given for given in self._given if self._instances.get(given) is None]

@@ -19,18 +19,19 @@ from typing import NamedTuple
 from mooncake.messages.costs import TBT_MARGIN, Costs, prefill_quantities
 
 _ROOM_SHARE = 0.9
-"""The share of device pages that batches fill."""
+"""The share of device pages that a batch may fill."""
 _LEAST = 1e-9
-"""Divisor in place of 0."""
+"""The divisor that replaces 0."""
 _NUM_HALVINGS = 40
-"""Halvings by which the size of a batch is found."""
+"""Halvings of the bisection that finds the size of a batch."""
 
 
 def overlapped_s(compute_s: float, transfer_s: float, num_layers: int) -> float:
     """Return the seconds of a forward pass beside the transfer of its KVCache, layer by layer.
 
     A layer's transfer hides behind the computation of another layer while T_KV <= T_F,layer (BanaServe,
-    section 4.2, equations 12 and 13; Mooncake, section 5.2). Of the shorter one of both a layer's part shows.
+    section 4.2, equations 12 and 13; Mooncake, section 5.2). Only one layer's part of the shorter time is
+    visible.
     """
     return max(compute_s, transfer_s) + min(compute_s, transfer_s) / num_layers
 
@@ -44,27 +45,27 @@ class Sizes(NamedTuple):
 
     @property
     def mean_kv_tokens(self) -> float:
-        """Mean tokens of KVCache of a request while it is decoded."""
+        """The mean number of KVCache tokens of a request while it is decoded."""
         return self.num_prompt_tokens + self.num_output_tokens / 2
 
     def prefill_s(self, costs: Costs) -> float:
-        """Return T_p, the seconds that an idle instance computes the prompt."""
+        """Return T_p, the seconds in which an idle instance computes the prompt."""
         num_new = self.num_prompt_tokens - self.num_cached_tokens
         return costs.seconds(*prefill_quantities(num_new, self.num_cached_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCapacity:
-    """Tokens that a mean decode instance can draw."""
+    """The decode capacity of a mean instance, in tokens a second."""
 
     costs: Costs
-    """Seconds of an iteration, by requests and tokens of KVCache."""
+    """Seconds of an iteration as a polynomial in requests and KVCache tokens."""
     max_batch: float
     num_device_tokens: float
-    """Tokens for whose KVCache there is memory beside the weights: the largest K_acc of equation 25."""
+    """Tokens of KVCache that fit in device memory beside the weights: the largest K_acc of equation 25."""
     tbt_slo_s: float | None = None
     least_chunk_s: float = 0.0
-    """Seconds that the shortest chunk of a prompt takes."""
+    """Seconds that the shortest chunk of a prompt takes, in an iteration with other requests."""
 
     def tpot_s(self, batch_size: float, mean_kv_tokens: float) -> float:
         """Return T_TPOT, the seconds of an iteration (equation 22).
@@ -85,7 +86,7 @@ class DecodeCapacity:
         return max(1.0, size)
 
     def tokens_per_s(self, mean_kv_tokens: float) -> float:
-        """Return the tokens drawn in a second with such a batch."""
+        """Return the tokens drawn in a second with the largest batch that `batch_size` allows."""
         size = self.batch_size(mean_kv_tokens)
         return size / max(self.tpot_s(size, mean_kv_tokens), _LEAST)
 
@@ -98,29 +99,30 @@ class Performance(NamedTuple):
     tokens_per_s: float
     """Theta, the tokens of answers (equation 30)."""
     prefill_utilisation: float
-    """U_p: the share of its time that a prefill instance computes (equation 27)."""
+    """The share of time that a prefill instance computes, U_p from 0 to 1 (equation 27)."""
     decode_utilisation: float
-    """U_d: batch by largest batch of a decode instance, as one of a single request computes all the time."""
+    """The utilisation of a decode instance, U_d from 0 to 1: its batch divided by its largest batch, as one
+    of a single request computes all the time."""
     batch_size: float
     """The requests that a decode instance decodes, on average."""
     num_kv_tokens: float
-    """K_acc: tokens of KVCache at a decode instance (equation 25)."""
+    """Tokens of KVCache at a decode instance (K_acc, equation 25)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Equal prefill instances beside equal decode instances."""
+    """A number of equal prefill instances beside a number of equal decode instances."""
 
     num_prefill: int
     num_decode: int
     prefill: Costs
-    """Seconds of a prefill, by new tokens and pairs."""
+    """Seconds of a prefill as a polynomial in new tokens and pairs of tokens."""
     decode: DecodeCapacity
     num_layers: int
     token_transfer_s: float = 0.0
-    """Seconds in which a token's KVCache gets to a decode instance."""
+    """Seconds in which the KVCache of one token is sent to a decode instance."""
     first_token_s: float = 0.0
-    """Seconds of everything else on the way to a first token."""
+    """Seconds of a first token's latency that are neither prefill, transfer nor queue."""
 
     def performance(self, sizes: Sizes, num_requests: float) -> Performance:
         """Predict the performance in a closed loop: an answer that ends is followed by another request.
@@ -156,7 +158,8 @@ class Pairs:
         )
 
     def _rate_per_s(self, sizes: Sizes, num_requests: float, tpot_s: float) -> float:
-        """Return the rate of answers with this T_TPOT: that without queues, as far as prefill keeps up."""
+        """Return the answers a second with this T_TPOT, in the absence of queues and as far as prefill keeps
+        up."""
         prefill_s = sizes.prefill_s(self.prefill)
         transfer_s = (sizes.num_prompt_tokens - sizes.num_cached_tokens) * self.token_transfer_s
         ttft_s = self.first_token_s + overlapped_s(prefill_s, transfer_s, self.num_layers)

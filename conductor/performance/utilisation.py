@@ -17,14 +17,14 @@ _WEIGHT = 0.5
 
 
 class Used(NamedTuple):
-    """Shares of an instance's device, from 0 to 1 each."""
+    """The shares of an instance's compute and memory in use, from 0 to 1 each."""
 
     compute: float
     memory: float
 
     @property
     def utilisation(self) -> float:
-        """U, from 0 to 2."""
+        """The utilisation U, from 0 to 2."""
         return self.compute + self.memory
 
 
@@ -38,19 +38,19 @@ class _Totals:
 
 @dataclass(slots=True)
 class Utilisation:
-    """The instances that have sent two heartbeats, by name."""
+    """The utilisation of each instance that has sent two heartbeats, by name."""
 
     _totals: dict[str, _Totals] = field(default_factory=dict)
 
     def learn(
         self, name: str, role: Role, heartbeat: Heartbeat, num_device_pages: int, token_s: float, now_s: float
     ) -> Used | None:
-        """Learn from a heartbeat, and return what is used now; None while too little is known.
+        """Record a heartbeat, and return what its instance uses now; None while too little is known.
 
         Args:
             name: The instance.
-            role: Its role.
-            heartbeat: Its heartbeat.
+            role: The instance's role.
+            heartbeat: The instance's latest heartbeat.
             num_device_pages: The pages of its device.
             token_s: Seconds per token in a full batch.
             now_s: The time.

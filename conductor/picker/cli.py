@@ -28,7 +28,7 @@ def main() -> None:
 
 
 class Options(NamedTuple):
-    """The command's arguments."""
+    """The parsed arguments of the command."""
 
     clusters: Sequence[str]
     listen: str
@@ -37,7 +37,7 @@ class Options(NamedTuple):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 when told to end, 2 for wrong use."""
+    """Run the picker. Returns the exit code: 0 when told to end, 2 for wrong use."""
     try:
         options = parsed(arguments)
         from conductor.picker.service import serve  # needs the extra

@@ -10,30 +10,32 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 READY_FOR_S = 10.0
-"""Seconds for which a front counts as ready after it has last said so, though it says now that it is not, or
-nothing. A front keeps requests while one Conductor follows another, and says by itself if that takes long."""
+"""Seconds for which a front counts as ready after its latest report that it is.
+
+A front keeps requests while one Conductor follows another, and reports by itself if that takes long.
+"""
 MOST_ENDPOINTS = 5
-"""Addresses in an answer: those behind the first one are for a gateway that tries again."""
+"""Addresses in an answer: the first is the choice, the others are for a gateway's retries."""
 
 
 @dataclass(slots=True)
 class WatchedFront:
-    """A front that answers."""
+    """A front that answers the picker's checks."""
 
     address: str
-    """`ip:port`, or `[ip]:port` of IPv6."""
+    """The front's address: `ip:port`, or `[ip]:port` for IPv6."""
     cluster: str
     num_decode: int
     """Decode instances that its Conductor had when the front was last ready, at least 1."""
     ready_s: float
-    """The time of the latest word that it is ready."""
+    """The time of the latest report that the front is ready, in seconds."""
     num_requests: int = 0
     turn: int = 0
-    """The number of its latest request, of all requests: equal fronts take turns."""
+    """The sequence number of the front's latest request among all requests: equal fronts take turns."""
 
 
 class WatchedFronts:
-    """All fronts that answer."""
+    """All fronts that answer the picker's checks."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -47,7 +49,7 @@ class WatchedFronts:
         front.cluster, front.num_decode, front.ready_s = cluster, max(1, num_decode), now_s
 
     def is_gone(self, address: str) -> None:
-        """Record that a front does not answer, or is none any more. Idempotent."""
+        """Remove a front that does not answer or no longer exists. Idempotent."""
         self._fronts.pop(address, None)
 
     def addresses(self, cluster: str) -> set[str]:
@@ -79,7 +81,7 @@ class WatchedFronts:
         return [front.address for front in best + others][:MOST_ENDPOINTS]
 
     def begins(self, address: str) -> WatchedFront | None:
-        """Count a request at a front, and return what `ends` takes; None for an address that is none's."""
+        """Count a request at a front, and return the front for `ends`; None if no front has this address."""
         self._turn += 1
         if (front := self._fronts.get(address)) is not None:
             front.num_requests += 1
@@ -88,7 +90,10 @@ class WatchedFronts:
 
     @staticmethod
     def ends(front: WatchedFront) -> None:
-        """Count a request no longer. A front that was gone meanwhile counts anew, without it."""
+        """Stop counting a request at a front.
+
+        A front that was gone meanwhile has been counted anew, without the request.
+        """
         front.num_requests -= 1
 
 
@@ -97,6 +102,6 @@ def _is_among(address: str, allowed: Collection[str]) -> bool:
 
 
 def _load(fronts: list[WatchedFront]) -> tuple[float, int]:
-    """Return a cluster's requests for each decode instance, and its latest turn."""
+    """Return a cluster's requests for each decode instance, and the latest turn of its fronts."""
     num_requests = sum(front.num_requests for front in fronts)
     return num_requests / max(front.num_decode for front in fronts), max(front.turn for front in fronts)

@@ -32,7 +32,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 LOAD_BALANCING, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""Namespaces of metadata."""
+"""Envoy's metadata: the namespace of load balancing, and the key of the gateway's subset of endpoints."""
 UNAVAILABLE = 503
 NO_FRONT = {
     "error": {
@@ -43,11 +43,14 @@ NO_FRONT = {
     }
 }
 RETRY_AFTER_S = 1
-"""Seconds after which a client may try again, told with `NO_FRONT`."""
+"""Seconds after which a client may retry, sent with `NO_FRONT`."""
 
 
 class ProcessingStream:
-    """One request and its response. `close` when it has ended."""
+    """One HTTP request and its response in Envoy's external processing.
+
+    To be closed when the request has ended.
+    """
 
     def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
@@ -56,7 +59,7 @@ class ProcessingStream:
         self._streams_request = self._streams_response = True
 
     def answer(self, message: ProcessingRequest) -> ProcessingResponse | None:
-        """Return the answer to a message; None if Envoy only tells, and wants none."""
+        """Return the answer to a message; None for a message to which Envoy expects no answer."""
         if message.HasField("protocol_config"):
             # Other gateways than Envoy may not say so: full duplex is what the protocol demands.
             modes, full = message.protocol_config, ProcessingMode.FULL_DUPLEX_STREAMED
@@ -66,7 +69,7 @@ class ProcessingStream:
         return None if message.observability_mode else answer
 
     def close(self) -> None:
-        """Count the request no longer. Idempotent."""
+        """Stop counting the request at its front. Idempotent."""
         self._move(None)
 
     def _answer(self, message: ProcessingRequest) -> ProcessingResponse:
@@ -103,7 +106,7 @@ class ProcessingStream:
         )
 
     def _move(self, address: str | None) -> None:
-        """Count the request at the front of this address, and at no other one."""
+        """Count the request at the front of this address instead of the one before; None: at no front."""
         if self._front is not None:
             self._fronts.ends(self._front)
         self._front = None if address is None else self._fronts.begins(address)
@@ -127,7 +130,7 @@ def _unavailable() -> ImmediateResponse:
 
 
 def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
-    """Return headers that take the place of those that the client has sent."""
+    """Return mutations that replace the client's headers of these names."""
     return [
         HeaderValueOption(
             header=HeaderValue(key=name, raw_value=value.encode()),
@@ -138,7 +141,8 @@ def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
 
 
 def _values(metadata: Metadata, namespace: str, key: str) -> list[str] | None:
-    """Return what the gateway has put there: a list, or one string with commas; None if there is nothing."""
+    """Return the metadata's values under `namespace` and `key`, a list or a string with commas; None without
+    any."""
     fields = metadata.filter_metadata[namespace].fields if namespace in metadata.filter_metadata else {}
     if key not in fields:
         return None

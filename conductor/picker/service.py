@@ -26,12 +26,12 @@ from mooncake.errors import ConfigError
 
 LIVENESS = "liveness"
 LONGEST_MESSAGE_BYTES = 64 << 20
-"""A gateway that shows bodies whole sends each in one message."""
+"""Bytes of the largest message, as a gateway that shows bodies whole sends each body in one message."""
 READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 
 class Picker(ExternalProcessorServicer):  # type: ignore[misc]
-    """Answers gateways: a stream for each HTTP request."""
+    """The gRPC service of external processing: one stream for each HTTP request of a gateway."""
 
     def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
@@ -51,7 +51,7 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
 
 
 class Health(HealthServicer):  # type: ignore[misc]
-    """Says that the picker lives, and whether there is a front to choose."""
+    """The gRPC health service: whether the picker lives, and whether it has a front to choose."""
 
     def __init__(self, fronts: WatchedFronts) -> None:
         self._fronts = fronts
@@ -59,7 +59,7 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
-        """Answer for one of the services."""
+        """Return the health of one service."""
         response = health_pb2.HealthCheckResponse
         if request.service != LIVENESS and request.service not in READINESS:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"there are {LIVENESS} and {READINESS[1]}")
@@ -74,8 +74,8 @@ async def serve(
 
     Args:
         clusters: The URL of the fronts of each cluster.
-        listen: `host:port`; port 0 is a free one. The line that says so names it.
-        certificate: Files of the certificate chain and its private key; None: plain.
+        listen: `host:port`; port 0 is a free one. The log names the port.
+        certificate: Files of the certificate chain and its private key; None: no TLS.
         finish_s: The seconds that requests have to end then. A gateway that is left alone breaks them off.
 
     Raises:

@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 async def watch(cluster: str, fronts: WatchedFronts) -> None:
-    """Follow the fronts of a cluster, for ever.
+    """Poll the fronts of a cluster until cancelled.
 
     Args:
         cluster: The URL of its fronts: http:// or https://, a name that has the addresses of all, a port.
-        fronts: Is told of each.
+        fronts: The table that is updated.
     """
     url = urlsplit(cluster)
     assert url.hostname is not None
@@ -44,7 +44,7 @@ async def watch(cluster: str, fronts: WatchedFronts) -> None:
 
 
 async def _resolved(host: str, port: int) -> set[str] | None:
-    """Return the addresses of a name; None if nobody can say."""
+    """Return the addresses of a host name; None if the name cannot be resolved now."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -30,17 +30,17 @@ from mooncake.security.keys import ClusterKey
 
 TICK_S = 1.0
 LARGEST_EVENTS_BYTES = 16 << 20
-"""The largest message; a part of a snapshot has 360 KB."""
+"""Bytes of the largest message; a part of a snapshot has 360 KB."""
 LIVE_QUEUE_LEN = 100
-"""Batches of one messenger that may wait. Batches that find no room are replayed later."""
+"""Batches of one messenger that may wait in the socket. Batches beyond them are replayed later."""
 ANSWER_QUEUE_LEN = 4
-"""Parts of a snapshot that may wait before the messenger does."""
+"""Parts of a snapshot that may wait in the socket before the messenger has to wait."""
 MAX_LOADING = 16
 """Snapshots that may be in flight at the same time, when many instances come at once."""
 SLOWEST_RECONNECT_MS = 5000
-"""The longest backoff between two tries to connect."""
+"""Milliseconds of the longest backoff between two tries to connect."""
 LOGGED_CHARS = 200
-"""The length of an error in the log."""
+"""Characters of an error that are logged."""
 
 _encode = msgspec.msgpack.Encoder().encode
 log = logging.getLogger(__name__)
@@ -48,10 +48,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One messenger that is followed."""
+    """A messenger whose KV events are followed."""
 
     life: bytes
-    """The identity of its instance. When it changes, the index forgets the blocks of the earlier life."""
+    """The socket identity of the messenger's instance.
+
+    When it changes, the index drops the blocks of the earlier life.
+    """
     address: MessengerAddress
     peer: bytes
     """The messenger's routing id at the ROUTER socket."""
@@ -59,7 +62,7 @@ class _Followed:
 
 
 class EventFollower:
-    """Applies the KV events of messengers to `prefixes`. Needs a running event loop."""
+    """The component that applies messengers' KV events to `prefixes`. Needs a running event loop."""
 
     def __init__(self, prefixes: PrefixIndex, key: ClusterKey) -> None:
         self._prefixes = prefixes
@@ -79,7 +82,10 @@ class EventFollower:
         return {name: followed.stream for name, followed in self._followed.items()}
 
     def follow(self, instances: Instances) -> None:
-        """Follow these instances and no others. Call this at once after every change of `instances`."""
+        """Follow the messengers of these instances and no others.
+
+        To be called at once after every change of `instances`.
+        """
         wanted = {
             shard.messenger.instance: (instance.identity, shard.messenger)
             for instance in instances
@@ -100,7 +106,7 @@ class EventFollower:
             await self._tick()
 
     def close(self) -> None:
-        """Close both sockets, without sending waiting messages."""
+        """Close both sockets, and drop unsent messages."""
         self._live.close(linger=0)
         self._answers.close(linger=0)
 
@@ -143,7 +149,10 @@ class EventFollower:
     # -- events --------------------------------------------------------------------------------
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        """Receive from a socket. Both put one frame before the message: a topic, or the peer."""
+        """Receive messages of a socket until cancelled.
+
+        Both sockets put one frame before the message: a topic, or the peer.
+        """
         while True:
             # Queued messages come without suspending; a burst of them must not starve the event loop.
             await asyncio.sleep(0)

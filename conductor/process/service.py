@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class ConductorService:
-    """The Conductor's loop: receive, decide, send."""
+    """The loop of the Conductor's process: receive, decide, send."""
 
     def __init__(
         self,
@@ -73,8 +73,11 @@ class ConductorService:
         term: Term,
         spans: RequestSpans | None = None,
     ) -> None:
-        """`router` is for workers and for fronts in other processes, `front` for the one in this process.
-        `spans`: those of requests, if they are traced."""
+        """Prepare the loop.
+
+        `router` is for workers and fronts in other processes, `front` for the front in this one. `spans`:
+        those of requests, if they are traced.
+        """
         self._conductor = conductor
         self._router, self._front = router, front
         self._follower = follower
@@ -82,7 +85,7 @@ class ConductorService:
         self._num_changes_followed = 0
 
     async def run(self) -> None:
-        """Receive and react until cancelled. Raises LeadershipLostError at the end of the term."""
+        """Receive and handle messages until cancelled. Raises LeadershipLostError at the end of the term."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._term.end())
             group.create_task(self._tick())
@@ -122,7 +125,7 @@ class ConductorService:
             await self._carry_out(effects)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
-        """Send the effects, and those of peers that turn out to be gone."""
+        """Send the effects, and those that follow when a peer turns out to be gone."""
         self._follow()
         pending = list(effects)
         while pending:
@@ -141,16 +144,18 @@ class ConductorService:
                 pending += consequences
 
     def _follow(self) -> None:
-        """Follow the KV events of the registered instances. It must be called before anything is awaited, so
-        that no life is missed."""
+        """Follow the KV events of the registered instances.
+
+        To be called before anything is awaited, so that no life is missed.
+        """
         if self._num_changes_followed != self._conductor.instances.num_changes:
             self._num_changes_followed = self._conductor.instances.num_changes
             self._follower.follow(self._conductor.instances)
 
 
 async def serve(process: ConductorProcess) -> None:
-    """Open the description of the model, wait until this process leads, and serve until it does not, or is
-    cancelled."""
+    """Run the Conductor: open the model's description, wait for leadership, and serve until it is lost or the
+    task cancelled."""
     try:
         await _serve(process)
     except* LeadershipLostError:
@@ -158,7 +163,7 @@ async def serve(process: ConductorProcess) -> None:
 
 
 async def _serve(process: ConductorProcess) -> None:
-    """Wait until this process leads, and serve. Raises LeadershipLostError when it does not lead any more."""
+    """Wait until this process leads, and serve. Raises LeadershipLostError when leadership is lost."""
     config = process.config
     tracer = open_tracer(config.tracing, "conductor")
     async with contextlib.AsyncExitStack() as stack:
@@ -213,7 +218,8 @@ async def _serve(process: ConductorProcess) -> None:
 
 @contextlib.asynccontextmanager
 async def _stores(process: ConductorProcess) -> AsyncIterator[tuple[CacheStore, LevelStore]]:
-    """Open what outlives the process: etcd's keys where another conductor may lead next, else a file."""
+    """Open the stores of state that outlives the process: etcd's keys where another Conductor may lead next,
+    else a file."""
     cluster = process.config.cluster
     if cluster.has_standbys:
         async with Etcd(cluster) as etcd:

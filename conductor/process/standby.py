@@ -48,12 +48,12 @@ async def leading(
     """Lead while the block runs, as `mooncake.leadership.terms.leading`, and serve a standby's routes before.
 
     Args:
-        cluster, life: As there.
+        cluster, life: The arguments of `mooncake.leadership.terms.leading`.
         front: The settings of the front that this process has when it leads.
         endpoint: The endpoint at which workers and fronts find the Conductor.
         fit: What it has in common with all others of its cluster.
-        listener: The front's. It stays open.
-        registry: Gets the metrics of leadership.
+        listener: The listening socket of the front, which stays open.
+        registry: The registry to which the metrics of leadership are added.
     """
     reach, routes, leads = Reach(), StandbyRoutes(registry), False
     candidate = Candidate(endpoint, _url(front, listener, endpoint), fit)
@@ -75,7 +75,7 @@ async def leading(
 
 
 def _url(front: FrontConfig, listener: socket.socket, endpoint: str) -> str:
-    """Return the address of the dashboard and the admin routes of this process."""
+    """Return the URL of the dashboard and the admin routes of this process."""
     host, port = front.host, listener.getsockname()[1]
     if front.admin_listen is not None:
         host, port = host_and_port(front.admin_listen)
@@ -86,7 +86,7 @@ def _url(front: FrontConfig, listener: socket.socket, endpoint: str) -> str:
 
 
 class StandbyRoutes:
-    """The answers of a standby. `state` is what it waits for."""
+    """The HTTP routes of a standby. `state` says for what the standby waits."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -94,7 +94,10 @@ class StandbyRoutes:
 
     @contextlib.asynccontextmanager
     async def served(self, config: FrontConfig, listener: socket.socket) -> AsyncIterator[None]:
-        """Answer while the block runs. Afterwards `listener` is still open, and connections wait there."""
+        """Serve a standby's routes while the block runs.
+
+        Afterwards `listener` is still open, and connections wait there.
+        """
         certificate = None
         if config.tls_cert is not None and config.tls_key is not None:
             certificate = Certificate(config.tls_cert, config.tls_key)

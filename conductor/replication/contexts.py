@@ -19,14 +19,14 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.workers import InstanceState, Role
 
 PIN_S = 60.0
-"""The time for which blocks are pinned."""
+"""Seconds for which blocks are pinned by one order."""
 RENEW_S = 20.0
-"""The time after which their pins are renewed."""
+"""Seconds after which pins are renewed."""
 
 
 @dataclass(slots=True)
 class KeptContext:
-    """One cache. Invariant: the first `num_pinned <= len(keys)` blocks are pinned on `holder`."""
+    """One context cache. Invariant: the first `num_pinned <= len(keys)` blocks are pinned on `holder`."""
 
     keys: list[BlockKey]
     expires_s: float
@@ -36,29 +36,29 @@ class KeptContext:
 
     @property
     def pinned(self) -> list[BlockKey]:
-        """The blocks that `holder` was told to keep."""
+        """The blocks that `holder` was ordered to pin."""
         return self.keys[: self.num_pinned]
 
 
 class Contexts:
-    """All caches by their ids."""
+    """All context caches by their ids."""
 
     def __init__(self, prefixes: PrefixIndex, instances: Instances) -> None:
         self._prefixes, self._instances = prefixes, instances
         self._contexts: dict[str, KeptContext] = {}
 
     def newest(self, num_most: int) -> list[tuple[str, KeptContext]]:
-        """Return the latest caches, with their ids."""
+        """Return the `num_most` latest caches with their ids, the latest first."""
         return list(islice(reversed(self._contexts.items()), num_most))
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of all caches. Blocks that two caches have in common count twice."""
+        """The number of blocks of all caches. Blocks that two caches have in common count twice."""
         return sum(len(context.keys) for context in self._contexts.values())
 
     @property
     def num_pinned(self) -> int:
-        """The blocks of caches that are pinned, as far as is known."""
+        """The number of pinned blocks of caches, as far as is known."""
         return sum(context.num_pinned for context in self._contexts.values())
 
     def pinned_on(self, instance: Instance) -> list[list[BlockKey]]:
@@ -66,18 +66,19 @@ class Contexts:
         return [context.pinned for context in self._contexts.values() if context.holder is instance]
 
     def keep(self, context_id: str, keys: list[BlockKey], ttl_s: float, now_s: float) -> list[Effect]:
-        """Add a cache, or renew its time to live. A cache with the same id has the same keys."""
+        """Add a cache, or set its time to live in seconds anew. A cache with the same id has the same
+        keys."""
         context = self._contexts.setdefault(context_id, KeptContext(keys, 0.0))
         context.expires_s, context.renew_s = now_s + ttl_s, now_s
         return self._pin(context, now_s)
 
     def drop(self, context_id: str) -> list[Effect]:
-        """Drop a cache. Idempotent."""
+        """Drop a cache, and unpin its blocks. Idempotent."""
         context = self._contexts.pop(context_id, None)
         return [] if context is None else self._unpin(context)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Let time pass: end caches, renew pins, and look for blocks that are not pinned."""
+        """End expired caches, renew pins, and pin blocks that are not pinned."""
         effects = []
         for context_id, context in list(self._contexts.items()):
             if context.expires_s <= now_s:
@@ -87,13 +88,13 @@ class Contexts:
         return effects
 
     def _may_be_longer(self, context: KeptContext) -> bool:
-        """Return whether any instance holds the first missing block. This takes one look-up, however long the
+        """Return whether any instance holds the cache's first missing block, by one look-up however long the
         cache is."""
         missing = context.keys[context.num_pinned : context.num_pinned + 1]
         return bool(missing) and bool(self._prefixes.match(missing).num_blocks.any())
 
     def _stays(self, context: KeptContext) -> bool:
-        """Return whether there is a holder, and it takes requests."""
+        """Return whether the cache has a holder that takes requests."""
         holder = context.holder
         is_serving = holder is None or holder.state is InstanceState.SERVING
         return is_serving and not self._is_lost(context)
@@ -103,7 +104,10 @@ class Contexts:
         return holder is not None and self._instances.get(holder.name) is not holder
 
     def _pin(self, context: KeptContext, now_s: float) -> list[Effect]:
-        """Pin the cache on the instance that holds most of it now. No effects if that was ordered lately."""
+        """Pin the cache on the instance that holds most of it now.
+
+        No effects if the pins were ordered lately.
+        """
         before = context.holder, context.num_pinned
         holder, num_held = self._best_holder(context)
         effects = self._unpin(context) if holder is not context.holder else []
@@ -145,8 +149,8 @@ class Contexts:
 
 
 def _preference(instance: Instance, context: KeptContext) -> tuple[bool, bool, bool]:
-    """Return the sort key of holders: first one that does not leave, then one that has pinned the cache
-    already, then one that prefills."""
+    """Return the sort key of holders: first those that stay, then those that have pinned the cache, then
+    those that prefill."""
     return (
         instance.state is InstanceState.SERVING,
         instance is context.holder,

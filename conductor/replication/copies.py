@@ -27,24 +27,24 @@ from mooncake.messages.block_orders import DropCopies, Replicate
 from mooncake.messages.blocks import BlockKey, KVLayout
 
 FETCH_S = 30.0
-"""The time that an instance may take for a copy."""
+"""Seconds that an instance may take to fetch a copy."""
 AGAIN_S = 120.0
-"""The time after which a copy that did not come, or was evicted, is ordered again."""
+"""Seconds after which a copy that did not arrive, or was evicted, is ordered again."""
 MOST_COPIES = 256
-"""The number of copies that are followed. Beyond it, the oldest ones are left to eviction."""
+"""Copies that are followed. Beyond this number the oldest ones are left to eviction."""
 _MOST_NOTED = 1 << 13
-"""The latest prompts in which a round looks for prefixes. Hot ones are among them."""
+"""Prompts, the latest ones, in which a round looks for hot prefixes."""
 _MOST_LATEST = 1 << 10
-"""The latest prompts in which prefixes are looked for when an instance joins or leaves."""
+"""Prompts, the latest ones, in which hot prefixes are looked for when an instance joins or leaves."""
 _MOST_PREFIXES = 64
-"""The hottest prefixes that are considered in one round."""
+"""Prefixes, the hottest ones, that are considered in one round."""
 _ROOM_SHARE = 2
-"""A copy may take an instance's pages divided by this: one half."""
+"""The divisor of an instance's pages that gives the limit of one copy."""
 
 
 @dataclass(slots=True)
 class PrefixCopy:
-    """Leading blocks that `instance` was told to fetch."""
+    """A prefix that `instance` was ordered to fetch."""
 
     instance: Instance
     keys: Sequence[BlockKey]
@@ -61,7 +61,7 @@ class PrefixCopy:
 
 
 class Replication:
-    """Orders copies of hot prefixes, and drops them."""
+    """The component that orders copies of hot prefixes, and drops cold ones."""
 
     def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
         self._view, self.rules = view, rules
@@ -82,7 +82,7 @@ class Replication:
 
     @property
     def num_copies(self) -> int:
-        """The number of copies that have arrived, as far as is known, and were not dropped."""
+        """The number of copies that have arrived and were not dropped, as far as is known."""
         return sum(copy.is_there for copy in self._copies.values())
 
     def note(self, keys: Sequence[BlockKey]) -> None:
@@ -90,7 +90,7 @@ class Replication:
         self._heat.note(keys)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Count the recorded prompts, and do a round if it is time for one."""
+        """Count the recorded prompts, and order or drop copies if a round is due."""
         if self._round_s is None:
             self._round_s = now_s
         seconds = now_s - self._round_s
@@ -118,15 +118,19 @@ class Replication:
     # -- copies that were ordered -------------------------------------------------------------------
 
     def _holders(self) -> dict[BlockKey, NDArray[np.bool_]]:
-        """Return the slots that hold all of a copy, by its last block. Copies of one prefix are looked up
-        once."""
+        """Return the slots that hold all of a copy, as bool `[num_slots]`, by the copy's last block.
+
+        Copies of one prefix are looked up once.
+        """
         prefixes = {copy.keys[-1]: copy.keys for copy in self._copies.values()}
         match = self._view.prefixes.match
         return {tip: match(keys).num_blocks == len(keys) for tip, keys in prefixes.items()}
 
     def _follow(self, holders: dict[BlockKey, NDArray[np.bool_]], now_s: float) -> None:
-        """Find which copies have arrived. Forget those of lost instances, and copies that have been missing
-        for long."""
+        """Record which copies have arrived.
+
+        Copies of lost instances, and those missing for long, are forgotten.
+        """
         view = self._view
         for name, copy in list(self._copies.items()):
             slot = view.slot_of(copy.instance.name)
@@ -169,7 +173,7 @@ class Replication:
     # -- new ones -----------------------------------------------------------------------------------
 
     def _warm(self, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order the hottest prefixes to instances that have just begun to compute prompts."""
+        """Order the hottest prefixes for instances that have just begun to compute prompts."""
         view = self._view
         slots = {
             view.instance_at(slot).identity: slot for slot in view.loads.is_prefill.nonzero()[0].tolist()
@@ -183,8 +187,8 @@ class Replication:
         ]
 
     def _warm_one(self, slot: int, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order prefixes with at least half the uses for which a further copy is made: colder ones would be
-        dropped again."""
+        """Order prefixes for one new instance that have at least half the uses of a further copy; colder ones
+        would be dropped again."""
         view = self._view
         room_blocks = view.loads.prefill_room_blocks.item(slot) // _ROOM_SHARE
         effects: list[Effect] = []
@@ -204,12 +208,12 @@ class Replication:
         return effects
 
     def _left_bytes(self, now_s: float) -> int:
-        """Return the bytes that may be ordered now."""
+        """Return the bytes that may still be ordered now."""
         in_flight = [copy.num_bytes for copy in self._copies.values() if copy.is_in_flight(now_s)]
         return self.rules.most_bytes - sum(in_flight)
 
     def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
-        """Order copies, of the hottest prefixes first, as long as the limit of bytes allows."""
+        """Order copies of the hottest prefixes first, until the limit of bytes is reached."""
         left_bytes = self._left_bytes(now_s)
         effects = []
         self._hot = self._hottest([*self._noted, *self._hot], self.rules.uses_per_copy)
@@ -282,8 +286,8 @@ class Replication:
     def _target(
         self, num_blocks: NDArray[np.int32], keys: Sequence[BlockKey], depth: int, now_s: float
     ) -> int | None:
-        """Return the prefill instance with the shortest queue that lacks some blocks and has room for
-        them."""
+        """Return the slot of the prefill instance with the shortest queue that lacks some blocks and has
+        room; None without any."""
         view, loads = self._view, self._view.loads
         is_possible = loads.is_prefill & (num_blocks < depth)
         is_possible &= depth - num_blocks <= loads.prefill_room_blocks // _ROOM_SHARE
@@ -296,14 +300,14 @@ class Replication:
         return None
 
     def _source(self, match: PrefixMatch, depth: int, layout: KVLayout) -> int:
-        """Return the holder of these blocks with the fewest bytes to send before them."""
+        """Return the slot of the holder of these blocks with the fewest bytes in flight."""
         (holders,) = (match.num_blocks >= depth).nonzero()
         num_ssd_blocks = np.maximum(depth - match.num_dram_blocks[holders], 0)
         ahead_bytes = self._view.transfers.ahead_bytes(holders) + num_ssd_blocks * float(layout.block_bytes)
         return int(holders[ahead_bytes.argmin()])
 
     def _add(self, copy: PrefixCopy, num_held_blocks: int, now_s: float) -> None:
-        """Add a copy. It replaces a copy that it continues: a long prefix that is fetched in parts is one
+        """Record a copy. It replaces the copy that it continues: a long prefix fetched in parts is one
         copy."""
         if num_held_blocks:
             earlier = self._copies.pop((copy.instance.name, copy.keys[num_held_blocks - 1]), None)

@@ -23,27 +23,30 @@ from mooncake.messages.block_orders import Replicate
 from mooncake.messages.blocks import BlockKey
 
 MOST_S = 20.0
-"""The longest time in seconds for which an instance waits for copies."""
+"""Seconds for which an instance waits for copies of its blocks at most."""
 LEAST_USES = 1.5
-"""Recent uses from which on a prefix is kept: it was asked for more than once."""
+"""Recent uses from which on a prefix is copied: more than one request."""
 _ROOM_SHARE = 2
-"""A copy may take an instance's pages divided by this: one half."""
+"""The divisor of an instance's pages that gives the limit of one copy."""
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """An instance whose blocks are copied."""
+    """An instance that leaves, with the prefixes to copy."""
 
     until_s: float
     wanted: list[Sequence[BlockKey]]
     """Prefixes that have not been ordered or have not arrived, the most important first."""
     ordered: dict[BlockKey, tuple[Instance, int]] = field(default_factory=dict)
-    """The instance that was told to fetch a prefix, and the blocks that it lacked, by the last block."""
+    """The instance that was ordered to fetch a prefix, and the number of blocks that it lacked, by the last
+    block."""
 
 
 class Evacuation:
-    """Copies the blocks of leaving instances. `replication` knows which prefixes are hot; None if no prefix
-    counts as hot."""
+    """The component that copies the blocks of leaving instances.
+
+    `replication` knows which prefixes are hot; None if no prefix counts as hot.
+    """
 
     def __init__(self, view: ClusterView, contexts: Contexts, replication: Replication | None) -> None:
         self._view, self._contexts, self._replication = view, contexts, replication
@@ -53,7 +56,7 @@ class Evacuation:
         self.num_ordered_blocks = 0
 
     def go_on(self, leaving: Sequence[Instance], now_s: float) -> list[Effect]:
-        """Order the copies for which there is room. Call this about twice a second.
+        """Order the copies for which there is room. To be called about twice a second.
 
         Args:
             leaving: All instances that are to leave. The blocks that are left of each are counted in its
@@ -128,8 +131,8 @@ class Evacuation:
     def _target(
         self, keys: Sequence[BlockKey], num_blocks: np.ndarray, num_in_flight: int
     ) -> tuple[Instance, int] | None:
-        """Return the instance that should fetch a prefix, and the blocks that it lacks; None if no instance
-        can now.
+        """Return the instance that should fetch a prefix, and the number of blocks that it lacks; None if no
+        instance can now.
 
         An instance that computes prompts is preferred, then the one that lacks the fewest blocks.
         """

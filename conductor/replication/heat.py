@@ -16,17 +16,17 @@ import numpy as np
 from mooncake.messages.blocks import BlockKey
 
 HALF_LIFE_S = 60.0
-"""The time after which a use counts half."""
+"""Seconds after which a use counts half."""
 MOST_KEYS = 1 << 15
-"""The number of blocks that are remembered, the hottest ones: some 4 MB."""
+"""Blocks that are remembered, the hottest ones: some 4 MB."""
 MOST_NOTED_BLOCKS = 1 << 15
-"""The most blocks between two counts, as no stream gets a token while they are counted."""
+"""Blocks between two counts at most, as no stream gets a token while they are counted."""
 _LEAST_USES = 0.5
-"""The number of uses below which a block is forgotten."""
+"""Uses below which a block is forgotten."""
 
 
 class Heat:
-    """The uses of the hottest blocks."""
+    """The decayed number of uses of each of the hottest blocks."""
 
     def __init__(self) -> None:
         self._uses: dict[BlockKey, float] = {}
@@ -54,12 +54,12 @@ class Heat:
         return noted
 
     def fade(self, seconds: float) -> None:
-        """Let all counts decay by the seconds since the last call."""
+        """Decay all counts by the seconds since the last call."""
         fade = 0.5 ** (seconds / HALF_LIFE_S)
         self._uses = {key: left for key, num in self._uses.items() if (left := num * fade) >= _LEAST_USES}
 
     def uses(self, key: BlockKey) -> float:
-        """Return the uses of one block."""
+        """Return the decayed number of uses of one block."""
         return self._uses.get(key, 0.0)
 
     def depth(self, keys: Sequence[BlockKey], num_uses: float) -> int:

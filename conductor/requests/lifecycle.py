@@ -77,12 +77,13 @@ class TrackedRequest:
     front: bytes
     slos: SLOs
     ref: Ref
-    """The name of the current attempt, which is another one after each placement and after each move."""
+    """The name of the current attempt. Each placement and each move makes a new attempt."""
     submitted_s: float
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     assignment: Assignment | None = None
-    """The pair, and the request's share of its load; None unless `state` is in `PLACED`."""
+    """The identities of the pair in each failed attempt, unless the loss of one of them explains the
+    failure."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
     """The pair's identities in each attempt that failed, unless the loss of one of them explains it."""
     refused_by: set[str] = field(default_factory=set)
@@ -97,11 +98,12 @@ class TrackedRequest:
     migration: Migration | None = None
     """The migration in progress, if `state` is DECODING."""
     refused_moves: dict[bytes, float] = field(default_factory=dict)
-    """When each life of an instance last refused the request as the destination of a migration."""
+    """The time at which each life of an instance last refused the request as the destination of a
+    migration."""
     num_charged_tokens: int = 0
-    """Tokens that were charged to its tenant's quota when it was accepted."""
+    """Tokens charged to the tenant's quota when the request was accepted."""
     num_unlisted: int = 0
-    """Consecutive heartbeats of its front that did not name the request."""
+    """Consecutive heartbeats of the request's front that did not name the request."""
 
     @property
     def request_id(self) -> str:
@@ -116,12 +118,12 @@ class TrackedRequest:
 
     @property
     def prefill(self) -> str | None:
-        """The name of its prefill instance; None without a pair."""
+        """The name of the request's prefill instance; None without a pair."""
         return None if self.assignment is None else self.assignment.placement.prefill.name
 
     @property
     def decode(self) -> str | None:
-        """The name of its decode instance; None without a pair."""
+        """The name of the request's decode instance; None without a pair."""
         return None if self.assignment is None else self.assignment.placement.decode.name
 
     @property
@@ -136,11 +138,11 @@ class TrackedRequest:
 
     @property
     def why_it_waits(self) -> str:
-        """The last failure as the end of a message; empty without one."""
+        """The last failure, phrased as the end of an error message; empty without one."""
         return f" ({self.last_failure})" if self.last_failure else ""
 
     def new_ref(self, epoch: int) -> Ref:
-        """Name another attempt, under the Conductor of this epoch."""
+        """Return the name of a new attempt, under the Conductor of this epoch."""
         self.num_attempts += 1
         return Ref(epoch, self.request_id, self.num_attempts)
 
@@ -154,7 +156,7 @@ class TrackedRequest:
         return self.slos.ttft_s is not None and first_token_s > self.submitted_s + self.slos.ttft_s
 
     def move_to(self, state: RequestState) -> None:
-        """Change the state along the table above."""
+        """Change the state. The change must be in the table of the module's docstring."""
         is_allowed = state in _ALLOWED[self.state]
         assert is_allowed, f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state

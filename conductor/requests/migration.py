@@ -38,8 +38,7 @@ _NEXT: dict[MigrationStep, frozenset[MigrationStep]] = {
 }
 
 MAX_ROUNDS = 3
-"""The most rounds of copies. After the last one the source hands over, however much it has drawn
-meanwhile."""
+"""Rounds of copies at most. After the last one the source hands over, however much it has drawn meanwhile."""
 
 
 def step_behind_copies(
@@ -74,13 +73,13 @@ class Migration:
     """A migration that has not ended. Only `conductor.requests.registry` begins and ends it."""
 
     ref: Ref
-    """The attempt that the request will have at its destination."""
+    """The name of the attempt that the request will have at its destination."""
     destination: Destination
     """The destination, and the request's share of the load there."""
     reason: MigrationReason
     began_s: float
     deadline_s: float
-    """The time at which it is given up."""
+    """The time at which the migration is given up."""
     step: MigrationStep = MigrationStep.COPYING
     num_held_blocks: int = 0
     """Leading blocks that the destination's pool was believed to hold when the migration began."""
@@ -101,7 +100,7 @@ class Migration:
         return self.step in (MigrationStep.HANDING_OVER, MigrationStep.STRANDED)
 
     def move_to(self, step: MigrationStep) -> None:
-        """Change the step along the table above."""
+        """Change the step. The change must be in the table of the module's docstring."""
         is_allowed = step in _NEXT[self.step]
         assert is_allowed, f"{self.ref}: {self.step.name} -> {step.name}"
         self.step = step

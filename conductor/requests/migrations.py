@@ -27,11 +27,11 @@ from mooncake.messages.operators import Migrate, Migrates
 from mooncake.messages.workers import InstanceState, Role
 
 RETRY_AFTER_S = 5.0
-"""The time for which an instance that has refused a request is not chosen for it again."""
+"""Seconds for which an instance that has refused a request is not chosen for it again."""
 
 
 class Migrations:
-    """Moves requests of the registry."""
+    """The component that moves requests of the registry between decode instances."""
 
     def __init__(self, requests: Requests, rules: Rules) -> None:
         self._requests, self._view, self._limits = requests, requests.view, requests.limits
@@ -71,7 +71,7 @@ class Migrations:
         return best
 
     def _most_tbt_s(self, tracked: TrackedRequest) -> float:
-        """Return the most TBT that a destination of the request may have."""
+        """Return the largest TBT in seconds that a destination of the request may have."""
         slo_s = self._requests.slos_in_batch(tracked).tbt_s
         if slo_s is None:
             return math.inf
@@ -123,12 +123,12 @@ class Migrations:
     def begin(
         self, tracked: TrackedRequest, destination: Instance, reason: MigrationReason, now_s: float
     ) -> list[Effect]:
-        """Begin to move a request; nothing happens if it may not move there.
+        """Begin to move a request, and return the orders; none if the request may not move there.
 
         Args:
             tracked: A request that is decoded.
             destination: The instance to which it moves.
-            reason: Why, for the counts.
+            reason: The reason under which the migration is counted.
             now_s: The time.
         """
         if not self.may_move(tracked) or self._why_not_there(tracked, destination):
@@ -137,7 +137,7 @@ class Migrations:
         return self._requests.begin_migration(tracked, destination, reason, cost, now_s)
 
     def on_migrate(self, sender: bytes, order: Migrate, now_s: float) -> list[Effect]:
-        """Move a request, as an operator asks."""
+        """Begin the move of a request that an operator asks for, and return the answer and orders."""
         by_id = self._requests.by_id
         tracked = by_id.get(order.request_id) or by_id.get(f"{order.request_id}-0")
         if tracked is None:
@@ -216,7 +216,7 @@ class Migrations:
         return [Effect(tracked.placed.placement.decode.identity, HandOver(tracked.ref))]
 
     def on_handed_over(self, tracked: TrackedRequest, output: list[int], now_s: float) -> list[Effect] | None:
-        """Let the destination decode a request that its source has handed over.
+        """Order the destination to decode a request that its source has handed over.
 
         Returns:
             The order to take the request over; None if no destination may, so that the request must be placed
@@ -245,7 +245,7 @@ class Migrations:
         return self._give_up(tracked, MigrationOutcome.REFUSED)
 
     def lose(self, lost: list[Instance]) -> list[Effect]:
-        """End the migrations to instances that are lost."""
+        """End the migrations to lost instances. Returns the orders to their sources."""
         outcome = MigrationOutcome.DESTINATION_LOST
         return [effect for tracked in self._to(lost) for effect in self._give_up(tracked, outcome)]
 
@@ -260,7 +260,7 @@ class Migrations:
         ]
 
     def end_late(self, now_s: float) -> tuple[list[Effect], list[TrackedRequest]]:
-        """End migrations that have taken too long.
+        """End the migrations that are past their deadline.
 
         Returns:
             The effects, and the requests to place again, as their sources may have stopped decoding them.
@@ -286,7 +286,7 @@ class Migrations:
         ]
 
     def _give_up(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """Let the source go on decoding; if it may have stopped already, wait for `HandedOver`."""
+        """Tell the source to go on decoding; if it may have stopped already, wait for `HandedOver`."""
         assert tracked.migration is not None
         if tracked.migration.step is MigrationStep.STRANDED:
             return []

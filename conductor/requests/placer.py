@@ -21,7 +21,7 @@ from mooncake.messages.workers import STAGES
 
 
 class Placer:
-    """Decides about the requests of the registry."""
+    """The component that decides about the requests of the registry."""
 
     def __init__(self, requests: Requests, scheduler: Scheduler, admission: Admission) -> None:
         self._requests, self._scheduler, self._admission = requests, scheduler, admission
@@ -41,7 +41,7 @@ class Placer:
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
     def preempt_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a running request in favour of a new one, as no more may run.
+        """Reject a running request in favour of a new one, as the limit of running requests is reached.
 
         No effects if no request yields, or if the new one would get no pair all the same.
         """
@@ -62,7 +62,7 @@ class Placer:
     # -- one request --------------------------------------------------------------------------------
 
     def place(self, tracked: TrackedRequest, now_s: float, *, may_preempt: bool = True) -> list[Effect]:
-        """Give the request a pair, or let it wait, or reject it.
+        """Place the request on a pair, or let it wait, or reject it.
 
         Without effects it waits: WAITING for a pair with room, or QUEUED for load to fall.
         """
@@ -86,8 +86,8 @@ class Placer:
     def place_after_refusal(
         self, tracked: TrackedRequest, decode: Instance, reason: str, now_s: float
     ) -> list[Effect]:
-        """Place a request again that `decode` has refused in the double check of section 3. Reject it if all
-        others have."""
+        """Place a request again after the decode instance `decode` has refused it in the double check
+        (section 3). The request is rejected if all others have refused it too."""
         effects = self._requests.release(tracked, RequestState.WAITING, now_s)
         tracked.refused_by.add(decode.name)
         tracked.may_have_begun = False  # its first token would have left after the check
@@ -98,7 +98,7 @@ class Placer:
         return effects
 
     def drain(self, instance: Instance, now_s: float) -> list[Effect]:
-        """Move requests that have not begun on a draining instance to others that have room for them."""
+        """Place requests that have not begun on a draining instance on others that have room."""
         effects = []
         here = [self._requests.by_id[request_id] for request_id in instance.requests]
         queued = [tracked for tracked in here if self._requests.has_not_begun(tracked)]
@@ -137,7 +137,7 @@ class Placer:
     def _checked(
         self, tracked: TrackedRequest, placement: Placement, now_s: float
     ) -> tuple[Placement, Rejection | None]:
-        """Check the SLOs of a request that must meet them, and choose again if its first token would be late.
+        """Return the placement that best meets the SLOs, and the SLO that it misses, if any.
 
         1. A prompt that waits for blocks which others compute goes where its first token is soonest, though
            the blocks are computed again there.
@@ -183,7 +183,7 @@ class Placer:
         return tracked.is_late(now_s + placement.prediction.ttft_s)
 
     def _wait_for_instances(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Let a request wait for which no pair has room; end it if none can be expected to."""
+        """Let a request wait for which no pair has room; end it if no pair can be expected to have room."""
         if (too_large := why_too_large(tracked.request, self._instances)) is not None:
             return self._give_up(tracked, Reason.TOO_LARGE, too_large, now_s)
         missing = next((stage for stage in STAGES if self._instances.lacks(stage)), None)
@@ -208,7 +208,7 @@ class Placer:
     # -- the admission queue ------------------------------------------------------------------------
 
     def retry_waiting(self, now_s: float) -> list[Effect]:
-        """Try all requests that wait: time has passed, or an instance has come."""
+        """Try to place all waiting requests, as time has passed or an instance has joined."""
         effects = self._place_queued(now_s, reject=True)
         for tracked in list(self._requests.by_id.values()):
             if tracked.state is RequestState.WAITING:
@@ -216,7 +216,8 @@ class Placer:
         return effects
 
     def retry_queued(self, now_s: float) -> list[Effect]:
-        """Try the admission queue if requests have left their pairs since. Call this after every event."""
+        """Try to place queued requests if others have left their pairs since. To be called after every
+        event."""
         if self._num_released == self._requests.num_released:
             return []
         effects = self._place_queued(now_s)
@@ -224,7 +225,7 @@ class Placer:
         return effects
 
     def _enqueue_if_in_time(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> bool:
-        """Enqueue the request if its first token would be in time and the queue has room (section 7).
+        """Enqueue the request if its first token would be in time and the queue is not full (section 7).
 
         Returns whether it is in the queue now, where it waits for load to fall.
         """
@@ -258,7 +259,7 @@ class Placer:
         return effects
 
     def _reject_if_late(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Reject a queued request that is held up if it has no slack any more."""
+        """Reject a queued request that is held up and has no slack left."""
         placement = self._schedule(tracked, now_s)
         if placement is None:
             return self._reject_if_overdue(tracked, now_s)
@@ -268,7 +269,7 @@ class Placer:
         return []
 
     def _shorten_queue(self, newest: TrackedRequest, now_s: float) -> list[Effect]:
-        """If the queue is too long, reject the last request in order that may be rejected."""
+        """Reject the last request in order that may be rejected, if the queue is too long."""
         most, queue = self._limits.max_waiting, self._requests.admission_queue
         if len(queue) <= most:
             return []
@@ -283,7 +284,7 @@ class Placer:
     def _victims(
         self, tracked: TrackedRequest, placement: Placement, rejection: Rejection, now_s: float
     ) -> list[TrackedRequest]:
-        """Return the requests to preempt so that this one meets its SLOs; none if that cannot be."""
+        """Return the requests to preempt so that this one meets its SLOs; none if preemption cannot help."""
 
         def is_enough(freed: Freed) -> bool:
             return self._check(tracked, placement, now_s, freed) is None
@@ -300,7 +301,7 @@ class Placer:
         return effects + self._place_all(others, now_s)
 
     def _preempt_late(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> list[Effect]:
-        """Place requests of a lower class again that would be late now, as this one goes before them."""
+        """Place lower-class requests again that would be late now, as this request goes before them."""
         if not self._requests.view.loads.has_several_priorities:
             return []
         late = []
@@ -336,15 +337,20 @@ class Placer:
         may_retry: bool = False,
         is_refused: bool = False,
     ) -> list[Effect]:
-        """End a request that cannot be finished. `may_retry`: the request has no part in that. `is_refused`:
-        the request asks for what is not served."""
+        """End a request that cannot be finished. `may_retry`: the request did not cause the failure.
+
+        `is_refused`: the request asks for something that is not served.
+        """
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
         return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry, is_refused))]
 
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> Effect:
-        """Tell a front that a request is refused, accepted before or not."""
+        """Return the message that tells a front that a request is refused, accepted before or not.
+
+        `retry_after_s` is in seconds.
+        """
         self._stats.rejected(reason)
         if reason.status in (429, 503) and retry_after_s is None:
             retry_after_s = self._limits.retry_after_s

@@ -20,13 +20,13 @@ from mooncake.messages.aging import aged_priority
 
 
 class Claim(NamedTuple):
-    """A request's part of the cluster."""
+    """A request's claim on the cluster, by which requests are preempted."""
 
     tracked: TrackedRequest
     level: int
-    """The priority number, lowered by the time that the request has waited."""
+    """The priority number, lowered by aging while the request waits."""
     device_s: float
-    """Predicted seconds of devices."""
+    """Predicted seconds of devices that the request takes."""
 
     @property
     def tenant(self) -> str:
@@ -35,12 +35,12 @@ class Claim(NamedTuple):
 
 
 def preemptible(claim: Claim, queued: Iterable[Claim], shares_s: Mapping[str, float]) -> Iterator[Claim]:
-    """Iterate over the requests that yield to a claim, one after the other.
+    """Yield the requests that may be preempted for a claim, in the order of preemption.
 
     Args:
-        claim: The request that needs room.
-        queued: The requests that may yield, oldest first.
-        shares_s: The work of each tenant, without that of `claim`.
+        claim: The claim of the request that needs room.
+        queued: The claims of requests that may be preempted, oldest first.
+        shares_s: The work of each tenant in seconds, without that of `claim`.
     """
     left = sorted(queued, key=lambda other: other.level)[::-1]
     shares_s = defaultdict(float, shares_s)
@@ -61,17 +61,17 @@ def _yields(other: Claim, claim: Claim, shares_s: Mapping[str, float]) -> bool:
 
 
 class Preemption:
-    """Chooses the requests that yield, among all accepted ones."""
+    """The choice of requests to preempt, among all accepted ones."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
     def may_yield(self, tracked: TrackedRequest) -> bool:
-        """Return whether the request may be preempted: it has not begun, and may be rejected."""
+        """Return whether the request may be preempted: nothing of it is computed, and it may be rejected."""
         return tracked.must_meet_slos and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:
-        """Return the placed request, not begun yet, that yields first to this new one; None if none does."""
+        """Return the placed request that is preempted first for this new one; None if none may be."""
         claim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
         return None if claim is None else claim.tracked
 
@@ -88,7 +88,7 @@ class Preemption:
 
         Args:
             tracked: The request that needs room.
-            placement: Its pair.
+            placement: The pair that it would get.
             now_s: The time.
             is_enough: Whether this much freed work suffices.
             elsewhere_too: Whether requests on other prefill instances help.
@@ -109,7 +109,7 @@ class Preemption:
         return []
 
     def in_order(self, waiting: Iterable[TrackedRequest], now_s: float) -> list[TrackedRequest]:
-        """Sort by aged priority, then by the work of the tenant, then by arrival."""
+        """Return the requests sorted by aged priority, then by the work of the tenant, then by arrival."""
         shares_s = self._shares_s()
         return sorted(
             waiting,
@@ -131,7 +131,7 @@ class Preemption:
         return preemptible(Claim(tracked, _level(tracked, now_s), device_s), queued, self._shares_s())
 
     def _shares_s(self) -> Mapping[str, float]:
-        """Return the work of each tenant's placed requests."""
+        """Return the predicted seconds of each tenant's placed requests."""
         shares_s: defaultdict[str, float] = defaultdict(float)
         for tracked in self._requests.by_id.values():
             if tracked.assignment is not None:

@@ -25,7 +25,7 @@ from mooncake.messages.workers import Abort, Decode, Prefill, Prefilled, Reserve
 
 
 class Requests:
-    """All accepted requests, and where they are.
+    """All accepted requests, with their states and pairs.
 
     Invariants of a request between two calls:
 
@@ -62,7 +62,7 @@ class Requests:
 
     @property
     def strictest_tbt_slo_s(self) -> float | None:
-        """The least TBT SLO of all placed requests; None without any."""
+        """The least TBT SLO in seconds of all placed requests; None without any."""
         return self._assignments.strictest_tbt_slo_s
 
     def slos_in_batch(self, tracked: TrackedRequest) -> SLOs:
@@ -96,7 +96,7 @@ class Requests:
         return tracked if tracked is not None and tracked.ref == ref and tracked.state in PLACED else None
 
     def num_migrations(self, instance: Instance) -> int:
-        """Return the number of migrations from and to an instance."""
+        """Return the number of migrations in progress from and to an instance."""
         return self._num_migrations[instance.identity]
 
     def coming(self, ref: Ref) -> TrackedRequest | None:
@@ -108,12 +108,13 @@ class Requests:
     # -- a request's steps --------------------------------------------------------------------------
 
     def new(self, front: bytes, request: Request, now_s: float) -> TrackedRequest:
-        """Make a request as a front has submitted it. It is not accepted yet."""
+        """Return a new tracked request, as a front has submitted it. The request is not accepted yet."""
         ref = Ref(self.epoch, request.request_id, 0)
         return TrackedRequest(request, front, self.limits.slos_of(request), ref, now_s, now_s)
 
     def resumed(self, front: bytes, request: Request, waited_s: float, now_s: float) -> TrackedRequest:
-        """Make a request that an earlier Conductor had accepted `waited_s` ago, as its front tells of it."""
+        """Return a tracked request that an earlier Conductor had accepted `waited_s` seconds ago, as its
+        front reports."""
         tracked = self.new(front, request, now_s)
         tracked.submitted_s = now_s - waited_s
         tracked.is_promised, tracked.may_have_begun = True, request.num_output_tokens > 0
@@ -121,19 +122,22 @@ class Requests:
         return tracked
 
     def accept(self, tracked: TrackedRequest) -> None:
-        """Own the request from now on."""
+        """Add the request to the accepted ones."""
         self.by_id[tracked.request_id] = tracked
         self._num_of_tenant[tracked.request.tenant] += 1
         self._num_at_front[tracked.request.tenant, tracked.front] += 1
 
     def enqueue(self, tracked: TrackedRequest) -> None:
-        """Put a WAITING request into the admission queue. Idempotent."""
+        """Add a WAITING request to the admission queue. Idempotent."""
         if tracked.state is not RequestState.QUEUED:
             tracked.move_to(RequestState.QUEUED)
             self.admission_queue[tracked.request_id] = tracked
 
     def assign(self, tracked: TrackedRequest, placement: Placement, now_s: float) -> Effect:
-        """Give the request this pair as a new attempt. Returns the order of pages for the decode instance."""
+        """Place the request on this pair as a new attempt.
+
+        Returns the order that asks the decode instance for pages.
+        """
         request, prefill, decode = tracked.request, placement.prefill, placement.decode
         self.admission_queue.pop(tracked.request_id, None)
         tracked.ref = tracked.new_ref(self.epoch)
@@ -161,7 +165,7 @@ class Requests:
         state: RequestState,
         now_s: float,
     ) -> None:
-        """Let a request go on at the pair that has it from an earlier Conductor, as the attempt `ref`.
+        """Continue a request at the pair that has it from an earlier Conductor, as the attempt `ref`.
 
         `state` is PREFILLING or DECODING. `prefill` is `decode` if that computes the prompt, or decodes.
         """
@@ -181,7 +185,7 @@ class Requests:
         tracked.move_to(state)
 
     def begin_prefill(self, tracked: TrackedRequest, grant: Grant, now_s: float) -> list[Effect]:
-        """Order the prompt from the prefill instance, now that the decode instance has granted pages.
+        """Return the order to prefill, now that the decode instance has granted pages.
 
         An instance that inlines the prompt needs no order.
         """
@@ -200,7 +204,7 @@ class Requests:
         return [Effect(placement.prefill.identity, order)]
 
     def begin_decode(self, tracked: TrackedRequest, prefilled: Prefilled, now_s: float) -> list[Effect]:
-        """Order the decode instance to go on, now that prefill has ended, unless it goes on by itself."""
+        """Return the order to decode, now that prefill has ended; none if the instance goes on by itself."""
         tracked.move_to(RequestState.DECODING)
         tracked.may_have_begun = True
         self._assignments.end_prefill(tracked.placed, now_s, prefilled.num_cached_tokens)
@@ -218,7 +222,10 @@ class Requests:
         return [Effect(placement.decode.identity, order)]
 
     def release(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """Take the request off its instances for another attempt. `state` is WAITING or INTERRUPTED."""
+        """Take the request off its instances for another attempt. Returns the orders to stop.
+
+        `state` is WAITING or INTERRUPTED.
+        """
         effects = self.end_migration(tracked, MigrationOutcome.SOURCE_FAILED)
         effects += self._leave_pair(tracked, now_s)
         tracked.waiting_since_s = now_s
@@ -226,7 +233,7 @@ class Requests:
         return effects
 
     def resume(self, tracked: TrackedRequest, request: Request) -> None:
-        """Let an interrupted request wait for a pair, with its output so far as part of its prompt."""
+        """Make an interrupted request wait for a pair, with its output so far as part of its prompt."""
         tracked.request = request
         tracked.move_to(RequestState.WAITING)
 
@@ -240,7 +247,10 @@ class Requests:
         return effects
 
     def cut_short(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
-        """End the request, and tell its instances to stop. `state` is ABORTED, REJECTED or FAILED."""
+        """End the request, and return the orders to stop for its instances.
+
+        `state` is ABORTED, REJECTED or FAILED.
+        """
         effects = self.end_migration(tracked, MigrationOutcome.ENDED)
         effects += self._leave_pair(tracked, now_s)
         self._end(tracked, state)
@@ -275,7 +285,7 @@ class Requests:
         return [Effect(tracked.placed.placement.decode.identity, PreCopy(tracked.ref))]
 
     def strand(self, tracked: TrackedRequest, outcome: MigrationOutcome) -> list[Effect]:
-        """Give the destination up, while the source may have handed the request over already."""
+        """Give up the destination of a migration whose source may have handed the request over already."""
         migration = tracked.migration
         assert migration is not None
         migration.move_to(MigrationStep.STRANDED)
@@ -293,11 +303,11 @@ class Requests:
         return self._leave_destination(tracked, migration)
 
     def move(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Let the destination of a migration decode a request from now on.
+        """Record that the destination of a migration decodes the request from now on, and return its orders.
 
         Args:
             tracked: The request, which the source has handed over.
-            request: The same with its whole output so far.
+            request: The request with its whole output so far.
             now_s: The time.
         """
         migration, tracked.migration = tracked.migration, None
@@ -331,7 +341,7 @@ class Requests:
         self.stats.migrations.num_copied_bytes += num_copied_blocks * self.view.block_bytes
 
     def _uncount(self, instance: Instance) -> None:
-        """Count one migration less from or to an instance."""
+        """Decrement the number of migrations from or to an instance."""
         self._num_migrations[instance.identity] -= 1
         if not self._num_migrations[instance.identity]:
             del self._num_migrations[instance.identity]
@@ -363,8 +373,10 @@ class Requests:
         self.suspicion.request_ended(tracked.request_id, has_finished=state is RequestState.FINISHED)
 
     def _leave_pair(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Take the request off its instances, if it has any. Returns the orders to stop, for instances that
-        are alive."""
+        """Take the request off its instances, if it has any.
+
+        Returns the orders to stop for instances that are alive.
+        """
         assignment, tracked.assignment = tracked.assignment, None
         if assignment is None:
             return []

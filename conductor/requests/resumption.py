@@ -28,15 +28,15 @@ from mooncake.messages.workers import Abort
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that instances have reported, but not yet its front or not yet all of its instances."""
+    """An attempt that is not reported completely: by its front, or by each of its instances."""
 
     holders: dict[HeldStep, Instance] = field(default_factory=dict)
     reports: list[tuple[Instance, FromWork]] = field(default_factory=list)
-    """Later messages of these instances about the attempt, in order."""
+    """Later messages of these instances about the attempt, in order of arrival."""
 
     @property
     def pair(self) -> tuple[Instance, Instance, RequestState] | None:
-        """The prefill and the decode instance, and the state; None if a report is missing."""
+        """Return the prefill instance, the decode instance and the state; None if a report is missing."""
         holders = self.holders
         if (decode := holders.get(HeldStep.DECODING)) is not None:
             return decode, decode, RequestState.DECODING
@@ -47,7 +47,7 @@ class _Attempt:
 
 
 class Resumption:
-    """Matches the reports of fronts and instances about requests of an earlier Conductor."""
+    """The reports of fronts and instances about requests of an earlier Conductor, matched by attempt."""
 
     def __init__(self, requests: Requests, placer: Placer, reports: WorkerReports) -> None:
         self._requests, self._placer, self._reports = requests, placer, reports
@@ -62,7 +62,7 @@ class Resumption:
         self._is_over = False
 
     def begin(self, num_instances: int, now_s: float) -> None:
-        """Learn that a peer has had an earlier Conductor, with `num_instances` as far as the peer knows."""
+        """Record that a peer has had an earlier Conductor, with `num_instances` as far as the peer knows."""
         if self._until_s is None:
             self._until_s = now_s + self._limits.peer_timeout_s
             self._expected_until_s = now_s + self._limits.return_grace_s
@@ -73,12 +73,12 @@ class Resumption:
     # -- what peers tell ----------------------------------------------------------------------------
 
     def resume(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Accept a request that its front has reported."""
+        """Accept a request of an earlier Conductor that its front has reported."""
         self._requests.accept(tracked)
         return self._match(tracked, now_s) + self._place_the_rest(now_s)
 
     def registered(self, instance: Instance, held: Iterable[Held], now_s: float) -> list[Effect]:
-        """Learn the requests with which an instance has gone on."""
+        """Record the requests of an earlier Conductor with which an instance has gone on."""
         effects: list[Effect] = []
         for ref, step in ((one.ref, one.step) for one in held):
             if self._is_over:  # what nobody has told of in time was placed again, or had ended
@@ -94,7 +94,10 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def keeps(self, instance: Instance, message: FromWork) -> bool:
-        """Keep a message of an instance if it is about an attempt that waits. Returns whether it is."""
+        """Keep a message of an instance about an attempt that is not reported completely.
+
+        Returns whether it was kept.
+        """
         attempt = self._attempts.get(message.ref.request_id, {}).get(message.ref)
         if attempt is None:
             return False
@@ -102,7 +105,7 @@ class Resumption:
         return True
 
     def lose(self, lost: list[Instance]) -> None:
-        """Forget the reports of instances that are gone."""
+        """Forget the reports of lost instances."""
         gone = {instance.identity for instance in lost}
         for attempt in [of for attempts in self._attempts.values() for of in attempts.values()]:
             attempt.holders = {
@@ -112,7 +115,7 @@ class Resumption:
     # -- what follows -------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Stop waiting when it is time."""
+        """End the wait for reports when all instances are back or the deadline has passed."""
         if self._until_s is None or self._is_over or now_s < self._until_s:
             return []
         self._is_over = True
@@ -120,7 +123,7 @@ class Resumption:
         return effects + self._place_the_rest(now_s)
 
     def _match(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
-        """Let a request go on at the pair that has its latest attempt, if an attempt is completely
+        """Continue a request at the pair that has its latest attempt, if an attempt is completely
         reported."""
         if tracked.state is not RequestState.RESUMING:
             return self._abandon(tracked.request_id)
@@ -139,7 +142,7 @@ class Resumption:
         return effects
 
     def _abandon(self, request_id: str) -> list[Effect]:
-        """Stop the attempts of a request that wait."""
+        """Return the orders that stop the incompletely reported attempts of a request."""
         return [
             Effect(instance.identity, Abort(ref))
             for ref, attempt in self._attempts.pop(request_id, {}).items()

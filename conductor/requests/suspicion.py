@@ -20,32 +20,34 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Loss:
-    """The end of one life of an instance."""
+    """The loss of one life of an instance."""
 
     instance: str
     at_s: float
     suspects: set[str]
-    """The requests that had begun there; after a report, those of the failed pass. Requests that have
-    finished since are left out."""
+    """The requests that had begun on the instance; after a report, those of the failed pass.
+
+    Requests that have finished since are left out.
+    """
     running: set[str] = field(init=False)
     """The suspects that have not ended."""
     is_failure: bool = False
     """Whether a process of the instance has failed in a pass of the suspects."""
     is_reported: bool = False
-    """Whether a process of the instance has reported how its life before ended."""
+    """Whether a process of the instance has reported how its previous life ended."""
     is_open: bool = True
-    """Whether the instance has not registered again."""
+    """Whether the instance has not registered since the loss."""
 
     def __post_init__(self) -> None:
         self.running = set(self.suspects)
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether a report may still come that says which requests are to blame, or that none is."""
+        """Whether a report may still arrive that clears or blames the suspects."""
         return self.is_open and not self.is_reported
 
     def narrow(self, suspects: set[str], running: Container[str] = ()) -> None:
-        """Suspect these requests and no others."""
+        """Replace the suspects by these requests, of which `running` have not ended."""
         self.suspects = suspects
         self.running = {request for request in suspects if request in running}
 
@@ -61,16 +63,16 @@ class Suspicion:
         self._losses: list[_Loss] = []
 
     def instance_lost(self, instance: str, suspects: Iterable[str], now_s: float) -> None:
-        """Learn that an instance is gone, for unknown reasons; `suspects` had begun there."""
+        """Record the loss of an instance for unknown reasons; `suspects` had begun on it."""
         self._losses.append(_Loss(instance, now_s, set(suspects)))
 
     def reported(
         self, instance: str, failed_in: set[str] | None, running: Container[str], now_s: float
     ) -> None:
-        """Learn from a process of `instance` in which pass its last life failed.
+        """Record in which pass the previous life of `instance` failed, as one of its processes reports.
 
         Args:
-            instance: Its name. Several of its processes may report.
+            instance: The name of the instance. Several of its processes may report.
             failed_in: The requests of the pass; empty if the process was killed, or failed outside its
                 passes; None if it failed in a pass and does not know the requests.
             running: All requests that have not ended.
@@ -89,7 +91,7 @@ class Suspicion:
         loss.is_reported = True
 
     def instance_returned(self, instance: str) -> None:
-        """Learn that the instance has registered: no more reports of its earlier lives will come."""
+        """Record that the instance has registered, so that no more reports of its earlier lives arrive."""
         for loss in self._losses:
             if loss.instance == instance:
                 loss.is_open = False
@@ -102,7 +104,10 @@ class Suspicion:
         self._losses = [loss for loss in self._losses if loss.at_s >= before_s or not loss.is_unexplained]
 
     def request_ended(self, request_id: str, *, has_finished: bool) -> None:
-        """Learn that a request has ended. If it `has_finished` it was not to blame; else it may have been."""
+        """Record that a request has ended.
+
+        If it `has_finished` it is no suspect any more; else it may be to blame.
+        """
         for loss in self._losses:
             loss.running.discard(request_id)
             if has_finished:
@@ -110,7 +115,7 @@ class Suspicion:
         self._clear()
 
     def found_poison(self, request_id: str) -> None:
-        """Clear all other requests of the losses of which this one was a suspect: it is poison."""
+        """Record that a request is poison, which clears all other suspects of the same losses."""
         self._losses = [loss for loss in self._losses if request_id not in loss.suspects]
 
     def _clear(self) -> None:

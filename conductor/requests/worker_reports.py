@@ -20,7 +20,7 @@ FromWork = Reserved | Prefilled | Finished | DecodeRefused | WorkFailed | FromMi
 
 
 class WorkerReports:
-    """Moves placed requests from state to state, as workers report their steps."""
+    """The handlers of workers' reports about placed requests, which move requests from state to state."""
 
     def __init__(
         self, requests: Requests, placer: Placer, admission: Admission, migrations: Migrations
@@ -31,7 +31,7 @@ class WorkerReports:
     # -- resubmission -------------------------------------------------------------------------------
 
     def resubmit(self, tracked: TrackedRequest, request: Request, now_s: float) -> list[Effect]:
-        """Place an interrupted request, whose front has said how far its output has come."""
+        """Place an interrupted request again, after its front has reported how far its output has come."""
         self._requests.resume(tracked, request)
         return self._placer.place(tracked, now_s)
 
@@ -48,7 +48,8 @@ class WorkerReports:
         return effects + self.resubmit(tracked, request, now_s)
 
     def ask_again(self) -> list[Effect]:
-        """Ask the fronts of interrupted requests that have not said how far the output has come."""
+        """Return the questions to fronts of interrupted requests that have not reported how far the output
+        has come."""
         return [
             Effect(tracked.front, Interrupted(tracked.request_id))
             for tracked in self._requests.by_id.values()
@@ -58,7 +59,7 @@ class WorkerReports:
     # -- lost instances -----------------------------------------------------------------------------
 
     def lose(self, lost: list[Instance], reason: str, now_s: float) -> list[Effect]:
-        """Place the requests of lost instances again, however often that happens."""
+        """Place the requests of lost instances again, whatever the number of attempts so far."""
         by_id = self._requests.by_id
         for instance in lost:
             self._requests.suspicion.instance_lost(instance.name, self._computed_by(instance), now_s)
@@ -85,7 +86,7 @@ class WorkerReports:
         ]
 
     def on_returning(self, instance: str, failed_in: list[Ref] | None, now_s: float) -> list[Effect]:
-        """Learn in which forward pass a process failed, and end a request that has ended two instances.
+        """Record in which forward pass a process failed, and end a request that has ended two instances.
 
         Args:
             instance: The name of the process's instance.
@@ -108,7 +109,7 @@ class WorkerReports:
     # -- what workers say ---------------------------------------------------------------------------
 
     def on_work(self, sender: Instance, message: FromWork, now_s: float) -> list[Effect]:
-        """React to a step of a request, done or failed."""
+        """Handle a worker's report that a step of a request is done or has failed."""
         tracked = self._requests.current(message.ref)
         if tracked is None and (coming := self._requests.coming(message.ref)) is not None:
             return self._on_destination(coming, message, now_s)
@@ -135,7 +136,7 @@ class WorkerReports:
         return []  # also a duplicate of a step already taken
 
     def _on_destination(self, tracked: TrackedRequest, message: FromWork, now_s: float) -> list[Effect]:
-        """React to a message from the destination of a migration."""
+        """Handle a message from the destination of a migration."""
         match message:
             case Prepared():
                 return self._migrations.on_prepared(tracked, message, now_s)
@@ -173,8 +174,8 @@ class WorkerReports:
     def _on_refused(
         self, tracked: TrackedRequest, instance: Instance, refused: DecodeRefused, now_s: float
     ) -> list[Effect]:
-        """React to the double check of section 3: place the request on another decode instance, or reject
-        it."""
+        """Handle a refusal in the double check (section 3): place the request on another decode instance, or
+        reject it."""
         if tracked.state is RequestState.DECODING:
             self._admission.learn_refusal(instance, refused.batch_size, refused.predicted_tbt_s, now_s)
         return self._placer.place_after_refusal(tracked, instance, refused.reason, now_s)
@@ -182,13 +183,13 @@ class WorkerReports:
     def _on_work_failed(
         self, tracked: TrackedRequest, reason: str, retryable: bool, now_s: float
     ) -> list[Effect]:
-        """Retry the request, unless it fails for good."""
+        """Retry the request, or end it if the failure is final."""
         if self._count_failure(tracked) or not retryable:
             return self._placer.fail(tracked, reason, now_s)
         return self._retry(tracked, reason, now_s)
 
     def _count_failure(self, tracked: TrackedRequest) -> bool:
-        """Count a failed attempt. Returns whether the request may have no further one.
+        """Count a failed attempt. Returns whether the request has used up its attempts.
 
         An attempt counts if no instance of its pair is lost, which would explain the failure.
         """
@@ -198,7 +199,8 @@ class WorkerReports:
         return len(tracked.failures) >= self._requests.limits.max_attempts
 
     def _retry(self, tracked: TrackedRequest, reason: str, now_s: float) -> list[Effect]:
-        """Run the request again: from its beginning, or behind the output that the front has."""
+        """Place the request for another attempt: from its beginning, or behind the output that the front
+        has."""
         if tracked.may_have_begun:
             effects = self._release(tracked, RequestState.INTERRUPTED, reason, now_s)
             return [*effects, Effect(tracked.front, Interrupted(tracked.request_id))]

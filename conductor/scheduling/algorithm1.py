@@ -42,18 +42,18 @@ from mooncake.messages.workers import Role
 
 
 class Prompt(NamedTuple):
-    """The prompt to schedule."""
+    """A prompt to schedule, as Algorithm 1 reads it."""
 
     num_tokens: int
     num_blocks: int
     block_size: int
     num_stored_blocks: int
-    """The longest prefix that any instance holds."""
+    """The number of blocks of the longest prefix that any instance holds."""
     num_coming_blocks: int
-    """The longest prefix that prompts before it have yet to compute, if computing it again counts against an
-    instance; else 0."""
+    """The number of blocks of the longest prefix that earlier prompts have yet to compute, if computing it
+    again counts against an instance; else 0."""
     load_block_s: float
-    """Seconds to bring one of its blocks from SSD to DRAM."""
+    """Seconds to bring one block of the prompt from SSD to DRAM."""
     priority: int
 
 
@@ -61,17 +61,17 @@ class LongestPrefix(NamedTuple):
     """The longest prefix that any instance holds, and the time that a fetch of it takes."""
 
     best_matched_instance: int | None
-    """The slot of its holder. None if nothing may be fetched."""
+    """The slot of the prefix's best holder; None if nothing may be fetched."""
     num_blocks: int
     whole_s: float
-    """Seconds to fetch all of it."""
+    """Seconds to fetch the whole prefix."""
     block_s: float
-    """Seconds that each block saves which the fetching instance holds itself."""
+    """Seconds saved for each block that the fetching instance holds itself."""
     worth_below_blocks: float
-    """Line 8: an instance that holds fewer blocks than this may fetch."""
+    """The number of held blocks below which an instance may fetch (line 8)."""
 
     def transfer_s(self, num_held_blocks: int) -> float:
-        """Return the transfer time (lines 15 and 16) to an instance that holds its first
+        """Return the seconds of a transfer (lines 15 and 16) to an instance that holds the first
         `num_held_blocks`."""
         return self.whole_s - num_held_blocks * self.block_s
 
@@ -80,14 +80,14 @@ NO_FETCH = LongestPrefix(None, 0, 0.0, 0.0, 0.0)
 
 
 class Decoding(NamedTuple):
-    """What the request needs of its decode instance."""
+    """The requirements of a request on its decode instance."""
 
     num_tokens: int
     """Tokens of the prompt."""
     num_blocks: int
-    """Blocks that the request has when its output is complete."""
+    """Blocks of the request when its output is complete."""
     refused: Sequence[int]
-    """Slots that may not be chosen."""
+    """Slots of instances that may not be chosen."""
 
 
 class Inlined(NamedTuple):
@@ -96,17 +96,17 @@ class Inlined(NamedTuple):
     instance: int
     queue_s: float
     load_s: float
-    """Seconds to bring the prefix from SSD."""
+    """Seconds to bring the prefix from SSD to DRAM."""
     prefill_s: float
     beside_s: float
-    """Seconds of the iterations that its chunks share with other requests."""
+    """Seconds of other requests' iterations that the chunks of the prompt share."""
     waiting_s: float
-    """Seconds of waiting that the prompt adds: its own until its first token, that of the requests that it
-    delays, and the time of blocks that are computed here though they are coming elsewhere."""
+    """Seconds of waiting that the prompt adds: its own until its first token, that of delayed requests, and
+    the time of blocks computed again though they are coming elsewhere."""
 
 
 class Scheduler:
-    """Chooses the pair of instances for a request by what `view` knows."""
+    """Algorithm 1, which chooses the pair of instances for a request from `view`."""
 
     def __init__(self, view: ClusterView, rules: Rules) -> None:
         self._view = view
@@ -124,7 +124,7 @@ class Scheduler:
         may_compute_again: bool = False,
         inlined: bool | None = None,
     ) -> Placement | None:
-        """Choose the pair of instances for a request, or the one that inlines its prompt.
+        """Return the pair of instances for a request, or the instance that inlines its prompt.
 
         Args:
             request: The request to place.
@@ -192,8 +192,10 @@ class Scheduler:
         )
 
     def _waiting_s(self, candidates: Candidates, p: int) -> float:
-        """Return the seconds of waiting that a prompt adds on a prefill instance. As many prompts are assumed
-        to come behind it as are queued now."""
+        """Return the seconds of waiting that a prompt adds on a prefill instance.
+
+        As many prompts are assumed to come behind it as are queued now.
+        """
         behind_s = self._view.loads.num_prompts.item(p) * candidates.rest_s.item(p)
         return candidates.ttft_s.item(p) + candidates.again_s.item(p) + behind_s
 
@@ -216,7 +218,7 @@ class Scheduler:
         return Placement(instance, instance, num_local_blocks, num_coming_blocks, None, 0, prediction)
 
     def _best_fetch(self, match: PrefixMatch) -> LongestPrefix:
-        """Find the best fetch: line 4, and line 16 for all instances at once."""
+        """Return the best fetch (line 4), with its transfer time to all instances (line 16)."""
         view, num_blocks, mask = self._view, match.depths[-1], match.masks[-1]
         if not num_blocks:
             return NO_FETCH
@@ -242,7 +244,7 @@ class Scheduler:
     # -- the listing's loops over all instances, which `conductor.scheduling.native` replaces ---------------
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Line 4: of the holders of the longest prefix, the slot of the one that can send it first."""
+        """Return the slot of the holder of the longest prefix that can send it first (line 4)."""
         transfers, block_bytes = self._view.transfers, self._view.block_bytes
 
         def ahead_bytes(slot: int) -> float:
@@ -256,7 +258,7 @@ class Scheduler:
     def estimate_ttft(
         self, prompt: Prompt, match: PrefixMatch, fetch: LongestPrefix, now_s: float
     ) -> Candidates:
-        """Lines 2 to 23: estimate the TTFT on each instance, and find the least."""
+        """Return the estimated TTFT on each instance, and the least (lines 2 to 23)."""
         loads = self._view.loads
         behind_s = loads.behind_s(prompt.priority)
         queue_s, rest_s, ttft_s, is_remote, again_s = zeroed_candidates(loads.num_slots)
@@ -285,7 +287,7 @@ class Scheduler:
         return Candidates(queue_s, rest_s, ttft_s, is_remote, again_s, p)
 
     def _estimate_prefill_queue_time(self, instance: int, behind_s: Floats | None, now_s: float) -> float:
-        """Line 7: seconds until the instance has computed all that goes before the prompt."""
+        """Return the seconds until the instance has computed all that goes before the prompt (line 7)."""
         loads = self._view.loads
         left_s = max(loads.ends_s.item(instance) - now_s, loads.behind_head_s.item(instance))
         return left_s if behind_s is None else left_s - behind_s.item(instance)
@@ -309,7 +311,7 @@ class Scheduler:
         return whole_s - self._estimate_prefill_execution_time(prompt, instance, prompt.num_coming_blocks)
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
-        """Line 24: the decode instance with the least TBT of the requests there and this one.
+        """Return the slot and predicted TBT in seconds of the decode instance with the least TBT (line 24).
 
         Returns its slot, and the predicted TBT in seconds; None if no instance has room.
         """
@@ -329,12 +331,12 @@ class Scheduler:
     def select_inlining_instance(
         self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
     ) -> Inlined | None:
-        """Select the instance on which the prompt adds the least waiting if it computes and decodes it.
+        """Return the instance on which the prompt adds the least waiting if it is inlined there.
 
         Args:
             prompt: The prompt.
             match: The instances that hold a prefix of it.
-            request: What decoding needs.
+            request: The request's requirements on its decode instance.
             budget_s: The longest time in seconds of an iteration that has a chunk of the prompt beside other
             requests.
             now_s: The time.
@@ -374,6 +376,6 @@ class Scheduler:
 def zeroed_candidates(
     num_slots: int,
 ) -> tuple[Floats, Floats, Floats, np.ndarray[tuple[int], np.dtype[np.bool_]], Floats]:
-    """Return the arrays of `Candidates` in order, all fields but the last (`p`), to be filled."""
+    """Return the arrays of `Candidates` in order, zeroed, of all fields but the last (`p`)."""
     queue_s, rest_s, ttft_s, again_s = np.zeros((4, num_slots))
     return queue_s, rest_s, ttft_s, np.zeros(num_slots, np.bool_), again_s

@@ -22,31 +22,31 @@ from conductor.view.loads import Loads
 from mooncake.config.policies import Scheduling
 
 _TIE_BREAK = 1e-6
-"""The weight of one assigned request: it decides only between equal utilisations."""
+"""The weight of one assigned request, which decides between equal utilisations only."""
 
 
 class Candidates(NamedTuple):
-    """The times that a prompt would take, in arrays by slot."""
+    """The predicted seconds that a prompt would take on each instance, in arrays by slot."""
 
     queue_s: Floats
     rest_s: Floats
-    """The time to get the prefix, and to compute the rest of the prompt."""
+    """Seconds to get the prefix and to compute the rest of the prompt."""
     ttft_s: Floats
-    """The sum of queue and rest; infinite for an instance that cannot take the prompt."""
+    """Seconds of queue and rest together; infinite for an instance that cannot take the prompt."""
     is_remote: NDArray[np.bool_]
-    """Whether the best prefix is fetched, rather than the instance's own prefix used."""
+    """Whether the best prefix is fetched; else the instance's own prefix is used."""
     again_s: Floats
-    """The part of `rest_s` for blocks that are coming to another instance, and that no instance holds."""
+    """Seconds of `rest_s` for blocks that are coming to another instance, and that no instance holds."""
     least: int
-    """The slot with the least sum of TTFT and `again_s`, the first of several."""
+    """The slot with the least sum of TTFT and `again_s`, the first of equals."""
 
 
 Choice = Callable[[Candidates, Loads], int]
-"""Returns the chosen slot. Its TTFT is infinite if no instance can take the prompt."""
+"""A function that returns the slot to choose. Its TTFT is infinite if no instance can take the prompt."""
 
 
 def choice_of(rules: Rules) -> Choice:
-    """Return the configured rule."""
+    """Return the choice function that the configuration names."""
     match rules.scheduling:
         case Scheduling.KVCACHE_CENTRIC | Scheduling.CACHE_AWARE:
             return least_ttft
@@ -59,7 +59,7 @@ def choice_of(rules: Rules) -> Choice:
 
 
 def least_ttft(candidates: Candidates, loads: Loads) -> int:
-    """Choose by Algorithm 1, lines 10 and 18.
+    """Return the slot that Algorithm 1 chooses (lines 10 and 18).
 
     A prefix that is coming elsewhere is computed again only if that saves as much time as it takes.
     """
@@ -67,12 +67,12 @@ def least_ttft(candidates: Candidates, loads: Loads) -> int:
 
 
 def fewest_requests(candidates: Candidates, loads: Loads) -> int:
-    """Choose the instance with the fewest requests, the first of several."""
+    """Return the slot with the fewest assigned requests, the first of equals."""
     return _least(loads.num_assigned, candidates)
 
 
 class RandomChoice:
-    """Chooses any instance that has room, by a seeded draw."""
+    """The policy that chooses a random instance with room, by a seeded generator."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -83,7 +83,7 @@ class RandomChoice:
 
 
 class LeastUtilised:
-    """Chooses by BanaServe's Algorithm 2: the least utilisation U, then the fewest requests.
+    """The policy of BanaServe's Algorithm 2: the least utilisation U, then the fewest requests.
 
     If even the least U is not below `threshold` (delta_L), only the number of requests counts. U is measured
     from heartbeat to heartbeat; each prompt since the last one adds its estimated compute (line 15).

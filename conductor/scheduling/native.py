@@ -36,7 +36,7 @@ _INLINING = struct.Struct("2qd")
 
 
 def new_scheduler(view: ClusterView, rules: Rules) -> Scheduler:
-    """Make the compiled scheduler, or the plain one where nothing can be compiled."""
+    """Return the compiled scheduler, or the plain one where nothing can be compiled."""
     exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # one rounding where Python has two would differ from it
     library = load_or_do_without(
         Path(__file__).with_name("algorithm1.cpp"), "decisions take longer", flags=exactly
@@ -45,7 +45,7 @@ def new_scheduler(view: ClusterView, rules: Rules) -> Scheduler:
 
 
 class NativeScheduler(Scheduler):
-    """Algorithm 1 with compiled loops. Calls keep the GIL: they are short."""
+    """Algorithm 1 with compiled loops, whose calls keep the GIL as they are short."""
 
     def __init__(self, view: ClusterView, rules: Rules, library: ctypes.CDLL) -> None:
         super().__init__(view, rules)
@@ -60,13 +60,16 @@ class NativeScheduler(Scheduler):
         self._inlined_s = array("d", [0.0] * 5)
 
     def find_best_prefix_match(self, match: PrefixMatch) -> int:
-        """Line 4: find the holder of the longest prefix."""
+        """Return the slot of the holder of the longest prefix that can send it first (line 4)."""
         return int(self._code.find_best_prefix_match(self._at(), *_packed(match), self._view.block_bytes))
 
     def estimate_ttft(
         self, prompt: Prompt, match: PrefixMatch, fetch: LongestPrefix, now_s: float
     ) -> Candidates:
-        """Lines 2 to 23: estimate the TTFT on each instance. The next call overwrites the returned arrays."""
+        """Return the estimated TTFT on each instance (lines 2 to 23).
+
+        The next call overwrites the returned arrays.
+        """
         behind_s = self._view.loads.behind_s(prompt.priority)
         behind = None if behind_s is None else behind_s.ctypes.data
         p = self._code.estimate_ttft(
@@ -75,7 +78,8 @@ class NativeScheduler(Scheduler):
         return Candidates(*self._found, p)
 
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
-        """Line 24: select the decode instance."""
+        """Return the slot and predicted TBT in seconds of the decode instance with the least TBT (line 24);
+        None if none has room."""
         tbt_s, row = self._tbt_s, self._refused(request)
         d = self._code.select_decoding_instance(
             self._at(), request.num_tokens, request.num_blocks, row, tbt_s.buffer_info()[0]
@@ -85,7 +89,7 @@ class NativeScheduler(Scheduler):
     def select_inlining_instance(
         self, prompt: Prompt, match: PrefixMatch, request: Decoding, budget_s: float, now_s: float
     ) -> Inlined | None:
-        """Section 5: select the instance that would inline the prompt."""
+        """Return the instance that would inline the prompt (section 5); None if none can."""
         behind_s = self._view.loads.behind_s(prompt.priority)
         times_s = self._inlined_s
         instance = self._code.select_inlining_instance(
@@ -100,13 +104,14 @@ class NativeScheduler(Scheduler):
         return None if instance < 0 else Inlined(instance, *times_s)
 
     def _refused(self, request: Decoding) -> bytes | None:
-        """Return the bits of the slots that may not be chosen; None if all may."""
+        """Return the bit mask of the slots that may not be chosen; None if all may."""
         if not request.refused:
             return None
         return packed([sum(1 << slot for slot in request.refused)], self._view.loads.num_slots)
 
     def _at(self) -> bytes:
-        """Return the addresses of the view's arrays, which change when an instance has come or gone."""
+        """Return the packed addresses of the view's arrays, which change when an instance has come or
+        gone."""
         view = self._view
         if self._num_changes != view.num_changes:
             self._num_changes = view.num_changes

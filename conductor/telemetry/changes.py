@@ -14,18 +14,18 @@ NUM_KEPT = 400
 
 
 class InstanceChange(NamedTuple):
-    """An instance's role and state from a moment on; both None once it is gone."""
+    """An instance's role and state from one moment on; both None once the instance is gone."""
 
     at_s: float
     instance: str
     role: Role | None
     state: InstanceState | None
     next_role: Role | None = None
-    """The role that it switches to."""
+    """The role to which the instance switches; None if it does not switch."""
 
 
 class InstanceChanges:
-    """The latest changes, oldest first."""
+    """The latest changes of instances, oldest first."""
 
     def __init__(self) -> None:
         self.latest: deque[InstanceChange] = deque(maxlen=NUM_KEPT)

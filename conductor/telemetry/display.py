@@ -24,7 +24,10 @@ NumReceived = Callable[[str], int | None]
 
 
 class Display:
-    """Makes the state for display. Times are seconds since 1970: the Conductor's plus `wall_offset_s`."""
+    """The cluster's state in the form for display.
+
+    Times are seconds since 1970: the Conductor's clock plus `wall_offset_s`.
+    """
 
     def __init__(self, conductor: Conductor, history: History, model_name: str, wall_offset_s: float) -> None:
         self._conductor, self._history = conductor, history
@@ -87,7 +90,7 @@ class Display:
         }
 
     def timeline(self, request_id: str, num_received: NumReceived) -> dict[str, Any] | None:
-        """Return the moments of one request; None if it is not known any more."""
+        """Return the moments of one request as JSON values; None if the request is unknown."""
         timeline = self._history.find(request_id)
         if timeline is None:
             return None
@@ -95,7 +98,7 @@ class Display:
         return {**self._summary(timeline, num_received), "moments": moments}
 
     def pair(self, request_id: str) -> tuple[str | None, str | None]:
-        """Return the prefill and the decode instance of a request, as far as they are known."""
+        """Return the prefill and the decode instance of a request; None for an unknown one."""
         timeline = self._history.find(request_id)
         return (None, None) if timeline is None else (timeline.prefill, timeline.decode)
 
@@ -117,7 +120,7 @@ class Display:
         }
 
     def _moves(self) -> list[dict[str, Any]]:
-        """Return the migrations in progress."""
+        """Return the migrations in progress, as JSON values."""
         moves = []
         for request_id, tracked in islice(self._conductor.migrations.in_progress.items(), NUM_MOVES):
             if (migration := tracked.migration) is not None:
@@ -135,7 +138,7 @@ class Display:
         return moves
 
     def _decisions(self) -> list[dict[str, Any]]:
-        """Return the latest decisions of the rebalancer, the last one first."""
+        """Return the rebalancer's latest decisions as JSON values, the last one first."""
         rebalancer = self._conductor.elasticity.rebalancer
         if rebalancer is None:
             return []
@@ -155,7 +158,8 @@ class Display:
         ]
 
     def _paths(self) -> list[dict[str, Any]]:
-        """Return the busiest paths between pools, by the bytes that either end has sent or fetched."""
+        """Return the busiest paths between pools as JSON values, by the bytes that either end has sent or
+        fetched."""
         num_bytes: Counter[tuple[str, str, str]] = Counter()
         for instance in self._conductor.instances:
             for part, pool in instance.heartbeat.pools.items() if instance.heartbeat is not None else ():

@@ -12,12 +12,12 @@ Label = TypeVar("Label", bound=str)
 
 
 def gauges(name: str, text: str, label: str, values: Mapping[Label, float]) -> Metric:
-    """Return gauges by the values of `label`."""
+    """Return a gauge `name` with help `text` and one sample for each value of `label`."""
     return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
 
 
 def counters(name: str, text: str, label: str, values: Mapping[Label, float]) -> Metric:
-    """Return counters by the values of `label`."""
+    """Return a counter `name` with help `text` and one sample for each value of `label`."""
     return _filled(CounterMetricFamily(name, text, labels=[label]), values)
 
 

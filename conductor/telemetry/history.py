@@ -47,13 +47,13 @@ class Moment(NamedTuple):
     at_s: float
     step: str
     instance: str | None = None
-    """The instance that does the step."""
+    """The instance that does the step; None if none does."""
     note: str = ""
-    """Reason, if the step is not the one that normally follows."""
+    """The reason for an unusual step; empty for the step that normally follows."""
 
 
 class _Decoded(NamedTuple):
-    """The attempt of a request, and the instance that decodes it."""
+    """An attempt of a request, and the instance that decodes it."""
 
     attempt: int
     instance: str
@@ -61,7 +61,7 @@ class _Decoded(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """The moments of one request in order of time. Once `is_over` the last one is its end."""
+    """The moments of one request in order of time. When `is_over`, the last moment is the request's end."""
 
     request_id: str
     front: bytes
@@ -74,12 +74,12 @@ class RequestTimeline:
     num_attempts: int = 0
     """The number of placements."""
     num_moves: int = 0
-    """The number of times that another decode instance has taken it over."""
+    """The number of times that another decode instance has taken over the request."""
     prefill: str | None = None
     decode: str | None = None
     is_over: bool = False
     num_unlisted: int = 0
-    """Consecutive heartbeats of its front that did not name the request."""
+    """Consecutive heartbeats of the request's front that did not name the request."""
 
     @property
     def is_inlined(self) -> bool:
@@ -98,7 +98,7 @@ class FailedRequest:
     at_s: float
     request_id: str
     reason: str
-    """The limit, SLO or state because of which it was refused."""
+    """The name of the limit, SLO or state because of which the request was refused."""
     status: int
     message: str
     prompt_len: int | None = None
@@ -123,12 +123,15 @@ class History:
     """The seconds that requests have spent in each step."""
     num_steps: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(STEPS, 0)))
     on_end: Callable[[RequestTimeline], None] = lambda _: None
-    """Called with each timeline that is over."""
+    """A callback that gets each timeline that is over."""
     _held: dict[str, "_Decoded"] = field(default_factory=dict)
-    """Requests of an earlier Conductor that instances decode, before their fronts have told of them."""
+    """Requests of an earlier Conductor that instances decode and that no front has reported yet."""
 
     def find(self, request_id: str) -> RequestTimeline | None:
-        """Return a request that is live, or ended lately. The id of an answer stands for its first choice."""
+        """Return the timeline of a request that is live or ended lately; None if unknown.
+
+        The id of an answer stands for its first choice.
+        """
         for known in (request_id, f"{request_id}-0"):
             if (timeline := self.live.get(known) or self.ended.get(known)) is not None:
                 return timeline
@@ -181,7 +184,8 @@ class History:
                 self._end(timeline, Moment(now_s, ABORTED, note="its front does not have it any more"))
 
     def _resume(self, front: bytes, resume: Resume, now_s: float) -> None:
-        """Record a request of an earlier Conductor, which an instance may have told that it decodes."""
+        """Record a request of an earlier Conductor that its front reports; an instance may have reported it
+        before."""
         request = resume.request
         submitted = Moment(now_s - resume.waited_s, QUEUED, note="an earlier conductor had it")
         timeline = RequestTimeline(request.request_id, front, request.num_prompt_tokens, [submitted])
@@ -191,7 +195,8 @@ class History:
             self._go_on(timeline, decoded, now_s)
 
     def _hold(self, held: Held, instance: str, now_s: float) -> None:
-        """Record that an instance decodes a request, of which its front may have told already."""
+        """Record that an instance decodes a request of an earlier Conductor; its front may have reported it
+        before."""
         if held.step is HeldStep.DECODING:
             timeline = self.live.get(held.ref.request_id)
             if timeline is None:
@@ -241,7 +246,7 @@ class History:
                 self._end(timeline, Moment(now_s, REJECTED, note=text))
 
     def _reject_duplicates(self, effects: Iterable[Effect], now_s: float) -> None:
-        """Record rejections of duplicates. The request that has the id goes on."""
+        """Record rejections of requests whose id is in use. The request that has the id goes on."""
         for effect in effects:
             if isinstance(effect.message, Rejected):
                 told = effect.message
@@ -265,7 +270,7 @@ class History:
             self._append(timeline, moment)
 
     def _join(self, report: Joining | Finished) -> None:
-        """Record when the KVCache had arrived, and when the request joined the batch."""
+        """Record the times at which the KVCache had arrived and the request joined the batch."""
         timeline = self._current(report.ref)
         if timeline is None:
             return
@@ -294,5 +299,5 @@ class History:
 
 
 def _instance(identity: bytes) -> str:
-    """Return the name in a worker's socket identity."""
+    """Return the instance's name in a worker's socket identity."""
     return identity.decode(errors="replace").rpartition("#")[0]

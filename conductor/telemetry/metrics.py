@@ -39,11 +39,11 @@ from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.workers import SPOKEN
 
 MAX_TENANTS = 256
-"""Tenants with metrics of their own."""
+"""Tenants that get samples of their own."""
 
 
 class ConductorMetrics(Collector):
-    """Instances, requests, decisions, and the prefix index; registers itself.
+    """Metrics of instances, requests, decisions and the prefix index, registered on creation.
 
     Args:
         conductor: The policy whose state is read.
@@ -69,7 +69,7 @@ class ConductorMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families."""
+        """Yield all metric families of the Conductor's state."""
         conductor = self._conductor
         yield from instance_metrics(conductor)
         states = Counter(tracked.state for tracked in conductor.requests.values())
@@ -131,14 +131,14 @@ class ConductorMetrics(Collector):
 
 
 class HistoryMetrics(Collector):
-    """The ends of requests, and the times of their steps; registers itself."""
+    """Metrics of the ends of requests and the seconds of their steps, registered on creation."""
 
     def __init__(self, history: History, registry: CollectorRegistry) -> None:
         self._history = history
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families."""
+        """Yield all metric families of the history."""
         history = self._history
         yield counters(
             "mooncake_ended_requests", "requests (choices) by their end", "outcome", history.num_ended
@@ -322,7 +322,7 @@ def replication_metrics(replication: Replication) -> Iterator[Metric]:
 
 
 def instances_text(conductor: Conductor, model_name: str) -> str:
-    """Return the latest heartbeats of the instances in Prometheus' text format."""
+    """Return the figures of the instances' latest heartbeats in Prometheus' text format."""
     return instance_text(
         [
             InstanceReport(instance.name, instance.num_device_pages, instance.heartbeat)

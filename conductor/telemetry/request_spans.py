@@ -51,7 +51,7 @@ class _Traced:
 
 
 class RequestSpans:
-    """The spans of requests that are sampled. `rule` names what chooses instances."""
+    """The spans of sampled requests. `rule` is the name of the policy that chooses instances."""
 
     def __init__(self, tracer: "Tracer", conductor: Conductor, rule: str) -> None:
         self._tracer, self._conductor, self._rule = tracer, conductor, rule
@@ -74,7 +74,7 @@ class RequestSpans:
         return msgspec.structs.replace(message, request=request)
 
     def observe(self, effects: list[Effect], decided_s: float) -> None:
-        """Record what was decided by `decided_s`, before the history records the effects."""
+        """Record the decisions made by `decided_s`. To be called before the history records the effects."""
         if not self._traced:
             return
         self._end_migrations(decided_s)
@@ -91,7 +91,7 @@ class RequestSpans:
                     traced.rejection = Verdict(decided_s, rejected)
 
     def _end_migrations(self, now_s: float) -> None:
-        """Make the spans of migrations that have ended."""
+        """Add the spans of migrations that have ended."""
         for request_id, migration in list(self._migrating.items()):
             tracked = self._conductor.requests.get(request_id)
             if tracked is None or tracked.migration is not migration:
@@ -107,14 +107,14 @@ class RequestSpans:
         return {**rule, **_chosen(tracked.assignment.placement)}
 
     def ended(self, timeline: RequestTimeline) -> None:
-        """Make the span of a request that has ended, if it is traced."""
+        """Send the span of a request that has ended, if the request is traced."""
         traced = self._traced.pop(timeline.request_id, None)
         if traced is not None:
             self._tracer.end(traced.span, _request_span(timeline, traced))
 
 
 def _request_span(timeline: RequestTimeline, traced: _Traced) -> EndedSpan:
-    """Make the span of a request that is over."""
+    """Return the span of a request that is over."""
     last = timeline.last
     return EndedSpan(
         REQUEST,
@@ -145,8 +145,8 @@ def _request_span(timeline: RequestTimeline, traced: _Traced) -> EndedSpan:
 
 
 def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
-    """Return each decision about the request with the wait for it, and the wait in which the request has
-    ended."""
+    """Return a span for each decision about the request and the wait before it, and for the wait in which the
+    request ended."""
     parts, verdicts = list[EndedSpan](), iter(traced.placements)
     for moment, following in pairwise(timeline.moments):
         waited = moment.step == QUEUED and moment.at_s < following.at_s
@@ -165,8 +165,10 @@ def _placings(timeline: RequestTimeline, traced: _Traced) -> list[EndedSpan]:
 
 
 def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
-    """Make the span of a migration that ends now. One that leaves the request where it is tells why, unless
-    the request has ended."""
+    """Return the span of a migration that ends now.
+
+    A migration without a move has its reason, unless the request has ended.
+    """
     outcome = migration.outcome
     has_failed = outcome not in (MigrationOutcome.MOVED, MigrationOutcome.ENDED)
     return EndedSpan(
@@ -186,7 +188,7 @@ def _migration_span(migration: Migration, now_s: float) -> EndedSpan:
 
 
 def _chosen(placement: Placement) -> Attributes:
-    """Describe the chosen pair, where its prefix comes from, and the predicted times."""
+    """Return span attributes of the chosen pair, the source of its prefix, and the predicted times."""
     prediction = placement.prediction
     return {
         "mooncake.prefill": placement.prefill.name,

@@ -1,4 +1,4 @@
-"""Placed requests as the view sees them, and what their steps teach it.
+"""Placed requests as the view sees them, and what the view learns from their steps.
 
 From its placement to its end a request is part of the queue of its prefill instance and of the prefixes that
 are coming there, of the batch of its decode instance, of the traffic of its source, and of the forecast:
@@ -39,18 +39,18 @@ class Assignment:
     fetched_bytes: float
     """Bytes that a fetch of the prefix is predicted to move."""
     coming: ComingPrompt
-    """The blocks that will be stored at the prefill instance."""
+    """The prompt's blocks that will be stored at the prefill instance."""
     stay: Stay
     """The request's entry in the forecast."""
     device_s: float
-    """Predicted seconds of devices that the request takes."""
+    """Predicted seconds of devices that the request takes in all."""
     delay_s: float = 0.0
-    """Predicted seconds of prefills that were assigned later and go first."""
+    """Predicted seconds of prefills that were assigned later and are computed before."""
     decode_began_s: float | None = None
     has_moved: bool = False
-    """Whether another instance decodes it than the one that the placement's prediction is about."""
+    """Whether the request has moved to another decode instance than the predicted one."""
     is_adopted: bool = False
-    """Whether an earlier Conductor has placed it, so that nothing is known of its beginning."""
+    """Whether an earlier Conductor has placed the request, so that the beginning is unknown."""
 
     @property
     def first_token_s(self) -> float:
@@ -59,7 +59,7 @@ class Assignment:
 
     @property
     def num_tokens(self) -> int:
-        """The length of the prompt."""
+        """The prompt's length in tokens."""
         return len(self.request.token_ids)
 
 
@@ -70,7 +70,7 @@ class Destination:
     instance: Instance
     slot: int
     num_tokens: int
-    """The length of the prompt, as the source counts it."""
+    """The prompt's length in tokens, as the source counts it."""
     source: Instance
     source_slot: int
     copied_bytes: float
@@ -78,7 +78,7 @@ class Destination:
 
 
 class Assignments:
-    """Enters placed requests into `view`, follows them, and takes them out."""
+    """The component that enters placed requests into `view`, follows them, and takes them out."""
 
     def __init__(self, view: ClusterView, rules: Rules, stats: DecisionStats) -> None:
         self._view, self._rules, self._stats = view, rules, stats
@@ -87,7 +87,7 @@ class Assignments:
 
     @property
     def strictest_tbt_slo_s(self) -> float | None:
-        """The least TBT SLO of all placed requests."""
+        """The least TBT SLO in seconds of all placed requests; None without any."""
         return min(self._tbt_slos_s, default=None)
 
     def has_begun(self, assignment: Assignment) -> bool:
@@ -95,7 +95,7 @@ class Assignments:
         return self._view.loads.has_begun(assignment.prefill_slot, assignment.request.request_id)
 
     def assign(self, request: Request, placement: Placement, slos: SLOs, now_s: float) -> Assignment:
-        """Enter a request that is going to be ordered from this pair."""
+        """Enter a request that is about to be ordered from this pair, and return its assignment."""
         self._stats.placed(placement)
         return self._enter(request, placement, slos, now_s)
 
@@ -110,7 +110,7 @@ class Assignments:
         *,
         is_decoded: bool,
     ) -> Assignment:
-        """Enter a request that an earlier Conductor has ordered from this pair.
+        """Enter a request that an earlier Conductor has ordered from this pair, and return its assignment.
 
         Nothing is learned from it, as the time of its order is not known.
         """
@@ -172,12 +172,12 @@ class Assignments:
     def order_prefill(
         self, assignment: Assignment, num_held_blocks: int, time_left_s: float | None, now_s: float
     ) -> PrefixSource | None:
-        """Record that the prompt is ordered, now that its decode instance has pages for it.
+        """Record that the prompt is ordered, and return the source of its prefix.
 
         Args:
-            assignment: The request's.
+            assignment: The assignment of the request.
             num_held_blocks: The prompt's leading blocks that the decode instance holds.
-            time_left_s: Until the first token is due; None without a TTFT SLO.
+            time_left_s: Seconds until the first token is due; None without a TTFT SLO.
             now_s: The time.
 
         Returns:
@@ -194,7 +194,8 @@ class Assignments:
         return PrefixSource(source.registration.shards, num_blocks)
 
     def _source(self, placement: Placement, num_held_blocks: int) -> tuple[Instance | None, int]:
-        """Choose the placement's source, or the decode instance if that turns out to hold more.
+        """Return the source of the prompt's prefix and the blocks that it holds: the placement's, or the
+        decode instance if that holds more.
 
         An instance that inlines the prompt fetches nothing.
         """
@@ -239,7 +240,7 @@ class Assignments:
         self._steps_change(now_s)
 
     def end_decode(self, assignment: Assignment, now_s: float, num_output_tokens: int) -> None:
-        """Learn from a request that has all its tokens. The caller then calls `release`."""
+        """Learn from a request that has all its tokens. To be followed by `release`."""
         assert assignment.decode_began_s is not None
         if assignment.is_adopted:
             return
@@ -250,7 +251,8 @@ class Assignments:
             self._stats.decoded(assignment.placement, seconds / num_gaps)
 
     def reserve(self, assignment: Assignment, instance: Instance, copied_bytes: float) -> Destination:
-        """Enter a decoded request into the batch of the instance to which it moves, too."""
+        """Enter a decoded request also into the batch of the instance to which it moves, and return that
+        share."""
         view, source = self._view, assignment.placement.decode
         slot = view.slot_of(instance.name)
         assert slot is not None
@@ -262,14 +264,14 @@ class Assignments:
         )
 
     def unreserve(self, destination: Destination) -> None:
-        """Undo `reserve`: the request does not move."""
+        """Undo `reserve`, as the request does not move."""
         self._end_copies(destination)
         if self._view.holds(destination.slot, destination.instance):
             self._view.loads.end_decode(destination.slot, destination.num_tokens, has_begun=False)
             self._view.decode_changed(destination.slot)
 
     def move(self, assignment: Assignment, destination: Destination, now_s: float) -> None:
-        """Let the destination decode a request from now on. The source has no share of it any more."""
+        """Record that the destination decodes the request from now on, and remove the source's share."""
         view, num_tokens = self._view, assignment.num_tokens
         self._end_copies(destination)
         view.loads.end_decode(assignment.decode_slot, num_tokens, has_begun=True)
@@ -286,7 +288,7 @@ class Assignments:
             self._view.transfers.ordered_bytes[destination.source_slot] -= destination.copied_bytes
 
     def release(self, assignment: Assignment, now_s: float) -> None:
-        """Take a request out that has ended, or that is going to be placed again. Call it once."""
+        """Remove a request that has ended, or that is going to be placed again. To be called once."""
         view = self._view
         tbt_slo_s = assignment.slos.tbt_s
         if tbt_slo_s is not None:
@@ -303,13 +305,15 @@ class Assignments:
                 self._steps_change(now_s)
 
     def _steps_change(self, now_s: float) -> None:
-        """Tell the forecast how long iterations take, now that other requests are decoded."""
+        """Update the forecast's duration of an iteration, now that the batches have changed."""
         step_s = self._view.mean_step_s()
         if step_s is not None:
             self._view.forecast.steps.take(step_s, now_s)
 
     def _leave_prefill(self, assignment: Assignment, now_s: float, *, was_computed: bool) -> float | None:
-        """Take the request out of the prefill queue, the coming prefixes and its source's traffic.
+        """Remove the request from the prefill queue, the coming prefixes and its source's traffic.
+
+        Does nothing if its prefill has ended.
 
         Does nothing if it is decoded already.
 

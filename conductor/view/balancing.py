@@ -14,7 +14,7 @@ from conductor.rules import DEFAULT_BALANCING_THRESHOLD
 from mooncake.messages.pools import PoolStats
 
 LOWEST, HIGHEST = 1.05, 4.0
-"""Bounds of an adapted threshold."""
+"""The bounds of an adapted threshold."""
 MANY_EVICTED = 0.02
 """The share of lookups for lately evicted blocks above which the threshold rises."""
 _LOOKUPS_A_STEP = 1000
@@ -24,7 +24,7 @@ _RISE, _FALL = 1.25, 0.95
 
 
 class BalancingThreshold:
-    """The threshold: `fixed`, or adapted if that is None."""
+    """The balancing threshold: `fixed`, or adapted if `fixed` is None."""
 
     def __init__(self, fixed: float | None = DEFAULT_BALANCING_THRESHOLD) -> None:
         self.threshold = DEFAULT_BALANCING_THRESHOLD if fixed is None else fixed
@@ -37,7 +37,7 @@ class BalancingThreshold:
         self._reported.pop(slot, None)
 
     def learn(self, slot: int, pools: Iterable[PoolStats]) -> None:
-        """Learn what the pools of an instance have counted since they began."""
+        """Adapt the threshold to the totals that the pools of an instance have counted."""
         if not self._adapts:
             return
         num_lookups = num_evicted = 0

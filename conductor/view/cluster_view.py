@@ -39,7 +39,7 @@ _SAME_PASS = 0.2
 
 
 class _Computed(NamedTuple):
-    """The prefills of one pass of one instance."""
+    """The prefills of one pass of one instance, measured together."""
 
     num_new_tokens: float
     num_pairs: float
@@ -47,7 +47,7 @@ class _Computed(NamedTuple):
     ended_s: float
 
     def with_another(self, other: "_Computed") -> "_Computed":
-        """Add a prefill that ended later."""
+        """Return the sum with a prefill that ended later."""
         return _Computed(
             self.num_new_tokens + other.num_new_tokens,
             self.num_pairs + other.num_pairs,
@@ -57,16 +57,16 @@ class _Computed(NamedTuple):
 
 
 class DecodePool(NamedTuple):
-    """All decode instances together."""
+    """The decode instances together, as arrays by slot."""
 
     num_instances: int
     members: Floats
-    """1 for the slot of each decode instance, 0 for other slots."""
+    """The weights of slots: 1 for each decode instance, 0 for other slots."""
     mean_costs: Costs
     mean_max_batch: float
 
     def tbt_s(self, num_requests: float, num_kv_tokens: float) -> float:
-        """Predict the TBT of requests that share the batch of a mean instance."""
+        """Predict the TBT in seconds of requests that share the batch of a mean instance."""
         batched, delay = batch_share(num_requests, self.mean_max_batch)
         return delay * self.mean_costs.seconds(batched * num_requests, batched * num_kv_tokens)
 
@@ -83,7 +83,7 @@ class _Occupant:
 
 
 class ClusterView:
-    """All slots.
+    """All slots, with what is known of their instances.
 
     `next_step_s`, `next_token_s` and `next_delay` predict decoding with one more request, for which line 24
     of Algorithm 1 looks at all slots: an iteration has `next_step_s + n * next_token_s` if its prompt has n
@@ -131,7 +131,7 @@ class ClusterView:
         self._slot_of_messenger: dict[str, int] = {}
 
     def _set_next(self, rows: Floats) -> None:
-        """Make attributes of the rows of a matrix. Its columns are the slots."""
+        """Bind the attributes `next_...` to the rows of a matrix, whose columns are the slots."""
         self._next = rows
         self.next_step_s, self.next_token_s, self.next_delay = rows
 
@@ -159,7 +159,10 @@ class ClusterView:
     # -- instances ----------------------------------------------------------------------------------
 
     def add(self, instance: Instance, now_s: float) -> None:
-        """Give an instance a slot. Raises ValueError if its name, or that of one of its pools, is taken."""
+        """Add an instance in a free slot.
+
+        Raises ValueError if its name, or that of one of its pools, is taken.
+        """
         registration = instance.registration
         messengers = [shard.messenger.instance for shard in registration.shards]
         slot = self.prefixes.add_instance(instance.name, messengers)
@@ -195,7 +198,7 @@ class ClusterView:
         self._decode_pool = None
 
     def remove(self, instance: Instance) -> None:
-        """Forget an instance whose life has ended."""
+        """Remove an instance whose life has ended."""
         slot = self._slots.pop(instance.name)
         del self._occupants[slot]
         self._slot_of_messenger = {
@@ -211,19 +214,19 @@ class ClusterView:
         self.balancing.forget(slot)
 
     def close(self, instance: Instance) -> None:
-        """Give an instance no more requests. Its present requests stay."""
+        """Mark an instance as closed to new requests. Its present requests stay."""
         self.loads.set_role(self._slots[instance.name], None)
         self._decode_pool = None
 
     def open(self, instance: Instance) -> None:
-        """Give requests to a closed instance again."""
+        """Mark a closed instance as open to new requests."""
         inlines = self._rules.inlines(instance.role)
         slot, room = self._slots[instance.name], instance.max_sequence_blocks
         self.loads.set_role(slot, instance.role, room, inlines=inlines)
         self._decode_pool = None
 
     def begin_role(self, instance: Instance) -> None:
-        """Give requests of its new role to a closed instance, which has no requests.
+        """Open a closed instance, which has no requests, to the requests of its new role.
 
         The blocks in its pool stay, and so do its learned costs, which depend on its device.
         """
@@ -237,7 +240,7 @@ class ClusterView:
         self.decode_changed(slot)
 
     def learn(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
-        """Learn from the heartbeat of an instance."""
+        """Update loads, costs and traffic from the heartbeat of an instance."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode)
         self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
@@ -262,8 +265,7 @@ class ClusterView:
         return self._decode_pool
 
     def mean_step_s(self) -> float | None:
-        """Return the mean predicted step of the decode instances with their present batches; None without
-        any."""
+        """The mean predicted seconds of the decode instances' next iterations; None without any."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
             return None
@@ -280,7 +282,7 @@ class ClusterView:
         return self.prefill_costs.mean(slots) if slots.any() else None
 
     def decode_changed(self, slot: int) -> None:
-        """Predict the next step anew: other requests are assigned there, or its costs have changed."""
+        """Update the predicted iteration of a slot, after a change of its requests or its costs."""
         loads = self.loads
         num_requests = loads.batch_size.item(slot) + 1
         batched, self.next_delay[slot] = batch_share(num_requests, loads.max_batch.item(slot))
@@ -290,7 +292,7 @@ class ClusterView:
         self.next_token_s[slot] = batched * self.decode_costs.second_s.item(slot)
 
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
-        """Predict the mean time between two tokens of one more request with `num_tokens` of prompt.
+        """Predict the mean seconds between two tokens of one more request with `num_tokens` of prompt.
 
         Unlike the TBT it is not the mean of the longest gaps: where r requests share s < r slots, each gets a
         token every r / s iterations.
@@ -308,7 +310,7 @@ class ClusterView:
     def prefill_ended(
         self, slot: int, num_tokens: int, num_cached_tokens: int, seconds: float, now_s: float
     ) -> None:
-        """Learn that a prefill took `seconds` behind the earlier ones.
+        """Learn the costs of a prefill that took `seconds` behind the earlier ones.
 
         Prefills of one pass end together and are learned from as one, so the last one is kept while more are
         ordered.
@@ -328,13 +330,13 @@ class ClusterView:
             occupant.computed = None
 
     def decode_refused(self, slot: int, num_requests: int, tbt_s: float) -> float:
-        """Learn the TBT that a decode instance predicts for some requests, and predict the same TBT here.
+        """Learn the TBT that a decode instance predicts, and return the new prediction in seconds.
 
         Args:
-            slot: The instance's.
+            slot: The slot of the instance.
             num_requests: The requests that the instance counts, with a batch slot or without. Requests that
             wait for their turn at its double check do not count.
-            tbt_s: The TBT that the instance predicts.
+            tbt_s: The TBT in seconds that the instance predicts.
         """
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
         num_kv_tokens = num_requests * self._mean_decoding_tokens(slot)
@@ -344,12 +346,12 @@ class ClusterView:
         return self.tbt_s(slot, num_requests, num_kv_tokens)
 
     def tbt_s(self, slot: int, num_requests: float, num_kv_tokens: float) -> float:
-        """Predict the TBT of requests that share an instance's batch, with so many tokens in all."""
+        """Predict the TBT in seconds of requests that share an instance's batch, of `num_kv_tokens`."""
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
         return delay * self.decode_costs.predict_s(slot, batched * num_requests, batched * num_kv_tokens)
 
     def assigned_tbt_s(self, slot: int, num_requests: int) -> float:
-        """Predict the TBT of so many requests with the mean prompt of the instance's requests."""
+        """Predict the TBT in seconds of `num_requests` requests with the instance's mean prompt."""
         return self.tbt_s(slot, num_requests, num_requests * self._mean_assigned_tokens(slot))
 
     def _mean_assigned_tokens(self, slot: int) -> float:
@@ -390,7 +392,7 @@ def _kind(instance: Instance) -> tuple[str, str, int]:
 
 
 def _room_blocks(instance: Instance, pool: PoolStats) -> int:
-    """Return the longest sequence, in blocks, that fits when all assigned requests have ended. Pages in use
+    """Return the blocks of the longest sequence that fits when all assigned requests have ended. Pages in use
     by pins and pool clients are subtracted."""
     layout = instance.registration.layout
     num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in instance.requests.values())

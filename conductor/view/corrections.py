@@ -21,7 +21,7 @@ TTFT_QUANTILE = 0.95
 NEAR_TTFT_SLO = 0.7
 """The share of the TTFT SLO from which on a prediction is near it."""
 MOST_TTFT = 1.5
-"""The largest factor."""
+"""The largest factor of a predicted TTFT."""
 
 TBT_QUANTILE = 0.9
 """The share of the latest reports of decode instances that the corrected prediction is not less than."""
@@ -33,11 +33,14 @@ MOST_TBT = 1.5
 """The largest factor of what a batch adds to an iteration."""
 
 MEMORY_S = 60.0
-"""The age at which an error is forgotten."""
+"""Seconds after which an error is forgotten."""
 _NUM_RECENT = 64
-"""The most errors that are remembered."""
+"""Errors that are remembered at most."""
 _NUM_SLOS = 100
-"""The most SLOs of which errors are remembered apart: they come from API keys and requests."""
+"""SLOs whose errors are remembered separately.
+
+The number is bounded, as SLOs come from API keys and requests.
+"""
 
 
 class _Error(NamedTuple):
@@ -62,7 +65,7 @@ class _LatestErrors:
         self._latest: deque[_Error] = deque(maxlen=_NUM_RECENT)
 
     def learn(self, ratio: float, now_s: float) -> None:
-        """Learn that a time was `ratio` times the predicted one."""
+        """Record that an actual time was `ratio` times the predicted one."""
         self._latest.append(_Error(now_s, ratio))
         self._update()
 
@@ -95,16 +98,16 @@ class TTFTCorrection:
     def learn(
         self, prediction: Prediction, delay_s: float, ttft_s: float, ttft_slo_s: float | None, now_s: float
     ) -> None:
-        """Learn from a first token.
+        """Record the error of a first token's prediction.
 
         Only predictions near the SLO are learned from, as other prompts have other lengths. Neither is a
         probe: a request that was let in beyond its SLO.
 
         Args:
-            prediction: What was predicted at the placement.
-            delay_s: Predicted seconds of prompts that came later and went first.
-            ttft_s: The time from the placement to the first token.
-            ttft_slo_s: The request's SLO; None for none.
+            prediction: The prediction made at the placement.
+            delay_s: Predicted seconds of prompts that came later and were computed before.
+            ttft_s: Seconds from the placement to the first token.
+            ttft_slo_s: The request's TTFT SLO in seconds; None for none.
             now_s: The time.
         """
         predicted_s = prediction.ttft_s + delay_s
@@ -142,13 +145,15 @@ class TBTCorrection:
         Args:
             predicted_s: The TBT that the Conductor predicts.
             reported_s: The TBT that the instance predicts.
-            constant_s: The part of both that no request adds to.
+            constant_s: The part of both to which no request adds.
             now_s: The time.
         """
         if predicted_s > constant_s:
             self._errors.learn((reported_s - constant_s) / (predicted_s - constant_s), now_s)
 
     def corrected_s(self, predicted_s: float, constant_s: float, now_s: float) -> float:
-        """Return a predicted TBT with the correction. `constant_s` is the part of it that no request adds
-        to."""
+        """Return the corrected seconds of a predicted TBT.
+
+        `constant_s` is the part of it to which no request adds.
+        """
         return constant_s + self._errors.factor(now_s) * (predicted_s - constant_s)

@@ -16,18 +16,18 @@ ERROR_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 
 @dataclass(slots=True)
 class Errors:
-    """Absolute differences between predicted and actual times, in seconds."""
+    """The histogram of absolute differences between predicted and actual times, in seconds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS_S) + 1))
     """Numbers of errors by upper bound; the last bucket has no bound."""
     sum_s: float = 0.0
     predicted_s: float = 0.0
-    """The sum of predicted times."""
+    """The sum of predicted seconds."""
     actual_s: float = 0.0
-    """The sum of actual times."""
+    """The sum of actual seconds."""
 
     def add(self, predicted_s: float, actual_s: float) -> None:
-        """Record one prediction."""
+        """Record one prediction and its actual time, in seconds."""
         error_s = abs(predicted_s - actual_s)
         self.counts[bisect_left(ERROR_BOUNDS_S, error_s)] += 1
         self.sum_s += error_s
@@ -36,7 +36,7 @@ class Errors:
 
 
 class MigrationReason(StrEnum):
-    """Reason for which a request migrates."""
+    """The reason for which a request migrates."""
 
     RELIEVE = "relieve"
     """The source would miss a TBT SLO."""
@@ -48,17 +48,17 @@ class MigrationReason(StrEnum):
     SWITCH = "switch"
     """The source changes its role."""
     BY_HAND = "by_hand"
-    """An operator has asked for it."""
+    """An operator has ordered the migration."""
 
 
 class MigrationOutcome(StrEnum):
-    """The end of a migration. The request has moved only with MOVED."""
+    """The end of a migration. Only with MOVED has the request moved."""
 
     MOVED = "moved"
     ENDED = "ended"
     """The request ended before it could move."""
     SOURCE_FAILED = "source_failed"
-    """The source was lost, or has failed the request."""
+    """The source was lost, or the request failed there."""
     DESTINATION_LOST = "destination_lost"
     REFUSED = "refused"
     """The destination had no room or failed, or a pool had no room for the blocks."""
@@ -69,11 +69,11 @@ class MigrationOutcome(StrEnum):
 
 @dataclass(slots=True)
 class MigrationStats:
-    """Migrations that have ended."""
+    """Counts of migrations that have ended, and what they moved."""
 
     num_ended: Counter[tuple[MigrationReason, MigrationOutcome]] = field(default_factory=Counter)
     seconds: float = 0.0
-    """From the beginning to the hand-over, over all requests that have moved."""
+    """Seconds from beginning to hand-over, summed over all requests that have moved."""
     num_copied_bytes: int = 0
     """Bytes of the blocks that destinations have loaded, beyond those that their pools held before."""
     num_recomputed_tokens: int = 0
@@ -81,7 +81,7 @@ class MigrationStats:
 
 
 class DecisionStats:
-    """Totals."""
+    """Totals of the Conductor's decisions since it began."""
 
     def __init__(self) -> None:
         self.ttft, self.tbt = Errors(), Errors()
@@ -95,7 +95,7 @@ class DecisionStats:
         self.num_fetched_blocks = 0
 
     def placed(self, placement: Placement) -> None:
-        """Record that a request has a pair."""
+        """Record a placement."""
         self.num_placements[placement.reuse] += 1
 
     def ordered_fetch(self, num_blocks: int) -> None:
@@ -104,11 +104,11 @@ class DecisionStats:
         self.num_fetched_blocks += num_blocks
 
     def first_token(self, placement: Placement, ttft_s: float) -> None:
-        """Record the time from a placement to the first token."""
+        """Record the seconds from a placement to the first token."""
         self.ttft.add(placement.prediction.ttft_s, ttft_s)
 
     def decoded(self, placement: Placement, gap_s: float) -> None:
-        """Record the mean time between the tokens of a request."""
+        """Record the mean seconds between the tokens of a request."""
         self.tbt.add(placement.prediction.gap_s, gap_s)
 
     def rejected(self, reason: Reason) -> None:

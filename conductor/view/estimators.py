@@ -40,7 +40,7 @@ instance that is believed to be too slow gets no requests, and cannot show that 
 
 
 class Doubt(NamedTuple):
-    """Relative standard deviations."""
+    """Relative standard deviations that an estimator starts with."""
 
     noise: float
     """The deviation of a single duration from the polynomial."""
@@ -53,11 +53,11 @@ PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
 
 
 _Covariance = Sequence[float]
-"""The upper half of a 3 x 3 matrix, row by row. NumPy arrays would take ten times as long."""
+"""The upper half of a 3 x 3 covariance matrix, row by row. NumPy arrays would take ten times as long."""
 
 
 class CostEstimator:
-    """Coefficients of all slots.
+    """The learned cost coefficients of all slots.
 
     Args:
         start: The coefficients of a new instance.
@@ -79,10 +79,10 @@ class CostEstimator:
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
 
     def reset(self, slot: int, alike: Sequence[int] = ()) -> None:
-        """Forget the costs of a slot: another instance has it. Slots are added as needed.
+        """Reset the costs of a slot for another instance. Slots are added as needed.
 
         Args:
-            slot: The instance's.
+            slot: The slot of the instance.
             alike: Slots of instances on equal devices. The new costs are the mean of theirs.
         """
         while len(self._has_scale) <= slot:
@@ -99,7 +99,7 @@ class CostEstimator:
         self.adopt(slot, alike)
 
     def adopt(self, slot: int, alike: Sequence[int]) -> None:
-        """Take over the costs that instances on equal devices have learned, if this one has learned nothing.
+        """Copy the costs that instances on equal devices have learned, if this instance has learned nothing.
 
         Generic costs are too low: an instance that joins others would be given all prompts that come before
         it has computed one.
@@ -110,7 +110,7 @@ class CostEstimator:
             self._has_scale[slot] = True
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
-        """Predict a duration on one instance."""
+        """Predict seconds on one instance, from the polynomial's first and second variable."""
         constant_s, first_s, second_s = self._of(slot)
         return constant_s + first * first_s + second * second_s
 
@@ -120,7 +120,7 @@ class CostEstimator:
         return Costs(*(self._coefficients @ slots / num_slots).tolist())
 
     def learn(self, slot: int, first: float, second: float, seconds: float) -> None:
-        """Learn from one duration."""
+        """Update the coefficients of a slot by one measured duration in seconds."""
         self._has_learned[slot] = True
         before = self._of(slot)
         predicted_s = before[0] + first * before[1] + second * before[2]
@@ -177,8 +177,8 @@ class CostEstimator:
 
 
 def _outer(of: Sequence[float], squares: float, others: float) -> _Covariance:
-    """Return the products of three numbers, times one factor for squares and another one for mixed
-    products."""
+    """Return the outer product of three numbers, scaled by one factor on the diagonal and another one beside
+    it."""
     a, b, c = of
     return squares * a * a, others * a * b, others * a * c, squares * b * b, others * b * c, squares * c * c
 

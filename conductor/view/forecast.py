@@ -24,42 +24,42 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Request
 
 BUCKET_S = 0.1
-"""The resolution of times."""
+"""Seconds of a bucket, the resolution of times."""
 _WEIGHT = 0.05
 """The least weight of the latest decode in t_d."""
 _NUM_RECENT = 64
-"""The number of outputs of a kind that are remembered."""
+"""Outputs of a kind that are remembered."""
 _NUM_KINDS = 10_000
-"""The number of kinds that are remembered."""
+"""Kinds of requests that are remembered."""
 _FEWEST_OF_KIND = 8
-"""The number of outputs of a kind below which the outputs of all kinds are used instead."""
+"""Outputs of a kind below which the outputs of all kinds are used."""
 _QUANTILE = 0.7
-"""The share of outputs that are not longer than expected."""
+"""The quantile of the latest outputs that is the expected length."""
 
 
 class Stay(NamedTuple):
-    """The entries of one request in timelines, so that it can be removed."""
+    """The entries of one request in timelines, for its removal."""
 
     num_tokens: int
     entries: tuple[tuple[Timeline, int], ...]
     began_steps: float | None = None
-    """The count of iterations when the request's decode began; None before."""
+    """The iteration count when the request's decode began; None before."""
 
     def end(self) -> None:
-        """Take the request out of the forecast."""
+        """Remove the request from the forecast."""
         for timeline, bucket in self.entries:
             timeline.remove(bucket, self.num_tokens)
 
 
 class Steps:
-    """The mean number of iterations of decode instances. A request gets a token from each."""
+    """The mean number of iterations that decode instances have done. A request gets a token from each."""
 
     def __init__(self) -> None:
         self.step_s = 1.0
         self._num_steps = self._at_s = 0.0
 
     def take(self, step_s: float, now_s: float) -> None:
-        """Set the time of an iteration from now on."""
+        """Set the seconds of an iteration from `now_s` on."""
         self._num_steps, self._at_s, self.step_s = self.at(now_s), now_s, step_s
 
     def at(self, now_s: float) -> float:
@@ -68,7 +68,7 @@ class Steps:
 
 
 class Forecast(ABC):
-    """The work that decode instances will have, at any time."""
+    """The predicted work of decode instances at any time."""
 
     def __init__(self) -> None:
         self.steps = Steps()
@@ -100,7 +100,10 @@ class Forecast(ABC):
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
-        """Learn from a request that has been decoded in `decode_s`. `stay` is what `begin` returned."""
+        """Learn the length of a decode that took `decode_s` seconds.
+
+        `stay` is the value that `begin` returned.
+        """
         self._num_decoded += 1
         if self._num_decoded == 1:
             self.decode_s = decode_s
@@ -108,8 +111,8 @@ class Forecast(ABC):
 
     @abstractmethod
     def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
-        """Return the work of all decode instances at a time that is not before now, if iterations take
-        `step_s`."""
+        """Return the work of all decode instances at `time_s >= now_s`, if iterations take `step_s`
+        seconds."""
 
 
 class SystemForecast(Forecast):
@@ -139,7 +142,7 @@ class SystemForecast(Forecast):
         return self._joined(time_s, now_s, step_s).plus(left)
 
     def _joined(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
-        """Return the work of prefills that will have ended by then and are still decoded."""
+        """Return the work of prefills that have ended by `time_s` and are still decoded."""
         if self._lifetimes.all_last((time_s - now_s) / step_s):
             return self._prefills.until(time_s)
         ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
@@ -181,7 +184,7 @@ class RequestForecast(Forecast):
 
 
 def forecast_of(policy: Overload) -> Forecast:
-    """Return the forecast that a policy uses."""
+    """Return the forecast that an overload policy uses."""
     return RequestForecast() if policy is Overload.REQUEST_PREDICTION else SystemForecast()
 
 
@@ -193,8 +196,8 @@ class OutputLengths:
         self._by_kind: OrderedDict[BlockKey, deque[int]] = OrderedDict()
 
     def expected(self, request: Request) -> int:
-        """Return the length that 70% of the latest outputs of its kind did not exceed; at most
-        `max_tokens`."""
+        """Return the expected tokens of the request's output: the 0.7 quantile of the latest of its kind, at
+        most `max_tokens`."""
         lengths = self._by_kind.get(request.block_keys[0]) if request.block_keys else None
         if lengths is None or len(lengths) < _FEWEST_OF_KIND:
             lengths = self._all
@@ -204,7 +207,7 @@ class OutputLengths:
         return min(most, sorted(lengths)[int(_QUANTILE * (len(lengths) - 1))])
 
     def learn(self, request: Request, num_output_tokens: int) -> None:
-        """Learn from an output that has ended."""
+        """Record the tokens of an output that has ended."""
         self._all.append(num_output_tokens)
         if request.block_keys:
             kind = request.block_keys[0]

@@ -23,7 +23,7 @@ _NEXT = {
     InstanceState.RETIRED: frozenset[InstanceState](),
 }
 _MOST_SHOWN = 80
-"""The most characters of an unknown name in a message."""
+"""Characters of an unknown name that a message shows."""
 
 
 @dataclass(slots=True)
@@ -32,48 +32,48 @@ class Emptying:
 
     began_s: float
     next_role: Role | None = None
-    """The role that it switches to; None if it drains."""
+    """The role to which the instance switches; None if it drains."""
     is_forced: bool = False
-    """Whether it switches even if no other instance can do its stage then."""
+    """Whether the instance switches even if no other instance is left for its stage."""
     leaves: bool = False
-    """Whether it is to leave when it is empty."""
+    """Whether the instance leaves when it is empty."""
     is_for_good: bool = False
-    """Whether an operator has ordered it to leave."""
+    """Whether an operator has ordered the instance to leave."""
     num_moved: int = 0
-    """Requests that other instances have taken over."""
+    """Requests that have moved to other instances."""
     num_blocks_left: int = 0
     """Blocks that are yet to be copied to other instances."""
 
 
 @dataclass(slots=True)
 class Instance:
-    """One life of one instance."""
+    """One life of one instance, from its registration to its loss."""
 
     registration: Register
     identity: bytes
     last_seen_s: float
     heartbeat: Heartbeat | None = None
     role: Role = field(init=False)
-    """The role at present: the registered one, until the Conductor gives the instance another."""
+    """The present role: the registered one, until the Conductor gives the instance another."""
     state: InstanceState = InstanceState.SERVING
     emptying: Emptying | None = None
-    """None exactly while `state` is SERVING."""
+    """The progress of draining or switching; None exactly while `state` is SERVING."""
     requests: dict[str, int] = field(default_factory=dict)
-    """The prompt lengths of its requests, as prefill or as decode, by id."""
+    """The prompt length in tokens of each request assigned to the instance, as prefill or decode, by id."""
     heads_order: PlaceHeads | None = None
-    """The latest order about its heads and layers, until a heartbeat tells what became of the order."""
+    """The latest order that moves the instance's heads or layers, until a heartbeat reports the result."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
 
     @property
     def name(self) -> str:
-        """The name, which stays the same over restarts, unlike the identity."""
+        """The instance's name, which stays the same over restarts, unlike the identity."""
         return self.registration.instance
 
     @property
     def version(self) -> int:
-        """The version of the messages that both Conductor and instance speak: nothing newer is sent to it."""
+        """The protocol version that Conductor and instance both speak: no newer message is sent."""
         version = SPOKEN.common(self.registration.versions)
         assert version is not None, "it was not refused"
         return version
@@ -85,8 +85,8 @@ class Instance:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """The longest sequence that fits into an otherwise empty instance, in blocks, wherever its KV heads
-        are: they may come back at any time."""
+        """Blocks of the longest sequence that fits into the idle instance, wherever its KV heads are, as they
+        may return at any time."""
         capacity = self.registration.capacity
         return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
 
@@ -97,7 +97,7 @@ class Instance:
 
     @property
     def num_device_pages(self) -> int:
-        """The pages of its device, which change with heads and layers that leave or come."""
+        """The number of device pages, which changes with heads and layers that leave or come."""
         now = self.heads.num_device_pages
         return self.registration.capacity.num_device_pages if now is None else now
 
@@ -110,7 +110,7 @@ class Instance:
         return ours.shards[0].messenger.host_id == theirs.shards[0].messenger.host_id
 
     def can_hold(self, num_tokens: int) -> bool:
-        """Return whether a sequence of this length fits when the instance does nothing else."""
+        """Return whether a sequence of `num_tokens` fits into the idle instance."""
         return self.registration.layout.num_blocks(num_tokens) <= self.max_sequence_blocks
 
 
@@ -132,7 +132,7 @@ class Instances:
         self._largest: dict[Role, Instance | None] = {}  # as far as asked for since the last change
 
     def add(self, instance: Instance) -> None:
-        """Add a life of an instance. An earlier one must have been removed."""
+        """Add a life of an instance. An earlier life of the name must have been removed."""
         assert instance.name not in self._by_name
         self._lost.pop(instance.name, None)
         self._by_name[instance.name] = instance
@@ -145,8 +145,8 @@ class Instances:
         self._changed()
 
     def expect(self, name: str, until_s: float) -> None:
-        """Expect the next life of a lost instance until `until_s`, sooner or later than before, as the
-        instance has said that it is about to serve.
+        """Expect the next life of a lost instance until `until_s`, as the instance has announced that it is
+        about to serve.
 
         One that is not known may have been lost under an earlier Conductor; then all are expected until that
         time at least.
@@ -157,7 +157,7 @@ class Instances:
             self._all_expected_until_s = max(self._all_expected_until_s, until_s)
 
     def begin_emptying(self, instance: Instance, state: InstanceState, now_s: float) -> bool:
-        """Begin to drain an instance, or to switch its role, if its state allows that; whether it does.
+        """Begin to drain an instance, or to switch its role. Returns False if its state does not allow that.
 
         An instance that was emptied for another purpose keeps its progress.
         """
@@ -170,14 +170,17 @@ class Instances:
         return True
 
     def retire(self, instance: Instance) -> bool:
-        """Record that an instance may end, if its state allows that; whether it does."""
+        """Record that an instance may end. Returns False if its state does not allow that."""
         if InstanceState.RETIRED not in _NEXT[instance.state]:
             return False
         instance.state = InstanceState.RETIRED
         return True
 
     def serve(self, instance: Instance, role: Role | None = None) -> bool:
-        """Let an instance serve again if its state allows that, in another `role` if there is one."""
+        """Return an instance to service, in another `role` if given.
+
+        Returns False if its state does not allow that.
+        """
         if InstanceState.SERVING not in _NEXT[instance.state]:
             return False
         instance.state, instance.emptying = InstanceState.SERVING, None
@@ -187,16 +190,17 @@ class Instances:
         return True
 
     def expect_all(self, num_instances: int, until_s: float) -> None:
-        """Expect instances of all stages: an earlier Conductor had so many, which notice this one soon."""
+        """Expect `num_instances` instances of an earlier Conductor until `until_s`, for all stages."""
         self._num_before, self._all_expected_until_s = num_instances, until_s
 
     @property
     def num_expected(self) -> int:
-        """The number of instances when those of an earlier Conductor are back, as far as it is known."""
+        """The number of registered instances, or those of an earlier Conductor while they are expected
+        back."""
         return max(len(self), 0 if self._all_expected_until_s is None else self._num_before)
 
     def lacks(self, stage: Role) -> bool:
-        """Return whether no instance for a stage is registered, or expected."""
+        """Return whether no instance for a stage is registered or expected."""
         return self.largest(stage) is None and self._all_expected_until_s is None
 
     @property
@@ -205,7 +209,7 @@ class Instances:
         return list(self._emptying.values())
 
     def resized(self) -> None:
-        """Note that instances have another number of pages than before."""
+        """Forget derived sizes, after the number of pages of an instance has changed."""
         self._largest.clear()
 
     def _changed(self) -> None:
@@ -236,11 +240,11 @@ class Instances:
         return self._rules.can(instance.role, stage)
 
     def get(self, name: str | None) -> Instance | None:
-        """Return a registered instance by its name."""
+        """Return the registered instance of this name; None without one."""
         return self._by_name.get(name) if name is not None else None
 
     def by_identity(self, identity: bytes) -> Instance | None:
-        """Return the instance that speaks from this socket, if that life is the registered one."""
+        """Return the instance with this socket identity; None if that life is not the registered one."""
         instance = self._by_name.get(identity.decode(errors="replace").rpartition("#")[0])
         return instance if instance is not None and instance.identity == identity else None
 
@@ -253,7 +257,7 @@ class Instances:
         return [instance for instance in self.able(stage) if instance.state is InstanceState.SERVING]
 
     def why_none(self, stage: Role) -> str:
-        """Return a message for clients if no instance for a stage takes requests."""
+        """Return the message for clients that says why no instance for a stage takes requests."""
         able = self.able(stage)
         if not able:
             return f"no {stage.value} instance is ready"
@@ -261,14 +265,14 @@ class Instances:
         return f"all {stage.value} instances are draining{' or switching their role' if switches else ''}"
 
     def why_unknown(self, name: str) -> str:
-        """Return a message for operators if no instance of this name is registered."""
+        """Return the message for operators that says that no instance of this name is registered."""
         names = sorted(self._by_name)
         verb = "is" if len(names) == 1 else "are"
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """Return the stage that no instance could do any more without this one, or if this one had another
-        `role`.
+        """Return the stage that no instance could do without this one, or with this one in another `role`;
+        None if every stage is left.
 
         None if every stage that it can do would be left.
         """
@@ -279,15 +283,15 @@ class Instances:
         return None
 
     def lacks_stage(self, role: Role, other: Role) -> bool:
-        """Return whether no instance, expected ones included, does a stage that `role` could do, and `other`
-        not."""
+        """Return whether no instance, expected ones included, does a stage that `role` can do and `other`
+        cannot."""
         return any(
             self._rules.can(role, stage) and not self._rules.can(other, stage) and self.lacks(stage)
             for stage in STAGES
         )
 
     def silent_since(self, deadline_s: float) -> list[Instance]:
-        """Return the instances that were last heard before `deadline_s`."""
+        """Return the instances that were last heard from before `deadline_s`."""
         return [instance for instance in self._by_name.values() if instance.last_seen_s < deadline_s]
 
     def max_sequence_blocks(self) -> int:

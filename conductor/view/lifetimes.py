@@ -17,15 +17,15 @@ import numpy as np
 from conductor.view.estimators import Floats
 
 BUCKET_STEPS = 2.0
-"""The resolution of lengths, in iterations."""
+"""Iterations of a bucket, the resolution of lengths."""
 _NUM_RECENT = 256
-"""The number of decodes that are remembered."""
+"""Decodes that are remembered."""
 _MOST_LOOKS = 64
-"""The number of spans ahead for which shares are cached."""
+"""Spans ahead for which shares are cached."""
 
 
 class Lifetimes:
-    """The lengths of the latest decodes."""
+    """The lengths in iterations of the latest decodes."""
 
     def __init__(self) -> None:
         self._latest: deque[int] = deque(maxlen=_NUM_RECENT)
@@ -35,7 +35,7 @@ class Lifetimes:
         """Cached shares by span ahead, computed since the last decode was learned."""
 
     def learn(self, num_steps: float) -> None:
-        """Learn the length of a decode that has ended."""
+        """Record the length of a decode that has ended, in iterations."""
         self._latest.append(int(num_steps / BUCKET_STEPS))
         self._lasted = None
         self._shares.clear()
@@ -62,7 +62,10 @@ class Lifetimes:
         return num_buckets < len(lasted) and lasted.item(num_buckets) == len(self._latest)
 
     def shares_as_old(self, num_steps: Floats) -> Floats:
-        """Return the shares of decodes that last as long. At least one decode must have ended."""
+        """Return the shares of decodes that last at least `num_steps` iterations.
+
+        At least one decode must have ended.
+        """
         lasted, ages = np.append(self._count(), 0.0), (num_steps / BUCKET_STEPS).astype(np.intp)
         shares: Floats = lasted[np.minimum(ages, len(lasted) - 1)] / len(self._latest)
         return shares

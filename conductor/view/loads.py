@@ -20,7 +20,7 @@ from mooncake.messages.aging import rank_s
 from mooncake.messages.workers import Role
 
 HEARTBEAT_S = 1.0
-"""Seconds over which utilisation is measured: from a heartbeat to the next, as they usually come."""
+"""Seconds over which utilisation is measured: the usual time between two heartbeats."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class AssignedPrefill:
     """
 
     left_s: float
-    """The predicted time of the part that had not been computed when the prompt last began."""
+    """Predicted seconds of the part of the prompt that had not been computed when the prompt last began."""
     priority: int
     ordered_s: float | None = None
-    """The time of the order to compute it; None before."""
+    """The time at which the prompt was ordered; None before."""
     rank_s: float = math.inf
     has_begun: bool = False
     is_timed: bool = True
-    """Whether no other prompt was computed between its beginning and its end."""
+    """Whether no other prompt was computed between this prompt's beginning and end."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Prefills:
     ordered: dict[str, AssignedPrefill]
     last_ended_s: float = -math.inf
     head: AssignedPrefill | None = None
-    """The prompt that is computed."""
+    """The prompt that is being computed; None without one."""
     head_began_s: float = -math.inf
 
     @property
@@ -58,47 +58,49 @@ class _Prefills:
 
 
 class Loads:
-    """Arrays with `num_slots` entries. Those of slots without an instance are zero, but for `max_batch`."""
+    """Arrays with `num_slots` entries, all zero for slots without an instance except `max_batch`."""
 
     is_prefill: NDArray[np.bool_]
     is_decode: NDArray[np.bool_]
     inlines: NDArray[np.bool_]
-    """Whether a decode instance computes prompts of its own requests."""
+    """Whether the decode instance computes prompts of its own requests."""
     prefill_room_blocks: NDArray[np.int64]
-    """The longest sequence that fits a prefill instance when all its requests have ended; 0 for others."""
+    """Blocks of the longest sequence that fits the empty prefill instance; 0 for others."""
     decode_room_blocks: NDArray[np.int64]
-    """The longest sequence that fits a decode instance when all its requests have ended; 0 for others."""
+    """Blocks of the longest sequence that fits the empty decode instance; 0 for others."""
     least_chunk_tokens: NDArray[np.int64]
-    """Fewest tokens of an inlined prompt in an iteration of other requests; 0: as few as SLOs demand."""
+    """Fewest tokens of an inlined prompt in an iteration with other requests; 0: as few as SLOs demand."""
     num_assigned: NDArray[np.int64]
-    """Requests, as prefill or as decode."""
+    """Requests assigned to the instance, as prefill or as decode."""
     head_priority: NDArray[np.int64]
-    """The priority of the prompt that is computed."""
+    """The priority of the prompt that is being computed."""
     utilisation: Floats
     """U of BanaServe's equation 37, compute and memory in use, 0 to 2, as of the last heartbeat, and the
     predicted compute of the prompts that were assigned since."""
     queued_s: Floats
-    """Predicted seconds of all prefills that were assigned and have not ended."""
+    """Predicted seconds of all assigned prefills that have not ended."""
     behind_head_s: Floats
-    """Predicted seconds of the assigned prefills behind the one that is being computed."""
+    """Predicted seconds of the assigned prefills behind the one being computed."""
     ends_s: Floats
-    """The time at which all prefills will have ended; minus infinity if none is computed."""
+    """The time at which all prefills will have ended; minus infinity while none is computed."""
     batch_size: Floats
-    """Requests that are assigned to a decode instance."""
+    """Requests assigned to the decode instance."""
     num_kv_tokens: Floats
-    """The tokens of their prompts."""
+    """Prompt tokens of the requests in `batch_size`."""
     num_decoding: Floats
     """Assigned requests whose prefill has ended."""
     num_decoding_tokens: Floats
-    """The tokens of the prompts whose prefill has ended."""
+    """Prompt tokens of the requests in `num_decoding`."""
     num_awaiting_turn: Floats
-    """Decoding requests that wait at the double check, for the TBT of the batch: as of the last heartbeat,
-    corrected since. Those that wait for a slot are not among them."""
+    """Decoding requests that wait at the double check for the batch's TBT to fall, as of the last heartbeat,
+    corrected since. Requests that wait for a slot do not count."""
     num_prompts: Floats
-    """Prompts that were assigned and have not been computed."""
+    """Assigned prompts that have not been computed."""
     max_batch: Floats
-    """The slots of an instance's batch: the most requests that it decodes together, others wait. 1 without an
-    instance."""
+    """Batch slots of the instance: requests that it decodes together, while others wait.
+
+    1 without an instance.
+    """
 
     def __init__(self) -> None:
         self._prefills: list[_Prefills] = []
@@ -108,7 +110,7 @@ class Loads:
         self._set_columns(np.zeros((3, 0), np.bool_), np.zeros((5, 0), np.int64), np.zeros((11, 0)))
 
     def _set_columns(self, flags: NDArray[np.bool_], counts: NDArray[np.int64], sums: Floats) -> None:
-        """Make attributes of the rows of three matrices. Their columns are the slots."""
+        """Bind the attributes to the rows of three matrices, whose columns are the slots."""
         self._flags, self._counts, self._sums = flags, counts, sums
         self.is_prefill, self.is_decode, self.inlines = flags
         (
@@ -134,12 +136,12 @@ class Loads:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that an instance has or had."""
+        """The number of slots that an instance has or had."""
         return len(self._prefills)
 
     @property
     def has_several_priorities(self) -> bool:
-        """Whether some queued prompts go before others."""
+        """Whether the queued prompts have different priorities."""
         return len(self._queued_s) > 1
 
     def reset(
@@ -168,12 +170,12 @@ class Loads:
         self.set_role(slot, role, room_blocks, inlines=inlines)
 
     def _grown(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy with a column for each slot."""
+        """Return a copy of an array with a column for each slot."""
         missing = np.zeros((*array.shape[:-1], self.num_slots - array.shape[-1]), array.dtype)
         return np.append(array, missing, axis=-1)
 
     def set_role(self, slot: int, role: Role | None, room_blocks: int = 0, *, inlines: bool = False) -> None:
-        """Let an instance get requests of this role; None: of no role. Its present requests stay.
+        """Set the role for which an instance gets requests; None for no role. Its present requests stay.
 
         `inlines`: the instance computes prompts of requests that it decodes.
         """
@@ -183,7 +185,7 @@ class Loads:
         self.set_room(slot, room_blocks)
 
     def set_room(self, slot: int, num_blocks: int) -> None:
-        """Set the longest sequence that fits an instance, in blocks."""
+        """Set the blocks of the longest sequence that fits the empty instance."""
         self.prefill_room_blocks[slot] = num_blocks if self.is_prefill[slot] else 0
         self.decode_room_blocks[slot] = num_blocks if self.is_decode[slot] else 0
 
@@ -198,8 +200,8 @@ class Loads:
         return left_s if behind_s is None else left_s - behind_s
 
     def behind_s(self, priority: int) -> Floats | None:
-        """Return the predicted seconds of queued prompts that go behind one of `priority`; None if none
-        does."""
+        """Return the predicted seconds of queued prompts that are computed after one of `priority`; None if
+        none is."""
         behind = [queued_s for level, queued_s in self._queued_s.items() if level > priority]
         if not behind:
             return None
@@ -211,7 +213,7 @@ class Loads:
     # -- prefill ------------------------------------------------------------------------------------
 
     def assign_prefill(self, slot: int, request_id: str, predicted_s: float, priority: int = 0) -> None:
-        """Add a prompt that is about to be ordered."""
+        """Add a prompt that is about to be ordered. `predicted_s`: predicted seconds of its prefill."""
         self._prefills[slot].waiting[request_id] = AssignedPrefill(predicted_s, priority)
         self.num_assigned[slot] += 1
         self.num_prompts[slot] += 1
@@ -224,7 +226,10 @@ class Loads:
         self._set_head(slot)
 
     def order_prefill(self, slot: int, request_id: str, due_s: float, now_s: float) -> None:
-        """Record that a prompt may be computed. Its first token is due at `due_s`, as the worker counts."""
+        """Record that a prompt may be computed.
+
+        `due_s`: the time at which its first token is due, by the worker's count.
+        """
         prefills = self._prefills[slot]
         prefill = prefills.waiting.pop(request_id)
         prefill.ordered_s, prefill.rank_s = now_s, rank_s(prefill.priority, due_s)
@@ -241,8 +246,7 @@ class Loads:
     def end_prefill(
         self, slot: int, request_id: str, now_s: float, *, was_computed: bool = True
     ) -> float | None:
-        """Remove a prompt that has been computed or is not wanted any more, so that the next one begins.
-        Idempotent.
+        """Remove a prompt that has been computed or is cancelled, so that the next one begins. Idempotent.
 
         Returns the seconds that the prompt took behind those before it; None if unknown.
         """
@@ -275,8 +279,10 @@ class Loads:
         return bool(self._prefills[slot].ordered)
 
     def has_begun(self, slot: int, request_id: str) -> bool:
-        """Return whether the instance is believed to have begun to compute this prompt: whether it has been
-        the first in order. The instance itself does not tell."""
+        """Return whether the prompt has been first in its instance's order, and so is believed to have begun.
+
+        The instance does not report that.
+        """
         prefill = self._prefills[slot].ordered.get(request_id)
         return prefill is not None and prefill.has_begun
 
@@ -298,20 +304,22 @@ class Loads:
     # -- decode -------------------------------------------------------------------------------------
 
     def assign_decode(self, slot: int, num_tokens: int) -> None:
-        """Add a request with `num_tokens` of prompt, to be decoded here."""
+        """Add a request with `num_tokens` of prompt to the batch of a decode instance."""
         self.num_assigned[slot] += 1
         self.batch_size[slot] += 1
         self.num_kv_tokens[slot] += num_tokens
 
     def begin_decode(self, slot: int, num_tokens: int) -> None:
-        """Record that a prefill has ended. The request waits for its turn if others do."""
+        """Record that a prefill has ended. The request waits at the double check if others do."""
         self.num_decoding[slot] += 1
         self.num_decoding_tokens[slot] += num_tokens
         self.num_awaiting_turn[slot] += self.num_awaiting_turn.item(slot) > 0
 
     def end_decode(self, slot: int, num_tokens: int, *, has_begun: bool) -> None:
-        """Undo `assign_decode`, and `begin_decode` if the request has begun; a waiting request then gets its
-        turn."""
+        """Undo `assign_decode`, and `begin_decode` if the request has begun.
+
+        A waiting request then joins the batch.
+        """
         self.num_assigned[slot] -= 1
         self.batch_size[slot] -= 1
         self.num_kv_tokens[slot] -= num_tokens
@@ -321,11 +329,15 @@ class Loads:
             self.num_awaiting_turn[slot] -= self.num_awaiting_turn.item(slot) > 0
 
     def set_awaiting_turn(self, slot: int, num_awaiting_turn: int) -> None:
-        """Learn from a heartbeat how many requests wait for their turn. Later requests may not be in it."""
+        """Set the number of requests that wait at the double check, from a heartbeat.
+
+        Requests placed after the heartbeat may not be in it.
+        """
         self.num_awaiting_turn[slot] = min(num_awaiting_turn, self.num_decoding.item(slot))
 
     def share_in_batches(self, slots: Floats) -> float:
-        """Return the share of the decoding requests at these slots (weights 0 and 1) that are in a batch."""
+        """Return the share of the decoding requests at these slots (weights 0 and 1) that are in a batch,
+        from 0 to 1."""
         num_decoding = float(self.num_decoding.dot(slots))
         num_batched = np.minimum(self.num_decoding - self.num_awaiting_turn, self.max_batch)
         return float(num_batched.dot(slots)) / num_decoding if num_decoding else 1.0

@@ -14,7 +14,7 @@ from mooncake.messages.requests import Request
 
 
 class MigrationCost(NamedTuple):
-    """Cost of a migration."""
+    """The predicted cost of one migration."""
 
     num_held_blocks: int
     """The request's leading blocks that the destination's pool is believed to hold."""
@@ -23,7 +23,7 @@ class MigrationCost(NamedTuple):
 
 
 def num_tokens_so_far(view: ClusterView, request: Request, assignment: Assignment, now_s: float) -> int:
-    """Estimate the number of tokens that a running request has by now, from the iterations since its decode
+    """Estimate the tokens that a running request has at `now_s`, from the iterations since its decode
     began."""
     began_steps = assignment.stay.began_steps
     num_steps = 0 if began_steps is None else int(view.forecast.steps.at(now_s) - began_steps)
@@ -39,7 +39,7 @@ def migration_cost(
     Args:
         view: The view of the instances.
         request: The request, with the output that the Conductor knows of.
-        assignment: Its share of their load.
+        assignment: The request's share of the instances' load.
         destination: The instance to which it would move.
         now_s: The time.
     """

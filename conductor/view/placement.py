@@ -9,7 +9,7 @@ from mooncake.messages.workers import STAGES, Role
 
 
 class Reuse(StrEnum):
-    """The origin of the prefix that is not computed."""
+    """The origin of the prefix that is not computed: no prefix, the instance's own, or a fetched one."""
 
     NONE = "none"
     LOCAL = "local"
@@ -17,19 +17,19 @@ class Reuse(StrEnum):
 
 
 class Prediction(NamedTuple):
-    """Predicted seconds, kept to be compared with actual ones."""
+    """Predicted seconds of a placement, kept for comparison with actual ones."""
 
     queue_s: float
     transfer_s: float
     prefill_s: float
     gap_s: float
-    """The mean time between two tokens. (The TBT, which SLOs limit, is the mean of the longest gaps.)"""
+    """The mean seconds between two tokens. (The TBT, which SLOs limit, is the mean of the longest gaps.)"""
     beside_s: float = 0.0
-    """Iterations of other requests between the chunks of an inlined prompt."""
+    """Seconds of other requests' iterations between the chunks of an inlined prompt."""
 
     @property
     def ttft_s(self) -> float:
-        """The time from the decision to the first token."""
+        """Seconds from the decision to the first token."""
         return self.queue_s + self.transfer_s + self.prefill_s + self.beside_s
 
 
@@ -41,14 +41,14 @@ class Placement(NamedTuple):
     num_local_blocks: int
     """The prompt's leading blocks that `prefill` holds, or will hold when the prompt's turn comes."""
     num_coming_blocks: int
-    """The last of `num_local_blocks`: those that prompts before this one have yet to compute.
+    """The number of blocks at the end of `num_local_blocks` that earlier prompts have yet to compute.
 
     `0 <= num_coming_blocks <= num_local_blocks`
     """
     source: Instance | None
-    """The instance from which `prefill` fetches the blocks that it lacks; None if it uses only its own."""
+    """The instance from which `prefill` fetches missing blocks; None if it fetches none."""
     num_source_blocks: int
-    """The prompt's leading blocks that `source` holds."""
+    """The prompt's leading blocks that the source holds."""
     prediction: Prediction
 
     @property
@@ -58,32 +58,32 @@ class Placement(NamedTuple):
 
     @property
     def identities(self) -> tuple[bytes, bytes]:
-        """The lives of both instances."""
+        """The socket identities of the prefill and the decode instance, which name their lives."""
         return self.prefill.identity, self.decode.identity
 
     @property
     def num_fetched_blocks(self) -> int:
-        """The source's blocks that `prefill` is believed to lack."""
+        """The number of the source's blocks that `prefill` is believed to lack."""
         return max(0, self.num_source_blocks - self.num_local_blocks)
 
     @property
     def reuse(self) -> Reuse:
-        """The origin of the prefix."""
+        """The origin of the prefix that is not computed."""
         if self.source is not None:
             return Reuse.REMOTE
         return Reuse.LOCAL if self.num_local_blocks else Reuse.NONE
 
 
 def num_tokens_held(request: Request, stage: Role) -> int:
-    """Return the tokens that an instance holds: prefill the prompt so far, decode also the whole output."""
+    """Return the tokens that an instance holds in a stage: for prefill the prompt, for decode also the whole
+    output."""
     if stage is Role.PREFILL:
         return len(request.token_ids)
     return request.num_prompt_tokens + request.sampling.max_tokens
 
 
 def why_too_large(request: Request, instances: Instances) -> str | None:
-    """Return the reason why no instance, there or expected, can hold the request; None if one of each role
-    can."""
+    """Return why no instance, registered or expected, can hold the request; None if one of each role can."""
     for stage in STAGES:
         largest = instances.largest(stage)
         if largest is not None and not largest.can_hold(num_tokens_held(request, stage)):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Reason(StrEnum):
-    """Reason for which a request is rejected. SLOs are named by their keys in the configuration."""
+    """The reason for which a request is rejected. SLOs are named by their configuration keys."""
 
     UNREADY = "unready"
     DUPLICATE = "duplicate"
@@ -21,7 +21,7 @@ class Reason(StrEnum):
 
     @property
     def status(self) -> int:
-        """The HTTP status."""
+        """The HTTP status of the rejection."""
         return _STATUS.get(self, 429)
 
 
@@ -37,15 +37,15 @@ class Rejection(NamedTuple):
     predicted_s: float
     slo_s: float
     retry_after_s: float
-    """The time after which the request may fit."""
+    """Seconds after which the request may fit."""
     prompt_s: float = 0.0
-    """The predicted time of the prompt by itself, for a TTFT SLO."""
+    """Predicted seconds of the prompt on an idle instance, for a TTFT SLO."""
     kept_s: float = 0.0
-    """The part of the SLO that is kept free: headroom for longer prompts, or the margin of a TBT."""
+    """Seconds of the SLO that are kept free: headroom for longer prompts, or the margin of a TBT."""
 
     @property
     def message(self) -> str:
-        """The text for the client."""
+        """The text of the rejection for the client."""
         kept = f", {1000 * self.kept_s:.1f} ms of them {_KEPT_FOR[self.reason]}" if self.kept_s else ""
         return (
             f"the cluster is overloaded: {_WOULD_TAKE[self.reason]} {1000 * self.predicted_s:.1f} ms, at most"

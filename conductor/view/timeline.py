@@ -14,22 +14,22 @@ _FEWEST_BUCKETS = 64
 
 
 class PromptTotals(NamedTuple):
-    """Requests and the tokens of their prompts."""
+    """A number of requests and of the tokens of their prompts."""
 
     num_requests: float
     num_tokens: float
 
     def plus(self, other: "PromptTotals") -> "PromptTotals":
-        """Return the sum of both."""
+        """Return the sum of two totals, field by field."""
         return PromptTotals(self.num_requests + other.num_requests, self.num_tokens + other.num_tokens)
 
     def less(self, other: "PromptTotals") -> "PromptTotals":
-        """Return the difference."""
+        """Return these totals less the others, field by field."""
         return PromptTotals(self.num_requests - other.num_requests, self.num_tokens - other.num_tokens)
 
 
 class Timeline:
-    """Requests by time, in buckets, so that sums over a span are cheap."""
+    """Requests by time in buckets, so that sums over a span are cheap."""
 
     def __init__(self, bucket: float) -> None:
         self._bucket = bucket
@@ -44,7 +44,7 @@ class Timeline:
         self._ones = np.ones(work.shape[1])  # the quickest way to a sum
 
     def add(self, time: float, num_tokens: int) -> int:
-        """Add a request. Returns the bucket for `remove`."""
+        """Add a request with `num_tokens`. Returns its bucket, for `remove`."""
         bucket = math.floor(time / self._bucket)
         if not self.total.num_requests:
             self._first = bucket
@@ -56,7 +56,7 @@ class Timeline:
         return bucket
 
     def remove(self, bucket: int, num_tokens: int) -> None:
-        """Undo `add`."""
+        """Remove a request from the bucket that `add` returned."""
         self._change(bucket, -1, -num_tokens)
         self.total = PromptTotals(self.total.num_requests - 1, self.total.num_tokens - num_tokens)
 
@@ -67,14 +67,14 @@ class Timeline:
 
     @property
     def latest(self) -> float:
-        """A time in the bucket of the latest request; minus infinity without any."""
+        """The middle of the latest request's bucket; minus infinity without any request."""
         if not self.total.num_requests:
             return -math.inf
         (used,) = self._work[0].nonzero()
         return (self._first + int(used[-1]) + 0.5) * self._bucket
 
     def until(self, time: float) -> PromptTotals:
-        """Return the work up to a time, or to the end of its bucket."""
+        """Return the work up to a time, rounded to the end of its bucket."""
         end = self._index(time) + 1
         if end >= self._work.shape[1]:
             return self.total
@@ -98,7 +98,7 @@ class Timeline:
         return math.floor(min(max(index, -1.0), len(self._ones)))
 
     def _make_room(self, bucket: int) -> None:
-        """Drop empty buckets at the front, and grow until half of the buckets are empty."""
+        """Drop empty buckets at the front, and grow the array until half of the buckets are empty."""
         num_empty = int((self._work[0] > 0).argmax())
         kept = self._work[:, num_empty:]
         self._first += num_empty

@@ -17,17 +17,17 @@ from conductor.view.estimators import Floats
 from mooncake.messages.pools import PoolStats
 
 LATENCY_S = 1e-3
-"""The time of a transfer without bytes."""
+"""Seconds of a transfer without bytes."""
 GENERIC_BYTES_PER_S = 10e9
-"""The bandwidth before the first transfer. It is high rather than low: nothing is learned without fetches."""
+"""Bytes a second before the first transfer. High rather than low, as nothing is learned without fetches."""
 SSD_BYTES_PER_S = 2e9
-"""The bandwidth at which blocks come from SSD to DRAM."""
+"""Bytes a second at which blocks come from SSD to DRAM."""
 _RISE, _FALL = 0.3, 0.05
 """The weights of reports of more and of less bandwidth than before: small transfers are always slow."""
 
 
 class TransferEstimator:
-    """The traffic of all slots."""
+    """The traffic and bandwidth of all slots."""
 
     def __init__(self) -> None:
         self.in_flight_bytes = np.zeros(0)
@@ -41,7 +41,7 @@ class TransferEstimator:
         self._reported: dict[int, dict[int, int]] = {}  # by reporter: bytes between it and other slots
 
     def reset(self, slot: int) -> None:
-        """Forget the traffic of a slot: another instance has it, or none. Slots are added as needed."""
+        """Reset the traffic of a slot, for another instance or none. Slots are added as needed."""
         self._forget_report(slot)
         missing = np.zeros(max(0, slot + 1 - len(self.in_flight_bytes)))
         self.in_flight_bytes = np.append(self.in_flight_bytes, missing)
@@ -52,7 +52,10 @@ class TransferEstimator:
             self.in_flight_bytes[reporter] -= by_slot.pop(slot, 0)
 
     def learn(self, slot: int, pools: list[PoolStats], slot_of: dict[str, int]) -> None:
-        """Learn from the heartbeat of an instance. `slot_of` has the slot of each messenger's instance."""
+        """Update traffic and bandwidth from the heartbeat of an instance.
+
+        `slot_of` has the slot of each messenger's instance.
+        """
         self._forget_report(slot)
         report: dict[int, int] = {}
         for pool in pools:
@@ -67,21 +70,21 @@ class TransferEstimator:
         self._reported[slot] = report
 
     def _seen(self, slot: int, other: int, bytes_per_s: float) -> None:
-        """Learn the bandwidth between two instances."""
+        """Update the bandwidth between two instances by a measured one, in bytes a second."""
         for end in (slot, other):
             self._bytes_per_s[end] = _followed(self._bytes_per_s.get(end), bytes_per_s)
         self._typical_bytes_per_s = _followed(self._typical_bytes_per_s, bytes_per_s)
 
     def ahead_bytes(self, slots: NDArray[np.intp]) -> Floats:
-        """Return the bytes in front of a new fetch from each of these instances."""
+        """Return the bytes in flight before a new fetch from each of these instances."""
         return np.maximum(self.in_flight_bytes, self.ordered_bytes)[slots]
 
     def costs(self, source: int, num_ssd_bytes: float) -> tuple[float, float]:
-        """Return the seconds until the first byte of a fetch comes, and for each byte.
+        """Return the seconds until the first byte of a fetch arrives, and the seconds for each byte.
 
         Args:
-            source: The slot of the instance that is fetched from.
-            num_ssd_bytes: The bytes of the fetch that it has on SSD only.
+            source: The slot of the source.
+            num_ssd_bytes: The bytes of the fetch that the source has on SSD only.
         """
         typical = self._typical_bytes_per_s or GENERIC_BYTES_PER_S
         bytes_per_s = self._bytes_per_s.get(source, typical)

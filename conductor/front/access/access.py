@@ -24,24 +24,27 @@ from mooncake.security.api_keys import ApiKey
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/metrics", "/version"})
 """Paths that need no key, as they reveal nothing about clients' requests."""
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_context_cache_tokens")
-"""Attributes of a key that limit its use."""
+"""Names of a key's attributes that limit its use."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """Counts of one key. Invariant: `0 <= num_left <= max(1, requests_per_minute)`, as of `at_s`."""
+    """The counts of one key.
+
+    Invariant: `0 <= num_left <= max(1, requests_per_minute)`, as of the time `at_s`.
+    """
 
     num_left: float
     at_s: float
     num_running: int = 0
-    """Choices of requests that have not ended."""
+    """Choices that have not ended, of all requests with this key."""
     num_let_in: int = 0
     num_limited: int = 0
-    """Requests refused for a limit."""
+    """Requests refused because of a limit of this key."""
 
 
 class KeyLimits:
-    """Counts the requests and choices of each key.
+    """Counts of the requests and choices of each key, and the checks of their limits.
 
     The requests of a whole minute may be sent at once; then the allowance fills up evenly.
     """
@@ -50,7 +53,7 @@ class KeyLimits:
         self._uses: dict[str, _Use] = {}
 
     def enter(self, key: ApiKey, now_s: float) -> None:
-        """Count a request that begins, with one choice at first. The caller must call `leave` later.
+        """Count a request that begins, with one choice. The caller must call `leave` later.
 
         If it raises RateLimitedError, the request is not counted.
         """
@@ -64,7 +67,7 @@ class KeyLimits:
         use.num_running += 1
 
     def add_choices(self, key: ApiKey, num_more: int) -> None:
-        """Count further choices of a request that has begun.
+        """Count `num_more` further choices of a request that has begun.
 
         If it raises RateLimitedError, or RequestError for more choices than may ever run, they are not
         counted.
@@ -126,8 +129,8 @@ class KeyUse:
         self._num_choices = num_choices
 
     def claim(self, num_tokens: int) -> QuotaClaim | None:
-        """Return the claim of an answer to prompts of `num_tokens` on what the key may use in the cluster;
-        None without such a limit. Raises RequestError for more tokens than a minute has."""
+        """Return an answer's claim on the tenant's quota, for prompts of `num_tokens`; None without such a
+        limit. Raises RequestError for more tokens than the quota of a minute."""
         per_minute, most = self.key.tokens_per_minute, self.key.max_concurrent
         if per_minute is None and most is None:
             return None
@@ -152,8 +155,10 @@ def _most(requests_per_minute: float | None) -> float:
 
 
 class AccessControl:
-    """ASGI middleware that admits requests with a valid key. `request.state.key_use` is their share of its
-    limits."""
+    """ASGI middleware that admits requests with a valid key.
+
+    Their share of the key's limits is in `request.state.key_use`.
+    """
 
     def __init__(
         self,
@@ -192,7 +197,10 @@ def _is_open(path: str) -> bool:
 
 
 class AccessMetrics(Collector):
-    """Limits and use of each API key, for Prometheus; read at each scrape. Registers itself."""
+    """The limits and use of each API key as Prometheus metrics, collected at each scrape.
+
+    Registers itself.
+    """
 
     def __init__(self, ring: KeyRing, limits: KeyLimits, registry: CollectorRegistry) -> None:
         self._ring, self._limits = ring, limits

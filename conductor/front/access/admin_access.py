@@ -23,11 +23,11 @@ DASHBOARD, ADMIN = "/dashboard", "/admin"
 ADMIN_PREFIXES = (DASHBOARD, ADMIN)
 _PASSWORD = 'Basic realm="mooncake-serve, a key of http.admin_keys_file", charset="UTF-8"'
 _ON_BEHALF = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
-"""Headers of a request on behalf of another client: from a proxy or a web page."""
+"""Headers that show that a proxy or a web page has sent the request on behalf of another client."""
 
 
 class _Rule(Enum):
-    """Condition under which admin routes may be used."""
+    """A condition under which admin routes may be used."""
 
     A_KEY = "a key of http.admin_keys_file"
     NOTHING = "nothing: clients have keys, and admins have none"
@@ -79,7 +79,8 @@ class AdminAccess:
 
 
 def _as_bearer(authorization: str | None) -> str | None:
-    """Return a browser's header, with the key as password and any name, in the form of other clients."""
+    """Return a browser's Basic header, whose password is the key, as a Bearer header; other headers
+    unchanged."""
     scheme, _, encoded = (authorization or "").partition(" ")
     if scheme.lower() != "basic":
         return authorization

@@ -18,18 +18,20 @@ log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """The keys in a file that may change at any time."""
+    """The API keys of a file that may change at any time."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises ConfigError."""
+        """Read the file. Raises ConfigError if it cannot be used."""
         self._path = path
         self._file = WatchedFiles([path])
         self._keys = load_api_keys(path)
         self._read_at_s = 0.0
 
     def find(self, authorization: str | None, now_s: float) -> ApiKey:
-        """Return the key in this header. Raises UnauthorizedError, whose message does not repeat the
-        header."""
+        """Return the API key in this `Authorization` header.
+
+        Raises UnauthorizedError, whose message does not repeat the header.
+        """
         if now_s - self._read_at_s >= _RELOAD_S:
             self._read_at_s = now_s
             self._reload()
@@ -45,7 +47,7 @@ class KeyRing:
 
     @property
     def keys(self) -> Collection[ApiKey]:
-        """Valid keys, as of the latest look at the file."""
+        """The valid keys as of the latest check of the file."""
         return self._keys.values()
 
     def _reload(self) -> None:

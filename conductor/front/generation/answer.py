@@ -40,7 +40,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class AnswerFormat:
-    """The answers to one job."""
+    """The format of one job's answers: one JSON body, or the events of a stream."""
 
     __slots__ = (
         "_around_text",
@@ -85,7 +85,7 @@ class AnswerFormat:
         events have only text."""
 
     def seen(self, delta: Delta) -> Delta:
-        """Look at new tokens before they are gathered or sent: a choice may end with its tool calls."""
+        """Return new tokens after the search for tool calls: a choice may end with its tool calls."""
         with_tools = self._tool_answers.get(delta.choice_index)
         if with_tools is None:
             return delta
@@ -95,7 +95,7 @@ class AnswerFormat:
         return delta
 
     def gather(self, delta: Delta) -> None:
-        """Keep new tokens for the answer that is not streamed."""
+        """Keep the new tokens of one choice for an answer that is not streamed."""
         choice = self._whole.get(delta.choice_index)
         if choice is None:
             tools = self._tool_answers.get(delta.choice_index)
@@ -103,7 +103,8 @@ class AnswerFormat:
         choice.add(delta)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """Yield the answer that is not streamed, choice by choice. All tokens have been gathered."""
+        """Yield the JSON of an answer that is not streamed, choice by choice, once all tokens have been
+        gathered."""
         around = {**self._base, "object": self._object, "choices": [_PLACE], "usage": _usage(usage)}
         head, tail = _encode(around).split(_encode(_PLACE))
         yield head
@@ -123,7 +124,10 @@ class AnswerFormat:
         yield tail
 
     def chunks(self, delta: Delta, usage: Callable[[], Usage]) -> bytes:
-        """Return the events of `delta`; none if it shows nothing new. `usage`: counts, if wanted."""
+        """Return the stream's events for `delta`; empty if `delta` shows nothing new.
+
+        `usage` is called for token counts, if the client asked for them.
+        """
         around = self._around_text.get(delta.choice_index)
         if around is not None and delta.finish_reason is None:
             return around[0] + _encode(delta.text) + around[1] if delta.text else b""
@@ -173,7 +177,10 @@ class AnswerFormat:
         return bool(delta.logprobs) or (self._return_token_ids and bool(delta.token_ids))
 
     def _counts(self, usage: Callable[[], Usage], num_uncounted: int = 0) -> dict[str, Any]:
-        """Return the usage to show. `num_uncounted`: tokens that have come and are in no chunk so far."""
+        """Return the usage fields to show.
+
+        `num_uncounted`: received tokens that no chunk has shown so far.
+        """
         if self._usage_shown is UsageShown.NOWHERE:
             return {}
         if self._usage_shown is UsageShown.AT_END:
@@ -221,7 +228,7 @@ class _WholeChoice:
         self.finish_reason: FinishReason | None = None
 
     def add(self, delta: Delta) -> None:
-        """Add new tokens."""
+        """Add new tokens to the choice's JSON."""
         self.finish_reason = delta.finish_reason
         self.token_ids += delta.token_ids
         if self._tools is not None:
@@ -234,24 +241,24 @@ class _WholeChoice:
 
     @property
     def text(self) -> str:
-        """Text of a choice without tools."""
+        """The text of a choice without tools."""
         return "".join(self._texts)
 
     @property
     def message(self) -> dict[str, Any]:
-        """Message of a chat's choice."""
+        """The message of a chat completion's choice."""
         if self._tools is not None:
             return self._tools.message()
         return {"role": "assistant", "content": self.text, "refusal": None}
 
     @property
     def logprobs(self) -> msgspec.Raw | None:
-        """Logprobs in JSON."""
+        """The logprobs of the choice as JSON; None if they were not asked for."""
         return None if self._logprobs is None else self._logprobs.json()
 
 
 class _Columns:
-    """JSON object of lists, whose pieces are encoded as soon as they come."""
+    """A JSON object of lists whose items are encoded as soon as they arrive."""
 
     def __init__(self) -> None:
         self._lists: dict[str, list[bytes]] = {}

@@ -25,7 +25,7 @@ from mooncake.messages.requests import FinishReason, Request, SamplingParams, To
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New output of one choice. `text` may be empty. `token_ids` are those that `usage` counts.
+    """New output of one choice. `text` may be empty; `token_ids` are the tokens that `usage` counts.
 
     If logprobs are wanted: the logprobs of each token, and the character of the choice's text at which it
     begins.
@@ -40,7 +40,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 _MAX_TOKENS_AT_ONCE = 1 << 16
-"""Tokens of prompts submitted in one turn of the event loop."""
+"""Prompt tokens submitted in one turn of the event loop at most."""
 
 
 class Usage(NamedTuple):
@@ -53,8 +53,10 @@ class Usage(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    """State of one choice. `last_s`: time of its latest tokens; None before the first. `gaps_s`: seconds
-    between its steps."""
+    """State of one choice. `last_s`: time of its latest tokens; None before the first.
+
+    `gaps_s`: seconds between its iterations.
+    """
 
     index: int
     request: Request
@@ -67,7 +69,7 @@ class _Choice:
 
 
 class Generation:
-    """The choices of one job. `arrived_s` is the loop's time at which its HTTP request arrived."""
+    """The choices of one job. `arrived_s` is the event loop's time at which the HTTP request arrived."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class Generation:
         self._is_closed = False
 
     async def begin(self, receive: Receive) -> None:
-        """Submit all choices. Events for them go to `receive`. Raises RequestError.
+        """Submit all choices. `receive` is called with their events. Raises RequestError.
 
         The generation must be closed (`aclosing`), even after an error: this cancels choices that still run.
         """
@@ -125,7 +127,7 @@ class Generation:
         return not self._running and not self._num_unsubmitted
 
     def gain(self, event: Event) -> Delta | None:
-        """Return the new output of a choice with `event`, its next event. Raises RequestError.
+        """Return the new output of a choice with `event`, the choice's next event. Raises RequestError.
 
         None if the choice had ended by a stop string, and the event was in flight. With a finish reason the
         choice has ended, and the caller calls `end`.

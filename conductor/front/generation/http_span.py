@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 _OPERATIONS = {ApiEndpoint.CHAT: "chat", ApiEndpoint.COMPLETION: "text_completion"}
-"""OpenTelemetry's names."""
+"""The names of operations in OpenTelemetry's conventions."""
 _HEADERS = _PARENT, _STATE = b"traceparent", b"tracestate"
 _ENDS = frozenset({"stop", "length", "aborted"})
 
 
 class TracedRequests:
-    """ASGI: gives each POST request for one of `paths` an `HttpSpan`, as `scope["state"]["span"]`."""
+    """ASGI middleware that gives each POST request for one of `paths` an `HttpSpan`, as
+    `scope["state"]["span"]`."""
 
     def __init__(self, app: ASGIApp, tracer: "Tracer", paths: frozenset[str], model_name: str) -> None:
         self._app, self._tracer, self._paths, self._model_name = app, tracer, paths, model_name
@@ -55,8 +56,10 @@ def _span_of_client(headers: list[tuple[bytes, bytes]]) -> SpanContext | None:
 
 
 class HttpSpan:
-    """The span of one HTTP request. `status` is its HTTP status, once that is known; `error` says why it
-    has failed."""
+    """The span of one HTTP request.
+
+    `status` is the HTTP status, once known; `error` says why the request failed.
+    """
 
     def __init__(self, tracer: "Tracer", path: str, client: SpanContext | None, model_name: str) -> None:
         self._tracer, self._began_s, self._name = tracer, time.monotonic(), f"POST {path}"
@@ -73,11 +76,11 @@ class HttpSpan:
 
     @property
     def context(self) -> SpanContext | None:
-        """Context for the work of the request."""
+        """The span context under which the request's work is recorded; None if the request is not traced."""
         return self._open.context
 
     def submitted(self, job: Job) -> None:
-        """Record what is asked of the cluster."""
+        """Record the attributes of the job that was submitted to the cluster."""
         sampling = job.sampling[0]
         self._attributes |= {
             "gen_ai.operation.name": _OPERATIONS[job.endpoint],
@@ -91,7 +94,7 @@ class HttpSpan:
         }
 
     def choice_ended(self, index: int, how: str, first_s: float | None, last_s: float | None) -> None:
-        """Record the end of a choice: its finish reason, "aborted", or an error.
+        """Record how a choice has ended: its finish reason, "aborted", or an error.
 
         `first_s` and `last_s` are the times of its first and last tokens; None without any.
         """
@@ -103,7 +106,7 @@ class HttpSpan:
                 self._events.append(SpanEvent(at_s, name, {"mooncake.choice": index}))
 
     def used(self, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> None:
-        """Record the tokens of all choices."""
+        """Record the token counts of all choices."""
         self._attributes |= {
             "gen_ai.usage.input_tokens": num_prompt_tokens,
             "gen_ai.usage.output_tokens": num_output_tokens,
@@ -111,7 +114,10 @@ class HttpSpan:
         }
 
     def end(self, request_id: str) -> None:
-        """End the span. `request_id`: that of the response's header. A refusal is no error of the server."""
+        """End the span. `request_id` is the id in the response's header.
+
+        A refusal is no error of the server.
+        """
         is_refusal = self.status is not None and 400 <= self.status < 500
         error = self.error or (
             f"HTTP {self.status}" if self.status is not None and self.status >= 500 else ""

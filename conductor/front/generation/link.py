@@ -56,13 +56,13 @@ from mooncake.security.keys import ClusterKey
 HEARTBEAT_S = 1.0
 CONDUCTOR_TIMEOUT_S = 5.0  # to answer an operator
 MAX_UNANSWERED = 5
-"""Unanswered heartbeats after which the Conductor counts as gone. Not seconds: a front that was stopped for a
-while has answers that it has not read yet."""
+"""Unanswered heartbeats after which the Conductor counts as gone. Not seconds, as a front that was stopped
+for a while has answers that it has not read yet."""
 MAX_BEATS_FOR_LAST_TOKENS = 3
-"""Heartbeats for which tokens are awaited after the Conductor has said that all were sent, or that it lacks
-the request. Not seconds, for the same reason."""
+"""Heartbeats for which tokens are awaited after the Conductor has reported that all were sent, or that the
+request is unknown. A count for the same reason."""
 _MAX_OUTPUTS_AT_ONCE = 128
-"""Outputs of workers handled in one turn of the event loop."""
+"""Workers' messages handled in one turn of the event loop at most."""
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +76,20 @@ class ConductorPeer(Protocol):
 
     @property
     def least_epoch(self) -> int:
-        """Epoch of the Conductor that leads. One with a lower epoch is not heard."""
+        """The epoch of the Conductor that leads. Messages of a lower epoch are dropped."""
 
     async def send(self, message: FromFront, /) -> None:
-        """Send without waiting. Raises PeerGoneError."""
+        """Send a message without waiting. Raises PeerGoneError."""
 
     async def recv(self) -> FromConductor:
         """Wait for the next message."""
 
     async def follow(self) -> None:
-        """Wait until another Conductor leads, and turn to it."""
+        """Wait until another Conductor leads, and connect to it."""
 
 
 class Link:
-    """A front's connection to the cluster. `run` must run for anything to arrive."""
+    """A front's connection to the cluster. Messages arrive only while `run` runs."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class Link:
         kept: Callable[[], Sequence[KeepContext]] = tuple,
         reply_listen_endpoint: str | None = None,
     ) -> None:
-        """Workers are told `reply_endpoint`. `reply_listen_endpoint`: where this front listens, if elsewhere.
+        """Open the socket for workers' tokens. Raises ConfigError for an unusable endpoint.
 
-        Raises ConfigError for an unusable endpoint. While the Conductor is gone, which could retry it, a
-        request fails after `absence_timeout_s` without a token. `on_dropped` is called for each stale output,
-        `kept` for the context caches, of which each Conductor is told once.
+        Workers are given the address `reply_endpoint`. While the Conductor is gone, which could retry it,
+        a request fails after `absence_timeout_s` seconds without a token. `on_dropped` is called for each
+        stale output, `kept` for the context caches, of which each Conductor is told once.
         """
         self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_listen_endpoint or reply_endpoint, Tokens, key)
@@ -129,26 +129,26 @@ class Link:
 
     @property
     def cluster(self) -> ClusterState | None:
-        """State that the Conductor sent last; None after `MAX_UNANSWERED` heartbeats without an answer."""
+        """The latest state that the Conductor sent; None after `MAX_UNANSWERED` unanswered heartbeats."""
         return self._cluster if self._num_unanswered <= MAX_UNANSWERED else None
 
     @property
     def prefill_costs(self) -> Costs | None:
-        """Costs of prefill as the Conductor has learned them; None before there was an instance."""
+        """The costs of prefill that the Conductor has learned; None before there was an instance."""
         return None if self._cluster is None else self._cluster.prefill_costs
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests that were submitted and have not ended."""
+        """The number of requests that were submitted and have not ended."""
         return len(self._in_flight)
 
     def num_received(self, request_id: str) -> int | None:
-        """Return how many tokens of a request have come; None if it is not in flight."""
+        """Return how many tokens of a request have arrived; None if the request is not in flight."""
         reception = self._in_flight.get(request_id)
         return None if reception is None else len(reception.token_ids)
 
     async def run(self) -> None:
-        """Receive until cancelled, then close the workers' socket."""
+        """Receive messages until cancelled, then close the workers' socket."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._receive_from_conductor())
@@ -159,8 +159,9 @@ class Link:
             self._replies.close()
 
     async def submit(self, request: Request, receive: Receive, claim: QuotaClaim | None = None) -> None:
-        """Send `request`; its tokens, or the reason why none follow, go to `receive`. `claim` comes with the
-        first choice of an answer.
+        """Submit a request. `receive` is called with its tokens, or with the reason why none follow.
+
+        `claim` comes with the first choice of an answer.
 
         Raises UnavailableError.
         """
@@ -174,14 +175,17 @@ class Link:
             raise UnavailableError(f"the conductor does not answer: {error}") from None
 
     async def cancel(self, request_id: str) -> None:
-        """Forget the request, and tell the Conductor unless it has ended by itself."""
+        """Forget a request, and tell the Conductor unless the request has ended by itself."""
         if (reception := self._in_flight.pop(request_id, None)) is not None:
             # Without a Conductor there is nobody to tell; it forgets the request when it restarts.
             with contextlib.suppress(PeerGoneError):
                 await self._conductor.send(Cancel(request_id, len(reception.token_ids)))
 
     async def order(self, order: Callable[[int], OperatorOrder]) -> OperatorAnswer:
-        """Pass on an operator's order, which `order` makes of its number. Raises UnavailableError."""
+        """Return the Conductor's answer to an operator's order. `order` makes the order from its number.
+
+        Raises UnavailableError.
+        """
         number = next(self._order_numbers)
         answer = self._orders[number] = asyncio.get_running_loop().create_future()
         try:
@@ -200,7 +204,7 @@ class Link:
             raise UnavailableError(f"the conductor does not answer: {error}") from None
 
     async def end(self, error: UnavailableError) -> None:
-        """Submit nothing more, and end the requests in flight with `error`."""
+        """Refuse further requests, and end those in flight with `error`."""
         self._ended = error
         await self._give_up(error)
 
@@ -209,7 +213,7 @@ class Link:
             await self._lose(next(iter(self._in_flight)), error)
 
     async def _lose(self, request_id: str, error: RequestError) -> None:
-        """Give a request up; further tokens of it are of no use."""
+        """End a request with an error; its further tokens are dropped."""
         reception = self._in_flight[request_id]
         await self.cancel(request_id)
         reception.receive(Lost(request_id, error))
@@ -258,7 +262,7 @@ class Link:
                 self._wait_for_less(request_id, reception)
 
     def _wait_for_less(self, request_id: str, reception: Reception) -> None:
-        """Count a heartbeat without the tokens that a request lacks."""
+        """Count a heartbeat without a request's missing tokens; end the request after too many."""
         reception.num_silent_beats += 1
         if reception.num_silent_beats > MAX_BEATS_FOR_LAST_TOKENS:
             self._end(request_id, reception.what_is_missing)
@@ -306,8 +310,7 @@ class Link:
         return reception.request.continued(reception.token_ids, self._block_size)
 
     async def _say(self, message: Cancel | Continue) -> None:
-        """Send the Conductor a message that may be lost: the Conductor asks for it again, or it is
-        repeated."""
+        """Send the Conductor a message that may be lost, as it is repeated or asked for again."""
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(message)
 
@@ -361,7 +364,7 @@ class Link:
                     await self._lose(output.ref.request_id, error)
 
     def _deliver(self, output: TokenOutput, now_s: float) -> None:
-        """Give new tokens to their request. Raises GenerationFailedError as `Reception.accept`."""
+        """Pass new tokens to their request. Raises GenerationFailedError as `Reception.accept`."""
         request_id = output.ref.request_id
         reception = self._in_flight.get(request_id)
         if reception is None:

@@ -16,7 +16,8 @@ TokenBytes = Callable[[int], bytes]
 
 
 def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return an entry for each token that `usage` counts, including the token that ended the answer."""
+    """Return a chat completion's logprobs: an entry for each token that `usage` counts, the last one
+    included."""
     content = [
         {
             **_entry(token_id, of_token.logprob, token_bytes),
@@ -28,7 +29,10 @@ def of_chat(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
 
 
 def of_completion(delta: Delta, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Return the columns of a completion. The drawn token is always shown, so there may be one more."""
+    """Return a plain completion's logprobs as columns.
+
+    The drawn token is always shown, beside the most likely ones.
+    """
     pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
     return {
         "tokens": [_piece(token_bytes, token_id)[0] for token_id, _ in pairs],
@@ -57,7 +61,7 @@ def _entry(token_id: int, logprob: float, token_bytes: TokenBytes) -> dict[str, 
 
 @lru_cache(1 << 15)
 def _piece(token_bytes: TokenBytes, token_id: int) -> tuple[str, tuple[int, ...]]:
-    """Return a token's text and bytes. Each token of an answer may come with twenty others."""
+    """Return a token's text and bytes. Cached, as each token of an answer may come with twenty others."""
     data = token_bytes(token_id)
     return data.decode(errors="replace"), tuple(data)
 

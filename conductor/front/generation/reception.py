@@ -32,7 +32,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """A request that gets no more tokens, and why."""
+    """The end of a request that gets no more tokens, with the reason."""
 
     request_id: str
     error: RequestError
@@ -40,7 +40,7 @@ class Lost(msgspec.Struct, frozen=True):
 
 Event = Received | Lost
 Receive = Callable[[Event], None]
-"""Callback for the events of one request, in order, as soon as they come; raises nothing."""
+"""A callback for the events of one request, called in order as soon as they arrive. It raises nothing."""
 
 
 MAX_BEATS_FOR_MISSING = 2
@@ -49,7 +49,7 @@ MAX_BEATS_FOR_MISSING = 2
 
 @dataclass(slots=True)
 class Reception:
-    """How far one request's tokens have arrived."""
+    """The progress with which one request's tokens arrive."""
 
     request: Request
     receive: Receive
@@ -60,7 +60,8 @@ class Reception:
     """The latest attempt of which tokens have come, as a pair with the epoch of its Conductor in front."""
     token_ids: list[int] = field(default_factory=list)
     early: list[TokenOutput] = field(default_factory=list)
-    """Outputs before which tokens are missing, by position: each begins behind the end of `token_ids`."""
+    """Outputs that wait for missing tokens before them, by position; each begins behind the end of
+    `token_ids`."""
     num_missing_beats: int = 0
     """Consecutive heartbeats at which there were `early` outputs."""
     num_sent: int | None = None
@@ -68,14 +69,14 @@ class Reception:
     num_silent_beats: int = 0
     """Heartbeats without tokens since the Conductor said that no more come."""
     is_unknown: bool = False
-    """Whether the Conductor has said since the latest heartbeat that it does not have the request."""
+    """Whether the Conductor has reported since the latest heartbeat that the request is unknown."""
 
     def __post_init__(self) -> None:
         self.last_s = self.submitted_s
 
     @property
     def what_is_missing(self) -> UnavailableError:
-        """Error for a request that gets no more tokens and has not ended. It may be sent again."""
+        """The error for a request that has not ended and gets no more tokens. The client may retry."""
         num_received = len(self.token_ids)
         if self.num_sent is not None:
             missing = f"{num_received} of {self.num_sent} tokens arrived, the rest was lost"
@@ -90,7 +91,7 @@ class Reception:
         return self.num_missing_beats >= MAX_BEATS_FOR_MISSING and self.num_sent is None
 
     def accept(self, output: TokenOutput) -> list[Received] | None:
-        """Return the tokens that are new with `output`; None if it belongs to an attempt that has been
+        """Return the new tokens that `output` completes; None if it belongs to an attempt that has been
         replaced.
 
         While tokens are missing, an output of a replaced attempt may fill the gap.
@@ -109,8 +110,10 @@ class Reception:
         return self._with_early(attempt, received) if self.early else received
 
     def _with_early(self, attempt: tuple[int, int], received: list[Received]) -> list[Received]:
-        """Add the early outputs before which nothing is missing any more, as tokens of `attempt` have
-        come."""
+        """Return `received` with the early outputs that have no gap before them any more.
+
+        `attempt` is the one whose tokens have arrived.
+        """
         if attempt == self.attempt:  # it gives the rest itself, so outputs of earlier attempts are not needed
             self.early = [output for output in self.early if _attempt(output) == attempt]
         while self.early and self.early[0].position <= len(self.token_ids):
@@ -121,7 +124,8 @@ class Reception:
         return received
 
     def _new(self, output: TokenOutput, *, is_stale: bool) -> list[Received]:
-        """Add an output before which no tokens are missing. Returns its new tokens, if there are any."""
+        """Append an output before which no tokens are missing, and return its new tokens, if there are
+        any."""
         new = output.token_ids
         if output.position < len(self.token_ids):
             known = self.token_ids[output.position : output.position + len(new)]

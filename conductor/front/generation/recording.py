@@ -34,15 +34,15 @@ from mooncake.messages.requests import Request
 log = logging.getLogger(__name__)
 
 TRACE_BLOCK_TOKENS = 512
-"""Tokens of the blocks that traces name."""
+"""Tokens of a block in Mooncake's traces."""
 MOST_QUEUED = 10_000
-"""Most requests that wait to be hashed. Further ones are not recorded."""
+"""Requests that may wait for hashing. Further requests are not recorded."""
 _ID_BITS = 53
 """Bits of a hash id: JSON readers represent such integers exactly."""
 
 
 class TraceLine(msgspec.Struct):
-    """One request of the trace; lengths in tokens."""
+    """The line of one request in a trace; lengths are in tokens."""
 
     timestamp: int
     """Milliseconds since the recording began."""
@@ -82,7 +82,7 @@ class Recorder:
         log.info("requests are recorded in %s", self.path)
 
     def began(self, request: Request) -> None:
-        """Record that a request was submitted."""
+        """Record that a request was submitted. Returns at once."""
         if self._is_over.is_set():
             return
         if self._queue.qsize() > MOST_QUEUED:
@@ -91,19 +91,19 @@ class Recorder:
         self._queue.put(_Began(request, time.monotonic()))
 
     def ended(self, request_id: str, num_output_tokens: int) -> None:
-        """Record that a request is over, with `num_output_tokens`."""
+        """Record that a request is over, with `num_output_tokens`. Returns at once."""
         if not self._is_over.is_set():
             self._queue.put(_Ended(request_id, num_output_tokens))
 
     def close(self) -> None:
-        """Write the remaining lines, and end. Running requests are written with an `output_length` of 0."""
+        """Write the remaining lines and close the file. Running requests get an `output_length` of 0."""
         self._queue.put(None)
         self._thread.join()
         if self._num_left_out:
             log.warning("%d requests are not in %s: they came too fast", self._num_left_out, self.path)
 
     def _write(self) -> None:
-        """Write until closed, or until the file is full or cannot be written."""
+        """Write lines until the recorder is closed, the file is full or cannot be written."""
         try:
             with contextlib.closing(self._trace):
                 while (item := self._queue.get()) is not None:
@@ -120,7 +120,7 @@ class Recorder:
 
 
 class _Trace:
-    """The file, and the lines that wait for earlier ones."""
+    """The file of a trace, and the lines that wait for earlier ones."""
 
     def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         self._file, self._bytes_left = file, max_bytes
@@ -131,7 +131,7 @@ class _Trace:
         self._ended: set[str] = set()
 
     def begin(self, request: Request, at_s: float) -> None:
-        """Add the line of a request, to be written when it has ended."""
+        """Add the line of a request. The line is written when the request has ended."""
         prompt = request.token_ids[: request.num_prompt_tokens]
         ids = hash_ids(prompt, self._salt, request.root_key)
         timestamp = round(1000 * (at_s - self._began_s))
@@ -163,18 +163,18 @@ class _Trace:
         return True
 
     def flush(self) -> None:
-        """Let readers see what has been written."""
+        """Flush the file's buffer, so that readers see all lines written."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write all lines that wait, as far as there is room, and close the file."""
+        """Write all waiting lines that fit within the limit, and close the file."""
         with self._file:
             while self._waiting and self._write(self._waiting.popitem(last=False)[1]):
                 pass
 
 
 def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
-    """Return an id for each block of a prompt, the partial one included.
+    """Return an id for each block of `TRACE_BLOCK_TOKENS` tokens of a prompt, the last partial one included.
 
     An id stands for its block, all tokens before it, and `root_key`, which separates tenants.
     """
@@ -187,7 +187,10 @@ def hash_ids(token_ids: list[int], salt: bytes, root_key: bytes) -> list[int]:
 
 
 def _new_file(path: Path) -> tuple[Path, BinaryIO]:
-    """Make the file, readable only by its owner. If it exists, the next free number is added to its name."""
+    """Create the file, readable only by its owner.
+
+    If its name is taken, the next free number is added to it.
+    """
     numbered = (path.with_stem(f"{path.stem}.{number}") for number in itertools.count(1))
     for candidate in itertools.chain([path], numbered):
         try:

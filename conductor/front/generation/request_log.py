@@ -11,11 +11,11 @@ from conductor.front.metrics import tbt_s
 log = logging.getLogger(__name__)
 
 PairOf = Callable[[str], tuple[str | None, str | None]]
-"""Function that returns a request's prefill and decode instance, as far as they are known."""
+"""A function that returns a request's prefill and decode instance; None for an unknown one."""
 
 
 class RequestLog:
-    """Log of a front's requests. Their instances are known only with a Conductor in this process."""
+    """The log of a front's requests. Instances are named only with a Conductor in this process."""
 
     def __init__(self, pair_of: PairOf | None) -> None:
         self._pair_of = pair_of
@@ -31,8 +31,11 @@ class RequestLog:
         ttft_s: float | None,
         gaps_s: Sequence[float],
     ) -> None:
-        """Log a request that is over. `how`: its finish reason, or its other end. `ttft_s`: None without a
-        token. `gaps_s`: seconds between its steps."""
+        """Log a request that is over.
+
+        `how` is its finish reason or other end, `ttft_s` is None without a token, `gaps_s` are the seconds
+        between its iterations.
+        """
         if not log.isEnabledFor(logging.INFO):
             return
         prefill, decode = (None, None) if self._pair_of is None else self._pair_of(request_id)

@@ -34,21 +34,23 @@ _STREAM_HEADERS = [
 
 
 def outcome_of(error: RequestError) -> RequestOutcome:
-    """Return the outcome as which a request that ends with `error` is counted."""
+    """Return the outcome under which a request that ends with `error` is counted."""
     if error.status in (429, 503):
         return RequestOutcome.REJECTED
     return RequestOutcome.INVALID if error.status < 500 else RequestOutcome.FAILED
 
 
 class _Ending(NamedTuple):
-    """The last output of a choice, which is still to be sent."""
+    """The last output of a choice, which has not been sent yet."""
 
     request_id: str
     delta: Delta
 
 
 class GenerationResponse(Response):
-    """Runs `generation` and sends its output. A client that hangs up ends it at once.
+    """An ASGI response that runs `generation` and sends its output.
+
+    The request ends at once when its client hangs up.
 
     Events between the first and the last one are sent when they are received, in the same turn of the event
     loop. The first and the last one are sent by the request's task, and so are all while the client does not
@@ -144,12 +146,12 @@ class GenerationResponse(Response):
             await self._send_part(chunks)
 
     def _gain(self, event: Event) -> Delta | None:
-        """Return the new output of a choice, after looking for tool calls. Raises RequestError."""
+        """Return the new output of a choice, after the search for tool calls. Raises RequestError."""
         delta = self._generation.gain(event)
         return None if delta is None else self._answers.seen(delta)
 
     def _chunks(self, delta: Delta) -> bytes:
-        """Return the chunks of `delta` to send now; none if the answer is not streamed."""
+        """Return the chunks of `delta` to send now; empty if the answer is not streamed."""
         if self._is_streamed:
             return self._answers.chunks(delta, self._generation.usage)
         self._answers.gather(delta)

@@ -15,8 +15,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """New text. `num_tokens` is the number of pushed tokens that belong to the answer: fewer than were pushed
-    at a stop.
+    """New text of a choice.
+
+    `num_tokens`: pushed tokens that belong to the answer, fewer than pushed at a stop string.
 
     `offsets`: the character of the text at which each of these tokens begins, if the stream counts
     characters.
@@ -29,9 +30,10 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 class _StopStrings:
-    """All stop strings as one automaton (Aho and Corasick): a state is the longest suffix of the text with
-    which a stop string begins. So a character costs the same, however many stop strings there are, and how
-    long.
+    """An automaton of all stop strings (Aho and Corasick).
+
+    A state is the longest suffix of the text with which a stop string begins. So a character costs the same,
+    whatever the number and length of stop strings.
     """
 
     __slots__ = ("fallback", "following", "held", "longest")
@@ -70,7 +72,7 @@ class _StopStrings:
         self.longest[state] = len(stop)
 
     def after(self, state: int, character: str) -> int:
-        """Return the state after one more character."""
+        """Return the automaton's state after one more character."""
         following, fallback = self.following, self.fallback
         while state and character not in following[state]:
             state = fallback[state]
@@ -78,11 +80,11 @@ class _StopStrings:
 
 
 _stop_strings = lru_cache(maxsize=4)(_StopStrings)
-"""Makes an automaton, or returns one that was made lately: the choices of a request have the same."""
+"""Return the automaton of these stop strings, cached, as the choices of a request have the same."""
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first, and shows no part of it.
+    """A matcher that finds the stop string which is complete first, and shows no part of a stop string.
 
     The result does not depend on how the text is divided into pieces: a text is cut before the stop string
     that ends first; if several end together, before the one that begins first.
@@ -115,13 +117,13 @@ class StopMatcher:
         return text[:num_shown], False
 
     def flush(self) -> str:
-        """Return the text that was held back, now that no more follows."""
+        """Return the text that was held back, at the end of a generation."""
         held, self._held, self._state = self._held, "", 0
         return held
 
 
 class TextStream:
-    """The text of one choice."""
+    """The text of one choice, decoded and cut at stop strings."""
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_num_chars", "_num_tokens", "plain")
 
@@ -142,7 +144,7 @@ class TextStream:
         self._num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> Decoded:
-        """Decode more tokens. After `stopped` nothing more may be pushed."""
+        """Return the text of more tokens. Nothing may be pushed after `stopped`."""
         if self.plain is not None:
             return Decoded(self.plain.push(token_ids), len(token_ids), False)
         shown, offsets = "", []
@@ -166,7 +168,10 @@ class TextStream:
         return self._num_chars
 
     def flush(self) -> Decoded:
-        """Return the rest, at the end of a generation. `num_tokens` is 0: they were counted when pushed."""
+        """Return the remaining text at the end of a generation.
+
+        `num_tokens` is 0: tokens are counted when pushed.
+        """
         # A character that max_tokens cut in two is left out rather than shown as garbage.
         text, stopped = self._matcher.push(self._detokenizer.flush().rstrip(_REPLACEMENT))
         return Decoded(text if stopped else text + self._matcher.flush(), 0, stopped)

@@ -24,7 +24,7 @@ _MISTRAL_ID_CHARS = 9  # its templates refuse others
 
 
 class ToolAnswer:
-    """Message of one choice."""
+    """The message of one choice, whose text may contain tool calls."""
 
     def __init__(self, tools: ToolUse) -> None:
         self._tools = tools
@@ -35,8 +35,10 @@ class ToolAnswer:
         """Calls, each with the pieces of its arguments so far."""
 
     def see(self, text: str, finish_reason: FinishReason | None) -> None:
-        """Look at new text of the answer; with a finish reason it is the last. The caller then calls `deltas`
-        or `gather`."""
+        """Parse new text of the answer, the last text if there is a finish reason.
+
+        The caller then calls `deltas` or `gather`.
+        """
         events = self._parser.push(text)
         if finish_reason is not None:
             events += self._parser.finish(is_cut=finish_reason is FinishReason.LENGTH)
@@ -45,15 +47,15 @@ class ToolAnswer:
 
     @property
     def is_over(self) -> bool:
-        """Whether all calls that may come are complete."""
+        """Whether all calls that the answer may have are complete."""
         return self._parser.is_over
 
     def deltas(self) -> list[dict[str, Any]]:
-        """Return the text and calls that the latest `see` has found, as additions to the message."""
+        """Return the text and calls that the latest `see` has found, as OpenAI's deltas."""
         return [self._delta(event) for event in self._events]
 
     def gather(self) -> None:
-        """Keep the text that `see` has got."""
+        """Keep the text and calls that the latest `see` has found, for `message`."""
         for event in self._events:
             match event:
                 case Text(more):
@@ -64,7 +66,7 @@ class ToolAnswer:
                     self._calls[-1][1].append(piece)
 
     def message(self) -> dict[str, Any]:
-        """Return the message of all gathered text. Content is null if there are only calls."""
+        """Return the message of all gathered text. Its content is null if there are only calls."""
         content = "".join(self._content)
         calls = []
         for call, pieces in self._calls:
@@ -74,7 +76,8 @@ class ToolAnswer:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """Return `reason` as clients expect it: if the answer stopped within a call, none is to be made."""
+        """Return the finish reason that clients expect: an answer that stopped within a call has no call to
+        be made."""
         has_calls = self._parser.num_calls > 0 and not self._parser.is_within_call
         if reason is FinishReason.STOP and has_calls and not self._tools.is_named:
             return "tool_calls"

@@ -35,7 +35,10 @@ log = logging.getLogger(__name__)
 
 
 async def read_body(request: Request, max_bytes: int) -> ReceivedBody:
-    """Read a body. Raises RequestError beyond `max_bytes`, ClientDisconnect if the client hangs up."""
+    """Return a request's body.
+
+    Raises RequestError beyond `max_bytes`, ClientDisconnect if the client hangs up.
+    """
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > max_bytes:
         raise _too_large(max_bytes)
@@ -57,8 +60,11 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class RequestIds:
-    """Gives each request an id, which its response carries: the client's id, or that of its trace (W3C Trace
-    Context). HEAD is answered as GET; the server leaves the body out."""
+    """ASGI middleware that gives each request an id, which its response carries.
+
+    The id is the client's, or that of its trace (W3C Trace Context). HEAD is answered as GET; the server
+    leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -91,7 +97,7 @@ def _given_id(scope: Scope) -> str | None:
 
 
 class Boundary:
-    """Turns unexpected errors, and the server's end, into an error body."""
+    """ASGI middleware that answers unexpected errors, and cancelled requests, with an error body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -123,13 +129,15 @@ class Boundary:
 
 
 def response_to(error: RequestError | ClientDisconnect) -> Response:
-    """Return the response to a request that cannot be answered. (Nobody reads it if the client has gone.)"""
+    """Return the response to a request that failed with `error`. (Nobody reads it if the client has gone.)"""
     return error_response(error) if isinstance(error, RequestError) else Response(status_code=400)
 
 
 def answer_errors(app: FastAPI, unserved: tuple[str, ...] = ()) -> None:
-    """Answer errors as OpenAI does. Call it after the last route. `unserved`: paths that other servers
-    have."""
+    """Make the application answer errors as OpenAI does. To be called after the last route.
+
+    `unserved`: paths that other servers have.
+    """
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:

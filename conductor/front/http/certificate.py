@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """Certificate and key, from their files. Every handshake uses `context`."""
+    """A TLS certificate and its key, from their files. Every handshake uses `context`."""
 
     def __init__(self, cert: Path, key: Path) -> None:
         """Read both files. Raises ConfigError for a certificate or key that cannot be used."""
@@ -34,8 +34,10 @@ class Certificate:
             self.look()
 
     def look(self) -> None:
-        """Read certificate and key again if their files have changed. A pair that cannot be used is
-        logged, and changes nothing."""
+        """Read certificate and key again if their files have changed.
+
+        An unusable pair is logged, and the old one stays in use.
+        """
         if not self._files.have_changed():
             return
         try:

@@ -38,7 +38,7 @@ _MAX_BUFFERED_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Serving:
-    """State that a server's connections have in common."""
+    """State that all connections of a server share."""
 
     app: ASGIApp
     timeouts: Timeouts
@@ -47,14 +47,16 @@ class Serving:
     loop: asyncio.AbstractEventLoop
     turns: PipelineTurns = field(default_factory=PipelineTurns)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Requests that the application answers."""
+    """The tasks of requests that the application answers."""
     is_ending: bool = False
-    """Whether the server ends, so that each connection closes behind its next response."""
+    """Whether the server is shutting down, so that each connection closes after its next response."""
 
 
 class Connection(asyncio.Protocol):
-    """Protocol of one connection. While `accepted` is in its TLS handshake it counts as a connection that
-    waits."""
+    """The asyncio protocol of one connection.
+
+    While `accepted` is in its TLS handshake it counts as a waiting connection.
+    """
 
     _transport: asyncio.Transport
 
@@ -99,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._can_write.set()
 
     def _disconnect(self) -> None:
-        """Tell the application that no client waits for its answer."""
+        """Tell the application that its client has disconnected."""
         exchanges = [self._answering, *(exchange for exchange, _ in self._pipelined)]
         self._answering = self._arriving = None
         self._pipelined.clear()
@@ -114,7 +116,7 @@ class Connection(asyncio.Protocol):
         self._read_on()
 
     def _read_on(self) -> None:
-        """Parse received bytes up to the end of one request that is to be answered."""
+        """Parse received bytes up to the end of the next request to be answered."""
         if self._transport.is_closing():
             return
         while self._parser.num_unread_bytes and not self._transport.is_closing():
@@ -130,7 +132,7 @@ class Connection(asyncio.Protocol):
         self.resume_reading()
 
     def resume_reading(self) -> None:
-        """Read more, unless received bytes wait for the parser or the application."""
+        """Resume reading, unless received bytes wait for the parser or the application."""
         waits = self._parser.num_unread_bytes or (
             self._arriving is not None and self._arriving.num_unread_bytes > _MAX_BUFFERED_BYTES
         )
@@ -205,7 +207,7 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(self._serving.tasks.discard)
 
     def response_ended(self) -> None:
-        """Go on with the next request, or close."""
+        """Start the connection's next request, or close the connection."""
         assert self._answering is not None
         if self._answering is self._arriving:
             self._serving.uploads.release(self)  # of its body, nothing is kept
@@ -228,21 +230,21 @@ class Connection(asyncio.Protocol):
             self.resume_reading()
 
     def _wait(self) -> None:
-        """Wait for the next request."""
+        """Start to wait for the connection's next request."""
         self._serving.table.waits(self)
         self._idle_timer.start(self._serving.loop, self._serving.timeouts.idle_s, self.close)
 
     @property
     def takes_more(self) -> bool:
-        """Whether the client is there, and reads."""
+        """Whether the client is connected and reads the response."""
         return self._can_write.is_set() and not self._transport.is_closing()
 
     async def wait_until_it_takes_more(self) -> None:
-        """Return when the client reads again, or has gone."""
+        """Wait until the client reads again or has disconnected."""
         await self._can_write.wait()
 
     def write(self, data: bytes) -> None:
-        """Send `data` behind all that was written before, if the client is there."""
+        """Send `data` behind all earlier data; drop it if the client has disconnected."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -262,8 +264,7 @@ class Connection(asyncio.Protocol):
             self._send_timer.start(self._serving.loop, delay_s, self._abort_if_unsent, num_bytes)
 
     def _abort_if_unsent(self, num_bytes: int) -> None:
-        """Abort if the client has taken nothing of `num_bytes` that waited: more is written only when fewer
-        wait."""
+        """Abort the connection if the client has read nothing of `num_bytes` pending bytes."""
         self._send_timer.stop()
         if self._transport.get_write_buffer_size() >= num_bytes:
             self.abort()
@@ -293,7 +294,10 @@ class Connection(asyncio.Protocol):
         return self._answering is not None and self._answering is not self._arriving
 
     def _refuse(self, status: str, message: str, code: str) -> None:
-        """Close, with an error for the request that is arriving. Requests before it are answered first."""
+        """Close the connection, with an error for the request that is arriving.
+
+        Earlier requests are answered first.
+        """
         if self._has_whole_request():
             self._end_behind_whole_requests()
             return
@@ -302,7 +306,7 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def _end_behind_whole_requests(self) -> None:
-        """Answer the requests that have arrived completely, then close."""
+        """Answer the requests that have arrived completely, then close the connection."""
         if self._pipelined and self._pipelined[-1][0] is self._arriving:
             self._pipelined.pop()
         latest = self._pipelined[-1][0] if self._pipelined else self._answering
@@ -318,7 +322,7 @@ class Connection(asyncio.Protocol):
             self.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
     def make_room(self) -> None:
-        """Close, with an error for the request that is arriving: another connection needs the place.
+        """Close the connection to free its slot, with an error for the request that is arriving.
 
         Requests before it are answered first.
         """
@@ -339,7 +343,7 @@ class Connection(asyncio.Protocol):
         self._disconnect()
 
     def shutdown(self) -> None:
-        """Close when the response that has begun is complete."""
+        """Close the connection when the response that has begun is complete."""
         self._pipelined.clear()
         if self._answering is not None:
             self._answering.keep_alive = False
@@ -349,14 +353,14 @@ class Connection(asyncio.Protocol):
             self.abort()  # else a request may have come with the connection
 
     def close(self) -> None:
-        """Close when the client has taken all that was written."""
+        """Close the connection when the client has read all that was written."""
         if not self._transport.is_closing():
             self._transport.close()
             self._serving.table.closes(self)
             self._start_send_timer()
 
     def abort(self) -> None:
-        """Close at once; what the client has not taken is lost."""
+        """Close the connection at once; unread data is lost."""
         if self._accepted is None:
             self._transport.abort()
             return

@@ -22,7 +22,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 RESPONSE_STREAM = "mooncake.response_stream"
-"""Extension of the ASGI scope: the `ResponseStream` of the request."""
+"""The key of the ASGI scope's extensions under which the request's `ResponseStream` is."""
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
 }
@@ -32,54 +32,57 @@ log = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
-    """The connection, as an exchange uses it."""
+    """The interface of a connection that an exchange needs."""
 
     @property
     def takes_more(self) -> bool:
-        """Whether the client is there, and reads."""
+        """Whether the client is connected and reads the response."""
 
     async def wait_until_it_takes_more(self) -> None:
-        """Return when the client reads again, or has gone."""
+        """Wait until the client reads again or has disconnected."""
 
     def write(self, data: bytes) -> None:
-        """Send `data`, which is not empty, behind all that was written before."""
+        """Send `data`, which is not empty, behind all earlier data."""
 
     def resume_reading(self) -> None:
-        """Read more of the request's body."""
+        """Resume reading the request's body."""
 
     def response_ended(self) -> None:
-        """Go on with the next request, or close."""
+        """Start the connection's next request, or close the connection."""
 
     def close(self) -> None:
-        """Close when the client has taken all that was written."""
+        """Close the connection when the client has read all that was written."""
 
 
 class ResponseStream(Protocol):
-    """The body of a response, for parts that need not wait. The last part is sent by `send`."""
+    """The body of a response, for parts that can be written without waiting.
+
+    The last part goes through `send`.
+    """
 
     @property
     def takes_more(self) -> bool:
-        """Whether the response has started, and a part can leave now."""
+        """Whether the response has started, and a part can be sent without waiting."""
 
     def write(self, part: bytes) -> None:
-        """Send a part of the body."""
+        """Send a part of the body without waiting."""
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
-        """Call `callback`, once, when the client has gone before the response has ended."""
+        """Register a callback, called once when the client disconnects before the end of the response."""
 
 
 class ResponseState(Enum):
-    """The progress of a response."""
+    """The progress of a response, from before its head to its end."""
 
     PENDING = auto()
     STARTED = auto()
     ENDED = auto()
     DISCONNECTED = auto()
-    """The client has gone before the end."""
+    """The client has disconnected before the end of the response."""
 
 
 class Exchange:
-    """`receive`, `send` and `ResponseStream` of one request."""
+    """The ASGI `receive` and `send`, and the `ResponseStream`, of one request."""
 
     __slots__ = (
         "_body",
@@ -105,8 +108,9 @@ class Exchange:
         keep_alive: bool = True,
         expects_continue: bool = False,
     ) -> None:
-        """`takes_chunks`: the client understands chunked bodies. `expects_continue`: the client sends its
-        body only after a 100 response.
+        """Prepare the exchange of one request. `takes_chunks`: the client understands chunked bodies.
+
+        `expects_continue`: the client sends its body only after a 100 response.
         """
         self._channel = channel
         self._has_body, self._takes_chunks = not is_head, takes_chunks
@@ -123,7 +127,7 @@ class Exchange:
         """Bytes of the response's body that are still to be sent; None if its length is unknown."""
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Let the application answer. A response that it leaves unfinished ends with the connection."""
+        """Run the application on this request. A response left unfinished ends with the connection."""
         try:
             await app(scope, self.receive, self.send)
         except Exception:
@@ -136,7 +140,7 @@ class Exchange:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes of the body that have arrived and that the application has not received."""
+        """The bytes of the body that have arrived and that the application has not received."""
         return len(self._body)
 
     def add_body(self, part: bytes) -> None:
@@ -152,7 +156,7 @@ class Exchange:
         self._changed.set()
 
     def disconnect(self) -> None:
-        """Record that the client has gone."""
+        """Record that the client has disconnected."""
         if self.state is not ResponseState.ENDED:
             self.state = ResponseState.DISCONNECTED
         self._changed.set()
@@ -161,8 +165,8 @@ class Exchange:
             disconnected()
 
     async def receive(self) -> Message:
-        """Return the part of the body that has arrived since the last call, or an event that the client has
-        gone or has its response."""
+        """Return the part of the body that has arrived since the last call, or the ASGI event of a
+        disconnect."""
         if self._expects_continue and self.state is ResponseState.PENDING:
             self._expects_continue = False
             self._channel.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -178,7 +182,7 @@ class Exchange:
     # -- the response -----------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Write a part of the response when the client takes more; nothing if the client has gone."""
+        """Write a part of the response once the client reads; drop it if the client has disconnected."""
         if not self._channel.takes_more:
             await self._channel.wait_until_it_takes_more()
         if self.state is ResponseState.DISCONNECTED:
@@ -202,11 +206,14 @@ class Exchange:
 
     @property
     def takes_more(self) -> bool:
-        """Whether the response has started, and a part can leave now."""
+        """Whether the response has started, and a part can be sent without waiting."""
         return self.state is ResponseState.STARTED and self._channel.takes_more
 
     def write(self, part: bytes) -> None:
-        """Send a part of the body. Raises RuntimeError if it is longer than the head says."""
+        """Send a part of the body without waiting.
+
+        Raises RuntimeError if the body gets longer than its Content-Length.
+        """
         if not part or not self._has_body:
             return
         if self._has_chunks:
@@ -218,7 +225,7 @@ class Exchange:
         self._channel.write(part)
 
     def on_disconnect(self, callback: Callable[[], object]) -> None:
-        """Call `callback`, once, when the client has gone before the response has ended."""
+        """Register a callback, called once when the client disconnects before the end of the response."""
         if self.state is ResponseState.DISCONNECTED:
             callback()
         else:

@@ -18,12 +18,11 @@ MAX_HEAD_BYTES = 1 << 16
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _CHUNKED_PIECE_BYTES = 256
-"""Bytes of a body of unknown length that are parsed at once. Behind its end there may be requests of 18
-bytes."""
+"""Bytes of a chunked body that are parsed at once. Its end may be followed by requests of 18 bytes."""
 
 
 class InvalidRequestError(Exception):
-    """The received bytes are no valid request."""
+    """The received bytes are no valid HTTP request."""
 
 
 class TunnelRequestedError(Exception):
@@ -31,7 +30,7 @@ class TunnelRequestedError(Exception):
 
 
 class Arrival(Enum):
-    """The part of the latest request that has arrived."""
+    """The progress with which the latest request arrives."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -39,7 +38,7 @@ class Arrival(Enum):
 
 
 class RequestHead(NamedTuple):
-    """Request line and headers, whose names are in lower case."""
+    """The request line and headers of a request; header names are in lower case."""
 
     method: str
     version: str
@@ -47,13 +46,13 @@ class RequestHead(NamedTuple):
     query: bytes
     headers: list[tuple[bytes, bytes]]
     keep_alive: bool
-    """Whether the client may send another request behind this one."""
+    """Whether the client may send another request on the same connection."""
     expects_continue: bool
     """Whether the client sends the body only after a 100 response."""
 
 
 class RequestListener(Protocol):
-    """Receiver of requests, in order of arrival."""
+    """The interface through which the parser reports requests, in order of arrival."""
 
     def request_began(self) -> None: ...
 
@@ -65,7 +64,7 @@ class RequestListener(Protocol):
 
 
 class RequestParser:
-    """Incremental parser that reports requests to `listener`."""
+    """An incremental HTTP/1.1 parser that reports requests to `listener`."""
 
     def __init__(self, listener: RequestListener) -> None:
         self._listener = listener
@@ -86,15 +85,15 @@ class RequestParser:
 
     @property
     def num_unread_bytes(self) -> int:
-        """Bytes that were added and not parsed."""
+        """The number of bytes that were added and not parsed."""
         return len(self._unread) - self._unread_from
 
     def add(self, data: bytes) -> None:
-        """Add received bytes."""
+        """Add received bytes, to be parsed by `parse_piece`."""
         self._unread, self._unread_from = self._unread[self._unread_from :] + data, 0
 
     def clear(self) -> None:
-        """Forget received bytes that are not parsed."""
+        """Drop received bytes that are not parsed."""
         self._unread, self._unread_from = b"", 0
 
     def close(self) -> None:
@@ -103,7 +102,7 @@ class RequestParser:
         del self._parser, self._listener
 
     def parse_piece(self) -> None:
-        """Parse received bytes, at most to the end of one request.
+        """Parse received bytes, up to the end of one request at most.
 
         Raises InvalidRequestError, and TunnelRequestedError behind a CONNECT.
         """
@@ -193,6 +192,6 @@ class RequestParser:
 
 
 def _head_before_body(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the head of a request, behind which a parser reads the body as `headers` frame it."""
+    """Return a request head after which a parser reads the body as `headers` frame it."""
     framing = [b"%b: %b\r\n" % header for header in headers if header[0] in _FRAMING]
     return b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing)

@@ -18,19 +18,19 @@ from conductor.front.http.timers import Timeouts
 from mooncake.errors import ConfigError
 
 HANDSHAKE_S = 60.0
-"""Seconds for a TLS handshake. With too many handshakes at once the oldest ends sooner."""
+"""Seconds for a TLS handshake. With too many handshakes at once the oldest is ended sooner."""
 _BACKLOG = 2048
 _MAX_ACCEPTED_AT_ONCE = 64
-"""Connections that are accepted before other tasks have their turn."""
+"""Connections that are accepted before other tasks of the event loop run."""
 _RETRY_S = 0.1
-"""Seconds until the next try when a connection cannot be accepted, mostly for lack of descriptors."""
+"""Seconds until the next try to accept a connection after a failure, mostly for lack of descriptors."""
 _LAST_ANSWERS_S = 1.0
-"""Seconds for answering cancelled requests with an error."""
+"""Seconds in which cancelled requests are answered with an error."""
 log = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int, option: str | None = None) -> socket.socket:
-    """Bind and listen, before anything else starts; port 0 takes a free one. Raises ConfigError.
+    """Return a bound, listening socket; port 0 takes a free port. Raises ConfigError.
 
     `option`: the option that chooses another address, if not --host and --port.
     """
@@ -69,7 +69,7 @@ class HttpServer:
         max_pending_bytes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`max_pending_bytes`: most bytes of all requests that have not arrived completely."""
+        """Prepare the server. `max_pending_bytes`: bytes that all incomplete requests together may hold."""
         self._listener, self._tls = listener, tls
         self._loop = asyncio.get_running_loop()
         self.connections = ConnectionTable(is_tls=tls is not None)
@@ -80,11 +80,11 @@ class HttpServer:
         self._retry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Accept connections."""
+        """Begin to accept connections."""
         self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Accept no more connections. Each open one ends with the response that has begun on it."""
+        """Stop accepting connections. Each open one ends with the response that has begun on it."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._listener)

@@ -1,5 +1,5 @@
-"""Resources that the connections of one server share: places, memory for arriving requests, turns of the
-event loop.
+"""Resources that the connections of one server share: slots for connections, memory for arriving requests,
+turns of the event loop.
 
 Owns: the limit of each, and which connection makes room for another. Does not know: HTTP, sockets.
 """
@@ -13,27 +13,29 @@ from typing import Generic, Protocol, TypeVar
 from mooncake.security.waiting_peers import WaitingPeers
 
 MAX_WAITING, MAX_WAITING_TLS = 2048, 512
-"""Connections that wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
+"""Connections that may wait for a request: 12 KiB of memory each, and up to 130 KiB with TLS."""
 CROWD_LEN = 64
-"""Number of waiting connections after whose end memory is returned to the system."""
+"""The number of ended connections after which memory is returned to the system."""
 MAX_PIPELINED_AT_ONCE = 16
-"""Connections that go on with a pipelined request in one turn of the event loop."""
+"""Connections that may start a pipelined request in one turn of the event loop."""
 _SHARE_OF_DESCRIPTORS = 4
-"""Connections may take the process's descriptors divided by this. The others are for responses, workers,
-another listener."""
+"""The divisor of the process's descriptors that gives the limit of connections.
+
+The rest are for responses, workers and another listener.
+"""
 
 
 class Evictable(Hashable, Protocol):
-    """A connection that can be asked to make room."""
+    """The interface of a connection that can be closed to free its slot."""
 
     def make_room(self) -> None:
-        """Close, as another connection needs the place."""
+        """Close the connection to free its slot."""
 
     def shutdown(self) -> None:
-        """Close when the response that has begun is complete."""
+        """Close the connection when the response that has begun is complete."""
 
     def abort(self) -> None:
-        """Close at once; what the client has not taken is lost."""
+        """Close the connection at once; unread data is lost."""
 
 
 class ConnectionTable:
@@ -56,7 +58,7 @@ class ConnectionTable:
         """Most waiting connections since `crowd_has_gone` was last true."""
 
     def accepted(self, connection: Evictable) -> None:
-        """Add a connection, which waits."""
+        """Add a new connection, which waits for its first request."""
         self.open.add(connection)
         self.has_emptied.clear()
         self.waits(connection)
@@ -71,7 +73,7 @@ class ConnectionTable:
         self._waiting.leave(connection)
 
     def closes(self, connection: Evictable) -> None:
-        """Record that a connection closes when the client has taken the rest of a response."""
+        """Record that a connection closes once the client has read the rest of a response."""
         self._waiting.leave(connection)
         self._closing.enter(connection)
 
@@ -84,11 +86,12 @@ class ConnectionTable:
             self.has_emptied.set()
 
     def make_room(self) -> bool:
-        """Close the connection that has waited for longest. Returns whether there was one."""
+        """Close the connection that has waited longest. Returns whether there was one."""
         return self._closing.make_room() or self._waiting.make_room()
 
     def crowd_has_gone(self) -> bool:
-        """Return whether many waiting connections have ended since this was last true."""
+        """Return whether `CROWD_LEN` waiting connections have ended since the last call that returned
+        True."""
         has_gone = self._peak_waiting - len(self._waiting) >= CROWD_LEN
         if has_gone:
             self._peak_waiting = len(self._waiting)
@@ -105,17 +108,20 @@ Sender = TypeVar("Sender", bound=Hashable)
 
 
 class UploadBudget(Generic[Sender]):
-    """Memory for requests that have not arrived completely. The slowest sender makes room."""
+    """The memory budget of incomplete requests. When it is exceeded, the slowest sender is evicted."""
 
     def __init__(self, max_bytes: int, evict: Callable[[Sender], None]) -> None:
-        """`evict` is called with a sender that must make room, and is not counted any more."""
+        """Set the budget.
+
+        `evict` is called with a sender that is evicted, and whose bytes no longer count.
+        """
         self._max_bytes, self._evict = max_bytes, evict
         self._num_bytes: dict[Sender, int] = {}
         """Bytes by sender, the oldest first."""
         self._total_bytes = 0
 
     def add(self, sender: Sender, num_bytes: int) -> None:
-        """Count more of a sender's request."""
+        """Count more bytes of a sender's request."""
         self._num_bytes[sender] = self._num_bytes.get(sender, 0) + num_bytes
         self._total_bytes += num_bytes
         while self._total_bytes > self._max_bytes:
@@ -124,12 +130,12 @@ class UploadBudget(Generic[Sender]):
             self._evict(oldest)
 
     def release(self, sender: Sender) -> None:
-        """Forget a sender whose request is complete, or never will be. Idempotent."""
+        """Release the bytes of a sender whose request is complete or has ended. Idempotent."""
         self._total_bytes -= self._num_bytes.pop(sender, 0)
 
 
 class PipelineTurns:
-    """Lets a few connections go on with pipelined requests in each turn of the event loop.
+    """A queue that lets a few connections start pipelined requests in each turn of the event loop.
 
     So a new request is answered soon, however many are pipelined.
     """
@@ -139,7 +145,7 @@ class PipelineTurns:
         self._is_due = False
 
     def add(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` soon. Needs a running event loop."""
+        """Queue the callback `go_on` for one of the next turns. Needs a running event loop."""
         self._waiting.append(go_on)
         self._schedule()
 

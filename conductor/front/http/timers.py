@@ -18,7 +18,7 @@ class Timeouts:
     send_s: float
     """Seconds within which the client must take a part of the bytes that wait for it."""
     idle_s: float
-    """Seconds from a response to the next request."""
+    """Seconds from a response to the next request, after which the connection is closed."""
 
 
 class Timer:
@@ -32,13 +32,15 @@ class Timer:
     def start(
         self, loop: asyncio.AbstractEventLoop, delay_s: float, callback: Callable[..., None], *args: Any
     ) -> None:
-        """Call `callback` after `delay_s`, unless the timer runs already. The callback must stop the
-        timer."""
+        """Start the timer: call `callback` after `delay_s`, unless the timer runs already.
+
+        The callback must stop the timer.
+        """
         if self._handle is None:
             self._handle = loop.call_later(delay_s, callback, *args)
 
     def stop(self) -> None:
-        """Forget the deadline. Idempotent."""
+        """Cancel the deadline. Idempotent."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 class WatchedFiles:
-    """Files, as of the latest look at them."""
+    """Files whose changes are noticed by size, inode and time."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths

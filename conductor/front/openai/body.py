@@ -38,8 +38,7 @@ _EXPECTED = {
 
 
 class ReceivedBody:
-    """A received body, in pieces: copying a large body into one piece would block the event loop, above all
-    into memory that was not used before."""
+    """A received body, kept in pieces. A copy of a large body in one piece would block the event loop."""
 
     def __init__(self) -> None:
         self.pieces = [bytearray()]
@@ -54,11 +53,11 @@ class ReceivedBody:
         self.pieces[-1] += part
 
     def count(self, byte: bytes) -> int:
-        """Return how often the body has this byte."""
+        """Return the number of occurrences of this byte in the body."""
         return sum(piece.count(byte) for piece in self.pieces)
 
     def whole(self) -> bytes:
-        """Return a copy in one piece."""
+        """Return the body as one bytes object, a copy."""
         return b"".join(self.pieces)
 
 
@@ -75,7 +74,7 @@ def refusing_depth() -> Generator[None, None, None]:
 def parse(
     schema: type[Schema], body: bytes, check: Callable[[Mapping[str, object]], None] | None = None
 ) -> Schema:
-    """Parse the object in `body`. Raises RequestError that names the first wrong field.
+    """Return the JSON object in `body` as a `schema`. Raises RequestError that names the first wrong field.
 
     `check` gets the plain JSON values before objects are built, to refuse too many of them cheaply.
     """
@@ -107,11 +106,14 @@ def parse(
 
 
 class _OutOfRangeError(Exception):
-    """A number of a body is too large. The argument is the field's name."""
+    """A number in a body is too large. The argument is the field's name."""
 
 
 def _field_out_of_range(body: bytes) -> str | None:
-    """Name the field with the first number that is too large, which the parser does not say."""
+    """Return the name of the field with the first number that is too large; None if unknown.
+
+    The parser does not say.
+    """
 
     def check(fields: list[tuple[str, Any]]) -> None:
         for name, value in fields:
@@ -129,8 +131,10 @@ def _field_out_of_range(body: bytes) -> str | None:
 
 
 def _invalid_utf8(body: bytes) -> str | None:
-    """Name the position of the first byte of the body that is no UTF-8. (The parser counts within one string
-    only.)"""
+    """Return the position of the body's first invalid UTF-8 byte as text; None if all are valid.
+
+    (The parser counts within one string only.)
+    """
     try:
         body.decode()
     except UnicodeDecodeError as error:

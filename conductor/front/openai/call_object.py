@@ -15,11 +15,11 @@ _ARGUMENTS_KEYS = ("arguments", "parameters")
 
 
 class NotACallError(Exception):
-    """The object is no call."""
+    """The JSON object is no tool call."""
 
 
 class _At(Enum):
-    """The part of a call's object to which the next character belongs."""
+    """The part of a call's object to which the next character belongs: the state of the parser."""
 
     BEGIN = auto()
     KEY_OR_END = auto()
@@ -31,7 +31,7 @@ class _At(Enum):
 
 
 class CallObject:
-    """A call's JSON object, character by character.
+    """The JSON object of a tool call, parsed character by character.
 
     `name` is set once it is known. The object is known to be a call when its name, one of `names`, and the
     beginning of its arguments have come; before, it may turn out to be none (`NotACallError`). From then on
@@ -50,12 +50,12 @@ class CallObject:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the object is complete."""
+        """Whether the JSON object is complete."""
         return self._at is _At.END
 
     @property
     def is_call(self) -> bool:
-        """Whether it is certain that the object is a call."""
+        """Whether the object is certain to be a call."""
         return self.name is not None and (self._has_arguments or self._at is _At.END)
 
     def take(self) -> str:
@@ -64,8 +64,10 @@ class CallObject:
         return taken
 
     def push_plain(self, text: str, start: int) -> int:
-        """Push the characters from `start` on up to the next one with a meaning in JSON. Returns the index of
-        that one."""
+        """Push characters from `start` on, up to the next one with a meaning in JSON.
+
+        Returns the index of that character.
+        """
         plain = _PLAIN.match(text, start) if self._at is _At.VALUE and self._in_string else None
         if plain is None or self._is_escaped:
             return start
@@ -76,7 +78,7 @@ class CallObject:
         return plain.end()
 
     def push(self, char: str) -> None:
-        """Push a character. Raises NotACallError, but never once `is_call`."""
+        """Push one character. Raises NotACallError, but never once `is_call` is True."""
         match self._at:
             case _At.BEGIN:
                 self._at = _At.KEY_OR_END  # the caller has seen that it is `{`
@@ -173,7 +175,7 @@ class CallObject:
 
 
 def _decoded(text: str) -> str:
-    """Return the string of which `text` is the JSON form; empty if it is none."""
+    """Return the string whose JSON form is `text`; empty if `text` is invalid."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:

@@ -11,8 +11,10 @@ from mooncake.errors import RequestError
 
 
 def rendered_messages(messages: Sequence[Message], num_before: int = 0) -> list[dict[str, Any]]:
-    """Return messages with their content as text. Raises RequestError, whose place is counted behind the
-    first `num_before` messages."""
+    """Return messages with their content as text, in the form for chat templates.
+
+    Raises RequestError, whose message numbers the messages without the first `num_before`.
+    """
     rendered = []
     names_of_calls: dict[str, str] = {}
     for index, message in enumerate(messages, start=-num_before):

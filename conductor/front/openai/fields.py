@@ -25,7 +25,7 @@ WHOLE = BeforeValidator(_whole)
 
 
 class KnownFields(BaseModel):
-    """Base of models that refuse unknown fields."""
+    """Base of pydantic models that refuse unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -15,8 +15,9 @@ from mooncake.model.tokenizer import load_tokenizer
 
 
 class FrontTokenizer(Protocol):
-    """Interface of the tokenizer that the front needs, as `mooncake.model.tokenizer.Tokenizer` has it.
-    Threads call it.
+    """The interface of the tokenizer that the front needs, as `mooncake.model.tokenizer.Tokenizer` has it.
+
+    Called from several threads.
     """
 
     vocab_size: int
@@ -26,7 +27,7 @@ class FrontTokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` can work."""
+        """Whether the model has a chat template, so that `render_chat` works."""
 
     def token_bytes(self, token_id: int, /) -> bytes:
         """Return the bytes of a token, which may be a part of a character."""
@@ -43,13 +44,13 @@ class FrontTokenizer(Protocol):
 
 
 class Detokenizer(Protocol):
-    """Makes text of one growing token sequence. Never returns a part of a character."""
+    """A decoder that turns one growing token sequence into text, in whole characters."""
 
     def push(self, ids: Sequence[int], /) -> str:
-        """Return the text that these tokens complete."""
+        """Return the text that these token ids complete."""
 
     def flush(self) -> str:
-        """Return the held back text, at the end; U+FFFD for an incomplete character."""
+        """Return the text that was held back, at the end; U+FFFD for an incomplete character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ServedModel:
     template_takes_tools: bool = True
 
     def special_token(self, text: str) -> int | None:
-        """Return the special token that is written `text`."""
+        """Return the id of the special token that is written `text`; None if there is none."""
         tokens = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens[0] if len(tokens) == 1 and tokens[0] in self.tokenizer.special_token_ids else None
 
@@ -82,8 +83,9 @@ class ServedModel:
 def load_served_model(
     checkpoint: Checkpoint, dtype: KVDtype, block_size: int, tool_format: ToolFormat | None = None
 ) -> ServedModel:
-    """Load the checkpoint's tokenizer. `tool_format`: the format of tool calls, in place of the one that the
-    template shows.
+    """Load the checkpoint's tokenizer and limits.
+
+    `tool_format`: the format of tool calls, in place of the one that the template shows.
 
     Raises ModelError.
     """

@@ -56,7 +56,8 @@ NO_PREFIX = ChatPrefix((), ())
 
 
 def tenant_root(model: ServedModel, key: ApiKey | None, cache_salt: str | None) -> tuple[BlockKey, bool]:
-    """Return the parent key of this client and salt's first blocks, and whether they are private.
+    """Return the parent key of the first blocks for this API key and salt, and whether the blocks are
+    private.
 
     A `cache_salt` divides a key's blocks further, and never leads to those of another key or its group.
     """
@@ -152,12 +153,12 @@ def check_num_messages(fields: Mapping[str, object], model: ServedModel) -> None
 
 
 def num_prompts_of(prompt: object) -> int:
-    """Return how many prompts `prompt` holds."""
+    """Return how many prompts the field `prompt` holds."""
     return len(_many(prompt) or (prompt,))
 
 
 def _many(prompt: object) -> list[object] | None:
-    """Return the list of prompts, or None if `prompt` is one prompt."""
+    """Return the list of prompts; None if `prompt` is one prompt."""
     return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else None
 
 
@@ -170,8 +171,8 @@ def prefix_tokens(prefix: ChatPrefix, model: ServedModel) -> list[int]:
 
 
 def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -> list[list[int]]:
-    """Return the prompts of the field `prompt`: a string, token ids, or a list of either. Each continues the
-    tokens `before`.
+    """Return the prompts of the field `prompt`: a string, token ids, or a list of either. Each follows the
+    token ids `before`.
 
     Raises RequestError.
     """
@@ -208,13 +209,13 @@ def prompts_of(prompt: object, model: ServedModel, before: Sequence[int] = ()) -
 
 
 def text_tokens(text: str, model: ServedModel, path: str, add_special_tokens: bool = True) -> list[int]:
-    """Return the token ids of a text. Raises RequestError, naming the place."""
+    """Return the token ids of a text. Raises RequestError that names the field at `path`."""
     _check_num_chars(len(text), model, path)
     return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_token_ids(token_ids: Sequence[object], model: ServedModel, path: str) -> None:
-    """Check that all ids are tokens of the model. Raises RequestError, naming the place."""
+    """Check that all ids are tokens of the model. Raises RequestError that names the field at `path`."""
     vocab_size = min(model.vocab_size, model.tokenizer.vocab_size)
     if not token_ids or (_are_numbers(token_ids) and min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
@@ -239,7 +240,7 @@ def _check_num_messages(num: int, model: ServedModel) -> None:
 
 
 def _check_num_chars(num_chars: int, model: ServedModel, path: str) -> None:
-    """Refuse hopeless text before seconds are spent on tokenizing it."""
+    """Refuse text that is too long for any prompt before tokenizing it. Raises RequestError."""
     if num_chars > model.context_len * model.tokenizer.max_token_chars:
         raise _too_long(f"{num_chars} characters", model.context_len, path)
 

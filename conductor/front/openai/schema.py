@@ -94,7 +94,7 @@ _UNSERVED_IN_STREAM_OPTIONS: Neutral = {"include_obfuscation": (False,)}
 
 def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
     """Return a function that adds the unserved fields to a JSON schema, with their neutral values, and
-    forbids all others."""
+    forbids all other fields."""
 
     def describe(schema: dict[str, Any]) -> None:
         for name, neutral in unserved.items():
@@ -105,7 +105,7 @@ def _with_unserved(unserved: Neutral) -> Callable[[dict[str, Any]], None]:
 
 
 class JsonSchemaFields(KnownFields):
-    """A JSON schema that the answer follows, `strict` or not."""
+    """A JSON schema that the answer follows; `strict` is accepted and has no effect."""
 
     name: str | None = None
     description: str | None = None
@@ -121,7 +121,7 @@ class ResponseFormat(KnownFields):
 
 
 class StreamOptions(BaseModel):
-    """Content of a stream besides the answer."""
+    """Options of a stream: what its chunks show beside the answer."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, json_schema_extra=_with_unserved(_UNSERVED_IN_STREAM_OPTIONS)
@@ -226,7 +226,7 @@ def check_extra_fields(request: ChatCompletionRequest | CompletionRequest) -> No
 
 
 def check_message_fields(messages: Sequence[Message]) -> None:
-    """Check the fields of messages as `check_extra_fields` does."""
+    """Refuse unknown fields of messages. Raises RequestError, naming the field."""
     for index, message in enumerate(messages):
         _check(message, _UNSERVED_IN_MESSAGE, f"messages[{index}].")
 
@@ -251,7 +251,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def check_model(name: str | None, served_model_name: str) -> None:
-    """Check that the model is the one served. Raises RequestError."""
+    """Check that a request names the served model, or none. Raises RequestError."""
     if name not in (None, served_model_name):
         raise RequestError(
             f"the model {shortened(str(name))!r} does not exist; this server serves {served_model_name!r}",

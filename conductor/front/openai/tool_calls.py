@@ -16,7 +16,7 @@ from conductor.front.openai.call_object import CallObject, NotACallError
 
 
 class ToolFormat(StrEnum):
-    """How a family of models writes calls; values of `http.tool_parser`."""
+    """The format in which a family of models writes tool calls; values of `http.tool_parser`."""
 
     HERMES = "hermes"
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen"""
@@ -27,12 +27,12 @@ class ToolFormat(StrEnum):
 
     @property
     def begin(self) -> str:
-        """Mark before calls; empty: calls begin with the text."""
+        """The mark before tool calls; empty if calls begin with the text."""
         return {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(self, "")
 
     @property
     def end(self) -> str:
-        """Mark behind calls, if there is one."""
+        """The mark behind tool calls; empty if there is none."""
         return "</tool_call>" if self is ToolFormat.HERMES else ""
 
     @property
@@ -60,20 +60,23 @@ def format_of_template(template: str) -> ToolFormat | None:
 
 
 class Text(NamedTuple):
-    """Text for people."""
+    """An event: text for the user."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """The `number`-th call, from 0 on."""
+    """An event: the tool call with this `number`, counted from 0, begins."""
 
     number: int
     name: str
 
 
 class Arguments(NamedTuple):
-    """Further part of a call's arguments, which together are JSON if the model has written JSON."""
+    """An event: a further part of a call's arguments.
+
+    Together the parts are JSON if the model has written JSON.
+    """
 
     number: int
     piece: str
@@ -85,7 +88,7 @@ _SEPARATORS = "[],;"
 
 
 class _In(Enum):
-    """Part of the text in which the parser is."""
+    """The part of the text in which the parser is: its state."""
 
     TEXT = auto()
     BETWEEN = auto()  # behind the mark of calls, no call has begun
@@ -115,15 +118,17 @@ class ToolCallParser:
         self._events: list[CallEvent] = []
 
     def push(self, text: str) -> list[CallEvent]:
-        """Take more of the model's text, and return the events that are certain now."""
+        """Parse more of the model's text, and return the events that are certain now."""
         self._rest += text
         while self._rest and self._step():
             pass
         return self._take()
 
     def finish(self, is_cut: bool = False) -> list[CallEvent]:
-        """Return the events of held back text, at the end. If the text `is_cut`, the possible beginning of a
-        call is dropped rather than returned as text."""
+        """Return the events of held back text, at the end of the answer.
+
+        If the text `is_cut`, the possible beginning of a call is dropped rather than returned as text.
+        """
         may_be_call = self._in is not _In.TEXT or len(self._rest) > 1  # a single character is no mark yet
         # Else it is a part of the mark behind calls.
         if (self._raw or self._in is _In.TEXT) and not (is_cut and may_be_call):
@@ -144,7 +149,7 @@ class ToolCallParser:
         return events
 
     def _step(self) -> bool:
-        """Take a step. Returns whether there may be more to do."""
+        """Make one step of parsing. Returns whether another step may be possible."""
         match self._in:
             case _In.TEXT:
                 return self._step_text()
@@ -236,7 +241,7 @@ class ToolCallParser:
         self._raw, self._in = "", _In.TEXT
 
     def _say(self, text: str) -> None:
-        """Add a text event. White space waits until it is known whether text or a call follows."""
+        """Append a text event. White space waits until it is known whether text or a call follows."""
         text = self._space + text
         said = text.rstrip()
         self._space = text[len(said) :]

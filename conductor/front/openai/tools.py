@@ -31,11 +31,11 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""Text that describes tools to Hermes models."""
+"""The text that describes tools to Hermes models."""
 
 
 class FunctionFields(KnownFields):
-    """A function; `parameters` is a JSON schema."""
+    """The fields of a function that the model may call; `parameters` is its JSON schema."""
 
     name: Annotated[str, Field(pattern=_NAME_PATTERN)]
     description: str | None = None
@@ -44,20 +44,20 @@ class FunctionFields(KnownFields):
 
 
 class ToolFields(KnownFields):
-    """Tool of a request's `tools`."""
+    """An entry of a request's `tools`."""
 
     type: Literal["function"]
     function: FunctionFields
 
 
 class NamedFunction(KnownFields):
-    """Function that must be called."""
+    """The name of a function that must be called."""
 
     name: str
 
 
 class NamedTool(KnownFields):
-    """A `tool_choice` that names a function."""
+    """The form of `tool_choice` that names a function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -67,7 +67,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class CalledFunction(BaseModel):
-    """Function that an assistant has called; `arguments` is JSON."""
+    """A function that an assistant has called; `arguments` is JSON."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -76,7 +76,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCallFields(BaseModel):
-    """Call of an assistant message's `tool_calls`."""
+    """An entry of an assistant message's `tool_calls`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -99,7 +99,7 @@ class ToolCallFields(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of a request. `functions` are those that may be called.
+    """The tools of a request. `functions` are those that may be called.
 
     `must_call`: the answer consists of calls only. `is_named`: it is one call, of the named function.
     """
@@ -112,12 +112,11 @@ class ToolUse:
 
     @property
     def names(self) -> list[str]:
-        """Names of all functions."""
+        """The names of all functions."""
         return [function.name for function in self.functions]
 
     def bare(self) -> "ToolUse":
-        """Return a copy with the facts that answers need: the functions' names, without long texts of the
-        client."""
+        """Return a copy with the functions' names only, without long texts of the client."""
         return replace(self, functions=tuple(FunctionFields(name=name) for name in self.names))
 
 
@@ -161,7 +160,7 @@ def tool_use(
 
 
 def _named_by(tool_choice: object) -> str | None:
-    """Return the name of the function that must be called, if one is named."""
+    """Return the name of the function that must be called; None if `tool_choice` names none."""
     match tool_choice:
         case None | "none" | "auto" | "required":
             return None
@@ -177,14 +176,14 @@ def _named_by(tool_choice: object) -> str | None:
 
 
 def rendered_tools(tools: Sequence[ToolFields]) -> list[dict[str, Any]]:
-    """Return tools in the form for templates."""
+    """Return tools as the JSON objects that chat templates expect."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
 def describe_tools(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Describe tools in the system message, for a chat template that has no place for them.
+    """Return the messages with tools described in the system message, for a chat template without tools.
 
     Returns messages of system, user and assistant only, with the calls and tool answers as text.
     """

@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 _FIRST_ANSWER_S = 1.0
-"""Seconds to wait for the Conductor's first answer."""
+"""Seconds to wait for the Conductor's first answer before the front listens."""
 _LAST_WORDS_S = 1.0
-"""Seconds for clients to read the error with which their answers end."""
+"""Seconds in which clients can read the error that ends their answers."""
 _MIN_PENDING_BYTES = 32 << 20
-"""Bytes that all requests which have not arrived completely may hold. The limit is higher if that is no room
-for two of the largest."""
+"""Bytes that all incomplete requests may hold.
+
+The limit is higher if two of the largest requests exceed it.
+"""
 _TIDY_S = 5.0
 _IDLE_S = 75.0
-"""Seconds for which an idle connection stays open: longer than usual clients keep it, so that these close
+"""Seconds for which an idle connection stays open, longer than clients usually keep it, so that clients close
 first."""
 
 
@@ -59,8 +61,9 @@ async def serve(
     cache_store: CacheStore | None = None,
     tracer: "Tracer | None" = None,
 ) -> None:
-    """Serve until cancelled. Answers that have begun then get `config.shutdown_grace_s` to end, other
-    requests get an error.
+    """Serve the front until cancelled.
+
+    Answers that have begun then get `config.shutdown_grace_s` seconds to end, other requests get an error.
 
     `listener` is a socket from `listen` (default: made here from `config`); it is closed at the end.
     `on_listening` gets the address, such as `http://127.0.0.1:8000`, once requests are answered.

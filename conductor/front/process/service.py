@@ -26,7 +26,7 @@ _LAST_WORDS_S = 1.0  # so that the Conductor hears which requests nobody waits f
 
 
 async def serve(process: FrontProcess) -> None:
-    """Open the model's description, listen, serve until cancelled."""
+    """Run the front: open the model's description, listen, and serve until cancelled."""
     config, key = process.config, process.cluster_key
     tracer = open_tracer(config.tracing, process.name)
     async with contextlib.AsyncExitStack() as stack:

@@ -18,11 +18,11 @@ from mooncake.node.process import Ready, report
 from mooncake.security.keys import ClusterKey
 
 _NUM_NEW_OBJECTS = 20_000
-"""Number of new objects after which the garbage collector runs."""
+"""New Python objects after which the garbage collector runs."""
 
 
 class OpenedModel(NamedTuple):
-    """The configured model. `name` is that of the checkpoint."""
+    """The configured model: its description, and the name of its checkpoint."""
 
     name: str
     shape: ModelShape
@@ -31,7 +31,7 @@ class OpenedModel(NamedTuple):
 
 
 async def open_model(config: Config) -> OpenedModel:
-    """Open the configured model. Raises ModelError."""
+    """Return the configured model. Raises ModelError."""
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     tool_format = None if config.http.tool_parser == "auto" else ToolFormat(config.http.tool_parser)
@@ -69,7 +69,7 @@ def front_config(config: Config, model_name: str, key: ClusterKey) -> FrontConfi
 
 
 def announce(ready: Ready) -> None:
-    """Announce that the process serves from now on."""
+    """Prepare the garbage collector for serving, and report to the supervisor that the process is ready."""
     # What serving needs is there for good; to look through it would stop all streams for 50 ms now and then.
     gc.collect()
     gc.freeze()

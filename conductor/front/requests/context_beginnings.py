@@ -64,9 +64,9 @@ class NewBeginning(NamedTuple):
     ttl_s: int
     cache_salt: str | None
     chat_prefix_json: bytes | None
-    """The `ChatPrefix` in JSON, as in `context_caches.Beginning`."""
+    """The `ChatPrefix` as JSON, as in `context_caches.Beginning`; None for a plain prompt."""
     job: Job
-    """Job that computes the blocks: a prompt whose answer is one token, which nobody reads."""
+    """The job that computes the blocks: a prompt whose one-token answer is dropped."""
 
 
 def read_beginning(

@@ -18,7 +18,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}", "coerce_one_
 
 
 class _Shape(NamedTuple):
-    """Text around calls. Each part may be one special token."""
+    """The text around calls. Each part may be one special token."""
 
     before_all: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ _SHAPES = {
 
 
 class WantedGrammar(NamedTuple):
-    """Grammar that an answer must follow. `field`: the field of the request that asks for it."""
+    """The grammar that an answer must follow. `field`: the request's field that asks for it."""
 
     text: str
     field: str
@@ -45,7 +45,7 @@ class WantedGrammar(NamedTuple):
 def wanted_grammar(
     response_format: ResponseFormat | None, tools: ToolUse | None, model: ServedModel
 ) -> WantedGrammar | None:
-    """Return the grammar of a request; None: the answer may be any text. Raises RequestError."""
+    """Return the grammar of a request; None if the answer may be any text. Raises RequestError."""
     rules, alternatives, field = [], [], "response_format"
     if response_format is not None and (schema := _schema_of(response_format)) is not None:
         alternatives.append("answer")

@@ -32,19 +32,19 @@ from mooncake.errors import MooncakeError, OverloadedError, RequestError
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
-"""Tasks that may wait, in all and of one tenant."""
+"""Tasks of a queue that may wait, of all tenants and of one."""
 _MAX_CPU_S = 10
 _MAX_NEW_BYTES = 1 << 30
-"""Processor time and memory that one task may take."""
+"""Processor seconds and bytes of new memory that one task may take."""
 _NICE = 10
 """Niceness of the processes: they get a tenth of a core on which another process computes all the time."""
 _MAX_S = 120.0
-"""Seconds for a task that does not end though it takes no processor time. A busy machine needs far less."""
+"""Seconds after which a task that takes no processor time is ended. A busy machine needs far less."""
 _SIZE = struct.Struct("<Q")
 
 
 class Queue(Enum):
-    """Queue of tasks that are done one after the other."""
+    """The queues of tasks. Tasks of a queue run one after the other."""
 
     SHORT = "short bodies"
     LONG = "long bodies"
@@ -52,7 +52,10 @@ class Queue(Enum):
 
 
 class TaskResult(NamedTuple):
-    """Result of a task. `value` is small, as the event loop unpickles it. `parts` are bytes, unchanged."""
+    """The result of a task. `value` is small, as the event loop unpickles it.
+
+    `parts` are bytes, unchanged.
+    """
 
     value: Any
     parts: Sequence[bytes] = ()
@@ -61,11 +64,14 @@ class TaskResult(NamedTuple):
 Pieces = Sequence[bytes | bytearray]
 """Pieces of a body, each short enough to be copied in one turn of the event loop."""
 Work = Callable[[Any, bytes], TaskResult]
-"""Function of a queue, called with a task and its body. Raises a MooncakeError that the caller expects."""
+"""The function of a queue, called with a task and its body.
+
+Raises a MooncakeError that the caller expects.
+"""
 
 
 class Offload:
-    """Pool of processes for tasks, which are performed while `run` runs. Needs a running event loop."""
+    """A pool of processes for tasks, which run only while `run` runs. Needs a running event loop."""
 
     def __init__(self, work: Mapping[Queue, Work]) -> None:
         """Fork the first process. No other thread may run now, as the copy could wait for its locks."""
@@ -75,7 +81,7 @@ class Offload:
         self._queues = {queue: _WorkQueue(number, self._new_process) for number, queue in enumerate(work)}
 
     async def run(self) -> None:
-        """Perform tasks until cancelled. Then the processes end."""
+        """Run tasks until cancelled, then end the processes."""
         try:
             async with asyncio.TaskGroup() as group:
                 for queue in self._queues.values():
@@ -98,7 +104,7 @@ class Offload:
         return await self._queues[queue].do(task, tenant, body)
 
     def num_waiting(self, queue: Queue) -> int:
-        """Return how many tasks have not ended."""
+        """Return how many tasks of a queue have not ended."""
         return self._queues[queue].num_waiting
 
     def _new_process(self, number: int) -> socket.socket:
@@ -116,7 +122,7 @@ class _Task(NamedTuple):
 
 
 class _WorkQueue:
-    """One queue: its process, and waiting tasks, of which each tenant has one in turn."""
+    """One queue: its process, and its waiting tasks, one of each tenant in turn."""
 
     def __init__(self, number: int, new_process: Callable[[int], socket.socket]) -> None:
         self._number, self._new_process = number, new_process
@@ -160,7 +166,7 @@ class _WorkQueue:
 
 
 class _Process:
-    """Connection to a queue's process."""
+    """The connection to a queue's process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self._reader, self._writer = reader, writer
@@ -172,7 +178,7 @@ class _Process:
         return cls(reader, writer, _SIZE.unpack(await reader.readexactly(_SIZE.size))[0])
 
     async def do(self, task: _Task) -> bool:
-        """Perform a task. Returns whether the process can perform more."""
+        """Run a task in the process. Returns whether the process can run more."""
         answer: TaskResult | Exception
         try:
             async with asyncio.timeout(_MAX_S):
@@ -214,8 +220,10 @@ class _Process:
 
 
 def _fork(work: Callable[[], None], keep: Sequence[socket.socket]) -> int:
-    """Run `work` in a copy of this process that has no descriptors but `keep` and stderr. Returns its process
-    id."""
+    """Run `work` in a forked child that has no descriptors but `keep` and stderr.
+
+    Returns the child's process id.
+    """
     if pid := os.fork():
         return pid
     status = 1
@@ -246,7 +254,7 @@ def _fork_for_queues(control: socket.socket, work: Sequence[Work]) -> None:
 
 
 def _serve(connection: socket.socket, work: Work) -> None:
-    """Perform tasks until the front is gone."""
+    """Run tasks from `connection` until the front is gone."""
     _lower_priority()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = _data_bytes() + _MAX_NEW_BYTES
@@ -296,7 +304,7 @@ def _limit(what: int, most: int) -> None:
 
 
 def _data_bytes() -> int:
-    """Return the bytes that this process has of the memory that `RLIMIT_DATA` limits."""
+    """Return the bytes of memory of this process that `RLIMIT_DATA` limits."""
     status = Path("/proc/self/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmData:")]
     return int(line.split()[1]) << 10

@@ -36,13 +36,13 @@ from mooncake.messages.blocks import KEY_BYTES
 from mooncake.security.api_keys import ApiKey
 
 MAX_BRIEF_BYTES = 8192
-"""Most bytes of a short body. Reading more takes milliseconds, which would delay streams."""
+"""Bytes of a short body at most. Reading more takes milliseconds, which would delay streams."""
 _MAX_SHORT_BYTES = 1 << 18
 _MAX_WAITING_GRAMMARS = 16
 _MAX_GRAMMARS_KEPT = 32
 
 FindCache = Callable[[str], Beginning]
-"""Function that finds a context cache by id or name. Raises RequestError."""
+"""A function that returns a context cache by id or name. Raises RequestError."""
 
 
 class _JobTask(NamedTuple):
@@ -60,7 +60,7 @@ class _TokensTask(NamedTuple):
 
 
 class Reading:
-    """Reader of one front's bodies. Needs a running event loop; `run` must run."""
+    """The reader of one front's bodies. Needs a running event loop; bodies are read only while `run` runs."""
 
     def __init__(self, model: ServedModel, served_model_name: str, max_choices: int) -> None:
         """Fork the first process of `offload`. No other thread may run now, as the copy could wait for its
@@ -72,7 +72,7 @@ class Reading:
         self._good_grammars = OrderedDict[str, None]()
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read bodies until cancelled."""
         await self._offload.run()
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Reading:
     async def job(
         self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None, find_cache: FindCache
     ) -> Job:
-        """Read the job in `body`, and check that its grammar compiles. Raises RequestError.
+        """Return the job in `body`, after checking that its grammar compiles. Raises RequestError.
 
         A context cache is looked up here, as the processes that read long bodies do not have it: such a body
         is read until it names one, and then again with that.
@@ -175,7 +175,7 @@ def _tenant(key: ApiKey | None) -> str:
 
 
 def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
-    """Return the job without its prompts, and each prompt's token ids and keys."""
+    """Return the job without its prompts, and the bytes of each prompt's token ids and keys."""
     parts = []
     for prompt in job.prompts:
         parts += [array("I", prompt.token_ids).tobytes(), b"".join(prompt.keys)]
@@ -183,7 +183,10 @@ def _packed(job: Job) -> tuple[Job, Sequence[bytes]]:
 
 
 async def _unpacked(job: Job, parts: Sequence[bytes]) -> Job:
-    """Return the whole job. Other tasks have turns between its prompts, which may have millions of tokens."""
+    """Return the whole job, from the parts of `_packed`.
+
+    Other tasks run between its prompts, which may have millions of tokens.
+    """
     prompts = []
     for ids, keys in zip(parts[::2], parts[1::2], strict=True):
         token_ids = array("I")

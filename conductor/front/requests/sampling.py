@@ -20,7 +20,7 @@ _SEED_BITS = 63
 
 
 class Sampling:
-    """Sampling of one HTTP request, checked and in token ids. Making it raises RequestError."""
+    """The sampling fields of one HTTP request, checked, with token ids. Construction raises RequestError."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Sampling:
         )
 
     def params(self, max_tokens: int, choice: int) -> SamplingParams:
-        """Return the parameters of a prompt's `choice`-th choice."""
+        """Return the sampling parameters of a prompt's choice with this index."""
         if self._min_tokens > max_tokens:
             raise RequestError(
                 f"min_tokens is {self._min_tokens}, but the answer has at most"
@@ -100,7 +100,7 @@ def _logit_bias(given: dict[str, float], model: ServedModel) -> dict[int, float]
 
 
 def _bad_words(words: list[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word at the beginning of a text, and also behind a space if they are as
+    """Return the token ids of each word at the beginning of a text, and also behind a space if they are as
     many."""
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):

@@ -27,7 +27,7 @@ from mooncake.errors import RequestError
 
 
 class AboutTokens(Enum):
-    """Kind of request about tokens."""
+    """The kinds of requests about tokens."""
 
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
@@ -81,7 +81,7 @@ def _too_many(num: str, model: ServedModel) -> RequestError:
 
 
 def tokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
-    """Return the answer to `/tokenize`. Raises RequestError."""
+    """Return the body of the answer to `/tokenize`. Raises RequestError."""
     return _tokenized(_tokenize_request(body, model), model, served_model_name)
 
 
@@ -128,7 +128,7 @@ def _tokenized(request: TokenizeRequest, model: ServedModel, served_model_name: 
 
 
 def detokenize(body: bytes, model: ServedModel, served_model_name: str) -> dict[str, Any]:
-    """Return the answer to `/detokenize`: special tokens are written out. Raises RequestError."""
+    """Return the body of the answer to `/detokenize`; special tokens are written out. Raises RequestError."""
     request = parse(DetokenizeRequest, body)
     check_model(request.model, served_model_name)
     if len(request.tokens) > model.context_len:

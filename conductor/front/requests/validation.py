@@ -50,7 +50,7 @@ GenerationRequest = ChatCompletionRequest | CompletionRequest
 
 
 class CacheWantedError(Exception):
-    """A request names a context cache that the caller has not looked up."""
+    """A request names a context cache that the caller has not looked up yet."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -58,19 +58,19 @@ class CacheWantedError(Exception):
 
 
 class ApiEndpoint(Enum):
-    """The two shapes of requests and answers."""
+    """The two endpoints that generate: chats and plain completions."""
 
     CHAT = "chat"
     COMPLETION = "completion"
 
     @property
     def id_prefix(self) -> str:
-        """Prefix of the ids of answers."""
+        """The prefix of the ids of answers."""
         return "chatcmpl" if self is ApiEndpoint.CHAT else "cmpl"
 
 
 class UsageShown(Enum):
-    """Events of a stream that show token counts."""
+    """The events of a stream that show token counts."""
 
     NOWHERE = "nowhere"
     AT_END = "at the end"
@@ -78,7 +78,7 @@ class UsageShown(Enum):
 
 
 class KeyedPrompt(msgspec.Struct, frozen=True):
-    """One prompt, keys included; `keys` name its full blocks."""
+    """One prompt as token ids, with the block keys of its full blocks."""
 
     token_ids: list[int]
     keys: list[bytes]
@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True):
     num_choices_per_prompt: int
     sampling: list[SamplingParams]
     max_tokens_field: str | None
-    """Field by which the client chose `max_tokens`; None if it is the default."""
+    """The field by which the client chose `max_tokens`; None for the default."""
     stops: tuple[str, ...]
     stream: bool
     usage_shown: UsageShown
@@ -102,26 +102,29 @@ class Job(msgspec.Struct, frozen=True):
     root_key: bytes
     is_salted: bool
     tools: ToolUse | None = None
-    """Tools that the answer may call."""
+    """The tools that the answer may call; None without any."""
     grammar: WantedGrammar | None = None
-    """Grammar that the answer must follow, not compiled yet."""
+    """The grammar that the answer must follow, not compiled yet; None without any."""
     priority: int = 0
     slo_class: str = ""
     tenant: str = ""
     claim: QuotaClaim | None = None
     """The claim on the limits of the job's API key; None if the key has none."""
     num_shared: Sequence[int] = ()
-    """Number of tokens of each prompt that come from its context cache, if it has one."""
+    """Tokens of each prompt that come from its context cache; empty without one."""
     cache_use: CacheUse | None = None
-    """Counter of the context cache's savings."""
+    """The counter of the context cache's savings; None without a cache."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """The tokens of all prompts, each counted once."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     def requests(self, reply_to: str, span: SpanContext | None = None) -> list[Request]:
-        """Make one Request per choice, in the order of the choices. `span`: that of the HTTP request."""
+        """Return one Request for each choice, in the order of the choices.
+
+        `span`: the context of the HTTP request's span.
+        """
         return [
             Request(
                 request_id=f"{self.id}-{index}",
@@ -150,14 +153,17 @@ def read_job(
     key: ApiKey | None = None,
     cache: Beginning | None = None,
 ) -> Job:
-    """Read a whole job at once: `job_of` of `read_request`."""
+    """Return the job in a body, read in one call: `read_request`, then `job_of`. Raises RequestError."""
     return job_of(read_request(endpoint, body, model, served_model_name), model, max_choices, key, cache)
 
 
 def read_request(
     endpoint: ApiEndpoint, body: bytes, model: ServedModel, served_model_name: str
 ) -> GenerationRequest:
-    """Parse a request's body, and check each field by itself. Raises RequestError, which names the field."""
+    """Return the parsed fields of a body, each checked by itself.
+
+    Raises RequestError that names the field.
+    """
     request: GenerationRequest
     with refusing_depth():
         if endpoint is ApiEndpoint.CHAT:
@@ -190,7 +196,9 @@ def job_of(
     key: ApiKey | None = None,
     cache: Beginning | None = None,
 ) -> Job:
-    """Check a request's fields together, and tokenize. Raises RequestError that names the field.
+    """Return the job of a request: its fields checked together, its prompts tokenized.
+
+    Raises RequestError that names the field.
 
     `key` is the client's. KVCache is shared among requests of its salt at most; the client may divide that
     further. `cache`: of the context cache that the request names. Raises CacheWantedError without it.
@@ -253,7 +261,10 @@ def _job_of(
 
 
 def _check_choices(num_prompts: int, num_choices_per_prompt: int, max_choices: int) -> None:
-    """Check the number of choices before tokenizing, as a million prompts would take minutes."""
+    """Check the number of choices before tokenizing, as a million prompts would take minutes.
+
+    Raises RequestError.
+    """
     if num_prompts * num_choices_per_prompt > max_choices:
         raise RequestError(
             f"{num_prompts} prompts with n={num_choices_per_prompt} are more than {max_choices} choices; "
@@ -301,7 +312,7 @@ def _cut(params: SamplingParams, max_tokens: int) -> SamplingParams:
 
 
 def priority_of(wanted: int | None, key: ApiKey | None) -> int:
-    """Return the priority that a request gets. Raises RequestError."""
+    """Return the priority of a request: the wanted one, if the key allows it. Raises RequestError."""
     first = None if key is None else key.priority
     if wanted is None:
         return first or 0

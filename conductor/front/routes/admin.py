@@ -35,7 +35,7 @@ from mooncake.messages.workers import Role
 
 MOST_HEADS = 1 << 16
 HEADS_SINCE = 28
-"""Version of the messages from which on a Conductor knows of heads and layers that move."""
+"""The protocol version from which on a Conductor moves heads and layers."""
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
@@ -116,7 +116,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 
 
 async def _check_names_of_parameters(request: Request) -> None:
-    """Check that the route has each parameter of the query, once. Raises RequestError.
+    """Check that the route knows each query parameter, and that none is repeated. Raises RequestError.
 
     An order to drain with a misspelt `stay` would end the instance.
     """

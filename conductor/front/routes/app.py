@@ -46,8 +46,7 @@ UNSERVED_ENDPOINTS = tuple(
         *("threads", "uploads", "vector_stores", "videos"),
     )
 )
-"""Endpoints of OpenAI and vLLM that are not served. A client learns that the path is no misspelling, by a
-404, as clients retry a 501."""
+"""Endpoints of OpenAI and vLLM that are answered by a 404 that says so. Clients would retry a 501."""
 
 # The metrics are our own; to ask for each request whether anybody wants FastAPI's costs more than they do.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
@@ -57,7 +56,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class _DirectRoutes:
-    """ASGI: answers POST requests for some paths before FastAPI looks for a route.
+    """ASGI middleware that answers POST requests for some paths before FastAPI looks for a route.
 
     FastAPI's way to a route takes about 6% of the processor time of a request that is answered by 64 events,
     for which the bar of 1.25 times a bare application leaves no room. The application has these paths as
@@ -169,7 +168,7 @@ def create_app(front: FrontState, access: AdminAccess) -> FastAPI:
 
 
 def _add_middleware(app: FastAPI, front: FrontState, answers: Mapping[str, Handler]) -> None:
-    """Add what a request passes before its route. What is added last sees it first.
+    """Add the middleware. The one added last sees a request first.
 
     In the order of a request: permissions of other sites, as browsers ask for them without a key, and are to
     read of our errors; the span; ids and errors (`Boundary`); the key; the paths that need no router.

@@ -32,7 +32,7 @@ _MAX_EXTEND_BYTES = 4096
 
 
 class ExtendRequest(KnownFields):
-    """Body of `POST /v1/context_caches/ID`: the new time to live, from now on."""
+    """The body of `POST /v1/context_caches/ID`: the new time to live in seconds, from now on."""
 
     ttl: Ttl
 
@@ -92,7 +92,7 @@ def context_caches(front: FrontState) -> APIRouter:
 
 
 async def _compute_for_client(front: FrontState, job: Job, request: Request) -> None:
-    """Run a job while the client waits for it. Raises RequestError, ClientDisconnect."""
+    """Run a job while its client waits. Raises RequestError, ClientDisconnect."""
     computing = asyncio.create_task(_compute(front, job))
     stream: ResponseStream = request.scope["extensions"][RESPONSE_STREAM]
     stream.on_disconnect(computing.cancel)
@@ -106,7 +106,7 @@ async def _compute_for_client(front: FrontState, job: Job, request: Request) -> 
 
 
 async def _compute(front: FrontState, job: Job) -> None:
-    """Run a job without an answer, after which its blocks are in a pool. Raises RequestError."""
+    """Run a job whose answer is dropped, so that its blocks are in a pool. Raises RequestError."""
     generation = front.generation(job, _now())
     inbox = Inbox[Event]()
     async with aclosing(generation):

@@ -20,9 +20,9 @@ from conductor.telemetry.display import Display
 from mooncake.errors import RequestError
 
 _KEPT_S = 0.5
-"""Seconds for which an answer is kept, so that several open pages take as much time as one."""
+"""Seconds for which the dashboard's state is cached, so that several open pages cost as much as one."""
 _METRICS_KEPT_S = 0.1
-"""The same for scrapes, which need no key: constant scraping takes little of the event loop's time."""
+"""Seconds for which a scrape's answer is cached. Scrapes need no key, so constant scraping must be cheap."""
 _PAGE = {
     "": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -39,8 +39,8 @@ _HEADERS = {
 def monitoring(
     registry: CollectorRegistry, display: Display | None, link: Link, access: AdminAccess
 ) -> APIRouter:
-    """Return the routes; without a Conductor in this process (`display`), only those of the front's
-    metrics."""
+    """Return the routes for monitoring; only the front's metrics without a Conductor in this process
+    (`display` None)."""
     router = APIRouter()
 
     def metrics_text() -> bytes:
@@ -59,7 +59,7 @@ def monitoring(
 
 
 class _Kept:
-    """A text that `make` makes, kept for `kept_s` seconds."""
+    """A text made by `make` and cached for `kept_s` seconds."""
 
     def __init__(self, make: Callable[[], bytes], kept_s: float) -> None:
         self._make, self._kept_s = make, kept_s
@@ -67,7 +67,7 @@ class _Kept:
         self._made_s: float | None = None
 
     def latest(self) -> bytes:
-        """Return the text, at most `kept_s` old."""
+        """Return the text, at most `kept_s` seconds old."""
         now_s = asyncio.get_running_loop().time()
         if self._made_s is None or now_s > self._made_s + self._kept_s:
             self._body, self._made_s = self._make(), now_s
@@ -75,18 +75,18 @@ class _Kept:
 
 
 class _DashboardState:
-    """State that the page shows, as JSON."""
+    """The state that the dashboard shows, as JSON."""
 
     def __init__(self, display: Display, link: Link) -> None:
         self._display, self._link = display, link
         self._kept = _Kept(lambda: msgspec.json.encode(display.state(link.num_received)), _KEPT_S)
 
     def body(self) -> bytes:
-        """Return the cluster's state."""
+        """Return the cluster's state as JSON."""
         return self._kept.latest()
 
     def timeline(self, request_id: str) -> bytes | None:
-        """Return the timeline of one request, or None if it is not known."""
+        """Return one request's timeline as JSON; None for an unknown request."""
         timeline: dict[str, Any] | None = self._display.timeline(request_id, self._link.num_received)
         return None if timeline is None else msgspec.json.encode(timeline)
 
@@ -119,7 +119,7 @@ def _add_file(router: APIRouter, path: str, content: bytes, media_type: str) -> 
 
 
 def _unless_known(request: Request, body: bytes, media_type: str = "application/json") -> Response:
-    """Return the body, or 304 for a client that has it already."""
+    """Return the body as a response, or a 304 if the client's ETag matches."""
     etag = f'"{xxhash.xxh3_64_hexdigest(body)}"'
     headers = {**_HEADERS, "etag": etag}
     if request.headers.get("if-none-match") == etag:

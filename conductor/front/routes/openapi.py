@@ -35,13 +35,16 @@ _ERROR = {
 
 
 def described(body: type[BaseModel]) -> dict[str, Any]:
-    """Describe a route's body, for its `openapi_extra`. (FastAPI describes only bodies that it parses.)"""
+    """Return the OpenAPI description of a route's body, for its `openapi_extra`.
+
+    (FastAPI describes only bodies that it parses.)
+    """
     schema = body.model_json_schema(ref_template=_REFERENCE)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Describe all routes. Call it after the last route was added."""
+    """Add the description of all routes to the application. To be called after the last route was added."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas: dict[str, Any] = {"Error": _ERROR}
     schemas |= {

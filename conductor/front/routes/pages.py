@@ -37,7 +37,10 @@ _WITHOUT_INTERNET = {"validatorUrl": None}
 
 
 def add_pages(app: FastAPI, model_name: str) -> None:
-    """Add the pages after the other routes, as they link only paths that are served."""
+    """Add the pages for browsers.
+
+    To be called after the other routes, as the pages link only paths that are served.
+    """
     with as_file(files("fastapi_offline") / "static") as folder:
         app.mount(_ASSETS, StaticFiles(directory=folder))
 

@@ -56,7 +56,7 @@ class FrontState:
         display: Display | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
-        """Open the link, and fork (`reading`). Raises ConfigError for an endpoint that cannot be used.
+        """Open the link, and fork the processes of `reading`. Raises ConfigError for an unusable endpoint.
 
         `caches` is None for a front that makes none.
         """
@@ -83,14 +83,14 @@ class FrontState:
         self.recorder = None if config.record is None else Recorder(config.record, config.record_bytes)
 
     def close(self) -> None:
-        """End the processes and threads beside the event loop."""
+        """Stop the processes and threads of the front."""
         self.reading.close()
         if self.recorder is not None:
             self.recorder.close()
 
     @property
     def caches(self) -> ContextCaches:
-        """Context caches. Raises RequestError if this front makes none."""
+        """The context caches. Raises RequestError if this front makes none."""
         if self._caches is None:
             raise RequestError(
                 "context caches are known to the conductor's own front alone, and this is another one",
@@ -122,7 +122,10 @@ class FrontState:
         return cluster
 
     async def read_body(self, request: Request) -> ReceivedBody:
-        """Read a body. Raises RequestError if it is too large, ClientDisconnect if the client hangs up."""
+        """Return the body of a request.
+
+        Raises RequestError if it is too large, ClientDisconnect if the client hangs up.
+        """
         return await read_body(request, self.config.max_request_bytes)
 
     async def read_job(self, endpoint: ApiEndpoint, body: ReceivedBody, key: ApiKey | None) -> Job:
@@ -158,14 +161,16 @@ class FrontState:
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """Return the client's key, if clients need one."""
+    """Return the client's API key; None if clients need none."""
     use: KeyUse | None = request.scope["state"].get("key_use")
     return None if use is None else use.key
 
 
 def claimed(request: Request, job: Job) -> Job:
-    """Count the job against the limits of the client's key, if it needs one. Returns the job with its claim
-    on what the key may use in the whole cluster. Raises RequestError."""
+    """Return the job with its quota claim, after counting its choices against the limits of the client's key.
+
+    Raises RequestError.
+    """
     use: KeyUse | None = request.scope["state"].get("key_use")
     if use is None:
         return job
