@@ -7,11 +7,11 @@ from mooncake.errors import MooncakeError
 
 
 class SessionLostError(MooncakeError):
-    """A peer that the session needs is lost, or no longer knows this worker."""
+    """A peer of the session is lost, or no longer knows this worker."""
 
 
 class NoRoomError(MooncakeError):
-    """An instance has no room now for a request that should move to it."""
+    """An instance has no room now for a request that should migrate to it."""
 
 
 class EngineLostError(MooncakeError):

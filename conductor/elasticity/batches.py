@@ -25,8 +25,7 @@ class Resident(NamedTuple):
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Tokens of the prompt and of the longest output that the request may have: the most device memory it
-    needs."""
+    """Estimated tokens drawn so far, as workers report tokens to fronts and not to the Conductor."""
     max_num_tokens: int
     """Tokens of the prompt and of the longest output that the request may have."""
     tbt_slo_s: float | None = None

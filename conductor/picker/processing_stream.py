@@ -32,7 +32,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
 LOAD_BALANCING, SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
-"""Envoy's metadata: the namespace of load balancing, and the key of the gateway's subset of endpoints."""
+"""Namespaces of Envoy's metadata: of load balancing, and of the gateway's subset of endpoints."""
 UNAVAILABLE = 503
 NO_FRONT = {
     "error": {

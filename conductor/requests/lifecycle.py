@@ -82,10 +82,9 @@ class TrackedRequest:
     waiting_since_s: float
     state: RequestState = RequestState.WAITING
     assignment: Assignment | None = None
-    """The identities of the pair in each failed attempt, unless the loss of one of them explains the
-    failure."""
+    """The pair, and the request's share of its load; None unless `state` is in `PLACED`."""
     failures: list[tuple[bytes, ...]] = field(default_factory=list)
-    """The pair's identities in each attempt that failed, unless the loss of one of them explains it."""
+    """The identities of the pair in each failed attempt, unless the loss of one explains the failure."""
     refused_by: set[str] = field(default_factory=set)
     """The decode instances that have refused the request since it last failed."""
     is_promised: bool = False

@@ -36,7 +36,7 @@ class _Attempt:
 
     @property
     def pair(self) -> tuple[Instance, Instance, RequestState] | None:
-        """Return the prefill instance, the decode instance and the state; None if a report is missing."""
+        """The prefill instance, the decode instance and the state; None if a report is missing."""
         holders = self.holders
         if (decode := holders.get(HeldStep.DECODING)) is not None:
             return decode, decode, RequestState.DECODING

@@ -1,4 +1,4 @@
-"""A request's way into the batch: pages for its prompt, prefill elsewhere or here, arrival of its KVCache
+"""The admission of requests to a decode instance: pages for the prompt, prefill, arrival of the KVCache
 (Mooncake, section 3, step 4).
 
 Owns: the order of events until the sequence enters the batch. Does not know: how requests are placed, how
@@ -23,7 +23,7 @@ from workers.kvcache.shared_prefixes import PrefixTurns
 
 
 class Arrivals:
-    """Requests that are placed on this instance: `serve` each, and pass on its `decode` order."""
+    """The requests that are placed on this decode instance: `serve` each, and pass on its `decode` order."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class Arrivals:
         self._now_s = asyncio.get_running_loop().time
 
     def decode(self, order: Decode) -> None:
-        """Continue a reserved request whose prefill is done. An order for an unknown request is dropped: it
-        has just been aborted."""
+        """Continue a reserved request whose prefill is done.
+
+        An order for an unknown request is dropped, as the request has just been aborted.
+        """
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
             future.set_result(order)
@@ -73,7 +75,7 @@ class Arrivals:
             await self._runs.complete(sequence)
 
     async def _enter(self, sequence: Sequence, order: Reserve) -> None:
-        """Reserve pages, and let the sequence enter the batch: at once if its prompt is computed there."""
+        """Reserve pages for a sequence, and enter it into the batch: at once if its prompt is inlined."""
         num_tokens, page_size = len(order.request.token_ids), self._executor.kv.page_size
         if order.inline:
             await self._prefix_turns.wait(order.ref, sequence.rank, order.request.block_keys)
@@ -94,7 +96,7 @@ class Arrivals:
         await self._receive_kvcache(sequence, decode, may_refuse=order.may_refuse)
 
     async def _receive_kvcache(self, sequence: Sequence, decode: Decode, *, may_refuse: bool) -> None:
-        """Get the prompt's KVCache from prefill, with the first token.
+        """Receive the prompt's KVCache and its first token from the prefill instance.
 
         The TBT is checked before the first token leaves (section 3), with the batch of that moment, which the
         Conductor could only predict. With both SLOs the first token is held while its KVCache comes.

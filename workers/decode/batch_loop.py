@@ -17,12 +17,14 @@ from workers.decode.tbt_slo.inlining import PromptChunks
 from workers.decode.tbt_slo.pauses import DecodePauses
 
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
-"""Callback that sends the pairs of (front's endpoint, output) of one iteration."""
+"""A callback that sends the outputs of one iteration, as pairs of a front's endpoint and an output."""
 
 
 class BatchLoop:
-    """The loop of one batch. A turn begins when `changed` is set: an iteration has begun or ended, a sequence
-    has come or must leave, tokens may be sent.
+    """The loop of one batch.
+
+    A turn begins when `changed` is set: an iteration has begun or ended, a sequence has come or must leave,
+    or tokens may be sent.
 
     `recheck` is called in each turn, so that requests that wait for a smaller batch, or for pages, are
     checked again. `on_ended` is called with each iteration that has ended; it holds the loop if the iteration
@@ -51,7 +53,7 @@ class BatchLoop:
         """Timer that ends a pause between two iterations."""
 
     async def run(self) -> None:
-        """Run until cancelled. Then no iteration runs any more."""
+        """Run the loop until cancelled. No iteration runs when this returns."""
         try:
             while True:
                 await self._changed.wait()
@@ -67,17 +69,17 @@ class BatchLoop:
             await self._iterations.close()
 
     def hold(self) -> None:
-        """Begin no iteration until `resume`."""
+        """Begin no further iteration until `resume`."""
         self._is_held = True
         self._is_quiet.clear()
         self._changed.set()
 
     def take_turn(self) -> None:
-        """Take a turn, as sequences have left the batch by another hand."""
+        """Take a turn, after another task has taken sequences out of the batch."""
         self._changed.set()
 
     async def quiet(self) -> None:
-        """Wait, after `hold`, until no iteration runs."""
+        """Wait until no iteration runs, after `hold`."""
         await self._is_quiet.wait()
 
     def resume(self) -> None:

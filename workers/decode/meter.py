@@ -14,7 +14,7 @@ from workers.decode.tbt_slo.tbt import IterationPredictors
 
 
 class DecodeMeter:
-    """Counters of one session; `num_...` are totals since it began."""
+    """Counters of one session; `num_...` are totals since the session began."""
 
     def __init__(self) -> None:
         self.predictors = IterationPredictors()
@@ -34,7 +34,10 @@ class DecodeMeter:
 
     @contextmanager
     def host_time(self) -> Iterator[None]:
-        """Measure the processor time in which the loop plans and sends. Waits for the lock do not count."""
+        """Make a context that measures the processor time of planning and sending.
+
+        Waits for the lock do not count.
+        """
         began_s = thread_time()
         yield
         self._host_s += thread_time() - began_s
@@ -68,7 +71,7 @@ class DecodeMeter:
         self._last_ended_s, self._has_paused = iteration.ended_s, False
 
     def inlined(self, num_tokens_by_source: Counter[str]) -> None:
-        """Record that a prompt has been computed here."""
+        """Record that an inlined prompt has been computed."""
         self.num_inlined += 1
         self.num_prompt_tokens += num_tokens_by_source
 
@@ -77,12 +80,12 @@ class DecodeMeter:
         self._has_paused = True
 
     def idle(self) -> None:
-        """Record that there is no sequence to decode: an idle device is no bubble."""
+        """Record that no sequence is decoded, as an idle device is no bubble."""
         self._last_ended_s = None
 
     @property
     def stats(self) -> DecodeStats:
-        """The totals as heartbeats carry them."""
+        """The totals in the form of heartbeats."""
         return DecodeStats(
             self._num_iterations,
             self._num_tokens,

@@ -1,4 +1,4 @@
-"""The decode runner: continuous batching of requests that are placed here, or move here from elsewhere.
+"""The decode runner: continuous batching of requests placed on this instance or migrating to it.
 
 Each request has a task that brings its KVCache here and seals it in the end; one loop runs the batch.
 docs/decode.md shows what happens beside what.
@@ -61,9 +61,11 @@ log = logging.getLogger(__name__)
 
 
 class DecodeRunner:
-    """The runner answers `Reserve` with `Reserved`; after `Decode` it emits tokens, then says `Finished`.
+    """The runner of a decode instance, which answers `Reserve` with `Reserved`.
 
-    A prompt that is inlined (`Reserve.inline`) needs no `Decode`; `Prefilled` tells its first token. A
+    After `Decode` the runner emits tokens, then sends `Finished`.
+
+    A prompt that is inlined (`Reserve.inline`) needs no `Decode`; `Prefilled` reports its first token. A
     request that moves here needs neither: behind `Prepare` and `TakeOver` it is like any other. `Jobs.cancel`
     stops a request in every step, and releases everything.
 
@@ -167,12 +169,12 @@ class DecodeRunner:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that are not in the batch."""
+        """The number of requests that are not in the batch."""
         return len(self._sequences) - self._batch.num_running
 
     @property
     def num_running(self) -> int:
-        """Number of requests in the batch."""
+        """The number of requests in the batch."""
         return self._batch.num_running
 
     @property
@@ -187,7 +189,7 @@ class DecodeRunner:
 
     @property
     def most_pages(self) -> int:
-        """The most device pages that a request which is here, or comes, may need before its end."""
+        """The most device pages that any present or coming request may need before its end."""
         return max(
             (
                 sequence.most_pages(self._page_size)
@@ -199,13 +201,13 @@ class DecodeRunner:
 
     @property
     def load(self) -> DecodeLoad:
-        """Load of this instance, reserved and waiting requests included."""
+        """The load of this instance, with reserved and waiting requests."""
         return self._double_check.load(self._sequences.values())
 
     def take_held(self) -> list[Held]:
-        """Return what goes on under another Conductor, which is to know of it, and stop what does not.
+        """Return the requests that go on under another Conductor, and stop the others.
 
-        Requests that are to move here stop: their sources go on. So do those that are yet to be reserved.
+        Requests that are to migrate here stop, as their sources go on, and so do requests not yet reserved.
         """
         held, prepared = list[Held](), self._destination.prepared
         for ref in self._jobs.going_on:
@@ -245,7 +247,7 @@ class DecodeRunner:
                 self._jobs.start(order.ref, lambda: self._answered(order.ref, self._destination.serve(order)))
 
     def place_heads(self, order: PlaceHeads) -> None:
-        """Move KV heads or layers to a helper, or back. `heads` says what becomes of it."""
+        """Move KV heads or layers to a helper, or back. The property `heads` shows the result."""
         self._head_moves.order(order)
 
     async def run(self) -> None:
@@ -272,14 +274,14 @@ class DecodeRunner:
         self._head_moves.recheck()
 
     async def _call_off(self, sequence: Sequence) -> None:
-        """Give up a request that is to move here: it goes on where it is."""
+        """Give up a request that was to migrate to this instance; its source goes on."""
         if sequence.ref in self._jobs.going_on:
             self._jobs.cancel(sequence.ref)
             reason = "the pages that it has here go, as KV heads come back"
             await self._send(WorkFailed(sequence.ref, reason, retryable=True))
 
     async def _answered(self, ref: Ref, serving: Coroutine[None, None, None]) -> None:
-        """Serve a request, and tell the Conductor if that fails."""
+        """Serve a request, and report to the Conductor if the request fails."""
         try:
             await serving
         except TooSlowError as refusal:

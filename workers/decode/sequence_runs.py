@@ -1,4 +1,4 @@
-"""A sequence's way through the batch: it joins, is preempted, ends or moves to another instance.
+"""The life of a sequence in the batch: joining, preemption, end or move to another instance.
 
 The sequence's own task does all of this. As one task owns the pages, they are not freed while they are
 copied.
@@ -42,9 +42,10 @@ log = logging.getLogger(__name__)
 Send = Callable[
     [Reserved | Prefilled | DecodeRefused | Finished | WorkFailed | FromMigration], Awaitable[None]
 ]
-"""Callback that sends a message to the Conductor."""
+"""A callback that sends a message to the Conductor."""
 Record = Callable[[Sequence, str], None]
-"""Callback for a sequence that ends here, and why it ends early; empty if it does not."""
+"""A callback that gets each sequence whose time here ends, and the reason for an early end; empty for
+none."""
 
 
 class SequenceRuns:
@@ -69,7 +70,7 @@ class SequenceRuns:
         emit: Emit,
         record: Record,
     ) -> None:
-        """`record` is called when a sequence ends here."""
+        """Prepare the sequences' shared parts. `record` is called when a sequence ends on this instance."""
         self._batch, self._blocks, self._source = batch, blocks, source
         self._held_tokens, self._prefix_turns, self._meter = held_tokens, prefix_turns, meter
         self._sequences, self._changed, self._pool_closed = sequences, changed, pool_closed
@@ -79,7 +80,7 @@ class SequenceRuns:
         self._joining: list[Joining] = []
 
     def take_joining(self) -> list[Joining]:
-        """Return the progress of requests into the batch since the last call, and forget it."""
+        """Return the progress of requests into the batch since the last call."""
         joining, self._joining = self._joining, []
         return joining
 
@@ -91,8 +92,10 @@ class SequenceRuns:
     async def open(
         self, ref: Ref, request: Request, grammar: GrammarState | None, tbt_slo_s: float | None
     ) -> AsyncIterator[Sequence]:
-        """Make a context in which the request has a sequence. Its pages and its slot are released at the
-        end. Raises NoRoomError if too many device pages are lent for the whole output."""
+        """Make a context with a sequence for the request, whose pages and slot are released at the end.
+
+        Raises NoRoomError if too many device pages are lent for the whole output.
+        """
         tokens, now_s = list(request.token_ids), self._now_s()
         sequence = Sequence(next(self._numbers), ref, request, tokens, grammar=grammar, received_s=now_s)
         self._batch.check_loans(sequence)
@@ -115,7 +118,7 @@ class SequenceRuns:
                 self._changed.set()
 
     async def complete(self, sequence: Sequence) -> None:
-        """Decode a sequence to its end, or until it is handed over, and tell the Conductor."""
+        """Decode a sequence until it ends or is handed over, and report that to the Conductor."""
         await self._generate(sequence)
         sequence.left_s, ref = self._now_s(), sequence.ref
         if sequence.finish_reason is not None:
@@ -136,12 +139,12 @@ class SequenceRuns:
         await self._seal(sequence)
 
     async def release(self, sequence: Sequence) -> None:
-        """Release what a sequence has in the pools."""
+        """Release a sequence's pages in the pools."""
         await self._blocks.release(sequence)
         self._changed.set()
 
     async def _generate(self, sequence: Sequence) -> None:
-        """Decode a sequence through as many preemptions as there are."""
+        """Decode a sequence through any number of preemptions."""
         while sequence.finish_reason is None:
             self._changed.set()
             if sequence.is_wanted_elsewhere:
@@ -175,7 +178,8 @@ class SequenceRuns:
             await self._end_prefill(sequence)
 
     async def _end_prefill(self, sequence: Sequence) -> None:
-        """Tell the Conductor that an inlined prompt has its first token, and store its blocks for others."""
+        """Report an inlined prompt's first token to the Conductor, and store the prompt's blocks for other
+        requests."""
         if not sequence.has_drawn or sequence.error is not None:
             return
         sequence.prefilled_s = self._now_s()

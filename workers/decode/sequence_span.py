@@ -12,7 +12,10 @@ DECODE = "decode"
 
 
 def sequence_span(sequence: Sequence, instance: str, error: str) -> EndedSpan:
-    """Return the span of a sequence whose time at `instance` ends now. `error`: why it ends early."""
+    """Return the span of a sequence that leaves `instance` now.
+
+    `error`: the reason for an early end, or empty.
+    """
     end, request = SpanEnd(time.monotonic(), error), sequence.request
     moves_here = any(copy.name == PREPARE for copy in sequence.copies)
     joins = sequence.joined_s is not None or sequence.finish_reason is None

@@ -24,8 +24,7 @@ from workers.engine.upload import upload
 
 @dataclass(slots=True)
 class Chunk:
-    """Consecutive new tokens of one sequence: a part of its prompt, or the newest token, from which it
-    decodes.
+    """Consecutive new tokens of one sequence in a pass: a part of its prompt, or the newest token.
 
     Tokens `[0, start)` are in the cache already. `pages` holds the whole sequence in order: token t lies in
     `pages[t // page_size]`. Invariant: `pages` reach up to `start + len(token_ids)`; more are ignored.
@@ -37,7 +36,7 @@ class Chunk:
 
 
 class HostTokens(NamedTuple):
-    """The tokens of a batch, int64 `[T]`, and the row of each chunk's last token, int64 `[S]`; on the CPU."""
+    """The tokens of a batch, int64 `[T]`, and the row of each chunk's last token, int64 `[S]`, on the CPU."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -47,7 +46,7 @@ class HostTokens(NamedTuple):
 
 
 class Batch:
-    """The inputs of the layers, on the device of the cache. T tokens in all, S chunks.
+    """The inputs of all layers for one pass over T tokens in S chunks, on the cache's device.
 
     An input that only one implementation of a layer needs is prepared on its first use, and kept.
     """
@@ -88,7 +87,7 @@ class Batch:
 
     @classmethod
     def build(cls, chunks: Sequence[Chunk], kv: DeviceKVCache) -> "Batch":
-        """Prepare `chunks` (prefill and decode may be mixed) for the pages of `kv`.
+        """Return the batch of `chunks`, of prefill and decode in any mix, for the pages of `kv`.
 
         Raises ValueError without chunks, and for an empty chunk, pages that do not reach its end or are not
         in the cache, a position or a token that the model does not have.
@@ -101,45 +100,46 @@ class Batch:
 
     @cached_property
     def page_tables(self) -> list[np.ndarray]:
-        """Page table of each sequence as far as it has tokens, int64, on the CPU."""
+        """The page table of each sequence up to its last token, int64, on the CPU."""
         return np.split(self.pages, self.first_pages[1:])
 
     def fill_in(self, chunks: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Fill in the last tokens of these chunks, which were not known when the batch was built.
+        """Fill in the last tokens of `chunks` (their indices), which were unknown when the batch was built.
 
-        Call it before anything is computed, as layers and captured graphs then take the tokens from the host.
+        To be called before anything is computed, as layers and captured graphs then take the tokens from the
+        host.
         """
         assert "_uploaded" not in self.__dict__, "the batch is on its device already"
         self.host.token_ids[self.host.last_rows[chunks]] = token_ids
 
     @cached_property
     def _uploaded(self) -> list[torch.Tensor]:
-        """The tokens of `host` on the device. Captured graphs do not use them."""
+        """The tokens of `host` on the device, not used by captured graphs."""
         return upload(self.host, self.device)
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token ids, int64 [T]."""
+        """Token ids: int64 `[T]`."""
         return self._uploaded[0]
 
     @property
     def positions(self) -> torch.Tensor:
-        """Positions, int64 [T]."""
+        """Positions: int64 `[T]`."""
         return self._uploaded[1]
 
     @property
     def page_of_token(self) -> torch.Tensor:
-        """Page to which each token's KV is written, int64 [T]."""
+        """The page to which each token's keys and values are written: int64 `[T]`."""
         return self._uploaded[2]
 
     @property
     def offset_of_token(self) -> torch.Tensor:
-        """Offset of each token within its page, int64 [T]."""
+        """The offset of each token within its page: int64 `[T]`."""
         return self._uploaded[3]
 
     @property
     def last_rows(self) -> torch.Tensor:
-        """Row of each chunk's last token, int64 [S]."""
+        """The row of each chunk's last token: int64 `[S]`."""
         return self._uploaded[4]
 
     @cached_property
@@ -153,7 +153,7 @@ class Batch:
         return rotation_factors(*self.cos_sin, self.dtype)
 
     def plan(self, sliding_window: int | None) -> AttentionPlan:
-        """Return the plan of torch's attention, for layers with this window."""
+        """Return the plan of torch's attention for layers with this sliding window in tokens (None: none)."""
         if sliding_window not in self._plans:
             tables = [torch.from_numpy(table) for table in self.page_tables]
             _, num_kv_heads, _, page_size, _ = self.kv_shape
@@ -164,13 +164,13 @@ class Batch:
 
     @cached_property
     def slots(self) -> Slots:
-        """Angles and token slots, for the CPU's kernels."""
+        """Angles and token slots in the form of the CPU's kernels."""
         return Slots(*self.cos_sin, self.page_of_token, self.offset_of_token)
 
     def attention(
         self, library: Library, heads: AttentionShape, sliding_window: int | None
     ) -> PagedAttention:
-        """Return the CPU's attention, for layers with this window."""
+        """Return the CPU's attention for layers with this sliding window in tokens (None: none)."""
         if sliding_window not in self._attentions:
             self._attentions[sliding_window] = PagedAttention(
                 library, self.query_lens, self.kv_lens, self.page_tables, self.kv_shape, heads, sliding_window
@@ -178,8 +178,8 @@ class Batch:
         return self._attentions[sliding_window]
 
     def workspace(self, num_elements: int) -> torch.Tensor:
-        """Return memory for intermediate results of a layer, `num_elements` per token. All layers share
-        it."""
+        """Return memory for a layer's intermediate results, `num_elements` per token, shared by all
+        layers."""
         if self._workspace is None:
             self._workspace = torch.empty(self.num_tokens * num_elements, dtype=self.dtype)
         return self._workspace

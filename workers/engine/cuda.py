@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from workers.engine.layers.gpu import TritonLayers
 
 _MAX_GROUP = 32
-"""Most query heads of a KV head: a tile holds them all, in float32 too."""
+"""Query heads of a KV head at most, as one tile holds them all, in float32 too."""
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Return why the GPU's kernels cannot compute a model; empty if they can."""
+    """Return why the GPU's kernels cannot compute a model in this dtype; empty if they can."""
     if dtype not in FLOATS:
         return f"{dtype} is not one of {', '.join(map(str, FLOATS))}"
     if spec.head_dim > MAX_HEAD_DIM:
@@ -35,7 +35,7 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 def triton_layers(spec: ModelSpec, weights: Weights) -> TritonLayers:
-    """Make layers that take over `weights`; `unsupported` must have been empty."""
+    """Return the GPU's layers, which take over `weights`. `unsupported` must have returned nothing."""
     from workers.engine.layers.gpu import TritonLayers
 
     return TritonLayers(spec, weights)
@@ -50,7 +50,7 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 def decode_graphs(layers: TritonLayers, kv: DeviceKVCache) -> DecodeGraphs:
-    """Make the graphs of a whole model; captures nothing yet."""
+    """Return the graphs of a whole model, none of them captured yet."""
     from workers.engine.decode_graphs import CudaCapture, DecodeGraphs
 
     return DecodeGraphs(layers, kv, CudaCapture(kv.device))

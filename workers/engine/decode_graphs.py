@@ -21,28 +21,28 @@ from workers.engine.layers.gpu import LayerInputs, TritonLayers
 from workers.engine.rotary import cos_sin
 
 BUCKETS = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
-"""Batch sizes for which there are graphs."""
+"""The batch sizes for which there are graphs, ascending."""
 _TOKEN_FIELDS = 4
-"""Token id, position, page, offset."""
+"""The number of fields of a token: id, position, page, offset."""
 _PADDING = ((0,), (0,), (-1,), (0,))
-"""These fields of a token that is not written."""
+"""The fields of a padding token, which is not written."""
 
 
 class Captured(NamedTuple):
-    """A computation that `replay` repeats on the current stream, reading and writing the same memory."""
+    """A captured computation that `replay` repeats on the current stream, over the same memory."""
 
     output: torch.Tensor
     replay: Callable[[], None]
 
 
 class Capture(Protocol):
-    """A function that runs a computation at least once, and captures it."""
+    """A function that runs a computation at least once, captures it, and returns the capture."""
 
     def __call__(self, compute: Callable[[], torch.Tensor]) -> Captured: ...
 
 
 class CudaCapture:
-    """A capture into CUDA graphs, which share one memory pool as they never run at the same time."""
+    """The capture into CUDA graphs, which share one memory pool as no two run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """The graphs of a whole model and the pages of `kv`. Used by one thread, like the model."""
+    """The decode graphs of a whole model over the pages of `kv`, for use by one thread."""
 
     def __init__(self, layers: TritonLayers, kv: DeviceKVCache, capture: Capture) -> None:
         self.kv = kv
@@ -81,8 +81,10 @@ class DecodeGraphs:
         return is_decode and len(batch.pages) <= self.kv.num_pages
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute float32 logits `[S, vocab_size]`, valid until the next call; `can_compute` must have been
-        True."""
+        """Return float32 logits `[S, vocab_size]`, valid until the next call.
+
+        `can_compute` must have returned True.
+        """
         bucket = next(size for size in BUCKETS if size >= batch.num_tokens)
         if bucket not in self._graphs:
             if self._logits is None or len(self._logits) < bucket:
@@ -92,7 +94,7 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """The graph of a batch of `size` sequences; all pages of the cache may be in their tables.
+    """The graph of a batch of `size` sequences, whose page tables may have all pages of the cache.
 
     Inputs are tokens, spans and page tables, one after the other; `_staged` and its views are where the host
     writes them.
@@ -135,7 +137,7 @@ class _Graph:
         return self._logits.copy_(self._layers.head(hidden))
 
     def _fill(self, batch: Batch) -> None:
-        """Fill the inputs by one copy from pinned memory, as long as the batch's page tables are."""
+        """Copy the batch's inputs to the graph's memory, in one copy from pinned memory."""
         num, num_pages = batch.num_tokens, len(batch.pages)
         if self._copied is not None:
             self._copied.synchronize()  # the copy before, from the same memory

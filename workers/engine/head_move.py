@@ -16,10 +16,10 @@ _PAGES_AT_ONCE = 64
 
 
 class HeadMove:
-    """A move of `kv` to `num_pages` pages, of which a helper has what `helped` says; None: nothing."""
+    """A move of `kv` to `num_pages` pages, of which a helper has `helped` (None: nothing)."""
 
     def __init__(self, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None) -> None:
-        """Raises OSError without memory for the pages."""
+        """Allocate the memory of the new pages. Raises OSError without memory."""
         self._kv, self._helped = kv, helped
         self._moved = helped if isinstance(helped, MovedHeads) else None
         num_moved = 0 if self._moved is None else self._moved.layers[0].shape[1]
@@ -35,7 +35,10 @@ class HeadMove:
         self.copied_bytes = 0
 
     def copy(self, pages: Sequence[int]) -> None:
-        """Copy pages of all layers. Blocking; other threads may compute with the pages, but not write."""
+        """Copy `pages` of all layers to the new memory.
+
+        Blocking; other threads may read the pages, but not write them.
+        """
         for start in range(0, len(pages), _PAGES_AT_ONCE):
             index = torch.tensor(pages[start : start + _PAGES_AT_ONCE], dtype=torch.int64)
             for position, layer in enumerate(self._kv.layers):
@@ -46,7 +49,7 @@ class HeadMove:
                     self._moved.layers[position].index_copy_(0, index, blocks[:, self._num_kept :])
 
     def complete(self) -> list[torch.Tensor]:
-        """Have the cache use the new arrangement, and return the memory of the old one.
+        """Switch the cache to the new arrangement. Returns the memory of the old one.
 
         Nothing computes now, and all used pages have been copied as they are.
         """

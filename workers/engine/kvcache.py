@@ -32,20 +32,22 @@ class MovedHeads:
     """The last KV heads of all pages, which a helper hosts and computes with (BanaServe, section 4.1)."""
 
     layers: Sequence[torch.Tensor]
-    """Each `[num_pages, num_moved, 2, page_size, head_dim]`, in memory that the helper has too."""
+    """One tensor `[num_pages, num_moved, 2, page_size, head_dim]` for each layer, in memory that the helper
+    maps too."""
     owner: HeadsOwner
-    """This end of the exchange with the helper."""
+    """The owner's end of the exchange with the helper."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostedLayers:
-    """Adjacent layers of all pages, which a helper hosts and computes (BanaServe, section 4.1, figure 3)."""
+    """Consecutive layers of all pages that a helper hosts and computes (BanaServe, section 4.1, figure 3)."""
 
     layers: range
     pages: Sequence[torch.Tensor]
-    """The pages of each of these layers, shaped like other layers, in memory that the helper has too."""
+    """The pages of each hosted layer, shaped like those of other layers, in memory that the helper maps
+    too."""
     owner: LayersOwner
-    """This end of the exchange with the helper."""
+    """The owner's end of the exchange with the helper."""
 
 
 class DeviceKVCache:
@@ -74,7 +76,10 @@ class DeviceKVCache:
         window: int | None = None,
         memory: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """`memory`: tensors that have the pages of these layers; None: new ones."""
+        """Make a cache with all pages free.
+
+        `memory`: tensors that have the pages of these layers; None allocates new ones.
+        """
         self.spec, self.layers = spec, layers
         self.window = window if window is not None and window < len(layers) else None
         """Number of layers that have memory at a time; None: every layer has its own."""
@@ -105,11 +110,12 @@ class DeviceKVCache:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of a layer's pages here, those of moved heads left out."""
+        """The shape of a layer's pages in this process, without moved heads."""
         return tuple(self._tensors[0].shape)
 
     def new_layers(self, num_pages: int, num_heads: int) -> list[torch.Tensor]:
-        """Return memory for so many pages of so many KV heads, for each layer that has memory at a time."""
+        """Return new tensors for `num_pages` pages of `num_heads` KV heads, one for each layer that has
+        memory at a time."""
         # Zeros, not garbage: attention masks the unused end of a last page, and 0 * NaN is NaN.
         shape = (num_pages, num_heads, 2, self.page_size, self.spec.head_dim)
         layers = range(self.window or len(self.layers))
@@ -120,8 +126,8 @@ class DeviceKVCache:
     def take_memory(self) -> None:
         """Have the operating system allocate the memory of all pages on a CPU, in order. Blocking.
 
-        Otherwise the first pass that uses a huge page waits for it in each layer. It runs at a quarter of the
-        possible speed, as others compute meanwhile. It ends when the pages get other memory.
+        Otherwise the first pass that uses a huge page waits for it in each layer. The allocation runs at a
+        quarter of the possible speed, as others compute meanwhile, and ends when the pages get other memory.
         """
         if self.device.type != "cpu":
             return
@@ -147,7 +153,8 @@ class DeviceKVCache:
         return self._tensors[(layer - self.layers.start) % len(self._tensors)]
 
     def gather(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Return copies of one layer of pages, int64 `[n]`, with all heads of each."""
+        """Return copies of `pages` (int64 `[n]`) of one layer: `[n, len(kv_heads), 2, page_size,
+        head_dim]`."""
         kept = gather_pages(self.layer(layer), pages)
         if self.moved is None:
             return kept
@@ -163,10 +170,11 @@ class DeviceKVCache:
     def rearrange(
         self, layers: list[torch.Tensor], helped: MovedHeads | HostedLayers | None
     ) -> list[torch.Tensor]:
-        """Have pages in other memory from now on, under the same numbers; a helper has what `helped` says.
+        """Switch the pages to the memory `layers`, under the same numbers; a helper has `helped` (None:
+        nothing). Returns the memory of the arrangement before.
 
-        Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not have
-        are free. Returns the memory of the arrangement before.
+        Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not
+        have\n        are free.
         """
         num_pages = len(layers[0])
         assert all(self._is_free[num_pages:])
@@ -181,34 +189,37 @@ class DeviceKVCache:
         return before
 
     def reset(self) -> None:
-        """Have all heads and layers here again, without copies. All pages are free."""
+        """Return to an arrangement with all heads and layers in this process, all pages free, nothing
+        copied."""
         self._tensors = []  # else both arrangements would take memory
         self.rearrange(self.new_layers(self.num_own_pages, len(self.kv_heads)), None)
 
     def used_pages(self, first: int = 0) -> list[int]:
-        """Return the pages from `first` on that are not free."""
+        """Return the numbers of pages from `first` on that are not free."""
         return [page for page in range(first, self.num_pages) if not self._is_free[page]]
 
     def close_from(self, first: int) -> None:
-        """Give out no page from `first` on until pages are rearranged, or `reopen`."""
+        """Stop allocating pages from `first` on until `rearrange` or `reopen`."""
         self._num_open = self.num_usable_pages = first
         self._free = [page for page in self._free if page < first]
 
     def keep_freed(self) -> None:
-        """Give out no page again that is freed from now on, until pages are rearranged: a lost helper may
-        still write to it."""
+        """Stop allocating pages that are freed from now on, until `rearrange`, as a lost helper may still
+        write to them."""
         self._keeps_freed = True
 
     def reopen(self) -> None:
-        """Give out pages again that were closed."""
+        """Allow the allocation of closed pages again."""
         assert not self._keeps_freed
         self.num_usable_pages = self._num_open = self.num_pages
         self._free = [page for page in range(self.num_pages - 1, -1, -1) if self._is_free[page]]
 
     def lend(self, num_pages: int) -> list[int]:
-        """Take pages whose memory goes back to the operating system until they are freed. Raises OutOfPages.
+        """Take pages whose memory is returned to the operating system until they are freed.
 
-        They are adjacent as far as that is possible. Only on a CPU.
+        Raises OutOfPages.
+
+        The pages are adjacent where possible. Only on a CPU.
         """
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free), self.num_pages)
@@ -230,7 +241,10 @@ class DeviceKVCache:
         self.free(pages)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Take `num_pages` pages; their content is undefined. Raises OutOfPages and takes none."""
+        """Take `num_pages` free pages, whose content is undefined.
+
+        Raises OutOfPages and takes none if there are fewer.
+        """
         if num_pages > len(self._free):
             raise OutOfPages(num_pages, len(self._free), self.num_pages)
         pages = [self._free.pop() for _ in range(num_pages)]
@@ -248,7 +262,7 @@ class DeviceKVCache:
 
 
 def _runs(pages: Sequence[int]) -> list[range]:
-    """Return adjacent pages of an ascending sequence together."""
+    """Return the runs of adjacent pages in an ascending sequence."""
     runs: list[range] = []
     for page in pages:
         if runs and runs[-1].stop == page:

@@ -16,7 +16,7 @@ import torch
 
 
 class OutputGrammar(Protocol):
-    """A grammar that an output follows."""
+    """A grammar that an output follows, as the draws see it."""
 
     def allowed_after(self, tokens: Sequence[int], /) -> np.ndarray:
         """Return a bit for each token, uint8: bit `i` of byte `j` says that token `8 * j + i` may follow.
@@ -27,32 +27,34 @@ class OutputGrammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """The changes of one request, prepared once. `bad_words` are sequences of token ids, none empty."""
+    """The changes of logits for one request, prepared once. `bad_words` are non-empty sequences of token
+    ids."""
 
     repetition_penalty: float
-    """Divisor of positive, and factor of negative, logits of tokens in prompt or output."""
+    """The divisor of positive, and factor of negative, logits of tokens that occur in prompt or output."""
     presence_penalty: float
-    """Penalty that is subtracted from logits of tokens in the output."""
+    """The penalty subtracted from logits of tokens that occur in the output."""
     frequency_penalty: float
-    """Penalty that is subtracted for each occurrence of a token in the output."""
+    """The penalty subtracted from a token's logit for each occurrence in the output."""
     prompt_tokens: np.ndarray
-    """Tokens of the prompt, int64, each once; empty without a repetition penalty."""
+    """The distinct tokens of the prompt, int64; empty without a repetition penalty."""
     bias_tokens: np.ndarray
-    """Tokens with a bias, int64."""
+    """The tokens with a bias, int64."""
     biases: np.ndarray
-    """Biases of `bias_tokens`, float32."""
+    """The biases of `bias_tokens`, float32."""
     bad_words: Sequence[Sequence[int]]
     """Token sequences that the output must not contain."""
     min_tokens: int
-    """Length of the output before which none of `stop_tokens` is drawn."""
+    """The output length in tokens before which none of `stop_tokens` is drawn."""
     stop_tokens: np.ndarray
-    """Tokens that end the output, int64."""
+    """The tokens that end the output, int64."""
     grammar: OutputGrammar | None = None
-    """Grammar of the output. `forbidden` must leave at least one of the tokens that it allows."""
+    """The grammar of the output; None without one. `forbidden` must leave at least one of its allowed
+    tokens."""
 
     @property
     def penalizes(self) -> bool:
-        """Whether there is a penalty of tokens that have occurred."""
+        """Whether tokens that have occurred are penalized."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def forbidden(self, output: Sequence[int]) -> list[int]:
@@ -64,14 +66,14 @@ class LogitRules:
 
 
 class LogitChanges:
-    """The changes of one pass. Rows without rules are not touched, and take no time."""
+    """The changes of logits in one pass. Rows without rules are not touched, and take no time."""
 
     def __init__(self) -> None:
         self._rules: dict[int, LogitRules] = {}
         self._outputs: dict[int, list[int]] = {}
 
     def add(self, row: int, rules: LogitRules, output: Sequence[int]) -> None:
-        """Add a row with rules. `output` is its request's output so far."""
+        """Add a row's rules. `output` is the output of the row's request so far."""
         self._rules[row], self._outputs[row] = rules, list(output)
 
     def extend(self, row: int, token: int) -> None:
@@ -81,7 +83,7 @@ class LogitChanges:
 
     @torch.inference_mode()
     def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits` float32 `[S, V]` in place."""
+        """Apply the changes to `logits` (float32 `[S, V]`) in place."""
         if not self._rules:
             return
         self._forbid(logits)
@@ -138,7 +140,7 @@ class LogitChanges:
 def _places(
     tokens_of_rows: Mapping[int, Sequence[int] | np.ndarray], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of these tokens in these rows."""
+    """Return the row indices and token ids (int64 each, of equal length) of these tokens in these rows."""
     lens = [len(tokens) for tokens in tokens_of_rows.values()]
     rows = np.repeat(np.fromiter(tokens_of_rows, np.int64), lens)
     tokens = np.concatenate([np.asarray(of_row, dtype=np.int64) for of_row in tokens_of_rows.values()])

@@ -47,7 +47,7 @@ class Layers(Protocol):
 
 
 class PassAtHelper(NamedTuple):
-    """A pass that is at the helper that has some of the layers."""
+    """A pass whose hidden states a helper with some of the layers computes now."""
 
     hosted: HostedLayers
     number: int
@@ -110,8 +110,10 @@ class DecoderModel:
         return "torch" if self.fallback_reason else "triton"
 
     def use_idle_cores(self, num_threads: int) -> bool:
-        """Let the CPU's kernels compute with `num_threads` threads, the caller's included. Returns False if
-        these kernels are not used."""
+        """Set the CPU kernels' number of threads, the caller's included.
+
+        Returns False if those kernels are not used.
+        """
         if self._library is None:
             return False
         self._library.set_num_threads(num_threads)
@@ -120,12 +122,12 @@ class DecoderModel:
 
     @property
     def kv_heads(self) -> range:
-        """KV heads of this rank's KVCache, numbered as in the whole model."""
+        """The KV heads of this rank's KVCache, numbered as in the whole model."""
         return self._part.kv_heads
 
     @property
     def why_not_helped(self) -> str:
-        """Why a helper cannot have some of the KV heads or layers; empty if it can."""
+        """The reason why a helper cannot have some of the KV heads or layers; empty if it can."""
         if self._library is None:
             return (
                 f"{self.computed_by} computes on {self.device.type}; the CPU's own kernels alone can do that"
@@ -138,7 +140,7 @@ class DecoderModel:
 
     @property
     def library(self) -> Library:
-        """The CPU's own kernels, with which a helper can compute (`why_not_helped`)."""
+        """The library of CPU kernels, with which a helper can compute (`why_not_helped`)."""
         assert self._library is not None, self.why_not_helped
         return self._library
 
@@ -191,14 +193,14 @@ class DecoderModel:
         self._computed = computed if self.shard is None else ShardedLayers(computed, self.spec, self.shard)
 
     def _graphs_over(self, kv: DeviceKVCache) -> "DecodeGraphs | None":
-        """Return the graphs over the cache that was used last; None where nothing is captured."""
+        """Return the graphs over the latest cache; None where nothing is captured."""
         if self._triton is not None and (self._graphs is None or self._graphs.kv is not kv):
             self._graphs = cuda.decode_graphs(self._triton, kv)
         return self._graphs
 
     def graph_sizes(self, max_batch: int) -> list[int]:
-        """Return the sizes of decode batches, ascending, that need all graphs up to `max_batch`; one where
-        nothing is captured."""
+        """Return the ascending batch sizes that need all graphs up to `max_batch`; one size where nothing is
+        captured."""
         return [1] if self._triton is None else cuda.graph_sizes(max_batch)
 
     @property
@@ -230,7 +232,10 @@ class DecoderModel:
     def forward_layers(
         self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """Compute adjacent layers, none or more, which no helper has; otherwise as `forward_layer`."""
+        """Compute consecutive layers, none of which a helper has.
+
+        Shapes and effects are those of `forward_layer`.
+        """
         assert kv.kv_heads == self.kv_heads, f"a KVCache of KV heads {kv.kv_heads}, not {self.kv_heads}"
         if layers and isinstance(self._computed, CpuLayers):
             return self._computed.forward_layers(layers, hidden, batch, kv)
@@ -262,8 +267,10 @@ class DecoderModel:
 
     @torch.inference_mode()
     def hand_over(self, batch: Batch, kv: DeviceKVCache) -> PassAtHelper | None:
-        """Compute the layers before those that a helper has, and hand the pass over to it; None if no helper
-        has layers."""
+        """Compute the layers before a helper's, and send the pass to the helper.
+
+        Returns None if no helper has layers.
+        """
         hosted = kv.hosted
         if hosted is None:
             return None
@@ -273,7 +280,10 @@ class DecoderModel:
 
     @torch.inference_mode()
     def finish(self, handed_over: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return the logits of a pass, as `forward` does, when the helper has answered. Raises HelperLost."""
+        """Return the logits of a handed over pass, as `forward` does, after the helper's answer.
+
+        Raises HelperLost.
+        """
         hosted, number = handed_over
         behind = range(hosted.layers.stop, self.layers.stop)
         hidden = self.forward_layers(behind, hosted.owner.take(number), batch, kv)

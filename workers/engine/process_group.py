@@ -19,7 +19,7 @@ from workers.engine.tensor_parallel import RankLost, TensorShard
 
 
 def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
-    """Return the calls of a rank. They use its current group, as a model outlives groups.
+    """Return the collective calls of a rank, for use in any of its successive groups.
 
     They raise RankLost outside of any group.
     """
@@ -31,7 +31,7 @@ def shard_of(rank: int, size: int, device: torch.device) -> TensorShard:
 def join_group(
     store: Store, rank: int, size: int, device: torch.device, *, interface: str, timeout_s: float
 ) -> Iterator[TensorShard]:
-    """Make a context in which this rank is in a process group with the others, which meet in `store`.
+    """Make a context in which this rank is in a process group with the other ranks, which meet in `store`.
 
     `store` is new for each group: a `FileStore` in a private directory for the ranks of one host, else a
     `TCPStore`, which listens on every interface. What is exchanged goes over the network `interface`
@@ -68,7 +68,7 @@ def _all_gather(part: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce_in_order(tensor: torch.Tensor) -> None:
-    """Add up all parts on every rank, in float32 and in the order of the ranks.
+    """Sum all parts on every rank in place, in float32 and in the order of the ranks.
 
     gloo's own sum starts at another rank for each piece of the tensor, so the bits of a token's sum would
     depend on the size of its batch. With two ranks this sum sends as many bytes, and waits half as often.

@@ -39,7 +39,10 @@ def _llama3_frequencies(spec: ModelSpec, frequencies: torch.Tensor) -> torch.Ten
 
 @lru_cache(maxsize=8)
 def _frequencies_on(spec: ModelSpec, device: torch.device) -> torch.Tensor:
-    """Return the frequencies on a device. They are cached there, as a copy would make every batch wait."""
+    """Return the inverse frequencies on a device, float32 `[head_dim / 2]`.
+
+    Cached, as a copy would make every batch wait.
+    """
     return inverse_frequencies(spec).to(device)
 
 

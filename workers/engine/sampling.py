@@ -16,7 +16,7 @@ import torch
 from workers.engine.upload import upload
 
 _NUM_LIKELY = 1024
-"""Most likely tokens that are ranked for a filter. With most models nearly all draws lie among them."""
+"""Most likely tokens that are ranked for a filter. With most models nearly all draws are among them."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -27,7 +27,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Limits(NamedTuple):
-    """Limits that S rows ask for: arrays `[S]` on the CPU, of numbers that float64 holds.
+    """The sampling limits of S rows: float64 arrays `[S]` on the CPU.
 
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
     the largest (arXiv 2407.01082). `top_k` 0 keeps all. `top_p` in (0, 1] keeps the smallest set of most
@@ -42,11 +42,11 @@ class Limits(NamedTuple):
     uniforms: np.ndarray
 
     def of(self, rows: np.ndarray) -> "Limits":
-        """Return the limits of some rows."""
+        """Return the limits of these rows (indices)."""
         return Limits(*(values[rows] for values in self))
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the five limits as float64 `[S, 1]`, without waiting for the device."""
+        """Return the five limits as float64 tensors `[S, 1]` on a device, without waiting for it."""
         columns = upload([values.astype(np.float64)[:, None].view(np.int64) for values in self], device)
         return [column.view(torch.float64) for column in columns]
 
@@ -81,7 +81,8 @@ def _most_likely(logits: torch.Tensor, _limits: Limits) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Invert each row's cumulative distribution, in float64, over all tokens in the order of their ids."""
+    """Draw from each row's cumulative distribution, in float64, over all tokens in the order of their ids:
+    int64 `[S]`."""
     temperature, _, _, _, uniforms = limits.on(logits.device)
     # In place: new memory for all rows takes longer than the arithmetic.
     weights = logits.double().sub_(logits.amax(-1, keepdim=True)).div_(temperature).exp_()
@@ -95,8 +96,8 @@ def _draw(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
 
 
 def _draw_filtered(logits: torch.Tensor, limits: Limits, num_ranked: int | None = None) -> torch.Tensor:
-    """Invert each row's cumulative distribution, in float64, over the tokens that are kept, in order of
-    descending probability.
+    """Draw from each row's cumulative distribution, in float64, over the tokens that the filters keep, in
+    descending probability: int64 `[S]`.
 
     Only the `num_ranked` (default: _NUM_LIKELY) most likely tokens are ranked, as sorting a vocabulary takes
     longer than a step of decoding on a GPU. The others are one rank behind them; rows for which this does not
@@ -134,8 +135,8 @@ def _draw_filtered(logits: torch.Tensor, limits: Limits, num_ranked: int | None 
 
 
 class Logprobs(NamedTuple):
-    """Logprobs of R rows: of the drawn tokens, float32 `[R]`; ids and logprobs of the N most likely tokens,
-    int64 and float32 `[R, N]`."""
+    """The logprobs of R rows: of drawn tokens float32 `[R]`, and of the N most likely tokens int64 ids and
+    float32 logprobs `[R, N]`."""
 
     drawn: torch.Tensor
     top_tokens: torch.Tensor
@@ -161,8 +162,9 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logpro
 def _rank(logits: torch.Tensor, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `num_ranks` largest logits of each row, descending, and their token ids; equal ones by id.
 
-    Sorts integers that hold both: the float's bits, made monotonic, above the complement of the id. No two
-    are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15 times as fast as torch's.
+    The sort is over integers that hold both: the float's bits, made monotonic, above the complement of the
+    id. No two are equal, so any sort is stable, and on the CPU numpy's vectorised one is 15 times as fast as
+    torch's.
     """
     if num_ranks == 0:
         return logits[:, :0], logits[:, :0].long()

@@ -1,6 +1,6 @@
-"""The engine's spec of a model: its shapes, and its variant of the decoder layer.
+"""The engine's spec of a model: its shapes, and the variant of its decoder layer.
 
-Owns: these facts, and what must hold among them. Does not know: config.json
+Owns: these facts, and the invariants among them. Does not know: config.json
 (`workers.execution.model_spec`), weights, devices, tokenizers.
 """
 
@@ -13,7 +13,7 @@ class UnsupportedModel(ValueError):
 
 
 class RopeKind(Enum):
-    """Scalings of rotary frequencies beyond the length that the model was trained on."""
+    """The kinds of scaling of rotary frequencies beyond the trained length."""
 
     NONE = "default"
     LINEAR = "linear"
@@ -33,7 +33,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Invariants: `num_heads % num_kv_heads == 0`, `head_dim` is even.
+    """The shapes of a decoder-only transformer.
+
+    Invariants: `num_heads % num_kv_heads == 0`, `head_dim` is even.
 
     `sliding_window` is the number of tokens that a query sees, itself included. It applies to the layers from
     `num_full_attention_layers` on (Qwen's `max_window_layers`; 0 for other models).
@@ -69,5 +71,6 @@ class ModelSpec:
             raise UnsupportedModel(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     def layer_sliding_window(self, layer: int) -> int | None:
-        """Return how many tokens a query of `layer` sees, itself included; None: all before it."""
+        """Return the number of tokens that a query of `layer` sees, itself included; None for all before
+        it."""
         return self.sliding_window if layer >= self.num_full_attention_layers else None

@@ -19,12 +19,14 @@ _MLP_MULTIPLE = 16
 
 
 class RankLost(RuntimeError):
-    """Another rank is lost, or has not come in time, so the group cannot compute any more."""
+    """Another rank is lost, or has not joined in time, so the group cannot compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """The calls of one rank in a group of `size`. All ranks make the same calls, in the same order.
+    """The collective calls of one rank in a group of `size`.
+
+    All ranks make the same calls, in the same order.
 
     A call blocks until all ranks have made theirs (on CUDA the stream does). Raises RankLost if one does not.
     """
@@ -32,9 +34,10 @@ class TensorShard:
     rank: int
     size: int
     all_reduce: Callable[[torch.Tensor], None]
-    """Sum over the ranks, in place: contiguous, the same bits on every rank."""
+    """A function that sums a contiguous tensor over the ranks in place, with the same bits on every rank."""
     all_gather: Callable[[torch.Tensor], torch.Tensor]
-    """Gather of every rank's contiguous `[...]` into `[size, ...]`, in the order of the ranks."""
+    """A function that gathers every rank's contiguous `[...]` into `[size, ...]`, in the order of the
+    ranks."""
 
     def __post_init__(self) -> None:
         _check(self.rank, self.size)
@@ -50,17 +53,17 @@ class RankPart:
 
     kv_heads: range
     heads: range
-    """Query heads that use `kv_heads`."""
+    """The query heads that use `kv_heads`."""
     mlp_columns: range
-    """Columns of gate and up, rows of down."""
+    """The columns of gate and up, and rows of down."""
     vocab: range
-    """Rows of embedding and head."""
+    """The rows of embedding and head."""
     adds_bias: bool
     """Whether this rank adds the biases of products that are summed over the ranks. Exactly one rank does."""
 
 
 def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:
-    """Return the KV heads of `rank`; the first ranks hold one more where `size` does not divide them.
+    """Return the KV heads of `rank`. The first ranks hold one more where `size` does not divide their number.
 
     Raises UnsupportedModel if there is not one for every rank.
     """
@@ -74,7 +77,7 @@ def kv_heads_of(spec: ModelSpec, rank: int, size: int) -> range:
 
 
 def part_of(spec: ModelSpec, rank: int = 0, size: int = 1) -> RankPart:
-    """Return the part of `rank`.
+    """Return the part of the model that `rank` of `size` ranks holds.
 
     Raises UnsupportedModel for more ranks than a dimension can be split into.
     """

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 2
-"""Alignment in int64 numbers: Triton compiles kernels anew for pointers that are not aligned to 16 bytes."""
+"""The alignment in int64 numbers: Triton compiles kernels anew for pointers not aligned to 16 bytes."""
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -12,8 +12,8 @@ from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 
 _SHORT_LENS = (2, 32, 64)
-"""Tokens of the last pass of a prompt for which a GPU computes products by other kernels than for more: each
-length has one of its own (`skinny_linear`)."""
+"""Lengths in tokens of a prompt's last pass whose products use special kernels, one for each length
+(`skinny_linear`)."""
 
 
 def warm_up(

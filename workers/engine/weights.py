@@ -27,7 +27,7 @@ _DUMMY_STD = 0.02
 
 
 class WeightsError(ValueError):
-    """A checkpoint's tensors do not fit the model. The message names the tensor, and what was expected."""
+    """A checkpoint's tensors do not fit the model. The message names the tensor and the expected shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A rank's `part` of the `whole` rows, or columns, of a tensor."""
+    """A rank's range `part` of the `whole` rows or columns of a tensor."""
 
     whole: int
     part: range
@@ -68,7 +68,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The target of a checkpoint's tensor of this `shape`: its `part` of dimension `dim` is copied to
+    """The destination of a checkpoint's tensor of this `shape`: its `part` of dimension `dim` is copied to
     `target`.
 
     Without a target the tensor belongs to another rank, and only its shape is checked.
@@ -85,7 +85,8 @@ class _Slot:
 
 
 class Weights:
-    """A rank's `part` of `layers`, of the embedding on the first stage, of final norm and head on the last.
+    """The weights of a rank's `part` of `layers`, with the embedding on the first stage, final norm and head
+    on the last.
 
     With tied embeddings, first and last stage hold the same matrix (twice, if they are different workers).
     """
@@ -108,7 +109,7 @@ class Weights:
             self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a checkpoint's tensors in, casting; skip those of other stages.
+        """Copy a checkpoint's tensors in, cast to the dtype; those of other stages are skipped.
 
         Raises WeightsError for an unknown tensor, a wrong shape, or a missing tensor.
         """
@@ -130,7 +131,7 @@ class Weights:
         self._slots.clear()  # the next taker of a layer is its only owner
 
     def dummy_tensors(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield small random values, float32 on the weights' device, for each tensor that is to be loaded.
+        """Yield small random values for each tensor of a checkpoint, float32 on the weights' device.
 
         Values depend on `seed`, the tensor's name and the device's model only, not on stage or rank: a GPU
         draws others than a CPU, and may draw others than a GPU of another model.
@@ -146,11 +147,11 @@ class Weights:
             yield name, values.normal_(0.0, _DUMMY_STD, generator=generator)
 
     def init_dummy(self, seed: int) -> None:
-        """Fill in the values of `dummy_tensors`."""
+        """Load the values of `dummy_tensors`."""
         self.load(self.dummy_tensors(seed))
 
     def _check_foreign(self, name: str) -> None:
-        """Raise WeightsError for a tensor that no stage loads."""
+        """Check that some stage loads the tensor of this name. Raises WeightsError."""
         layer = _LAYER_NAME.match(name)
         is_elsewhere = (
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers
@@ -160,7 +161,8 @@ class Weights:
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 
     def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield stacked tensors as views of their parts, by the parts' names, and other tensors unchanged."""
+        """Yield stacked tensors as views of their parts, under the parts' names, and other tensors
+        unchanged."""
         for name, tensor in tensors:
             packed = _PACKED_NAME.fullmatch(name)
             names = [f"{packed[1]}{part}{packed[3]}" for part in _PACKED_PARTS[packed[2]]] if packed else []
@@ -179,7 +181,8 @@ class Weights:
         return self._stacked([name], [_Cut(size, range(size))])
 
     def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
-        """Allocate one tensor whose consecutive rows are filled from several tensors, each cut."""
+        """Return a new tensor whose consecutive rows are to be filled from several tensors, each cut to the
+        rank's part."""
         num_rows = [len(cut.part) for cut in cuts]
         tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
         for name, cut, target in zip(names, cuts, torch.split(tensor, num_rows), strict=True):

@@ -15,21 +15,21 @@ from workers.engine.sampling import Limits, logprobs, sample, uniform
 
 
 class Drawn(NamedTuple):
-    """The result of a pass: a token of each row, and logprobs of the rows that want them."""
+    """The result of a pass: one token for each row, and logprobs for rows that want them."""
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs]
 
 
 class FirstToken(NamedTuple):
-    """The token that prefill draws for a prompt; `logprobs` if its request wants them."""
+    """A prompt's first token, drawn by prefill, with its `logprobs` if the request wants them."""
 
     token: int
     logprobs: TokenLogprobs | None = None
 
 
 class Row(NamedTuple):
-    """One draw: `position` of the drawn token, and the request's `output` so far."""
+    """The input of one draw: the `position` of the token to draw, and the request's `output` so far."""
 
     sampling: SamplingParams
     position: int
@@ -38,9 +38,9 @@ class Row(NamedTuple):
 
 
 def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRules | None:
-    """Return the changes of logits that a request asks for, or None.
+    """Return the changes of logits that a request asks for; None without any.
 
-    `grammar` is the state of its grammar.
+    `grammar` is the state of the request's grammar.
     """
     sampling = request.sampling
     is_neutral = (
@@ -68,9 +68,9 @@ def rules_of(request: Request, grammar: OutputGrammar | None = None) -> LogitRul
 
 
 class Draws:
-    """The draws of one pass.
+    """The draws of one pass, one row for each of `chunks` (indices of the pass's chunks; None: of all).
 
-    `chunks` are those of the pass behind which a row each is drawn, in order; None: behind all.
+    A row is drawn behind the chunk's last token. Rows are in the order of `chunks`.
     """
 
     def __init__(self, rows: Sequence[Row], chunks: Sequence[int] | None = None) -> None:
@@ -97,12 +97,14 @@ class Draws:
         }
 
     def extend(self, row: int, token: int) -> None:
-        """Append the newest token to a row's output, in which it was missing."""
+        """Append the newest token to a row's output, which lacked it."""
         self._changes.extend(row, token)
 
     def draw(self, logits: torch.Tensor) -> Drawn:
-        """Draw from `logits`, float32 with one row per chunk of the pass. Changes them in place. Waits for
-        the device."""
+        """Draw from `logits`, float32 with one row per drawn chunk, and change them in place.
+
+        Waits for the device.
+        """
         if self._chunks is not None and len(self._chunks) < len(logits):
             logits = logits[torch.tensor(self._chunks, dtype=torch.int64, device=logits.device)]
         if not len(logits):

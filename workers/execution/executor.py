@@ -25,15 +25,15 @@ from workers.kvcache.layerwise import LayerTransfers, PassPart
 
 T = TypeVar("T")
 _MOST_AHEAD = 4
-"""Layers of prefill that a GPU is given before it has computed them."""
+"""Layers of prefill that a GPU may have queued and not computed."""
 
 
 class CancelledOnDevice(Exception):
-    """The work was given up, and no part of it runs any more."""
+    """The work was given up, and no part of it runs on the device any more."""
 
 
 class Executor:
-    """Runs a model on its device, one call after the other."""
+    """The executor of a model on its device, one call after the other."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class Executor:
         grammars: Grammars | None = None,
         record: PassRecord | None = None,
     ) -> None:
-        """Make an executor.
+        """Start the device thread. Without `grammars` no request may have a grammar.
+
+        `record` gets the requests of each pass.
 
         Without `grammars` no request may have a grammar. `record` names the requests of a pass.
         """
@@ -59,7 +61,7 @@ class Executor:
 
     @property
     def engine(self) -> str:
-        """Device and kernels, for people: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
+        """The device and its kernels as text: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
         return f"{self.kv.device} ({self.model.computed_by})"
 
     @property
@@ -69,11 +71,11 @@ class Executor:
 
     @property
     def device_name(self) -> str:
-        """Name of the GPU, or of the processor: instances with one name are equally fast."""
+        """The name of the GPU or processor. Instances with the same name are equally fast."""
         return device_name(self.kv.device)
 
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
-        """Make `call` on the device thread.
+        """Make `call` on the device thread, and return its result.
 
         A cancelled caller calls `on_cancel`, which may shorten the call, and waits until the call has ended:
         only then may its pages be freed.
@@ -82,7 +84,7 @@ class Executor:
         return await wait_to_end(ended, on_cancel)
 
     async def cut_in(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
-        """Make `call` like `run`, but between two layers of the running prefill pass, if there is one."""
+        """Make `call` as `run` does, but between two layers of a running prefill pass."""
         ended: Future[T] = Future()
 
         def make() -> None:
@@ -108,7 +110,7 @@ class Executor:
         return (await self._grammars.get(grammar)).begin()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Make `call` on the device thread, behind all earlier calls."""
+        """Queue `call` on the device thread, behind all earlier calls, and return its future."""
         return self._thread.submit(call)
 
     def prefill(
@@ -139,8 +141,8 @@ class Executor:
         return hidden
 
     def _keep_pace(self) -> None:
-        """Wait until a GPU has computed all but the latest layers. Otherwise it would be given whole passes
-        ahead, and calls would cut in behind them."""
+        """Wait until a GPU has computed all but the latest layers, so that calls can cut in between the
+        layers of a pass."""
         if self.kv.device.type != "cuda":
             return
         self._ahead.append(torch.cuda.current_stream(self.kv.device).record_event())
@@ -161,20 +163,20 @@ class Executor:
         return Batch.build(chunks, self.kv)
 
     def hand_over(self, batch: Batch) -> PassAtHelper | None:
-        """Compute one iteration up to the layers that a helper has, and hand over to it; None if it has
-        none."""
+        """Compute one iteration up to the layers of a helper, and hand it over; None if no helper has
+        layers."""
         return self.model.hand_over(batch, self.kv)
 
     def finish(self, handed_over: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:
-        """Compute the rest of an iteration that was handed over, as `decode` does. Raises HelperLost."""
+        """Compute the rest of an iteration that was handed over, and return its draws. Raises HelperLost."""
         return draws.draw(self.model.finish(handed_over, batch, self.kv))
 
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
-        """Compute one iteration: the next token of every sequence. Raises HelperLost."""
+        """Compute one iteration, and return the next token of every sequence. Raises HelperLost."""
         return draws.draw(self.model.forward(batch, self.kv))
 
 
 def _use(device: torch.device) -> None:
-    """Have a thread use this GPU: what it allocates without a device would be on the first one."""
+    """Make this GPU the current one of the calling thread, to which allocations without a device go."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)

@@ -15,7 +15,7 @@ U = TypeVar("U")
 
 
 class Jobs:
-    """The tasks of a runner, one for each `Ref`.
+    """The tasks of a runner, one for each attempt (`Ref`).
 
     An unexpected error ends their group, and `record` names the request.
     """
@@ -31,12 +31,14 @@ class Jobs:
 
     @property
     def going_on(self) -> list[Ref]:
-        """The requests among these whose work has not been cancelled."""
+        """The requests whose work has not been cancelled."""
         return [ref for ref, task in self._tasks.items() if not task.cancelling()]
 
     def start(self, ref: Ref, work: Callable[[], Awaitable[None]]) -> None:
-        """Start the work named `ref`. A `ref` is used once. `work` is not called if it is cancelled before it
-        begins."""
+        """Start the work named `ref`. A `ref` is used once.
+
+        `work` is not called if cancelled before its beginning.
+        """
         task = self._group.create_task(self._do(ref, work), name=f"{ref.request_id}/{ref.attempt}")
         self._tasks[ref] = task
         task.add_done_callback(lambda _: self._tasks.pop(ref, None))
@@ -64,7 +66,7 @@ def is_cancelled() -> bool:
 
 
 async def together(own: Awaitable[T], others: Awaitable[U]) -> tuple[T, U]:
-    """Run both concurrently, and return or raise when both have ended.
+    """Run two awaitables concurrently, and return or raise when both have ended.
 
     When one fails, or the caller is cancelled, the other is cancelled. Raises the first error.
     """

@@ -36,7 +36,7 @@ _CPU_SATURATING_TOKENS = 128
 
 
 def layers_of_stage(num_layers: int, stage: StageConfig) -> range:
-    """Return the layers of one stage. Numbers of layers differ by at most one between stages."""
+    """Return the layers of one stage. The numbers of layers of two stages differ by at most one."""
     if stage.num_stages > num_layers:
         raise ConfigError(f"pipeline.stages: {stage.num_stages} stages for a model of {num_layers} layers")
     return range(
@@ -57,7 +57,7 @@ def heads_of(spec: ModelSpec, rank: RankConfig) -> list[range]:
 def load_executor(
     checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess, record: PassRecord | None = None
 ) -> Executor:
-    """Load this stage's layers, this rank's part of them, and allocate the device's KVCache.
+    """Load this stage's layers and this rank's part of them, and allocate the device's KVCache.
 
     `layout` is the whole model's. `record` is where the executor names the requests of a pass. Blocks for
     seconds to minutes, reports progress.
@@ -79,7 +79,7 @@ def load_executor(
 def _on_device(
     checkpoint: Checkpoint, layout: KVLayout, process: WorkerProcess, device: torch.device
 ) -> tuple[DecoderModel, DeviceKVCache]:
-    """Load the weights, allocate the KVCache, and warm up."""
+    """Return the loaded model and the allocated KVCache, after a warm-up."""
     config, rank = process.config, process.rank
     dtype = TORCH_DTYPES[layout.dtype]
     if device.type == "cuda":
@@ -114,7 +114,7 @@ def _on_device(
 
 
 def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: torch.device) -> None:
-    """Raise ModelError if the device has no memory for the weights, `share` of which are loaded here.
+    """Check that the device has memory for `share` (0 to 1) of the checkpoint's weights. Raises ModelError.
 
     Otherwise the operating system would kill some process.
     """
@@ -128,7 +128,7 @@ def _check_memory(checkpoint: Checkpoint, share: float, dtype: KVDtype, device: 
 
 
 def layer_window(process: WorkerProcess, layers: range, device: torch.device) -> int | None:
-    """Return how many layers the device has memory for at a time; None: for all."""
+    """Return the number of layers for which the device has memory at a time; None for all."""
     config = process.config
     window = config.worker.prefill_layer_window
     if process.role is not Role.PREFILL or window == "all":
@@ -155,9 +155,9 @@ def _num_device_pages(kvcache: KVCacheConfig, layout: KVLayout, window: int | No
 
 
 def pick_device(name: str, rank: RankConfig) -> torch.device:
-    """Return the configured device; for `auto` the first GPU, if there is one.
+    """Return the configured device; for `auto` the first GPU, or else the CPU.
 
-    For rank r it is the r-th device behind that.
+    Rank r gets the r-th device behind that one.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,7 +173,7 @@ def pick_device(name: str, rank: RankConfig) -> torch.device:
 
 
 def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
-    """Return the tokens of a pass: enough to keep the device busy, few enough for urgent prompts to
+    """Return the tokens of a pass: enough to keep the device busy, and few enough for urgent prompts to
     overtake."""
     if isinstance(configured, int):
         return configured
@@ -181,8 +181,7 @@ def pick_prefill_chunk(configured: int | str, device: torch.device) -> int:
 
 
 def pick_saturating_tokens(device: torch.device) -> int | None:
-    """Return the number of tokens with which a pass reaches the device's full speed, few on CPUs; None if
-    unknown."""
+    """Return the number of tokens from which on a pass has the device's full speed; None if unknown."""
     return None if device.type == "cuda" else _CPU_SATURATING_TOKENS
 
 

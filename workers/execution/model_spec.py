@@ -11,7 +11,7 @@ from workers.engine.spec import ModelSpec, RopeKind, RopeScaling
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a config.json, or of `PretrainedConfig.to_dict()`, of transformers 4 or 5.
+    """Return the engine's spec of a config.json, or of `PretrainedConfig.to_dict()`, of transformers 4 or 5.
 
     Raises ModelError.
     """
@@ -19,7 +19,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def spec_of(config: ModelConfig) -> ModelSpec:
-    """Return the engine's spec of a model."""
+    """Return the engine's spec of a checked configuration."""
     implied = config.implied
     has_attention_bias = implied.reads_attention_bias and bool(config.attention_bias)
     rope, (sliding_window, num_full_attention_layers) = config.rope, config.window

@@ -28,8 +28,10 @@ _decoder = msgspec.msgpack.Decoder(list[Ref])
 
 
 class PassRecord:
-    """The record in the memory of `fd`, which the supervisor keeps. Without `fd` the record ends with the
-    process."""
+    """The record in the memory of the descriptor `fd`, which the supervisor keeps.
+
+    Without `fd` the record ends with the process.
+    """
 
     def __init__(self, fd: int | None = None) -> None:
         self._memory = mmap.mmap(-1 if fd is None else fd, PASS_RECORD_BYTES)
@@ -39,9 +41,10 @@ class PassRecord:
         """Length of the latest entry for the running pass."""
 
     def take(self) -> list[Ref] | None:
-        """Return the requests that the previous process left, and forget them; None if they are unknown.
+        """Return the requests in whose pass the previous process ended, and clear the record; None if they
+        are unknown.
 
-        Call this before the first pass.
+        To be called before the first pass.
         """
         left = self._read(_FAILED)
         if left == []:
@@ -77,9 +80,9 @@ class PassRecord:
             self._note_running()
 
     def blame(self, refs: list[Ref] | None) -> None:
-        """Record that the work of these requests has failed, and that this process will end because of it.
+        """Record that the work of these requests has failed, and will end this process.
 
-        The first call counts.
+        Only the first call has an effect.
         """
         if self._read(_FAILED) == []:
             self._set_length(_FAILED, self._write(_FAILED, refs))
@@ -94,7 +97,7 @@ class PassRecord:
         self._set_length(_RUNNING, self._length)
 
     def _write(self, area: int, refs: Sequence[Ref] | None) -> int:
-        """Write an entry; return the value of its length field."""
+        """Write an entry, and return the value of its length field."""
         if refs is None:
             return _UNKNOWN
         data = msgspec.msgpack.encode(refs)

@@ -83,7 +83,7 @@ def _iter_gguf(
 
 
 def _dequantize(header: GGUFHeader, tensor: GGUFTensor) -> torch.Tensor:
-    """Return `tensor` as float32 `[rows, columns]` (or `[rows]`), its rows in Hugging Face's order."""
+    """Return `tensor` as float32 `[rows, columns]` or `[rows]`, with rows in Hugging Face's order."""
     try:
         stored = np.fromfile(header.path, np.uint8, count=tensor.size_bytes, offset=tensor.offset)
         values = gguf.dequantize(stored.reshape(*tensor.shape[:-1], -1), tensor.encoding)

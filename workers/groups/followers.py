@@ -40,7 +40,7 @@ _ERRORS: dict[FailureKind, type[MooncakeError]] = {
 
 
 def followers_of(process: WorkerProcess, fingerprint: str) -> "Followers | None":
-    """Begin to listen for the followers of a first rank, and return them; None if the rank is alone."""
+    """Return the followers of a first rank, listening for them; None if the rank has no group."""
     rank = process.rank
     if rank.size == 1:
         return None
@@ -81,7 +81,7 @@ class Followers:
 
     @property
     def capacity(self) -> Capacity:
-        """The least capacity of any follower."""
+        """The capacity of the follower that has the least of each kind."""
         return Capacity(
             min(link.capacity.num_pool_pages for link in self._links),
             min(link.capacity.num_device_pages for link in self._links),
@@ -90,17 +90,17 @@ class Followers:
 
     @property
     def shards(self) -> tuple[PoolShard, ...]:
-        """The followers' parts of the pool."""
+        """The followers' shards of the pool."""
         return tuple(shard for link in self._links for shard in link.shards)
 
     @property
     def engine(self) -> str:
-        """Devices and kernels of the followers, as a text for people."""
+        """The devices and kernels of the followers as text."""
         return " + ".join(link.engine for link in self._links)
 
     @property
     def pools(self) -> dict[str, PoolStats]:
-        """The followers' pools, as last heard."""
+        """The latest counters of the followers' pools, by messenger name."""
         return {name: stats for link in self._links for name, stats in link.pools.items()}
 
     async def join(self) -> None:
@@ -120,11 +120,11 @@ class Followers:
         return tasks
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Send to all followers, behind all that was sent before."""
+        """Send a message to all followers, behind all earlier messages."""
         self._outbox.put_nowait(message)
 
     def announce(self, message: msgspec.Struct) -> None:
-        """Send to all followers, from any thread."""
+        """Send a message to all followers, from any thread."""
         self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
 
     async def call(self, work: RankWork) -> list[RankResult | None]:
@@ -173,7 +173,7 @@ class Followers:
                 waiting.set_exception(_ERRORS[kind](reason))
 
     async def _hear(self, message: AboutJob, hear: Hear) -> None:
-        """Pass a message on once all followers have sent it, or at once if one of them is enough."""
+        """Pass a message on when all followers have sent it, or at once if one of them is enough."""
         if isinstance(message, Unusable | StageFailed):
             await hear(message)
             return

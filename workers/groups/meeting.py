@@ -19,14 +19,15 @@ from workers.execution.jobs import wait_to_end
 
 _INTERFACE = "lo"
 _TIMEOUTS_APART = 2
-"""Number of peer timeouts after which an awaited rank counts as lost, if its pulse has not shown it
-before."""
+"""Peer timeouts after which an awaited rank counts as lost, if its pulse has not shown that before."""
 
 
 @contextlib.asynccontextmanager
 async def meeting(path: str, process: WorkerProcess, device: torch.device) -> AsyncIterator[None]:
-    """Join the group that meets at `path`, which is new for each group. Raises RankLost if not all ranks come
-    in time."""
+    """Make a context in which this rank is in the group that meets at `path`, a new file for each group.
+
+    Raises RankLost if not all ranks join in time.
+    """
     rank = process.rank
     store = dist.FileStore(path, rank.size)  # type: ignore[attr-defined]
     timeout_s = _TIMEOUTS_APART * process.config.conductor.peer_timeout_s

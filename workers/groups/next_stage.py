@@ -34,14 +34,13 @@ from workers.groups.stage_messages import (
 from workers.groups.stage_pulse import LinkPulse
 
 _PASSES_AHEAD = 2
-"""Passes that are sent before the stage has begun them: one in flight, and one so that the stage never
-waits."""
+"""Passes sent before the next stage has begun them: one in flight, and one so that the stage never waits."""
 _MOST_BYTES = 4 << 20
-"""Most bytes of hidden states in one message."""
+"""Bytes of hidden states in one message at most."""
 
 
 def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None":
-    """Begin to listen for the stage behind a worker, and return the link to it; None for the last stage."""
+    """Return the link to the stage behind a worker, listening for it; None for the last stage."""
     stage = process.stage
     if stage.number + 1 == stage.num_stages:
         return None
@@ -56,7 +55,7 @@ def next_stage_of(process: WorkerProcess, fingerprint: str) -> "NextStage | None
 
 
 class NextStage:
-    """The link to the stage behind. Call `join` first, then run `run` and `beat` as tasks."""
+    """The link to the next stage. `join` comes first, then `run` and `beat` run as tasks."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class NextStage:
         timeout_s: float,
         kind: str = "stage",
     ) -> None:
-        """Listen for stage number `stage`, which counts as lost after `timeout_s` of silence.
+        """Listen for stage number `stage`, which counts as lost after `timeout_s` seconds of silence.
 
         `kind`: the word for what is numbered, in messages to people.
         """
@@ -91,11 +90,11 @@ class NextStage:
 
     @property
     def endpoint(self) -> str:
-        """The address that the stage connects to."""
+        """The address to which the stage connects."""
         return self._router.endpoint
 
     def close(self) -> None:
-        """Close the link. The stage notices it at its next beat, or by silence."""
+        """Close the link. The stage notices the end at its next beat, or by silence."""
         self._router.close()
 
     async def join(self) -> None:
@@ -117,7 +116,7 @@ class NextStage:
         hear: Callable[[AboutJob], Awaitable[None]],
         on_answer: Callable[[RankAnswer], None] | None = None,
     ) -> None:
-        """Loop: receive a message and handle it. `on_answer` takes the answers of a rank.
+        """Receive and handle messages until the stage is lost. `on_answer` takes the answers of a rank.
 
         Raises `SessionLostError` when the stage is lost or has restarted its session.
         """
@@ -146,7 +145,7 @@ class NextStage:
                     await hear(message)
 
     async def beat(self) -> None:
-        """Send beats beside `run`.
+        """Send beats until the stage is lost.
 
         Raises `SessionLostError` when the stage is lost or silent for too long.
         """
@@ -161,7 +160,8 @@ class NextStage:
             raise SessionLostError(f"{self._name} is gone: {error}") from None
 
     async def compute(self, ranges: Sequence[ChunkRange], hidden: torch.Tensor) -> None:
-        """Send a pass, `hidden` [T, hidden_size] on the CPU, and wait until another may be sent."""
+        """Send a pass with hidden states `hidden` [T, hidden_size] on the CPU, and wait until another pass
+        may be sent."""
         data = memoryview(hidden.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         await self.send(Pass(list(ranges), len(data), bytes(data[:_MOST_BYTES])))
         for start in range(_MOST_BYTES, len(data), _MOST_BYTES):
@@ -172,7 +172,7 @@ class NextStage:
             await self._taken.wait()
 
     async def _refuses(self, sender: bytes, hello: StageHello) -> bool:
-        """Refuse a stage that does not fit; return whether it was refused."""
+        """Refuse a stage that does not fit. Returns whether the stage was refused."""
         try:
             self._check(hello)
         except MismatchError as error:
@@ -201,7 +201,7 @@ class NextStage:
 
 
 class Behind(Protocol):
-    """The later stages, or the other ranks."""
+    """The interface of the later stages, or of the other ranks."""
 
     @property
     def capacity(self) -> Capacity: ...
@@ -213,7 +213,7 @@ class Behind(Protocol):
 
 def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
     """Return the least capacity of a stage and all stages behind it, or of all ranks, as a prompt has as many
-    pages in each."""
+    pages in each one."""
     if behind is None:
         return capacity
     return Capacity(
@@ -224,10 +224,10 @@ def least_capacity(capacity: Capacity, behind: Behind | None) -> Capacity:
 
 
 def shards_of(shard: PoolShard, behind: Behind | None) -> tuple[PoolShard, ...]:
-    """Return the pool parts of a stage and all behind it."""
+    """Return the pool shards of a stage and all stages behind it."""
     return (shard,) if behind is None else (shard, *behind.shards)
 
 
 def engines_of(engine: str, behind: Behind | None) -> str:
-    """Return the engines of a stage and all behind it, for people."""
+    """Return the engines of a stage and all stages behind it, as text."""
     return engine if behind is None else f"{engine} + {behind.engine}"

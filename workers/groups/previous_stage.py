@@ -33,7 +33,7 @@ from workers.groups.stage_pulse import LinkPulse
 
 
 class IncomingPass:
-    """A pass, and the part of its hidden states that has arrived."""
+    """A pass from the stage before, with the part of its hidden states that has arrived."""
 
     def __init__(self, announced: Pass) -> None:
         self.ranges: list[ChunkRange] = announced.ranges
@@ -55,7 +55,7 @@ class IncomingPass:
 
 
 class PreviousStage:
-    """The link to the stage before. Call `join` first, then run `run` as a task. Run `beat` beside both."""
+    """The link to the stage before. `join` comes first, then `run` runs as a task, and `beat` beside both."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class PreviousStage:
         timeout_s: float,
         name: str = "the stage before",
     ) -> None:
-        """Connect to the stage before, which counts as lost after `timeout_s` of silence.
+        """Connect to the stage before, which counts as lost after `timeout_s` seconds of silence.
 
-        Every beat carries the result of `pools`. `name` names the other end, for people.
+        Every beat carries the result of `pools`. `name` names the other end, for messages.
         """
         self._dealer: Dealer[FromLeader] = Dealer(endpoint, identity, FromLeader, key)
         self._hello, self._pools = hello, pools
@@ -87,7 +87,10 @@ class PreviousStage:
         self._dealer.close(linger_s)
 
     async def beat(self) -> None:
-        """Send hellos until one is answered, then beats. Raises `SessionLostError`."""
+        """Send hellos until one is answered, then beats.
+
+        Raises `SessionLostError` if the other end is silent.
+        """
         await self._pulse.beat(self._say_that_it_is_here)
 
     async def _say_that_it_is_here(self) -> None:
@@ -115,7 +118,7 @@ class PreviousStage:
         keep: Callable[[BlockOrder], None],
         follow: Callable[[ToFollower], None] | None = None,
     ) -> None:
-        """Loop: receive a message and handle it. `follow` takes the messages to a rank.
+        """Receive and handle messages until the other end is lost. `follow` takes the messages to a rank.
 
         Raises `SessionLostError` when the other end has restarted its session, or the connection has broken
         and was made again.
@@ -149,7 +152,7 @@ class PreviousStage:
                     follow(message)
 
     async def taken(self) -> None:
-        """Tell the stage before that the oldest of `passes` is being computed."""
+        """Tell the stage before that the oldest of `passes` has begun."""
         await self.send(PassTaken())
 
     async def send(self, message: msgspec.Struct) -> None:

@@ -29,7 +29,7 @@ from workers.groups.stage_messages import ChunkRange, FromBefore, FromBehind
 
 
 class PassChunk(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk (`workers.engine.batch.Chunk`), with the pages up to its end."""
+    """A chunk (`workers.engine.batch.Chunk`) in a message, with the pages up to its end."""
 
     token_ids: list[int]
     start: int
@@ -40,20 +40,20 @@ class PassChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReservePrompt(msgspec.Struct, tag=True, frozen=True):
-    """Reserve a prompt's pages, and grant the missing blocks. Answered with `PromptReserved`."""
+    """Work: reserve a prompt's pages, and grant the missing blocks. The result is `PromptReserved`."""
 
     number: int
     request: Request
 
 
 class AwaitArrival(msgspec.Struct, tag=True, frozen=True):
-    """Wait until all granted pages have arrived."""
+    """Work: wait until all granted pages have arrived."""
 
     number: int
 
 
 class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
-    """Reserve blocks, and fetch those that this pool lacks from the pools of another instance.
+    """Work: reserve blocks, and fetch those that this pool lacks from the pools of another instance.
 
     Answered with `BlocksFetched`. Earlier pages of the sequence are released.
     """
@@ -65,15 +65,15 @@ class ReserveAndFetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Copy the first blocks to these device pages, from the pool or from the copy that `SaveToHost` has
-    made."""
+    """Work: copy the first blocks to these device pages, from the pool or from the copy of `SaveToHost`."""
 
     number: int
     pages: list[int]
 
 
 class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Store these pages in the pool: blocks with `keys`, then `num_private` blocks without a key.
+    """Work: store these device pages in the pool: blocks with `keys`, then `num_private` blocks without a
+    key.
 
     If the sequence `is_parked`, they stay reserved for it. `tokens` are the tokens of the keyed blocks, if
     followers of KV events may know them.
@@ -89,14 +89,14 @@ class StoreBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveToHost(msgspec.Struct, tag=True, frozen=True):
-    """Copy these device pages to host memory."""
+    """Work: copy these device pages to host memory."""
 
     number: int
     pages: list[int]
 
 
 class ReleaseSequence(msgspec.Struct, tag=True, frozen=True):
-    """Release the sequence's reservation and saved pages. Idempotent."""
+    """Work: release the sequence's reservation and saved pages. Idempotent."""
 
     number: int
 
@@ -110,14 +110,16 @@ RankWork = (
 
 
 class Meet(msgspec.Struct, tag=True, frozen=True):
-    """Join the process group that meets in a file of this name."""
+    """The order to join the process group that meets in a file of this name."""
 
     path: str
 
 
 class PrefillPass(msgspec.Struct, tag=True, frozen=True):
-    """A pass over parts of prompts. `are_last`: for each part, whether it ends its prompt, so that logits are
-    needed."""
+    """A pass over parts of prompts.
+
+    `are_last`: for each part, whether the part ends its prompt, so that logits are needed.
+    """
 
     ranges: list[ChunkRange]
     chunks: list[PassChunk]
@@ -131,14 +133,14 @@ class DecodePass(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Perform `work`. Calls run concurrently."""
+    """The order to perform `work`. Calls run concurrently."""
 
     call_id: int
     work: RankWork
 
 
 class StopCall(msgspec.Struct, tag=True, frozen=True):
-    """Cancel a call. It has been answered, or will be soon."""
+    """The order to cancel a call, which has been answered or will be soon."""
 
     call_id: int
 
@@ -163,15 +165,14 @@ RankResult = PromptReserved | BlocksFetched
 
 
 class CallDone(msgspec.Struct, tag=True, frozen=True):
-    """A call is done. `result` is its result, if such work has one."""
+    """The report that a call is done, with the `result` of its work, if such work has one."""
 
     call_id: int
     result: RankResult | None = None
 
 
 class FailureKind(StrEnum):
-    """The kind of error (of `mooncake.errors`) with which a call has failed; STOPPED if the rank was
-    stopped."""
+    """The kind of error (of `mooncake.errors`) with which a call failed; STOPPED if the rank was stopped."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"
@@ -180,7 +181,7 @@ class FailureKind(StrEnum):
 
 
 class RankCallFailed(msgspec.Struct, tag=True, frozen=True):
-    """A call has failed or was stopped, and no part of it runs any more."""
+    """The report that a call has failed or was stopped, and no part of it runs any more."""
 
     call_id: int
     kind: FailureKind

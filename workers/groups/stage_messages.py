@@ -33,8 +33,8 @@ from mooncake.messages.workers import Prefill
 class StageHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a stage to the stage before it, sent when all stages behind it have joined.
 
-    `capacity` is the least of this stage and those behind it, `engine` names all their engines, for people,
-    and `shards` are their parts of the pool.
+    `capacity` is the least of this stage and those behind it. `engine` names their engines, as text, and\n
+    `shards` are their parts of the pool.
     """
 
     protocol_version: int
@@ -47,14 +47,15 @@ class StageHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class StageBeat(msgspec.Struct, tag=True, frozen=True):
-    """The stage is alive, and these are the pool counters of it and all stages behind it."""
+    """The report that the stage is alive, with the pool counters of this stage and all behind it."""
 
     pools: dict[str, PoolStats]
     """Pool counters by the messenger's name."""
 
 
 class Usable(msgspec.Struct, tag=True, frozen=True):
-    """The prompt's first `num_blocks` blocks can be reused here, so that this round need not compute them."""
+    """The report that a prompt's first `num_blocks` blocks can be reused here, and need not be computed in
+    this round."""
 
     job_id: int
     round: int
@@ -62,18 +63,18 @@ class Usable(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unusable(msgspec.Struct, tag=True, frozen=True):
-    """Blocks that were to be reused in this round have not arrived."""
+    """The report that blocks to be reused in this round have not arrived."""
 
     job_id: int
     round: int
 
 
 class PassTaken(msgspec.Struct, tag=True, frozen=True):
-    """The oldest pass that was not taken yet is being computed."""
+    """The report that the oldest pass not yet taken is being computed."""
 
 
 class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
-    """The last stage has drawn a prompt's first token."""
+    """The report that the last stage has drawn a prompt's first token."""
 
     job_id: int
     round: int
@@ -82,49 +83,53 @@ class FirstDrawn(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
-    """The blocks that this stage and all behind it have computed of the prompt are in their pools."""
+    """The report that a prompt's computed blocks of this stage and all behind it are in their pools."""
 
     job_id: int
 
 
 class Sent(msgspec.Struct, tag=True, frozen=True):
-    """The decode side has all blocks that this stage and all behind it had to send of the prompt."""
+    """The report that the decode side has all of a prompt's blocks that this stage and all behind it had to
+    send."""
 
     job_id: int
 
 
 class PromptLeft(msgspec.Struct, tag=True, frozen=True):
-    """A rank neither reads nor writes the prompt's pages any more. The last message about it."""
+    """The report that a rank neither reads nor writes the prompt's pages any more: the last message about the
+    prompt."""
 
     job_id: int
 
 
 class StageFailed(msgspec.Struct, tag=True, frozen=True):
-    """The prompt has failed in this stage or one behind it."""
+    """The report that the prompt has failed in this stage or in one behind it."""
 
     job_id: int
     reason: str
 
 
 class StageWelcome(msgspec.Struct, tag=True, frozen=True):
-    """The stage is part of the pipeline."""
+    """The answer that the stage is part of the pipeline."""
 
 
 class StageRefused(msgspec.Struct, tag=True, frozen=True):
-    """The stage does not fit, and a restart would not help."""
+    """The answer that the stage does not fit, and that a restart would not help."""
 
     message: str
 
 
 class StageAlive(msgspec.Struct, tag=True, frozen=True):
-    """The stage before is alive. A stage that is not `known` must restart its session, as the stage before
-    has done."""
+    """The beat of the stage before.
+
+    A stage that is not `known` must restart its session, as the sender has done.
+    """
 
     known: bool
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """Get memory for a prompt. Stages serve these messages in order.
+    """The order to get memory for a prompt. Stages serve these orders in sequence.
 
     `device_pages`: the pages that the first rank has chosen, for another rank.
     """
@@ -135,16 +140,17 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recount(msgspec.Struct, tag=True, frozen=True):
-    """Begin a new round: report the usable blocks again."""
+    """The order to begin a new round, and to report the usable blocks again."""
 
     job_id: int
     round: int
 
 
 class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt's chunk in a pass: tokens `[start, start + num_tokens)`.
+    """A prompt's chunk in a pass: tokens `[start, start + num_tokens)` of the prompt.
 
-    `num_cached_blocks` are reused in this round: their tokens come before `start`, except maybe the last one.
+    `num_cached_blocks` leading blocks are reused in this round; their tokens come before `start`, except
+    maybe the last one.
     """
 
     job_id: int
@@ -155,7 +161,7 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pass(msgspec.Struct, tag=True, frozen=True):
-    """A forward pass over `num_bytes` of hidden states.
+    """The order to compute a forward pass over `num_bytes` of hidden states.
 
     The states are `[tokens, hidden_size]` in the model's dtype, one chunk after the other. `data` are the
     first bytes; the others follow in `HiddenStates`.
@@ -167,19 +173,19 @@ class Pass(msgspec.Struct, tag=True, frozen=True):
 
 
 class HiddenStates(msgspec.Struct, tag=True, frozen=True):
-    """The next bytes of the newest pass's hidden states."""
+    """The next bytes of the latest pass's hidden states."""
 
     data: bytes
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
-    """The prompt is not wanted any more."""
+    """The message that the prompt has ended or was aborted, so that its memory is released."""
 
     job_id: int
 
 
 AboutJob = Usable | Unusable | FirstDrawn | Stored | Sent | StageFailed | PromptLeft
-"""Reports about a prompt, which travel up the chain."""
+"""The reports about a prompt, which travel up the chain of stages."""
 FromBehind = StageHello | StageBeat | PassTaken | AboutJob
 FromBefore = (
     StageWelcome | StageRefused | StageAlive | Begin | Recount | Pass | HiddenStates | End | BlockOrder

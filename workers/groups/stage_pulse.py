@@ -12,7 +12,7 @@ _BEATS_PER_TIMEOUT = 5
 
 
 class LinkPulse:
-    """The beats of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
+    """The pulse of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
 
     Silence is counted in beats: while this process itself is held up, none passes, and messages that have
     arrived meanwhile are received before the next one.
@@ -28,7 +28,7 @@ class LinkPulse:
         self._num_silent_beats = 0
 
     async def beat(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Call `send` at every beat. Raises `SessionLostError` after `timeout_s` of silence."""
+        """Call `send` at every beat. Raises `SessionLostError` after `timeout_s` seconds of silence."""
         while True:
             await send()
             await asyncio.sleep(self.interval_s)

@@ -11,14 +11,14 @@ Owns: which layers go together. Does not know: threads, how a commit travels.
 from collections.abc import Callable, Sequence
 
 _COMMITTED_BYTES = 1 << 20
-"""Bytes of layers after which they are committed."""
+"""Bytes of stored layers after which they are committed."""
 
 Commit = Callable[[range, list[int], list[list[int]]], None]
-"""A call that commits `layers` of `pages`, with the checksums `[page][layer]`."""
+"""A function that commits `layers` of `pages`, with xxh3-64 checksums `[page][layer]`."""
 
 
 class Commits:
-    """The commits of one prompt's `layers`, of which each block has `layer_bytes`.
+    """The commits of one prompt's `layers`, with `layer_bytes` bytes of each block in each layer.
 
     Layers come in order. Other blocks may begin at the first layer again.
     """
@@ -32,7 +32,7 @@ class Commits:
         """Checksums of the pages, by layer from `_first_layer` on."""
 
     def stored(self, layer: int, pages: Sequence[int], checksums: list[int]) -> None:
-        """Record that `layer` of `pages` is in the pool. The last layer commits everything that waits."""
+        """Record that `layer` of `pages` is in the pool. The last layer commits everything uncommitted."""
         if layer != self._first_layer + len(self._waiting) or list(pages) != self._pages:
             self._flush()
             self._first_layer, self._pages = layer, list(pages)

@@ -22,15 +22,15 @@ from workers.engine.kvcache import DeviceKVCache
 Pages = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_COPIERS = 4
 _LEAST_BYTES = 1 << 20
-"""Bytes for which another thread is worth its turn."""
+"""Bytes of a copy for which another thread is worth its wake-up."""
 MOST_STAGED = 16
 """Parts of layers that may wait in pinned memory to be stored."""
 _STAGING_SIZES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
-"""Bytes of parts for which pinned memory is taken at the start: torch's allocator has classes of these."""
+"""Bytes of parts for which pinned memory is allocated at the start: size classes of torch's allocator."""
 
 
 class BlockCopy(Protocol):
-    """A block in a device page and in a pool page."""
+    """The interface of a block that is in a device page and in a pool page."""
 
     @property
     def device_page(self) -> int: ...
@@ -47,7 +47,7 @@ Mark = torch.cuda.Event | None
 
 
 class StagedLayer(NamedTuple):
-    """A layer of blocks on its way from a GPU to pinned memory, which has it once `copied` has passed.
+    """A layer of blocks in transit from a GPU to pinned memory, complete once `copied` has passed.
 
     `places` are the addresses of the blocks in `staged`.
     """
@@ -57,7 +57,7 @@ class StagedLayer(NamedTuple):
     copied: torch.cuda.Event
 
     def part(self, begin: int, end: int) -> "StagedLayer":
-        """Return the blocks [begin, end)."""
+        """Return the part with the blocks `[begin, end)`."""
         return self._replace(places=self.places[begin:end])
 
 
@@ -70,28 +70,36 @@ class LoadedLayer(NamedTuple):
 
 
 class LayerCopies(Protocol):
-    """Loads and stores of layers. One thread calls `load`, another one `store`; the device thread calls
-    `mark` and `wait`. `stage` is the part of a store that does not block."""
+    """The interface of loads and stores of layers.
+
+    One thread calls `load`, another one `store`; the device thread calls `mark` and `wait`. `stage` is the
+    part of a store that does not block.
+    """
 
     def load(self, layer: int, blocks: Sequence[BlockCopy], free: Mark) -> LoadedLayer:
-        """Copy one layer from the pool to device pages, which are unused once `free` has passed."""
+        """Copy one layer from the pool to device pages, which are unused once `free` has passed.
+
+        Returns the load's end and damaged pages.
+        """
 
     def stage(self, layer: int, blocks: Sequence[BlockCopy], computed: Mark) -> StagedLayer | None:
-        """Begin to store one layer once `computed` has passed: a GPU copies it to host memory meanwhile."""
+        """Begin to store one layer once `computed` has passed.
+
+        A GPU copies the layer to host memory meanwhile.
+        """
 
     def store(self, layer: int, blocks: Sequence[BlockCopy], staged: StagedLayer | None) -> list[int]:
-        """Copy one layer, which has been computed and staged, to the pool. Return the xxh3-64 of each block's
-        layer."""
+        """Copy one layer, computed and staged, to the pool. Returns the xxh3-64 of each block's layer."""
 
     def mark(self) -> Mark:
-        """Return a mark behind all work that the device has been given."""
+        """Return a mark behind all work queued on the device."""
 
     def wait(self, mark: Mark) -> None:
         """Let the device begin further work only after `mark`. Does not block."""
 
 
 class _PoolPages:
-    """Addresses and checksums of the pool's pages. Keeps the segment mapped."""
+    """The addresses and checksums of the pool's pages. Keeps the segment mapped."""
 
     def __init__(self, segment: Segment) -> None:
         self.layer_bytes = segment.layout.layer_bytes
@@ -169,7 +177,7 @@ class HostCopies:
 
 
 class Copiers:
-    """Threads that share the copies of a layer in host memory.
+    """The threads that share the copies of a layer in host memory.
 
     One of them copies and checks some 6 GB/s, less than a GPU takes, or fills while it prefills.
     """
@@ -179,7 +187,8 @@ class Copiers:
         self._threads = ThreadPoolExecutor(num_threads, "kvcache-copy")
 
     def copy(self, sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
-        """Do what `copy_scattered` does, with as many threads as there is work for."""
+        """Copy blocks of `layer_bytes` bytes as `copy_scattered` does, with as many threads as there is work
+        for. Returns their checksums."""
         num_parts = min(self._num_threads, len(sources) * layer_bytes // _LEAST_BYTES)
         if num_parts < 2:
             return copy_scattered(sources, targets, layer_bytes)
@@ -247,7 +256,7 @@ class CudaCopies:
             torch.cuda.current_stream(self._kv.device).wait_event(mark)
 
     def _staging(self, num_blocks: int) -> tuple[torch.Tensor, Addresses]:
-        """Return pinned memory for one layer of `num_blocks` blocks: a tensor, and each block's address.
+        """Return pinned memory for one layer of `num_blocks` blocks: a tensor and each block's address.
 
         To be called with the device as the current one: another one would get a context of this process.
         """
@@ -257,8 +266,7 @@ class CudaCopies:
 
 
 def _take_pinned_memory() -> None:
-    """Have torch's allocator keep pinned memory for parts of layers. It takes milliseconds to allocate one,
-    and the first prompt would wait for all of them."""
+    """Have torch's allocator keep pinned memory for parts of layers, as an allocation takes milliseconds."""
     for size_bytes in _STAGING_SIZES:
         _ = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(MOST_STAGED)]
 
@@ -272,11 +280,11 @@ def _pool_pages(blocks: Sequence[BlockCopy]) -> Pages:
 
 
 def _addresses(start: int, stride: int, pages: Pages, num_pages: int) -> Addresses:
-    """Return the addresses of `pages` that are `stride` bytes apart, page 0 at `start`."""
+    """Return the addresses of `pages`, which are `stride` bytes apart with page 0 at `start`."""
     assert ((pages >= 0) & (pages < num_pages)).all(), "copies know no other bounds"
     return start + pages * stride
 
 
 def copies_for(kv: DeviceKVCache, segment: Segment) -> LayerCopies:
-    """Return the copies for the device of `kv`."""
+    """Return the implementation of copies for the device of `kv`."""
     return CudaCopies(kv, segment) if kv.device.type == "cuda" else HostCopies(kv, segment)

@@ -19,11 +19,11 @@ class LatestStats:
 
     @classmethod
     async def of(cls, pool: WorkerClient) -> "LatestStats":
-        """Ask the messenger for the first counters."""
+        """Return the counters after asking the messenger for the first ones."""
         return cls(pool, await pool.stats())
 
     async def get(self, timeout_s: float) -> PoolStats:
-        """Return new counters if they come within `timeout_s`, else the previous ones."""
+        """Return new counters if they arrive within `timeout_s` seconds, else the previous ones."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 self._stats = await self._pool.stats()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class PromptBlock:
-    """One block of a prompt, in a device page and in a pool page.
+    """A block of a prompt, in a device page and in a pool page.
 
     Layers are stored in the pool in order: those before `next_layer` are stored, or being stored.
     """
@@ -43,14 +43,14 @@ class PromptBlock:
     """
 
     def keep_checksum(self, layer: int, checksum: int) -> None:
-        """Keep the checksum of a layer that has just been stored. Layers must come in order."""
+        """Keep the xxh3-64 of a layer that has just been stored. Layers must come in order."""
         if self.stored is None:
             self.first_stored, self.stored = layer, array("Q")
         assert layer == self.first_stored + len(self.stored), "layers are stored in order, each once"
         self.stored.append(checksum)
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the kept checksum of `layer`; None if the pool has it."""
+        """Return the kept xxh3-64 of `layer`; None if the pool has it."""
         position = layer - self.first_stored
         if self.stored is None or not 0 <= position < len(self.stored):
             return None
@@ -59,7 +59,8 @@ class PromptBlock:
 
 @dataclass(slots=True, eq=False)
 class PassPart:
-    """One prompt's part of a forward pass; shared by the device thread, the transfer threads and the loop.
+    """One prompt's part of a forward pass, shared by the device thread, the transfer threads and the event
+    loop.
 
     `await_pool(layer)`: on the load thread, blocks until that layer of `loads` is in the pool; False if it
     will not be. `on_stored(layer, blocks, checksums)` is called on the store thread. A dropped part is still
@@ -72,11 +73,11 @@ class PassPart:
     await_pool: Callable[[int], bool]
     on_stored: Callable[[int, Sequence[PromptBlock], list[int]], None]
     damaged_pages: list[int] = field(default_factory=list)
-    """Pool pages whose bytes were found damaged by loads."""
+    """Pool pages that loads have found damaged."""
     storing: deque[Future[None]] = field(default_factory=deque)
     is_dropped: bool = False
     load_wait_s: float = 0.0
-    """Seconds for which the pass has waited for loads, whichever part's they were."""
+    """Seconds for which the pass has waited for loads of any of its parts."""
 
 
 class LayerTransfers:
@@ -106,7 +107,7 @@ class LayerTransfers:
         return self._loading.submit(self._load, layer, loading, self._copies.mark(), last_store)
 
     def wait_loaded(self, loading: "Future[list[Mark]] | None", parts: Sequence[PassPart]) -> None:
-        """Wait, on the device thread, until the layer is loaded and its memory is free, or the part was
+        """Wait, on the device thread, until the layer is loaded and its memory is free, or all parts were
         dropped."""
         if loading is not None:
             began_s = time.perf_counter()
@@ -182,7 +183,7 @@ class LayerTransfers:
 
 
 class _AtOnce(Executor):
-    """An executor that makes each call before `submit` returns."""
+    """An executor that runs each call before `submit` returns."""
 
     def submit(self, call: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
         done: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""A worker's view of a fetch, which brings blocks of a prompt from another instance's pool into its own.
+"""A fetch as its worker sees it: it brings blocks of a prompt from another instance's pool into its own.
 
 The messenger reports how many layers have arrived, and that bytes arrive at all; the load thread waits for
 layers. Any failure (holder gone or too slow, block evicted, silence) ends the fetch, and blocks that have not
@@ -26,15 +26,15 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 SILENCE_S = 1.0
-"""Seconds of silence of the holder after which the fetch is given up."""
+"""Seconds of the holder's silence after which the fetch is given up."""
 _GRACE_S = 4.0
-"""Time that a fetch of few blocks may take."""
+"""Seconds that a fetch of few blocks may take."""
 _SLOW_TOKENS_PER_S = 100
-"""Speed of an instance that computes slowly. A fetch that is slower than this does not pay."""
+"""Tokens a second of an instance that computes slowly. A slower fetch does not pay."""
 
 
 class PrefixFetch:
-    """The fetch of blocks `indices` of a reservation. Only the fetch writes them until it has ended."""
+    """The fetch of the blocks `indices` of a reservation, which only the fetch writes until its end."""
 
     def __init__(
         self, pool: WorkerClient, reservation_id: int, sources: Sequence[PoolShard], indices: Sequence[int]
@@ -65,7 +65,7 @@ class PrefixFetch:
 
     @property
     def expected_indices(self) -> list[int]:
-        """The blocks that the holder turned out to have."""
+        """The indices of blocks that the holder turned out to have."""
         return self.indices[: self._num_blocks]
 
     async def begun(self) -> None:
@@ -86,7 +86,9 @@ class PrefixFetch:
                     await self._heard.wait()
 
     async def ended(self, silence_s: float | None = SILENCE_S) -> None:
-        """Wait for the end of the fetch; stop it if the holder is silent for `silence_s`, or takes too long.
+        """Wait for the end of the fetch.
+
+        It is stopped if the holder is silent for `silence_s` seconds or takes too long.
 
         With None the fetch is not stopped.
         """
@@ -100,7 +102,7 @@ class PrefixFetch:
         await asyncio.wait([self._fetching])
 
     def await_layer(self, layer: int, num_blocks: int) -> bool:
-        """Block the load thread until `layer` of the first `num_blocks` has arrived.
+        """Block the load thread until `layer` of the first `num_blocks` blocks has arrived.
 
         Returns False if the layer will not arrive, or is not worth waiting for. Then no later layer is
         either.
@@ -121,7 +123,7 @@ class PrefixFetch:
             self._changed.notify_all()
 
     def _left_s(self, silence_s: float) -> float:
-        """Return the seconds for which the fetch is still awaited if nothing is heard."""
+        """Return the seconds for which the fetch is still awaited without a sign of the holder."""
         return min(self.heard_s + silence_s, self._deadline_s) - time.monotonic()
 
     @property
@@ -130,14 +132,16 @@ class PrefixFetch:
 
     @property
     def _is_too_slow(self) -> bool:
-        """Whether the fetch will miss its deadline at the pace so far. The first moments, in which it may
-        connect, do not count."""
+        """Whether the fetch will miss its deadline at its present pace.
+
+        The first moments, in which it may connect, do not count.
+        """
         has_pace = self._num_layers > 0 and self.heard_s >= self.begun_s + SILENCE_S
         return has_pace and self._expected_end_s > self._deadline_s
 
     @property
     def _expected_end_s(self) -> float:
-        """Return the time at which the fetch ends if layers continue to arrive at the pace so far."""
+        """The time at which the fetch ends at its present pace."""
         layer_s = (self.heard_s - self.begun_s) / self._num_layers
         return self.begun_s + layer_s * self._pool.segment.layout.num_layers
 

@@ -10,9 +10,9 @@ from mooncake.messages.requests import Request
 
 
 async def reserve_prompt(pool: WorkerClient, request: Request, block_size: int) -> Reservation:
-    """Reserve pages for a prompt, and keep the blocks of it that the pool holds. Waits for room.
+    """Reserve pages for a prompt, and keep those of its blocks that the pool holds. Waits for room.
 
-    Nothing stays reserved if this is cancelled or raises.
+    Nothing stays reserved if the call is cancelled or raises.
     """
     num_private = 1 if len(request.token_ids) % block_size else 0
     reservation = await _reserve(pool, request, num_private)

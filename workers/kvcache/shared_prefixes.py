@@ -12,7 +12,7 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Ref
 
 _WORTH_WAITING_TOKENS = 128
-"""Least number of shared tokens for which a prompt waits. Fewer are computed again, as an extra pass costs as
+"""Shared tokens for which a prompt waits at least. Fewer are computed again, as an extra pass costs as
 much."""
 
 
@@ -24,7 +24,7 @@ def num_blocks_worth_waiting(block_size: int) -> int:
 def computes_for(
     keys: Sequence[BlockKey], num_held: int, others: Sequence[BlockKey], num_blocks: int
 ) -> bool:
-    """Return whether a prompt computes at least `num_blocks` blocks that another prompt begins with as well.
+    """Return whether a prompt computes at least `num_blocks` blocks that another prompt shares.
 
     Args:
         keys: The block keys of the prompt that computes.
@@ -38,16 +38,17 @@ def computes_for(
 
 @dataclass(slots=True)
 class _Computing:
-    """A prompt that waits or is computed."""
+    """A prompt that waits or is being computed."""
 
     rank: tuple[float, int]
     keys: Sequence[BlockKey]
     num_held: int = 0
-    """Leading blocks that are not computed; 0 until the prompt has its pages."""
+    """Leading blocks found in the pool and not computed; 0 until the prompt has its pages."""
 
 
 class PrefixTurns:
-    """Turns of prompts with a common prefix. A later prompt begins when an earlier one has stored the prefix.
+    """The turns of prompts with a common prefix: a later prompt begins when an earlier one has stored the
+    prefix.
 
     A prompt waits for others of lower rank only, which never changes: there is no deadlock.
     """
@@ -59,18 +60,18 @@ class PrefixTurns:
         self._changed = asyncio.Event()
 
     async def wait(self, ref: Ref, rank: tuple[float, int], keys: Sequence[BlockKey]) -> None:
-        """Add a prompt, and wait until none before it computes blocks that it can reuse."""
+        """Add a prompt, and wait until no earlier one computes blocks that the prompt can reuse."""
         prompt = self._computing[ref] = _Computing(rank, keys)
         while any(self._must_wait(prompt, other) for other in self._computing.values()):
             await self._changed.wait()
 
     def reserved(self, ref: Ref, num_held: int) -> None:
-        """Record that a prompt has its pages, and how many of its leading blocks the pool held."""
+        """Record that a prompt has its pages, and the number of leading blocks that the pool held."""
         self._computing[ref].num_held = num_held
         self._wake()
 
     def stored(self, ref: Ref) -> None:
-        """Remove a prompt whose blocks are stored, or will not be. Idempotent."""
+        """Remove a prompt whose blocks are stored, or will not be stored. Idempotent."""
         if self._computing.pop(ref, None) is not None:
             self._wake()
 

@@ -1,4 +1,5 @@
-"""Cuts a prompt into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section 5.1).
+"""The cut of a prompt into chunks for a pipeline of stages (chunked pipeline parallelism, Mooncake, section
+5.1).
 
 While a stage computes chunk c, the one before it computes chunk c + 1. All of them are busy only if chunks
 take equally long, and a token behind a long prefix takes longer than the first ones: its attention reads all
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from workers.engine.spec import ModelSpec
 
 _PASS_TOKENS = 32
-"""The fixed cost of a pass (reading weights, handing states on), in tokens without a prefix.
+"""The fixed cost of a pass (reading weights, sending states), in tokens without a prefix.
 
 Measured on CPUs.
 """
@@ -21,17 +22,17 @@ Measured on CPUs.
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The costs of a layer, in any unit: n tokens behind p others take `n * (token + pair * (p + n / 2))`."""
+    """The costs of a layer in any unit: n tokens behind p others take `n * (token + pair * (p + n / 2))`."""
 
     token: float
-    """Cost of one token, whatever its position."""
+    """The cost of one token at any position."""
     pair: float
-    """Cost of one pair of a token and an earlier one."""
+    """The cost of one pair of a token and an earlier one."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "LayerCosts":
-        """Count floating-point operations: 2 per weight and token; 4 per head dimension and pair of
-        tokens."""
+        """Return the costs in floating-point operations: 2 per weight and token, 4 per head dimension and
+        pair of tokens."""
         heads_dim = spec.num_heads * spec.head_dim
         num_weights = spec.hidden_size * (
             2 * heads_dim + 2 * spec.num_kv_heads * spec.head_dim + 3 * spec.intermediate_size
@@ -43,7 +44,7 @@ class LayerCosts:
         return num_tokens * (self.token + self.pair * (start + num_tokens / 2))
 
     def num_tokens(self, start: int, cost: float) -> float:
-        """Return how many tokens from `start` on have this `cost`: the inverse of `of_tokens`."""
+        """Return the number of tokens from `start` on that have this `cost`: the inverse of `of_tokens`."""
         first = self.token + self.pair * start
         return 2 * cost / (first + math.sqrt(first * first + 2 * self.pair * cost))
 

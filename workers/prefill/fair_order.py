@@ -25,15 +25,15 @@ from mooncake.messages.requests import Flow
 
 
 class Waiting(Protocol):
-    """A prompt that is still to be computed."""
+    """A prompt that is not completely computed."""
 
     flow: Flow
     start: float
-    """Start in the tenant's virtual time, set by `FairOrder.enter`."""
+    """The prompt's start in the tenant's virtual time, set by `FairOrder.enter`."""
 
     @property
     def num_expected(self) -> int:
-        """Number of tokens that are still to be computed, as far as known."""
+        """The number of tokens still to be computed, as far as known."""
 
 
 T = TypeVar("T", bound=Waiting)
@@ -42,17 +42,17 @@ T = TypeVar("T", bound=Waiting)
 @dataclass(slots=True)
 class _Tenant:
     num_served: float
-    """Tokens computed for the tenant. It begins with the number of the least served tenant."""
+    """Tokens computed for the tenant, from the number of the least served tenant on."""
     now: float = 0.0
-    """Virtual time among the tenant's answers."""
+    """The virtual time among the tenant's answers, in tokens."""
     num_waiting: dict[str, int] = field(default_factory=dict)
-    """Number of prompts by answer."""
+    """The number of waiting prompts by answer."""
     next_starts: dict[str, float] = field(default_factory=dict)
-    """Start of the next prompt by answer."""
+    """The virtual start of the next prompt by answer."""
 
 
 class FairOrder:
-    """The order of all prompts that have entered and not left. History is forgotten when no prompt is left.
+    """The order of all prompts that have entered and not left. Without prompts there is no history.
 
     A tenant with at most `lead_tokens` to compute is served as if it had got `lead_tokens` less.
     """
@@ -62,7 +62,7 @@ class FairOrder:
         self._tenants: dict[str, _Tenant] = {}
 
     def enter(self, prompt: Waiting) -> None:
-        """Add a prompt that waits from now on."""
+        """Add a waiting prompt."""
         tenant_name, answer_id = prompt.flow
         tenant = self._tenants.setdefault(tenant_name, _Tenant(0.0))
         if not tenant.num_waiting:  # idle time earns no credit
@@ -73,7 +73,7 @@ class FairOrder:
         tenant.num_waiting[answer_id] = tenant.num_waiting.get(answer_id, 0) + 1
 
     def leave(self, prompt: Waiting) -> None:
-        """Remove a prompt that has been computed, or aborted."""
+        """Remove a prompt that has been computed or aborted."""
         tenant_name, answer_id = prompt.flow
         tenant = self._tenants[tenant_name]
         tenant.num_waiting[answer_id] -= 1
@@ -83,13 +83,13 @@ class FairOrder:
             self._tenants.clear()
 
     def computed(self, prompt: Waiting, num_tokens: int) -> None:
-        """Charge `num_tokens` of a prompt, which are computed now, to its tenant and answer."""
+        """Charge `num_tokens` of a prompt, now in a pass, to its tenant and answer."""
         tenant = self._tenants[prompt.flow.tenant]
         tenant.num_served += num_tokens
         tenant.now += num_tokens / len(tenant.num_waiting)
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
-        """Sort prompts that have entered, given in order of arrival: the next to be computed comes first."""
+        """Return entered prompts, given in order of arrival, in the order of computation."""
         in_turn = sorted(prompts, key=lambda prompt: prompt.start)
         num_expected: Counter[str] = Counter()
         for prompt in in_turn:

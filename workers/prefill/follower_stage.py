@@ -18,10 +18,10 @@ class FollowerStage(Stage):
     """A stage whose device pages are chosen by the leader and come with each prompt (`Begin`)."""
 
     async def follow(self, announced: PrefillPass, jobs: Sequence[PrefillJob | None]) -> list[bool]:
-        """Compute a pass with all ranks.
+        """Compute a pass with all ranks. Returns whether each chunk has been computed.
 
         Args:
-            announced: The pass, with one chunk for each prompt that has a part of it.
+            announced: The pass, with one chunk for each prompt in it.
             jobs: This rank's job of each chunk; None if it was dropped here. Such a chunk is computed as far
                 as the other ranks compute it, and counts as dropped in all ranks.
 
@@ -64,5 +64,5 @@ class FollowerStage(Stage):
 
 
 def _dropped(chunk: Chunk) -> PassPart:
-    """Return the part of a pass that is computed only because other parts are."""
+    """Return the part of a pass for a dropped chunk, which is computed only because other parts are."""
     return PassPart(chunk, [], [], lambda _: False, lambda *_: None, is_dropped=True)

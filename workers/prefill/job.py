@@ -28,10 +28,10 @@ from workers.prefill.scope import FailureScope
 
 
 class PrefillJob:
-    """One prompt in one stage, from its order to its end. `job_id` names it in all stages.
+    """One prompt in one stage, from its order to its end. `job_id` names the prompt in all stages.
 
-    `begin` gives the job memory. The prompt is computed in *rounds*: if blocks that were to be reused do not
-    arrive, another round begins at the last good block.
+    `begin` allocates the prompt's memory. The prompt is computed in *rounds*: if blocks that were to be
+    reused do not arrive, another round begins at the last good block.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PrefillJob:
         *,
         is_windowed: bool = False,
     ) -> None:
-        """Make the job of an order.
+        """Make the job of a prefill order.
 
         `is_windowed`: layers take turns in its device pages (`DeviceKVCache.window`), so each pass loads the
         blocks before it.
@@ -90,7 +90,7 @@ class PrefillJob:
     # -- rounds -------------------------------------------------------------------------------------
 
     def begin_round(self, number: int) -> None:
-        """Begin a round, in which `reuse` is still to settle the reused blocks."""
+        """Begin round number `number`. `reuse` has yet to settle the reused blocks."""
         self.round = number
         self.is_settled = False
         """Whether the reused blocks of this round are known."""
@@ -108,16 +108,16 @@ class PrefillJob:
 
     @property
     def instance(self) -> str:
-        """Name of the instance, or of the part of it, that has the prompt here."""
+        """The name of the instance, or of its stage or rank, that has the prompt."""
         return self._pool.address.instance
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of what this stage has of a block."""
+        """The layout of this stage's shard of a block."""
         return self._pool.segment.layout
 
     def begin(self, device_pages: list[int]) -> None:
-        """Take the prompt's memory: a device page and a pool page for each block."""
+        """Set the prompt's memory: a device page and a pool page for each block."""
         reservation, self.device_pages = self.reservation, device_pages
         assert reservation is not None
         first, end = self._layers.start, self._layers.stop
@@ -129,7 +129,7 @@ class PrefillJob:
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of leading keyed blocks that this stage's pool held when the prompt got its memory."""
+        """The number of leading keyed blocks that this stage's pool held when the prompt got its memory."""
         assert self.reservation is not None
         blocks = self.reservation.blocks[: len(self.order.request.block_keys)]
         return next((index for index, block in enumerate(blocks) if not block.sealed), len(blocks))
@@ -152,7 +152,7 @@ class PrefillJob:
         return len(self._blocks)
 
     def reuse(self, num_blocks: int, page_size: int) -> None:
-        """Settle that `num_blocks`, all of them usable, are not computed in this round.
+        """Settle that the first `num_blocks` blocks, all of them usable, are reused in this round.
 
         At least one token is computed: its logits are the answer's first token.
         """
@@ -170,7 +170,7 @@ class PrefillJob:
 
     @property
     def _expected_indices(self) -> set[int]:
-        """Indices of blocks that are being fetched."""
+        """The indices of blocks that are being fetched."""
         fetch = self.fetch
         return set() if fetch is None or fetch.has_ended else set(fetch.expected_indices)
 
@@ -200,7 +200,7 @@ class PrefillJob:
     # -- passes -------------------------------------------------------------------------------------
 
     def next_range(self, num_tokens: int) -> ChunkRange:
-        """Return the prompt's next chunk as the stages behind are told of it, before `join_pass`."""
+        """Return the prompt's next chunk in the form for later stages. To be called before `join_pass`."""
         return ChunkRange(
             self.job_id, self.round, self._num_cached_blocks, self.progress.num_done, num_tokens
         )
@@ -232,7 +232,7 @@ class PrefillJob:
         return self._num_cached_blocks if self._must_load else 0
 
     def leave_pass(self, *, is_computed: bool) -> None:
-        """Record that the pass has ended."""
+        """Record that the prompt's pass has ended."""
         part, self._part = self._part, None
         assert part is not None
         self._pass_ended.set()
@@ -247,12 +247,12 @@ class PrefillJob:
 
     @property
     def lacks_reuse(self) -> bool:
-        """Whether a part of a pass was dropped because blocks did not arrive, rather than because the prompt
-        was aborted."""
+        """Whether a part of a pass was dropped because reused blocks did not arrive, and not because the
+        prompt was aborted."""
         return bool(self.damaged_pages or self._num_expected_blocks)
 
     def drop(self) -> None:
-        """Give the prompt up. A pass that computes only dropped prompts stops before its next layer."""
+        """Give the prompt up. A pass of dropped prompts only stops before its next layer."""
         self.is_dropped = True
         if self._part is not None:
             self._part.is_dropped = True
@@ -273,8 +273,7 @@ class PrefillJob:
                 raise error
 
     async def untouched(self) -> None:
-        """Wait until no device page and no pool page is read or written for the prompt, even if the caller is
-        cancelled."""
+        """Wait, even if the caller is cancelled, until no page of the prompt is read or written."""
         for end in (self._pass_ended.wait(), self._all_of(self._storing), self._all_of(self._committing)):
             waiting = asyncio.ensure_future(end)
             while not waiting.done():

@@ -27,7 +27,7 @@ class PassResult(NamedTuple):
 
     `hidden` are the states `[T, hidden_size]` of `ranges`, on the CPU, for the next stage.
 
-    Without a next stage both are empty.
+    Without a next stage `hidden` and `ranges` are empty.
     """
 
     results: list[ChunkResult]

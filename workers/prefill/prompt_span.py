@@ -14,7 +14,7 @@ PREFILL = "prefill"
 
 
 def prompt_span(job: PrefillJob) -> EndedSpan:
-    """Return the span of a prompt whose time here ends now."""
+    """Return the span of a prompt that leaves this stage now."""
     times, request = job.times, job.order.request
     end, block_bytes = SpanEnd(time.monotonic(), times.error), job.layout.block_bytes
     computed_s = None if job.progress.num_left else times.passes[-1].ended_s

@@ -11,18 +11,18 @@ from workers.kvcache.layerwise import PassPart
 
 
 class PassTimes(NamedTuple):
-    """One pass, as far as it is the prompt's."""
+    """The times of one pass, with the part that one prompt had in it."""
 
     began_s: float
     ended_s: float | None
-    """None in a pass that runs."""
+    """The time at which the pass ended; None while it runs."""
     start: int
-    """Position in the prompt from which the pass computes."""
+    """The position in the prompt from which the pass computes."""
     num_tokens: int
     num_loaded_blocks: int
-    """Blocks that the pass brings from the pool to the device, layer by layer."""
+    """Blocks that the pass loads from the pool to the device, layer by layer."""
     num_stored_blocks: int
-    """Blocks of which the pass stores layers in the pool."""
+    """Blocks whose layers the pass stores in the pool."""
     load_wait_s: float = 0.0
     """Seconds for which the pass has waited for loads."""
     is_computed: bool = False
@@ -30,22 +30,22 @@ class PassTimes(NamedTuple):
 
 @dataclass(slots=True)
 class PromptTimes:
-    """The times of one prompt. None for steps that have not been taken."""
+    """The times of one prompt's steps; None for steps not taken."""
 
     received_s: float = field(default_factory=time.monotonic)
     queued_s: float | None = None
-    """Time when the prompt began to wait for its turn; None in stages that have no queue."""
+    """The time at which the prompt began to wait for its turn; None in stages without a queue."""
     turn_s: float | None = None
-    """Time when the prompt might get memory."""
+    """The time from which on the prompt could get memory."""
     memory_s: float | None = None
-    """Time when it had its pages."""
+    """The time at which the prompt had its pages."""
     passes: list[PassTimes] = field(default_factory=list)
     stored_s: float | None = None
-    """Time when the pool had the last block."""
+    """The time at which the pool had the last block."""
     sent_s: float | None = None
-    """Time when the decode side had it."""
+    """The time at which the decode side had the last block."""
     error: str = ""
-    """Why the prompt's time here has ended before."""
+    """The reason why the prompt's time in this stage ended early; empty if it did not."""
 
     def note_queued(self) -> None:
         """Record that the prompt waits for its turn."""
@@ -60,21 +60,21 @@ class PromptTimes:
         self.memory_s = time.monotonic()
 
     def note_pass(self, part: PassPart) -> None:
-        """Record that a pass begins of which `part` is the prompt's."""
+        """Record the beginning of the pass of which `part` is the prompt's."""
         start, num_tokens = part.chunk.start, len(part.chunk.token_ids)
         begun = PassTimes(time.monotonic(), None, start, num_tokens, len(part.loads), len(part.stores))
         self.passes.append(begun)
 
     def note_pass_end(self, part: PassPart, *, is_computed: bool) -> None:
-        """Record that the pass has ended of which `part` was the prompt's."""
+        """Record the end of the pass of which `part` was the prompt's."""
         self.passes[-1] = self.passes[-1]._replace(
             ended_s=time.monotonic(), load_wait_s=part.load_wait_s, is_computed=is_computed
         )
 
     def note_stored(self) -> None:
-        """Record that the pool has all blocks."""
+        """Record that the pool has all blocks of the prompt."""
         self.stored_s = time.monotonic()
 
     def note_sent(self) -> None:
-        """Record that the decode side has them."""
+        """Record that the decode side has all blocks of the prompt."""
         self.sent_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The wait queue of prompts: which ones are computed next.
+"""The wait queue of prompts, which decides the prompts of the next pass.
 
 The prompt with the earliest TTFT deadline goes first, where each step of the priority number adds a minute;
 among equals, the oldest. Prompts pass through three states; only READY ones are computed:
@@ -36,7 +36,7 @@ from workers.prefill.fair_order import FairOrder
 
 _UNNAMED = Flow("", "")
 _PASSES_AHEAD = 2
-"""Passes for which prompts are admitted: the one that is computed, and the one that is being prepared."""
+"""Passes for which prompts are admitted: one that is being computed, and one that is being prepared."""
 
 
 class PromptState(Enum):
@@ -49,57 +49,60 @@ class PromptState(Enum):
 
 @dataclass(slots=True, eq=False)
 class PromptProgress:
-    """A prompt's progress. Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused."""
+    """The progress of a prompt.
+
+    Invariant: `0 <= num_done <= num_tokens`, where done means computed or reused.
+    """
 
     num_tokens: int
     num_done: int = 0
 
     @property
     def num_left(self) -> int:
-        """Number of tokens that are still to be computed, as far as known."""
+        """The number of tokens still to be computed, as far as known."""
         return self.num_tokens - self.num_done
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedPrompt(PromptProgress):
-    """A prompt that is not yet computed to its end. No pass goes beyond its next chunk end."""
+    """A prompt that is not completely computed. No pass goes beyond the prompt's next chunk end."""
 
     priority: int = 0
     deadline_s: float
     arrival: int
     flow: Flow = _UNNAMED
     shares_turns: bool = False
-    """Whether the prompt has no deadline, and shares turns with others like it."""
+    """Whether the prompt has no deadline, and shares turns with others without one."""
     num_reusable: int = 0
-    """Number of tokens that are expected to need no computation; used until the number is known."""
+    """The number of tokens expected to need no computation, until the number is known."""
     block_keys: Sequence[BlockKey] = ()
     num_held_blocks: int = 0
     """Leading blocks that the pool held when the prompt got its memory; 0 before."""
     start: float = 0.0
-    """Start in the tenant's virtual time."""
+    """The prompt's start in the tenant's virtual time."""
     is_alone: bool = False
     state: PromptState = PromptState.WAITING
     chunk_ends: Sequence[int] = field(default=())
-    """Ends of the chunks, in tokens of the prompt; the last one is the prompt's end."""
+    """The ends of the prompt's chunks in tokens, the last one the prompt's end."""
 
     @property
     def num_left_of_chunk(self) -> int:
-        """Number of tokens up to the next of `chunk_ends`."""
+        """The number of tokens up to the next of `chunk_ends`."""
         return next(end for end in self.chunk_ends if end > self.num_done) - self.num_done
 
     @property
     def num_expected(self) -> int:
-        """Number of tokens that are still to be computed, as far as known."""
+        """The number of tokens still to be computed, as far as known."""
         return self.num_left if self.state is PromptState.READY else self.num_tokens - self.num_reusable
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Sort key of the queue: the lowest goes first."""
+        """The sort key of the queue: the lowest goes first."""
         return rank_s(self.priority, self.deadline_s), self.arrival
 
 
 class QueuedChunk(NamedTuple):
-    """A prompt's next `num_tokens` as a part of a planned pass."""
+    """The next `num_tokens` of a prompt as a part of a planned pass."""
 
     prompt: QueuedPrompt
     num_tokens: int
@@ -110,18 +113,18 @@ Cut = Callable[[int, int], Sequence[range]]
 
 
 def uncut(start: int, end: int) -> Sequence[range]:
-    """Return one chunk: only the limit of a pass cuts a prompt."""
+    """Return `[start, end)` as one chunk, so that only the limit of a pass cuts a prompt."""
     return [range(start, end)]
 
 
 class PrefillQueue:
-    """All prompts of an instance that have not been computed.
+    """All prompts of an instance that are not completely computed.
 
     A pass has at most `prefill_chunk` tokens, rounded down to a multiple of `multiple`. Further prompts share
     it up to `saturating_tokens` (default: `prefill_chunk`) in all: where a larger pass is no faster, prompts
     that share it only wait for one another.
 
-    `block_size` is that of the prompts' `block_keys`.
+    `block_size`: tokens of a block of `block_keys`.
 
     A chunk that begins at a multiple of `multiple` tokens ends at one too, unless it ends its prompt.
     """
@@ -157,7 +160,8 @@ class PrefillQueue:
         *,
         is_alone: bool = False,
     ) -> QueuedPrompt:
-        """Add a prompt whose first token is due in `time_left_s` (None: no deadline).
+        """Add a prompt whose first token is due in `time_left_s` seconds (None: no deadline), and return its
+        entry.
 
         A prompt that is overdue counts as due now. A prompt that `is_alone` shares no pass.
         """
@@ -177,7 +181,7 @@ class PrefillQueue:
         return prompt
 
     def ready(self, prompt: QueuedPrompt, num_done: int) -> None:
-        """Mark a prompt as READY from token `num_done` on; add it again if it was computed."""
+        """Mark a prompt as READY from token `num_done` on; a computed prompt is added again."""
         if prompt not in self._prompts:
             self._storing.remove(prompt)
             self._insert(prompt)
@@ -194,7 +198,7 @@ class PrefillQueue:
             self._storing.append(prompt)
 
     def remove(self, prompt: QueuedPrompt) -> None:
-        """Remove a prompt that has been stored, or is not wanted any more. Idempotent."""
+        """Remove a prompt that has been stored or aborted. Idempotent."""
         if prompt in self._prompts:
             self._prompts.remove(prompt)
             self._fair_order.leave(prompt)
@@ -237,12 +241,12 @@ class PrefillQueue:
         return None
 
     def _computes_for(self, prompt: QueuedPrompt, other: QueuedPrompt) -> bool:
-        """Return whether a prompt computes blocks that another one waits for."""
+        """Return whether a prompt computes blocks for which another one waits."""
         num_blocks = self._num_blocks_worth_waiting
         return computes_for(prompt.block_keys, prompt.num_held_blocks, other.block_keys, num_blocks)
 
     def plan(self) -> list[QueuedChunk]:
-        """Return the next pass to compute: of each prompt in turn as many tokens as fit.
+        """Return the next pass: of each prompt in turn as many tokens as fit.
 
         If the first prompts in order are of tenants with little to compute, the pass has only these. It may
         be empty.
@@ -302,7 +306,7 @@ class PrefillQueue:
         return chunks
 
     def _charged(self, chunks: list[QueuedChunk]) -> list[QueuedChunk]:
-        """Charge the chunks to their tenants, and return them."""
+        """Return the chunks, after charging them to their tenants."""
         for chunk in chunks:
             self._fair_order.computed(*chunk)
         return chunks

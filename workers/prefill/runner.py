@@ -31,7 +31,10 @@ Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
 
 
 class PrefillRunner:
-    """The runner answers each `Prefill` order with `Prefilled` or `WorkFailed`. `stage` ends with `run`."""
+    """A prefill instance's runner. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
+
+    `stage` ends with `run`.
+    """
 
     def __init__(self, stage: Stage, queue: PrefillQueue, send: Send, jobs: Jobs) -> None:
         self._stage, self._queue = stage, queue
@@ -53,16 +56,16 @@ class PrefillRunner:
         """Seconds of passes."""
 
     def start(self, order: Prefill) -> None:
-        """Queue a prompt. `Jobs.cancel` stops it and releases everything."""
+        """Queue a prompt. `Jobs.cancel` stops its work and releases everything."""
         self._jobs.start(order.ref, lambda: self._serve(order))
 
     @property
     def held(self) -> list[Held]:
-        """The prompts of which nothing was told yet, of which another Conductor is to know."""
+        """The prompts that another Conductor has to be told of, as no result has been sent."""
         return [Held(ref, HeldStep.PROMPT) for ref in self._jobs.going_on if ref in self._unanswered]
 
     async def hear(self, message: AboutJob) -> None:
-        """Take a message of the stages behind; those of earlier rounds, or of ended prompts, are dropped."""
+        """Handle a message of later stages; one of an earlier round, or of an ended prompt, is dropped."""
         self._stage.hear(message)
         job = self._stage.jobs.get(message.job_id)
         match message:
@@ -77,7 +80,7 @@ class PrefillRunner:
                     job.scope.fail(TransferError(reason))
 
     async def run(self) -> None:
-        """Loop: plan a pass, compute it."""
+        """Plan and compute passes until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -163,7 +166,10 @@ class PrefillRunner:
         await self._stage.fetch(job)
 
     async def _first_token(self, queued: QueuedPrompt, job: PrefillJob) -> FirstToken:
-        """Have the prompt computed; if reused blocks do not arrive, again from the last good block on."""
+        """Return the prompt's first token.
+
+        If reused blocks do not arrive, the prompt is computed again from the last good block on.
+        """
         while True:
             num_blocks = await self._stage.num_usable_blocks(job)
             if await self._stage.reuse(job, num_blocks):
@@ -186,7 +192,7 @@ class PrefillRunner:
                 self._job_of[prompt].turn.set()
 
     def _leave_admission(self, queued: QueuedPrompt) -> None:
-        """Admit further prompts, as this one has its memory or has ended."""
+        """Admit further prompts, after a prompt got its memory or ended."""
         if queued in self._admitting:
             self._admitting.remove(queued)
         self._admit_next()
@@ -194,7 +200,7 @@ class PrefillRunner:
     # -- passes -------------------------------------------------------------------------------------
 
     async def _compute_with_cut_ins(self, chunks: Sequence[QueuedChunk]) -> None:
-        """Compute one pass; prompts that need not wait for its end cut in meanwhile."""
+        """Compute one pass, and let prompts that need not wait for its end cut in."""
         async with asyncio.TaskGroup() as passes:
             running = passes.create_task(self._compute(chunks))
             running.add_done_callback(lambda _: self._ready.set())

@@ -59,14 +59,14 @@ def stage_of(
     followers: Followers | None = None,
     tracer: "Tracer | None" = None,
 ) -> "Stage":
-    """Make a stage as it is configured."""
+    """Return a stage as it is configured."""
     copies = copies_for(executor.kv, pool.segment)
     transfers = LayerTransfers(copies, overlap=config.layerwise_overlap, window=executor.kv.window)
     return Stage(executor, pool, transfers, next_stage, followers, tracer)
 
 
 class Stage:
-    """The prompts of a stage and their passes. It owns `transfers`, which end with `close`."""
+    """The prompts of a stage and their passes. `transfers` end with `close`."""
 
     def __init__(
         self,
@@ -88,22 +88,21 @@ class Stage:
 
     @property
     def page_size(self) -> int:
-        """Number of tokens of a block."""
+        """The number of tokens of a block."""
         return self._executor.kv.page_size
 
     @property
     def layers(self) -> range:
-        """Layers of this stage, numbered as in the model."""
+        """The layers of this stage, numbered as in the model."""
         return self._executor.model.layers
 
     @property
     def can_cut_in(self) -> bool:
-        """Whether a pass can cut into another one. It cannot if other ranks or stages would have to do the
-        same."""
+        """Whether a pass can cut into another one: not if other ranks or stages would have to do the same."""
         return self._behind is None
 
     def job(self, job_id: int, order: Prefill, progress: PromptProgress) -> PrefillJob:
-        """Make a prompt's job, which is to be run inside `serving`."""
+        """Return a prompt's job, which is to be run inside `serving`."""
         is_windowed = self._executor.kv.window is not None
         return PrefillJob(job_id, order, progress, self.pool, self.layers, is_windowed=is_windowed)
 
@@ -115,8 +114,10 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def serving(self, job: PrefillJob) -> AsyncIterator[None]:
-        """Make a context in which a prompt is served. Its memory is released at the end; if it fails, in the
-        stages behind as well."""
+        """Make a context in which a prompt is served.
+
+        The prompt's memory is released at the end, after a failure in later stages too.
+        """
         self.jobs[job.job_id] = job
         try:
             async with job.scope:
@@ -141,7 +142,9 @@ class Stage:
                 await job.fetch.ended(silence_s=None)  # its messenger has just ended it
 
     async def admit(self, job: PrefillJob) -> None:
-        """Get the prompt's memory, in all stages at the same time; layers committed from now on are sent.
+        """Allocate the prompt's memory, in all stages at the same time.
+
+        Layers committed from then on are sent.
 
         Several stages admit prompts one after the other in the same order, so none waits for another that
         waits for it. Within one stage all get pool pages first, and then device pages.
@@ -169,12 +172,12 @@ class Stage:
                 await job.fetch.begun()
 
     async def num_usable_blocks(self, job: PrefillJob) -> int:
-        """Return how many blocks need not be computed in this round, here and behind."""
+        """Return how many blocks need not be computed in this round, in this stage and later ones."""
         num_blocks = job.num_usable_blocks()
         return num_blocks if self._behind is None else min(num_blocks, await job.usable_behind)
 
     async def reuse(self, job: PrefillJob, num_blocks: int) -> bool:
-        """Settle that `num_blocks` are reused. Returns False if they are not usable here after all."""
+        """Settle that `num_blocks` are reused. Returns False if this stage cannot reuse them."""
         if job.fetch is not None and job.fetches_beyond(num_blocks):
             await job.fetch.ended()  # nobody writes the others while they are computed
         if job.num_usable_blocks() < num_blocks:
@@ -183,7 +186,7 @@ class Stage:
         return True
 
     async def recount(self, job: PrefillJob, round_: int) -> None:
-        """Begin another round after reuse has failed, here or in another stage."""
+        """Begin another round after reuse has failed in any stage."""
         job.begin_round(round_)
         if self._behind is not None:
             await self._behind.send(Recount(job.job_id, round_))
@@ -193,14 +196,14 @@ class Stage:
             await job.fetch.ended()
 
     async def store(self, job: PrefillJob) -> None:
-        """Wait until the prompt's KVCache is in the pool, here and behind."""
+        """Wait until the prompt's KVCache is in the pools of this stage and later ones."""
         await job.stored_behind.wait()
         await job.stored()
         job.times.note_stored()
         self._free_device_pages(job)
 
     async def sent(self, job: PrefillJob) -> None:
-        """Wait until the decode side has all blocks, from here and from behind. Raises TransferError.
+        """Wait until the decode side has all blocks of this stage and later ones. Raises TransferError.
 
         Until then the stages before may be told that the prompt has failed here.
         """
@@ -211,8 +214,7 @@ class Stage:
             await job.sent_behind.wait()
 
     def hear(self, message: AboutJob) -> None:
-        """Handle a message from the stages behind, as far as it concerns this stage. A late message is
-        dropped."""
+        """Handle a message from later stages, as far as it concerns this stage. A late message is dropped."""
         job = self.jobs.get(message.job_id)
         match message:
             case Usable(round=round_, num_blocks=num_blocks):
@@ -255,7 +257,7 @@ class Stage:
         self._pages_freed.set()
 
     async def _left_by(self, followers: Followers, job: PrefillJob) -> None:
-        """Wait, even if cancelled, until followers have left the prompt's device pages or are lost."""
+        """Wait, even if cancelled, until followers no longer use the prompt's device pages or are lost."""
         ends = [asyncio.ensure_future(event.wait()) for event in (job.left_by_ranks, followers.lost)]
         while not any(end.done() for end in ends):
             with contextlib.suppress(asyncio.CancelledError):
@@ -276,7 +278,7 @@ class Stage:
         need the pass.
 
         `hidden` are the states `[T, hidden_size]` of the stage before, None in the first one. With `cuts_in`
-        it is computed between two layers of another pass, which shares no prompt with this one.
+        the pass is computed between two layers of another pass, which shares no prompt with this one.
         """
         assert not cuts_in or self.can_cut_in
         run = self._executor.cut_in if cuts_in else self._executor.run
@@ -307,17 +309,17 @@ class Stage:
         return done
 
     def recorded(self, jobs: Sequence[PrefillJob | None]) -> contextlib.AbstractContextManager[None]:
-        """Record, on the device thread, that a pass of `jobs` is being computed."""
+        """Return a context that records, on the device thread, that a pass of `jobs` is being computed."""
         refs = [job.order.ref for job in jobs if job is not None]
         return self._executor.record.computing(refs, expected=(CancelledOnDevice, RankLost, MooncakeError))
 
     def hidden_of(self, data: bytearray) -> torch.Tensor:
-        """Return the states `[T, hidden_size]` that the stage before has sent as bytes."""
+        """Return the states `[T, hidden_size]` in the bytes from the stage before."""
         model = self._executor.model
         return torch.frombuffer(data, dtype=model.dtype).view(-1, model.spec.hidden_size)
 
     async def hand_on(self, computed: PassResult) -> None:
-        """Send a pass to the next stage, if there is one, and wait until that stage can take another pass."""
+        """Send a pass to the next stage, if there is one, and wait until that stage can take another."""
         if self._next is not None and computed.hidden is not None:
             await self._next.compute(computed.ranges, computed.hidden)
 
@@ -347,7 +349,7 @@ class Stage:
     def _ends(
         self, parts: Sequence[PassPart], are_computed: Sequence[bool], are_last: Sequence[bool]
     ) -> dict[int, int]:
-        """Return the rows of hidden states from which first tokens are drawn, by part."""
+        """Return the row of hidden states from which a first token is drawn, by the index of its part."""
         ends, row = {}, -1
         for index, part in enumerate(parts):
             row += len(part.chunk.token_ids)
@@ -358,7 +360,7 @@ class Stage:
     def _first_tokens(
         self, jobs: Sequence[PrefillJob], ends: dict[int, int], hidden: torch.Tensor
     ) -> list[FirstToken | None]:
-        """Draw the first token of each prompt that ends with this pass."""
+        """Return the first token of each prompt that ends with this pass; None for others."""
         tokens: list[FirstToken | None] = [None] * len(jobs)
         if ends:
             requests = [jobs[index].order.request for index in ends]
@@ -378,7 +380,7 @@ class Stage:
     def _announced(
         self, told: Sequence[ChunkRange], parts: Sequence[PassPart], are_last: Sequence[bool]
     ) -> PrefillPass | None:
-        """Return a pass as the followers are told of it, if there are any."""
+        """Return the pass in the form for followers; None without followers."""
         if self._followers is None:
             return None
         chunks = []

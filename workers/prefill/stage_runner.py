@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 
 class StageRunner:
-    """Obeys the messages of the stage before, and answers them.
+    """A later stage's runner, which obeys and answers the messages of the stage before.
 
-    `stage` ends with `run`, its tasks are `group`'s.
+    `stage` ends with `run`. Its tasks run in `group`.
     """
 
     def __init__(self, stage: Stage, before: PreviousStage, group: asyncio.TaskGroup) -> None:
@@ -44,7 +44,7 @@ class StageRunner:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def obey(self, message: Begin | Recount | End) -> None:
-        """Begin, recount or end a prompt. Messages about one that has failed here are ignored."""
+        """Begin, recount or end a prompt. Messages about a prompt that has failed here are ignored."""
         match message:
             case Begin():
                 self._tasks[message.job_id] = task = self._group.create_task(self._serve(message))
@@ -59,13 +59,13 @@ class StageRunner:
                     running.cancel()
 
     async def hear(self, message: AboutJob) -> None:
-        """Take a message of the stages behind, and pass on what concerns the first stage."""
+        """Handle a message of later stages, and pass on what concerns the first stage."""
         self._stage.hear(message)
         if isinstance(message, Unusable | FirstDrawn | StageFailed):
             await self._before.send(message)
 
     async def run(self) -> None:
-        """Loop: receive a pass, compute it, hand it on."""
+        """Receive, compute and hand on passes until cancelled."""
         try:
             while True:
                 incoming = await self._before.passes.get()
@@ -142,7 +142,7 @@ class StageRunner:
         await self._stage.hand_on(computed)
 
     async def _begins(self, job: PrefillJob, chunk: ChunkRange) -> bool:
-        """Settle reuse for a chunk's round; False if the chunk cannot be computed here."""
+        """Settle reuse for a chunk's round. Returns False if this stage cannot compute the chunk."""
         if not self._wants(job, chunk):
             return False  # nor could those behind it in this round
         try:

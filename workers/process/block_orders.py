@@ -17,8 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class BlockOrders:
-    """The orders of one session, run as tasks of `group`. `behind`: later stages or other ranks, which have
-    other shards of the blocks."""
+    """The block orders of one session, run as tasks of `group`.
+
+    `behind`: later stages or other ranks, which have other shards of the blocks.
+    """
 
     def __init__(
         self, pool: WorkerClient, behind: NextStage | Followers | None, group: asyncio.TaskGroup
@@ -48,7 +50,10 @@ class BlockOrders:
             log.warning("%s of %d blocks: %s", type(order).__name__, len(order.keys), error)
 
     async def _replicate(self, order: Replicate) -> None:
-        """Copy blocks from their source. Without room, or if they do not arrive in time, no copy is made."""
+        """Copy blocks from their source.
+
+        No copy is made without room, or if the blocks do not arrive in time.
+        """
         try:
             async with asyncio.timeout(order.timeout_s):
                 reservation = await self._pool.reserve(order.keys, 0)

@@ -54,10 +54,10 @@ from workers.process.unheard import UnheardPrompts
 
 HEARTBEATS_PER_TIMEOUT = 5
 HEARTBEATS_MISSED = 2.5
-"""Silent heartbeats after which a retiring worker waits no longer for the Conductor."""
+"""Silent heartbeats after which a retiring worker stops waiting for the Conductor."""
 POLL_S = 0.05
 LEAVE_S = 0.5
-"""Time that the last messages may take to leave."""
+"""Seconds in which the last messages may leave."""
 log = logging.getLogger(__name__)
 Order = Reserve | Prefill | Decode | MigrationOrder | PlaceHeads | Abort | BlockOrder
 
@@ -70,7 +70,7 @@ async def await_leader(leaders: Leaders) -> None:
 
 
 class ConductorLink:
-    """The link of an instance's first worker to the Conductor and to fronts, for one session."""
+    """An instance's link to the Conductor and to fronts, for one session of its first worker."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ConductorLink:
         stats: LatestStats,
         engine: Callable[[], str],
     ) -> None:
-        """Connect to the Conductor that leads. `engine` describes device and kernels, for people."""
+        """Connect to the Conductor that leads. `engine` returns the device and kernels as text."""
         self._process, self._stats, self._engine = process, stats, engine
         self._status, self._retirement = status, retirement
         identity = peer_identity(process.instance, incarnation)
@@ -108,7 +108,7 @@ class ConductorLink:
         return self._status.is_registered
 
     async def close(self) -> None:
-        """Leave the Conductor, and close the connections to it and to the fronts."""
+        """Deregister from the Conductor, and close the connections to it and to the fronts."""
         self._status.is_registered = False
         with contextlib.suppress(PeerGoneError):
             await self._conductor.send(Leave())
@@ -176,7 +176,7 @@ class ConductorLink:
             raise SessionLostError(str(error)) from None
 
     def _register_again(self) -> None:
-        """Have `beat` register again, with the requests with which this session goes on."""
+        """Make `beat` register again, with the requests that go on in this session."""
         self._status.is_registered = False
         self._must_register.set()
 
@@ -222,21 +222,22 @@ class ConductorLink:
                 raise SessionLostError(f"the conductor has been silent for {deadline_s:g} s")
 
     async def beat_now(self) -> None:
-        """Send a heartbeat, so that the Conductor knows this instance's pages before it hears more."""
+        """Send a heartbeat now, so that the Conductor knows this instance's pages before any later
+        message."""
         if self._send_beat is not None and self.is_registered:
             async with self._beating:
                 await self._send_beat()
 
     def _renewed(self, registration: Register, held: list[Held]) -> Register:
-        """Return a registration with the epoch of the Conductor that knew this session, and the requests of
-        it that go on."""
+        """Return a registration with the epoch of the Conductor that knew this session, and the session's
+        requests that go on."""
         num_connections = max(1, self._conductor.num_connections)
         return msgspec.structs.replace(
             registration, epoch=self._epoch, held=held, num_connections=num_connections
         )
 
     async def follow(self) -> None:
-        """Turn to each Conductor that leads from now on."""
+        """Switch to each Conductor that leads from now on."""
         while True:
             await self._conductor.follow()
             if self._epoch:
@@ -245,7 +246,7 @@ class ConductorLink:
             self._register_again()
 
     async def retire(self) -> None:
-        """Retire when that is wanted: drain until no request is left, or the Conductor is silent."""
+        """Retire when ordered: drain until no request is left, or the Conductor is silent."""
         await self._retirement.wanted.wait()
         if self.is_registered:
             await self.tell(Retire())

@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class FrontLinks:
-    """Links to fronts by their endpoints, each opened with the first tokens for it."""
+    """The links to fronts by their endpoints, each opened with the first tokens for its front."""
 
     def __init__(self, identity: bytes, key: ClusterKey) -> None:
         self._identity, self._key = identity, key
         self._links: dict[str, Dealer[ToFront]] = {}
 
     async def emit(self, outputs: list[tuple[str, TokenOutput]]) -> None:
-        """Send tokens, with the endpoint for each, in one message to each front."""
+        """Send outputs with the endpoint of each, in one message to each front."""
         by_front: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for endpoint, output in outputs:
             by_front[endpoint].append(output)
@@ -38,6 +38,6 @@ class FrontLinks:
                     link.close()
 
     def close(self, linger_s: float) -> None:
-        """Close all links; the last tokens may take `linger_s` to leave."""
+        """Close all links. The last tokens may take `linger_s` seconds to leave."""
         for link in self._links.values():
             link.close(linger_s=linger_s)

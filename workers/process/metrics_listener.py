@@ -34,10 +34,10 @@ _CLIENT_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class ListenerState:
-    """The state that the listener reports: written by the session, read by the listener's threads."""
+    """The state that the listener reports, written by the session and read by the listener's threads."""
 
     role: Role
-    """The instance's role: the configured one until the Conductor switches it."""
+    """The instance's role: the configured one, or the one to which the Conductor has switched it."""
     report: InstanceReport | None = None
     """The latest heartbeat's report; None before the first."""
     is_registered: bool = False
@@ -70,7 +70,7 @@ def listening(address: str, model_name: str, status: ListenerState) -> Iterator[
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with few connections and a thread for each. A further connection ends the oldest."""
+    """An HTTP server with few connections and a thread for each. A further connection ends the oldest."""
 
     daemon_threads = True
 
@@ -139,4 +139,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Log no scrapes."""
+        """Log nothing, as the only requests are scrapes."""

@@ -29,21 +29,21 @@ TOKEN_ID = 1
 
 
 class PrefillSize(NamedTuple):
-    """A prompt of new tokens behind cached ones."""
+    """The size of a measured prefill: new tokens behind cached ones."""
 
     num_new_tokens: int
     num_cached_tokens: int
 
 
 class StepSize(NamedTuple):
-    """One step of `batch_size` requests with `num_context_tokens` each."""
+    """The size of a measured iteration: `batch_size` requests with `num_context_tokens` each."""
 
     batch_size: int
     num_context_tokens: int
 
 
 def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize | StepSize]:
-    """Return the sizes to measure on a device whose KVCache holds `max_tokens`, in order of growing cost."""
+    """Return the sizes to measure, by growing cost, on a device whose KVCache holds `max_tokens` tokens."""
     longest = min(max_tokens, max_position)
     prefills = [
         PrefillSize(num_new, num_cached)
@@ -61,7 +61,7 @@ def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize
 
 
 class Profiler:
-    """Measures on the device thread, one size after the other."""
+    """The measurements on the device thread, one size after the other."""
 
     def __init__(self, executor: Executor, prefill_chunk: int) -> None:
         self._model, self._kv = executor.model, executor.kv
@@ -71,11 +71,11 @@ class Profiler:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of free device pages."""
+        """The number of free device pages."""
         return self._kv.num_free_pages
 
     def seconds(self, size: PrefillSize | StepSize) -> float | None:
-        """Return the duration of the shortest run; None if a smaller size took too long."""
+        """Return the seconds of the shortest run; None if a smaller size took too long."""
         for other in self.too_long:
             if type(size) is type(other) and size[0] >= other[0] and size[1] >= other[1]:
                 return None
@@ -112,7 +112,7 @@ class Profiler:
 
 
 async def serve(process: WorkerProcess) -> None:
-    """Load the model, measure, report."""
+    """Load the model, measure all sizes, and report the durations."""
     config = process.config
     checkpoint = await asyncio.to_thread(open_checkpoint, config.model, config.load_format)
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype

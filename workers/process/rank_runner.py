@@ -39,7 +39,10 @@ JoinGroup = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 class RankRunner(StageRunner):
-    """Obeys the leader's messages, and answers them. `stage` and `blocks` end with `run`."""
+    """A later rank's runner, which obeys and answers the leader's messages.
+
+    `stage` and `blocks` end with `run`.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class RankRunner(StageRunner):
         self._passes: asyncio.Queue[PrefillPass | DecodePass] = asyncio.Queue()
 
     def follow(self, message: ToFollower) -> None:
-        """Handle a message that only ranks get."""
+        """Handle a message of the leader to its followers."""
         match message:
             case Meet(path=path):
                 if not self._meeting.done():
@@ -71,7 +74,7 @@ class RankRunner(StageRunner):
                 self._calls.stop(call_id)
 
     async def run(self) -> None:
-        """Loop: receive a pass, compute it with the other ranks."""
+        """Receive passes and compute them with the other ranks until cancelled."""
         try:
             async with self._join_group(await self._meeting):
                 while True:
@@ -105,7 +108,7 @@ class RankRunner(StageRunner):
                 await self._say_unusable(job)
 
     async def _job_of(self, chunk: ChunkRange) -> PrefillJob | None:
-        """Return the job of a chunk, or None if the chunk cannot be computed here."""
+        """Return the job of a chunk; None if this rank cannot compute the chunk."""
         job = self._ranked.jobs.get(chunk.job_id)
         if job is None or job.round != chunk.round or not await self._begins(job, chunk):
             return None
@@ -118,7 +121,7 @@ class RankRunner(StageRunner):
 
 
 class _Calls:
-    """Performs the leader's calls, each as a task of `group`, and answers them."""
+    """The leader's calls, each run as a task of `group` and answered."""
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class _Calls:
         self._tasks: dict[int, asyncio.Task[RankResult | None]] = {}
 
     def start(self, call: Call) -> None:
-        """Begin a call, which is answered later."""
+        """Begin a call, whose answer is sent later."""
         self._tasks[call.call_id] = task = asyncio.create_task(self._blocks.perform(call.work))
         self._group.create_task(self._answer_at_end(call.call_id, task))
 

@@ -26,7 +26,7 @@ from workers.process.stage_session import LINGER_S, STATS_TIMEOUT_S, StageSessio
 
 
 class RankSession(StageSession):
-    """A session that runs until messenger, leader or group are lost."""
+    """A later rank's session, which runs until messenger, leader or group is lost."""
 
     async def _serve(self, group: asyncio.TaskGroup, pool: WorkerClient, behind: NextStage | None) -> None:
         process, rank = self._process, self._process.rank

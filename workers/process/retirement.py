@@ -23,7 +23,7 @@ class Retirement:
         """Whether an operator has drained the instance, so that its supervisor must not start it again."""
 
     def begin_on_sigterm(self, timeout_s: float) -> None:
-        """Retire on SIGTERM. After `timeout_s` the process ends even if requests are left."""
+        """Retire on SIGTERM. After `timeout_s` seconds the process ends even if requests are left."""
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
@@ -34,7 +34,7 @@ class Retirement:
         loop.add_signal_handler(signal.SIGTERM, begin)
 
     def grant(self, *, is_for_good: bool) -> None:
-        """End the process as soon as its KVCache is sent, as no request is left here."""
+        """End the process as soon as its KVCache is sent, as no request is left on the instance."""
         self.is_for_good = is_for_good
         self.wanted.set()
         self.granted.set()

@@ -18,12 +18,13 @@ from mooncake.node.lives import ProcessEnd
 from mooncake.node.process_config import WorkerProcess
 
 ANSWER_TIMEOUT_S = 10.0
-"""Seconds for which the Conductor's answer is awaited. After that it would not blame a request any more."""
+"""Seconds for which the Conductor's answer is awaited. Later the Conductor would blame no request any
+more."""
 log = logging.getLogger(__name__)
 
 
 async def say_returning(process: WorkerProcess, leaders: Leaders, left: list[Ref] | None) -> None:
-    """Tell the Conductor which requests (`left`) the previous process left in a pass, and await the
+    """Tell the Conductor which requests the previous process left in a pass (`left`), and wait for the
     answer."""
     if process.previous_end is None:
         return

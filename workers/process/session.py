@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 
 
 class LeaderSession:
-    """A session that runs until messenger, Conductor, a stage or a rank is lost.
+    """The session of an instance's first worker, which runs until messenger, Conductor, a stage or a rank is
+    lost.
 
     `layout` is the whole model's.
     """
@@ -87,7 +88,10 @@ class LeaderSession:
         """Whether the Conductor has had this session registered."""
 
     async def run(self) -> None:
-        """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        """Serve requests until the session ends.
+
+        Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
+        """
         await await_leader(self._leaders)
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
@@ -152,15 +156,15 @@ class LeaderSession:
 
     @contextlib.asynccontextmanager
     async def _meet(self, followers: Followers) -> AsyncIterator[None]:
-        """Keep all ranks in one process group while the block runs."""
+        """Make a context in which all ranks are in one process group."""
         path = f"{self._process.rank.meeting}-{self._incarnation}"
         await followers.send(Meet(path))
         async with meeting(path, self._process, self._executor.kv.device):
             yield
 
     async def _leave_when_a_rank_is_lost(self) -> None:
-        """Leave the Conductor as soon as a rank is lost: the session may end late, in a pass that needs the
-        rank."""
+        """Deregister from the Conductor as soon as a rank is lost, as the session may end late, in a pass
+        that needs the rank."""
         if self._followers is not None:
             await self._followers.lost.wait()
             with contextlib.suppress(SessionLostError):
@@ -206,7 +210,9 @@ class LeaderSession:
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
-        """Make the queue. In a pipeline a pass may have as many times more tokens as there are stages.
+        """Return the wait queue of prompts.
+
+        In a pipeline a pass has as many times more tokens as there are stages.
 
         Where layers are loaded again, here or in another stage, passes end with whole blocks.
         """
@@ -223,7 +229,7 @@ class LeaderSession:
         return PrefillQueue(max_tokens, plan, multiple=multiple, block_size=page_size)
 
     async def _obey(self) -> None:
-        """Loop: receive an order and carry it out."""
+        """Receive and carry out orders until cancelled."""
         while True:
             message = await self._link.next_order()
             match message:
@@ -276,13 +282,13 @@ class LeaderSession:
 
     @property
     def _why_not_helped(self) -> str:
-        """Why KV heads and layers can neither leave nor come; empty if they can."""
+        """The reason why KV heads and layers can neither leave nor come; empty if they can."""
         if self._executor.kv.window is not None:
             return "it has not all layers on its device"
         return self._executor.model.why_not_helped
 
     def _take_held(self) -> list[Held]:
-        """Return what goes on under another Conductor, and stop what does not."""
+        """Return the requests that go on under another Conductor, and stop the others."""
         return [*self._prefill.held, *self._decode.take_held()]
 
     @property

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
-    """Run a group of tasks, one of which watches the messenger of `pool`.
+    """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
     Raises one error, however many tasks fail: `SessionLostError`, or `ConfigError` for an error that another
     session would have as well.
@@ -38,7 +38,7 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def end_beside(task: asyncio.Task[None]) -> None:
-    """Cancel a task that runs beside the group, and wait for its end. An error of it is logged."""
+    """Cancel a task that runs beside the group, and wait for its end. Its error is logged."""
     task.cancel()
     (failure,) = await asyncio.gather(task, return_exceptions=True)
     if isinstance(failure, Exception):
@@ -46,7 +46,7 @@ async def end_beside(task: asyncio.Task[None]) -> None:
 
 
 def _first_of(errors: ExceptionGroup[Exception]) -> Exception:
-    """Return the first error, out of all groups around it."""
+    """Return the first error in nested groups."""
     first = errors.exceptions[0]
     return _first_of(first) if isinstance(first, ExceptionGroup) else first
 

@@ -1,4 +1,4 @@
-"""The session of a later stage: its messenger, the stage before and the one behind, while all are there.
+"""The session of a later stage: its messenger, the stage before and the one behind.
 
 Owns: the stage's connections. Does not know: how requests are computed, the Conductor.
 """
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from mooncake.tracing.tracer import Tracer
 
 STATS_TIMEOUT_S = 0.5
-"""Time that a beat waits for the pool's counters."""
+"""Seconds for which a beat waits for the pool's counters."""
 LINGER_S = 0.5
-"""Time that the last messages may take to leave."""
+"""Seconds in which the last messages may leave."""
 
 
 class StageSession:
-    """A session that runs until messenger or a neighbour is lost. `layout` is the whole model's."""
+    """A later stage's session, which runs until messenger or a neighbour is lost.
+
+    `layout` is the whole model's.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,10 @@ class StageSession:
         self.is_registered = False
 
     async def run(self) -> None:
-        """Serve. Raises `SessionLostError`, or `ConfigError` when the stage before refuses this one."""
+        """Serve prompts until the session ends.
+
+        Raises `SessionLostError`, or `ConfigError` when the stage before refuses this one.
+        """
         pool = await WorkerClient.connect(
             self._process.messenger_socket,
             instance=self._part,

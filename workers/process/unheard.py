@@ -14,7 +14,7 @@ from mooncake.messages.workers import Prefilled
 
 
 class UnheardPrompts:
-    """Sent first tokens, each until a later heartbeat is answered."""
+    """First tokens that were sent, each kept until a later heartbeat is answered."""
 
     def __init__(self) -> None:
         self._told: deque[tuple[int, Prefilled]] = deque()
@@ -27,22 +27,23 @@ class UnheardPrompts:
         self._told.append((self._num_beats, prefilled))
 
     def beat(self) -> None:
-        """Record that a heartbeat is sent."""
+        """Record that a heartbeat is sent to the Conductor."""
         self._num_beats += 1
 
     def answered(self) -> None:
-        """Record that the next heartbeat was answered by the Conductor to which it was sent."""
+        """Record that the Conductor has answered the oldest unanswered heartbeat."""
         self._num_answered += 1
         while self._told and self._told[0][0] < self._num_answered:
             self._told.popleft()
 
     @property
     def held(self) -> list[Held]:
-        """The prompts of these tokens, in the form in which another Conductor is told of them."""
+        """The prompts of these tokens in the form for another Conductor."""
         return [Held(prefilled.ref, HeldStep.PROMPT) for _, prefilled in self._told]
 
     def take_all(self) -> list[Prefilled]:
-        """Return the messages to send to another Conductor after the registration, and count from 0 again."""
+        """Return the messages to send to another Conductor after registration, and reset the count of
+        heartbeats."""
         unheard = [prefilled for _, prefilled in self._told]
         self._told.clear()
         self._num_beats = self._num_answered = 0

@@ -1,4 +1,5 @@
-"""The attempts of one session of a vLLM instance: a task for each, whose failure is told to the Conductor.
+"""The attempts of one session of a vLLM instance: a task for each, whose failure is reported to the
+Conductor.
 
 Owns: what becomes of errors. Does not know: prefill, decode.
 """
@@ -28,7 +29,7 @@ Order = Prefill | Reserve
 
 
 class Attempts:
-    """Attempts with what all of them need."""
+    """The running attempts of one session, with the parts that all of them need."""
 
     def __init__(
         self, server: VllmServer, pool: WorkerClient, send: Send, jobs: Jobs, tracer: "Tracer | None" = None
@@ -37,7 +38,7 @@ class Attempts:
         self._jobs, self._tracer = jobs, tracer
 
     def start(self, order: Order, work: Callable[[], Awaitable[None]]) -> None:
-        """Begin an attempt. `Jobs.cancel` stops it; `work` then releases everything."""
+        """Begin an attempt as a task. `Jobs.cancel` stops the attempt; `work` then releases everything."""
         self._jobs.start(order.ref, lambda: self._attempt(order, work))
 
     async def _attempt(self, order: Order, work: Callable[[], Awaitable[None]]) -> None:
@@ -57,7 +58,7 @@ class Attempts:
 
     @contextlib.contextmanager
     def _recorded(self, order: Order) -> Iterator[None]:
-        """Record the attempt's span, if its request is traced."""
+        """Make a context that records the attempt's span, if its request is traced."""
         began_s, error = time.monotonic(), ""
         try:
             yield

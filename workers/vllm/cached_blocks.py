@@ -51,10 +51,10 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class CachedBlocks:
-    """The blocks of one engine, which starts with none and numbers its batches of events from 0."""
+    """The cached blocks of one engine, which starts with none and numbers its batches of events from 0."""
 
     def __init__(self, block_size: int) -> None:
-        """`block_size`: the tokens of a block of our requests."""
+        """Begin with no blocks. `block_size`: the tokens of a block of our requests."""
         self._block_size = block_size
         self._keys: dict[BlockHash, BlockKey] = {}
         self._hashes: dict[BlockKey, BlockHash] = {}
@@ -63,15 +63,15 @@ class CachedBlocks:
 
     @property
     def keys(self) -> list[BlockKey]:
-        """The keys of all blocks."""
+        """The block keys of all cached blocks."""
         return list(self._hashes)
 
     def num_leading_tokens(self, keys: Sequence[BlockKey]) -> int:
-        """Return the tokens of the leading blocks of `keys` that the engine has."""
+        """Return the number of tokens in the leading blocks of `keys` that the engine has."""
         return self._block_size * sum(1 for _ in itertools.takewhile(self._hashes.__contains__, keys))
 
     def receive(self, sequence: int, payload: bytes) -> list[Change] | None:
-        """Take a batch.
+        """Apply a batch of events, and return the changes.
 
         Returns:
             The changes; none for a batch that came before. None if earlier batches are missing: they are to
@@ -99,7 +99,10 @@ class CachedBlocks:
         return changes
 
     def skip_to(self, sequence: int) -> list[Change]:
-        """Give up the batches before this one, which are lost, and with them all blocks that were known."""
+        """Give up the batches before `sequence`, which are lost, and drop all known blocks.
+
+        Returns the changes.
+        """
         self.next_sequence = sequence
         return self._forget()
 
@@ -114,7 +117,7 @@ class CachedBlocks:
         return [KVStored(Tier.DEVICE, keys)]
 
     def _key_before(self, event: _BlockStored) -> BlockKey | None:
-        """Return the key before an event's first block; None if its blocks are not those of our requests."""
+        """Return the key before an event's first block; None if the blocks are not of our requests."""
         if event.lora_name is not None or event.group_idx:
             return None
         first, *others = event.extra_keys or [None]
@@ -138,7 +141,7 @@ class CachedBlocks:
 
 
 def _root_key(extra_keys: list[object]) -> BlockKey | None:
-    """Return the root key that salts a prompt (`completion_body`); None without it, or with anything else."""
+    """Return the root key that salts a prompt (`completion_body`); None without a valid one."""
     match extra_keys:
         case [str(salt)]:
             try:

@@ -20,12 +20,12 @@ _BIND, _NUM_THREADS = "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"
 _NOT_BOUND = "nobind"
 _EXECUTOR = "--distributed-executor-backend"
 _OTHERWISE = (_EXECUTOR, "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-"""Options that choose another executor, or ranks, which need one."""
+"""The options that choose another executor, or ranks, which need one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How vLLM for CPUs computes: in its engine's process, with the threads of this instance.
+    """The way in which vLLM for CPUs computes: in its engine's process, with the threads of this instance.
 
     By default it computes in a process behind the engine, which can be bound to cores. While one of the two
     works the other one polls, which takes a second core, and half of the time where there is none. So it
@@ -33,12 +33,12 @@ class Computing:
     """
 
     environment: dict[str, str]
-    """Variables that vLLM has in addition."""
+    """Environment variables that vLLM gets in addition."""
     options: list[str]
 
     @classmethod
     def of(cls, process: WorkerProcess, inherited: Mapping[str, str]) -> "Computing":
-        """Return how an instance computes whose worker has the environment `inherited`."""
+        """Return the way of computing for an instance whose worker has the environment `inherited`."""
         config = process.config
         is_chosen = any(option.startswith(_OTHERWISE) for option in config.vllm.options)
         if is_chosen or inherited.get(_BIND, _NOT_BOUND) != _NOT_BOUND:
@@ -53,7 +53,7 @@ class Computing:
 
     @classmethod
     def in_engine(cls, num_threads: str) -> "Computing":
-        """Return how vLLM computes in its engine's process."""
+        """Return the way of computing in the engine's process with `num_threads` threads."""
         environment = {
             _BIND: _NOT_BOUND,
             _NUM_THREADS: num_threads,
@@ -69,7 +69,7 @@ def event_endpoints(process: WorkerProcess, port: int) -> tuple[str, str]:
 
 
 def serve_command(process: WorkerProcess, port: int, computing: Computing) -> list[str]:
-    """Return the command of the server of this instance."""
+    """Return the command line of this instance's server."""
     config = process.config
     if config.model is None:
         raise ConfigError("engine vllm reads Hugging Face directories only: name one with --model")

@@ -21,7 +21,9 @@ Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 
 
 class VllmDecode:
-    """Answers `Reserve` with `Reserved`, emits tokens and says `Finished`.
+    """The decode runner of a vLLM instance.
+
+    It answers `Reserve` with `Reserved`, emits tokens and sends `Finished`.
 
     The prompt's blocks and its first token come with `Decode`, unless the prompt is inlined.
     """
@@ -38,8 +40,10 @@ class VllmDecode:
         self._attempts.start(order, lambda: self._serve(order))
 
     def decode(self, order: Decode) -> None:
-        """Continue a reserved request whose prefill is done. An order for an unknown request is dropped: it
-        has just been aborted."""
+        """Continue a reserved request whose prefill is done.
+
+        An order for an unknown request is dropped, as the request has just been aborted.
+        """
         future = self._orders.get(order.ref)
         if future is not None and not future.done():
             future.set_result(order)
@@ -79,7 +83,10 @@ class VllmDecode:
         await self._finish(answer)
 
     async def _reserved(self, request: Request) -> Reservation:
-        """Reserve pages of full blocks: the tokens behind them are computed here."""
+        """Reserve pages of full blocks, and return the reservation.
+
+        Tokens behind the last full block are computed here.
+        """
         while True:
             try:
                 return await self._pool.reserve(request.block_keys, 0, request.tenant)
@@ -94,8 +101,10 @@ class VllmDecode:
             raise TransferError(f"KVCache has not arrived within {self._arrival_timeout_s:g} s") from None
 
     async def _generate(self, answer: "_Answer", *, is_inlined: bool) -> None:
-        """Emit the tokens that vLLM draws, to the end. Reports the first token of an inlined prompt to the
-        Conductor."""
+        """Emit the tokens that vLLM draws until the end.
+
+        The first token of an inlined prompt is reported to the Conductor.
+        """
         tells_first = is_inlined
         outputs = self._server.complete(answer.request, answer.tokens, answer.num_left)
         async with aclosing(outputs):
@@ -122,7 +131,7 @@ class VllmDecode:
 
 
 class _Answer:
-    """A prompt and its output so far, that of earlier attempts included."""
+    """A prompt and its output so far, in all attempts."""
 
     def __init__(self, ref: Ref, request: Request) -> None:
         self.ref, self.request = ref, request
@@ -132,7 +141,7 @@ class _Answer:
 
     @property
     def num_new(self) -> int:
-        """Tokens drawn in this attempt."""
+        """The number of tokens drawn in this attempt."""
         return len(self.tokens) - len(self.request.token_ids)
 
     @property
@@ -141,12 +150,12 @@ class _Answer:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be drawn."""
+        """The number of tokens that may still be drawn."""
         return self.request.sampling.max_tokens - self.num_output_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the output ends; None while the newest token is not the last."""
+        """The reason why the output ends; None while the newest token is not the last."""
         if not self.num_new:
             return None
         if self.tokens[-1] in self.request.sampling.stop_token_ids:

@@ -19,12 +19,13 @@ from pathlib import Path
 from workers.vllm.processes import members
 
 GRACE_S = 5.0
-"""Time that the command has to end its own processes."""
+"""Seconds that the command has to end its own processes."""
 TRACKER_S = 5.0
-"""Time that resource trackers have to clean up behind processes that were killed."""
+"""Seconds that resource trackers have to clean up after killed processes."""
 _POLL_S = 0.02
 _OPENMP = "__KMP_REGISTERED_LIB_"
-"""Begin of the names under which Intel's OpenMP registers a process: its id and its user's id follow."""
+"""The beginning of the names under which Intel's OpenMP registers a process, followed by process id and user
+id."""
 
 
 def main() -> None:
@@ -50,8 +51,8 @@ def _end_with_stdin(command: "subprocess.Popen[bytes]") -> None:
 
 
 def _unregister_ended(folder: Path) -> None:
-    """Remove what OpenMP has registered there of this user's processes that have ended. A process that is
-    killed leaves it behind."""
+    """Remove OpenMP's registrations in `folder` of this user's processes that have ended, as killed processes
+    leave them behind."""
     for path in folder.glob(f"{_OPENMP}*_{os.getuid()}"):
         pid = path.name.removeprefix(_OPENMP).partition("_")[0]
         if not Path("/proc", pid).exists():
@@ -59,8 +60,8 @@ def _unregister_ended(folder: Path) -> None:
 
 
 def _kill(group: int) -> None:
-    """Kill a group. Its resource trackers go last and by themselves: when all others are gone, each unlinks
-    what these have left in /dev/shm."""
+    """Kill a process group, its resource trackers last: each unlinks what the other processes have left in
+    /dev/shm."""
     deadline_s = time.monotonic() + TRACKER_S
     while (left := members(group)) and time.monotonic() < deadline_s:
         for process in left:

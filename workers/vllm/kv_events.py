@@ -1,4 +1,4 @@
-"""Follows the KV events of a vLLM server: batches in order and once, missing ones replayed.
+"""The follower of a vLLM server's KV events: batches in order and once, missing ones replayed.
 
 Owns: the sockets, replays. Does not know: the contents of events.
 """
@@ -16,13 +16,16 @@ from mooncake.messages.pools import Tier
 from workers.vllm.cached_blocks import CachedBlocks, Change
 
 _REPLAY_S = 10.0
-"""Time in which a replay must have come."""
+"""Seconds in which a replay must have arrived."""
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 Tell = Callable[[list[Change]], Awaitable[None]]
 
 
 class KVEventFollower:
-    """Follows one engine, at ipc endpoints, over all sessions of its worker. Needs a running event loop."""
+    """The KV events of one engine, at ipc endpoints, over all sessions of its worker.
+
+    Needs a running event loop.
+    """
 
     def __init__(self, endpoint: str, replay_endpoint: str, block_size: int) -> None:
         self._endpoints = endpoint, replay_endpoint
@@ -34,14 +37,14 @@ class KVEventFollower:
         self.blocks = CachedBlocks(block_size)
 
     def close(self) -> None:
-        """End. Removes the files of the endpoints, which a killed engine leaves behind."""
+        """Close the sockets, and remove the endpoints' files, which a killed engine leaves behind."""
         for socket in (self._live, self._replay):
             socket.close(linger=0)
         for endpoint in self._endpoints:
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     async def follow(self, tell: Tell) -> None:
-        """Tell all cached blocks, then each change, for as long as this task runs."""
+        """Call `tell` with all cached blocks, then with each change, until cancelled."""
         await self._replayed()  # what was published before the subscription
         await tell([KVStored(Tier.DEVICE, self.blocks.keys)])
         while True:
@@ -57,8 +60,7 @@ class KVEventFollower:
                 await tell(changes)
 
     async def _replayed(self) -> list[Change]:
-        """Ask for the batches from the next one on, and return their changes. Without an answer there are
-        none."""
+        """Request the missing batches, and return their changes; none without an answer."""
         await self._replay.send_multipart([b"", self.blocks.next_sequence.to_bytes(8, "big")])
         changes: list[Change] = []
         with contextlib.suppress(TimeoutError):

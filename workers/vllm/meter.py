@@ -1,4 +1,5 @@
-"""Counts vLLM's steps by the tokens that arrive, so that the Conductor learns the duration of a step.
+"""The counter of vLLM's steps by the tokens that arrive, from which the Conductor learns the duration of a
+step.
 
 Owns: counters. Does not know: their readers.
 """
@@ -8,7 +9,7 @@ from mooncake.messages.workers import DecodeStats
 
 
 class StepMeter:
-    """Totals of the steps of one session.
+    """The totals of the steps of one session.
 
     A step brings each request one output. So a second output of a request begins the next step.
     """
@@ -22,7 +23,7 @@ class StepMeter:
         """Time of the first output of the step, None while nothing is generated."""
 
     def drew(self, ref: Ref, num_tokens: int, now_s: float) -> None:
-        """Record an output."""
+        """Record that a request got an output of `num_tokens` tokens."""
         if ref in self._in_step:
             if self._began_s is not None:
                 self._num_steps += 1
@@ -41,5 +42,5 @@ class StepMeter:
 
     @property
     def stats(self) -> DecodeStats:
-        """The totals as heartbeats carry them."""
+        """The totals in the form of heartbeats."""
         return DecodeStats(self._num_steps, self._num_tokens, self._seconds)

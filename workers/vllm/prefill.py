@@ -19,7 +19,10 @@ _POLL_S = 0.005
 
 
 class VllmPrefill:
-    """Answers each `Prefill` order with `Prefilled` or `WorkFailed`."""
+    """The prefill runner of a vLLM instance.
+
+    It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
+    """
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
@@ -32,7 +35,7 @@ class VllmPrefill:
         """Seconds with a prompt in the engine."""
 
     def start(self, order: Prefill) -> None:
-        """Begin a prefill."""
+        """Begin the prefill of an order as a task."""
         self._attempts.start(order, lambda: self._serve(order))
 
     async def _serve(self, order: Prefill) -> None:
@@ -85,7 +88,7 @@ class VllmPrefill:
             await self._pool.release(reservation.reservation_id)
 
     async def _stored(self, order: Prefill) -> int:
-        """Return a reservation of the prompt's blocks as soon as vLLM has stored all of them.
+        """Wait until vLLM has stored the prompt's blocks, and return the id of their reservation.
 
         Raises TransferError if vLLM has not stored them in time, as when the pool has no room.
         """

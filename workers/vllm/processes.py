@@ -12,24 +12,24 @@ _STOPPED, _ENDED = "Tt", "ZX"
 
 
 class Process(NamedTuple):
-    """A process that has not ended."""
+    """A process that has not ended, as /proc describes it."""
 
     pid: int
     parent: int
     group: int
     is_stopped: bool
-    """Whether a signal or a debugger has stopped it."""
+    """Whether a signal or a debugger has stopped the process."""
 
     @property
     def is_tracker(self) -> bool:
-        """Whether it is a resource tracker of Python's `multiprocessing`."""
+        """Whether the process is a resource tracker of Python's `multiprocessing`."""
         with contextlib.suppress(OSError):
             return b"multiprocessing.resource_tracker" in Path(f"/proc/{self.pid}/cmdline").read_bytes()
         return False
 
 
 def processes() -> Iterator[Process]:
-    """Yield all processes."""
+    """Yield all processes of the machine."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has just ended
             state, parent, group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
@@ -38,10 +38,10 @@ def processes() -> Iterator[Process]:
 
 
 def members(group: int) -> list[Process]:
-    """Return the processes of a group."""
+    """Return the processes of a process group."""
     return [process for process in processes() if process.group == group]
 
 
 def groups_below(parent: int) -> set[int]:
-    """Return the groups of the children of a process."""
+    """Return the process groups of the children of a process."""
     return {process.group for process in processes() if process.parent == parent}

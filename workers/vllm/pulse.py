@@ -10,10 +10,10 @@ from workers.errors import EngineLostError
 
 
 class Pulse:
-    """The pulse of one engine."""
+    """The pulse of one engine: when it last showed that it computes."""
 
     def __init__(self, hang_timeout_s: float | None) -> None:
-        """`hang_timeout_s` is None if the engine may take any time."""
+        """Begin without requests. `hang_timeout_s` is None if the engine may take any time."""
         self._hang_timeout_s = hang_timeout_s
         self._num_requests = 0
         self._last_s = 0.0
@@ -30,11 +30,11 @@ class Pulse:
         self._num_requests -= 1
 
     def moved(self, now_s: float) -> None:
-        """Record a sign of life."""
+        """Record a sign of life of the engine."""
         self._last_s = now_s
 
     def check(self, now_s: float) -> None:
-        """Raise EngineLostError if the engine hangs."""
+        """Check that the engine does not hang. Raises EngineLostError."""
         if self._hang_timeout_s is None or not self._num_requests:
             return
         if now_s - self._last_s > self._hang_timeout_s:

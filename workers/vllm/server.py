@@ -36,7 +36,7 @@ _SERVED = {
     *("max_tokens", "min_tokens", "stop_token_ids", "logit_bias"),
     *("temperature", "top_p", "top_k", "min_p", "seed"),
 }
-"""Fields of `SamplingParams` that `completion_body` passes on."""
+"""The fields of `SamplingParams` that `completion_body` passes on."""
 
 
 class _Choice(msgspec.Struct):
@@ -58,7 +58,8 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of an answer; after the last ones, the number of prompt tokens that were not computed."""
+    """New tokens of an answer. After the last ones comes the number of prompt tokens that were not
+    computed."""
 
     token_ids: list[int]
     num_cached_tokens: int = 0
@@ -66,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of the engine, from its metrics."""
+    """The load of the engine, as its metrics report it."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -75,7 +76,7 @@ class EngineLoad:
 
 
 def trace_headers(request: Request) -> dict[str, str]:
-    """Return the headers by which vLLM's own spans, if it makes some, are below the request's."""
+    """Return the headers that make vLLM's own spans, if there are any, children of the request's."""
     if request.span is None:
         return {}
     state = {"tracestate": request.span.tracestate} if request.span.tracestate else {}
@@ -83,7 +84,7 @@ def trace_headers(request: Request) -> dict[str, str]:
 
 
 class VllmServer:
-    """A server that answers. Made by `running`."""
+    """A vLLM server that answers requests, made by `running`."""
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class VllmServer:
     async def complete(
         self, request: Request, token_ids: Sequence[int], num_tokens: int
     ) -> AsyncGenerator[Output]:
-        """Yield at most `num_tokens` tokens behind `token_ids`, as they come, and at last the number of
-        prompt tokens that were not computed.
+        """Yield at most `num_tokens` tokens behind `token_ids` as outputs, then the number of uncomputed
+        prompt tokens.
 
         `request` has the parameters. The server stops when the iterator is closed.
 
@@ -137,7 +138,7 @@ class VllmServer:
             self._pulse.ended()
 
     async def load(self) -> EngineLoad:
-        """Return the engine's load, as soon as the server answers and none of its processes is stopped.
+        """Return the engine's load once the server answers and none of its processes is stopped.
 
         Raises EngineLostError if that takes `hang_timeout_s`, or if the engine hangs.
         """
@@ -167,7 +168,7 @@ class VllmServer:
 
 
 def _load_of(text: str) -> EngineLoad:
-    """Read the load from metrics."""
+    """Return the load in a text of Prometheus metrics."""
     values: dict[str, float] = {}
     num_pages = 0
     for family in text_string_to_metric_families(text):
@@ -184,7 +185,7 @@ def _load_of(text: str) -> EngineLoad:
 
 
 def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int) -> dict[str, object]:
-    """Return the body of a completion."""
+    """Return the JSON body of a completion request."""
     sampling, num_drawn = request.sampling, len(token_ids) - request.num_prompt_tokens
     return {
         "model": MODEL,
@@ -209,7 +210,10 @@ def completion_body(request: Request, token_ids: Sequence[int], num_tokens: int)
 
 
 def check_served(sampling: SamplingParams) -> None:
-    """Raise RequestError, which names it, for a parameter that is not served: see docs/vllm.md."""
+    """Check that vLLM serves all sampling parameters (docs/vllm.md).
+
+    Raises RequestError that names the first other one.
+    """
     plain = SamplingParams(sampling.max_tokens)
     for name in SamplingParams.__struct_fields__:
         if name not in _SERVED and getattr(sampling, name) != getattr(plain, name):

@@ -68,7 +68,10 @@ class VllmSession:
         """Whether the Conductor has had this session registered."""
 
     async def run(self) -> None:
-        """Serve. Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker."""
+        """Serve orders until the session ends.
+
+        Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
+        """
         await await_leader(self._leaders)
         self._pool = await WorkerClient.connect(
             self._process.messenger_socket,
@@ -112,7 +115,7 @@ class VllmSession:
             await link.close()
 
     async def _obey(self, link: ConductorLink) -> None:
-        """Loop: receive an order and carry it out."""
+        """Receive and carry out orders until cancelled."""
         while True:
             message = await link.next_order()
             match message:
@@ -132,7 +135,7 @@ class VllmSession:
                     )
 
     async def _tell_cached(self, changes: list[Change]) -> None:
-        """Tell the messenger what vLLM's own prefix cache has, or has no more."""
+        """Tell the messenger of changes in vLLM's own prefix cache."""
         for change in changes:
             await self._pool.report_device(change.keys, is_stored=isinstance(change, KVStored))
 
@@ -153,14 +156,16 @@ class VllmSession:
         )
 
     def _take_held(self) -> list[Held]:
-        """Stop all requests, which another Conductor places again."""
+        """Stop all requests, and return none: another Conductor places them again."""
         for ref in self._jobs.going_on:
             self._jobs.cancel(ref)
         return []
 
     async def _heartbeat(self, pools: dict[str, PoolStats]) -> Heartbeat:
-        """Return a heartbeat as soon as vLLM gives a sign of life. While it gives none this instance is
-        silent, and the Conductor takes it for lost."""
+        """Return a heartbeat once vLLM gives a sign of life.
+
+        Without one this instance is silent, and counts as lost.
+        """
         load = self._load = await self._server.load()
         return Heartbeat(
             num_running=load.num_running,

@@ -22,7 +22,7 @@ _by_rank = attrgetter("rank")
 
 
 class FullPage(NamedTuple):
-    """A device page that has as many tokens as fit, with the block of a sequence that it holds.
+    """A device page that is full of tokens, with the block of a sequence that it holds.
 
     A page that has been another sequence's meanwhile is another `FullPage`, as each stay has its number.
     """
@@ -34,7 +34,7 @@ class FullPage(NamedTuple):
 
 
 class DecodeBatch:
-    """A decode instance's sequences: `enter`, `join` once it is loaded, `leave`, `free` in the end.
+    """The sequences of a decode instance: `enter`, `join` once loaded, `leave`, and `free` in the end.
 
     A sequence that migrates here does not `enter`: `prepare` gives it a slot and pages beforehand.
 
@@ -52,12 +52,11 @@ class DecodeBatch:
 
     @property
     def num_running(self) -> int:
-        """Number of sequences that are being decoded."""
+        """The number of sequences that are being decoded."""
         return len(self._running)
 
     def check_loans(self, sequence: Sequence) -> None:
-        """Raise NoRoomError for a sequence that may need more pages than are left of those that are lent to
-        others."""
+        """Check that lent pages leave enough for a sequence's longest output. Raises NoRoomError."""
         kv, num_pages = self._kv, sequence.most_pages(self._kv.page_size)
         if kv.num_usable_pages < num_pages <= kv.num_own_pages:
             raise NoRoomError(
@@ -79,11 +78,11 @@ class DecodeBatch:
         insort(self._waiting, sequence, key=_by_rank)
 
     def prepare(self, sequence: Sequence) -> bool:
-        """Give a sequence a slot, and pages for its tokens and the next one, if they are free now.
+        """Reserve a slot for a sequence, and pages for its tokens and the next one.
 
-        Nothing is preempted for the sequence, and waiting sequences go first. A sequence that is prepared
-        already gets the pages that it lacks. It keeps slot and pages until `leave` and `free`, or runs after
-        `join`.
+        Returns whether slot and pages were free. Nothing is preempted for the sequence, and waiting sequences
+        go first. A sequence that is prepared already gets missing pages. The sequence keeps slot and pages
+        until `leave` and `free`, or runs after `join`.
         """
         assert sequence.state in (SequenceState.NEW, SequenceState.PREPARED)
         self._admit()
@@ -101,7 +100,7 @@ class DecodeBatch:
         return True
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence to the next iteration; its KVCache is in its device pages.
+        """Add a sequence, whose KVCache is in its device pages, to the next iteration.
 
         The rest of a prepared sequence's KVCache is computed in that iteration.
         """
@@ -112,7 +111,8 @@ class DecodeBatch:
             insort(self._running, sequence, key=_by_rank)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of further iterations. It keeps its pages until `free`. Idempotent."""
+        """Take a sequence out of further iterations. The sequence keeps its pages until `free`.
+        Idempotent."""
         lists = {
             SequenceState.WAITING: self._waiting,
             SequenceState.LOADING: self._loading,
@@ -136,7 +136,7 @@ class DecodeBatch:
             sequence.num_stays += 1
 
     def release_left(self) -> None:
-        """Let the tasks of sequences that have left the batch go on, once no iteration computes with their
+        """Set `left` of the sequences that have left the batch, once no iteration computes with their
         pages."""
         for sequence in self._leaving:
             if not sequence.is_in_flight:
@@ -154,7 +154,7 @@ class DecodeBatch:
         }
 
     def unwritten_pages(self) -> set[int]:
-        """Return device pages that have no KVCache yet. Valid while no iteration runs."""
+        """Return the numbers of device pages that have no KVCache yet. Valid while no iteration runs."""
         page_size = self._kv.page_size
         return {
             page
@@ -164,23 +164,26 @@ class DecodeBatch:
 
     @property
     def num_loading_pages(self) -> int:
-        """Number of device pages of sequences whose KVCache is being loaded."""
+        """The number of device pages of sequences whose KVCache is being loaded."""
         return sum(len(sequence.pages) for sequence in self._loading)
 
     def preempt_beyond(self, num_pages: int) -> bool:
-        """Preempt the running sequences that have one of the pages from `num_pages` on. Return whether there
-        were any."""
+        """Preempt the running sequences with a page number of `num_pages` or more.
+
+        Returns whether there were any.
+        """
         beyond = [one for one in self._running if any(page >= num_pages for page in one.pages)]
         for sequence in beyond:
             self.leave(sequence)
         return bool(beyond)
 
     def prepared_beyond(self, num_pages: int) -> list[Sequence]:
-        """Return the prepared sequences that have one of the pages from `num_pages` on."""
+        """Return the prepared sequences with a page number of `num_pages` or more."""
         return [one for one in self._prepared if any(page >= num_pages for page in one.pages)]
 
     def plan(self) -> list[Sequence]:
-        """Preempt and admit, and return the next iteration: sequences with a page for their next token."""
+        """Return the sequences of the next iteration, each with a page for its next token, after preemptions
+        and admissions."""
         ready = self._grow()
         self._admit()
         return ready
@@ -205,17 +208,19 @@ class DecodeBatch:
 
     @property
     def _num_coming_pages(self) -> int:
-        """Number of pages of sequences that are about to end, or have left."""
+        """The number of pages of sequences that are about to end, or have left."""
         ending = (sequence for sequence in self._running if sequence.ends_in_flight)
         return sum(len(sequence.pages) for sequence in (*self._leaving, *ending))
 
     @property
     def _newest_first(self) -> list[Sequence]:
-        """Sequences that can be preempted, the newest first."""
+        """The sequences that can be preempted, the newest first."""
         return [sequence for sequence in reversed(self._running) if not sequence.ends_in_flight]
 
     def _make_room(self, sequence: Sequence) -> int:
         """Preempt one sequence, maybe `sequence` itself, so that `sequence` can grow.
+
+        Returns the number of pages that come free.
 
         Return how many pages come free.
 
@@ -273,7 +278,7 @@ class DecodeBatch:
         return len(self._running) + len(self._loading) + len(self._prepared)
 
     def _first_waiting(self) -> Sequence:
-        """Return the next sequence to admit: of those with the same priority as the first, the one with the
+        """Return the next sequence to admit: of those with the first one's priority, the one with the
         smallest share."""
         if len(self._waiting) == 1:
             return self._waiting[0]
@@ -282,7 +287,8 @@ class DecodeBatch:
         return min(equals, key=shares.fractions)
 
     def _preempted_for(self, claim: Sequence, num_pages: int) -> list[Sequence]:
-        """Return the sequences to preempt so that `claim` gets a slot and its pages; none if that cannot be.
+        """Return the sequences to preempt so that `claim` gets a slot and its pages; none if preemption
+        cannot help.
 
         Each is the newest sequence of the tenant or answer that has most.
         """

@@ -18,18 +18,18 @@ from mooncake.messages.requests import Flow
 from workers.decode.sequence import Sequence
 
 _Party = str | Flow
-"""A tenant, or one of its answers."""
+"""A tenant, or one answer of a tenant."""
 
 
 class BatchFractions(NamedTuple):
-    """The fractions of the batch that a tenant and one of its answers have."""
+    """The fractions of a batch that a tenant and one of its answers have, from 0 to 1."""
 
     tenant: float
     answer: float
 
 
 class BatchShares:
-    """The shares of a batch of at most `num_slots` sequences and `num_pages` pages."""
+    """The shares of a batch of at most `num_slots` sequences and `num_pages` pages by tenant and answer."""
 
     def __init__(self, sequences: Iterable[Sequence], num_slots: int, num_pages: int) -> None:
         self._num_slots, self._num_pages = num_slots, num_pages
@@ -39,18 +39,18 @@ class BatchShares:
             self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of the account."""
+        """Stop counting a sequence."""
         self._count(sequence, -1)
 
     def fractions(self, sequence: Sequence) -> BatchFractions:
-        """Return the fractions that a sequence's tenant and answer have. A waiting sequence itself is not
+        """Return the fractions of a sequence's tenant and answer. A waiting sequence itself is not
         counted."""
         flow = sequence.request.flow
         return BatchFractions(self._fraction(flow.tenant), self._fraction(flow))
 
     def yields(self, other: Sequence, claim: Sequence, num_slots: int, num_pages: int) -> bool:
-        """Return whether `other`, which is in the batch, yields to `claim`, which needs so many more slots
-        and pages.
+        """Return whether `other`, which is in the batch, yields to `claim`, which needs `num_slots` slots and
+        `num_pages` pages more.
 
         No sequence yields to a higher priority number.
         """

@@ -34,14 +34,14 @@ from workers.groups.followers import Followers
 from workers.groups.rank_messages import DecodePass, PassChunk
 
 _MOST_AT_HELPER = 2
-"""Iterations that a helper has at a time: one that it computes, and one whose answer has not been taken."""
+"""Iterations at a helper at the same time: one that it computes, and one whose answer has not been taken."""
 _PLANNING_S = 0.003
-"""Seconds for which the device thread waits for a plan before it waits for the helper."""
+"""Seconds for which the device thread waits for a plan before waiting for the helper."""
 
 
 class PlannedChunk(NamedTuple):
-    """The next `num_tokens` of a sequence: tokens of its prompt, or the newest token, from which it
-    decodes."""
+    """The next `num_tokens` tokens of a sequence in an iteration: of its prompt, or the newest one, which is
+    decoded."""
 
     sequence: Sequence
     num_tokens: int
@@ -49,7 +49,7 @@ class PlannedChunk(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """Result of an iteration for one sequence: its tokens before `end` have KVCache, and `token` was drawn.
+    """The result of an iteration for one sequence: tokens before `end` have KVCache, and `token` was drawn.
 
     No token is drawn before the end of the prompt. `logprobs` are those of the token, if the request wants
     them.
@@ -62,7 +62,9 @@ class Computed(NamedTuple):
 
 
 class Iteration:
-    """One iteration over `planned` chunks. `before` is in flight: its tokens are not known yet.
+    """One iteration over `planned` chunks.
+
+    `before` is the iteration in flight, whose tokens are not known yet.
 
     `beside` is in flight with other sequences.
     """
@@ -107,7 +109,7 @@ class Iteration:
         self._draws = Draws([_row(self.sequences[row], self.ends[row]) for row in drawing], drawing)
 
     def begin(self) -> None:
-        """Fill in the tokens of `before`, which has ended. Runs on the device thread."""
+        """Fill in the tokens of `before`, which has ended. To be called on the device thread."""
         self.began_s = time.perf_counter()
         self.is_lost = self.before is not None and self.before.is_lost
         if self.before is not None and self._unknown and not self.is_lost:
@@ -120,8 +122,10 @@ class Iteration:
         self.forward_began_s = time.perf_counter()
 
     def hand_over(self) -> bool:
-        """Compute, after `begin`, the layers before those that a helper has. Return whether it has the pass
-        now; then `run` computes the rest when it has answered, and is the next call."""
+        """Compute, after `begin`, the layers before those that a helper has.
+
+        Returns whether the helper has the pass now; if so, `run` computes the rest and is the next call.
+        """
         if self.is_lost:
             return False
         began_s = time.perf_counter()
@@ -131,8 +135,10 @@ class Iteration:
         return self._handed_over is not None
 
     def run(self) -> None:
-        """Compute, after `begin` or `hand_over`, on the device thread. The other ranks begin when they are
-        told."""
+        """Compute the iteration, after `begin` or `hand_over`, on the device thread.
+
+        The other ranks begin on a message.
+        """
         if self.is_lost:
             return
         began_s = time.perf_counter()
@@ -156,12 +162,12 @@ class Iteration:
         return self._executor.record.computing(refs, expected=(RankLost, HelperLost))
 
     def draws(self, sequence: Sequence) -> bool:
-        """Whether the iteration draws a token for a sequence."""
+        """Return whether the iteration draws a token for a sequence."""
         return sequence in self._draw_of
 
     @property
     def num_tokens(self) -> int:
-        """Number of drawn tokens."""
+        """The number of tokens that the iteration draws."""
         return len(self._tokens)
 
     def token_of(self, sequence: Sequence) -> int:
@@ -180,8 +186,11 @@ class Iteration:
 
 
 class Iterations:
-    """The iterations of a batch. At most one is planned, and one is running or has results that were not
-    received; where a helper has layers, `_MOST_AT_HELPER` more are with it."""
+    """The iterations of a batch.
+
+    At most one is planned, and one is running or has unreceived results; `_MOST_AT_HELPER` more are with a
+    helper that has layers.
+    """
 
     def __init__(
         self, executor: Executor, on_turn: Callable[[], None], followers: Followers | None = None
@@ -205,7 +214,8 @@ class Iterations:
         self._calls: deque[Future[Iteration | None]] = deque()
 
     def receive(self) -> list[Iteration]:
-        """Return iterations that have ended since the last call. A plan that has not begun is taken back."""
+        """Return the iterations that have ended since the last call. A plan that has not begun is
+        cancelled."""
         with self._lock:
             planned, self._planned = self._planned, None
         ended = []
@@ -225,13 +235,12 @@ class Iterations:
 
     @property
     def is_running(self) -> bool:
-        """Whether an iteration has begun whose tokens are not known. Valid after `receive`."""
+        """Whether an iteration has begun whose tokens are unknown. Valid after `receive`."""
         return bool(self._in_flight)
 
     def turn(self, ready: list[Sequence]) -> list[Sequence]:
-        """Return which of the sequences that are ready the next iteration is to have: all, or half of them
-        where a helper has layers, so that it computes with the others meanwhile. To be called after
-        `receive`."""
+        """Return the ready sequences that the next iteration is to have: all, or half of them where a helper
+        has layers. To be called after `receive`."""
         if not self._executor.has_helper_for_layers:
             return ready
         newest = self._in_flight[-1] if self._in_flight else None
@@ -266,7 +275,7 @@ class Iterations:
             await asyncio.wait([asyncio.wrap_future(call) for call in running])
 
     def _call(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call the device thread as often as there is something to begin or to go on with; under the lock."""
+        """Start a call on the device thread if there is work for it. The caller holds the lock."""
         for _ in range(self._num_idle_calls, len(self._at_helper) + (self._planned is not None)):
             self._num_idle_calls += 1
             call = self._executor.submit(lambda: self._begin_or_go_on(loop))
@@ -274,8 +283,10 @@ class Iterations:
             call.add_done_callback(lambda _: self._after_call(loop))
 
     def _begin_or_go_on(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
-        """Begin the planned iteration, unless it waits for one that a helper has, or go on with the oldest of
-        these. Return an iteration that has ended."""
+        """Begin the planned iteration, or go on with the oldest one whose helper has answered.
+
+        Returns an iteration that has ended, if there is one.
+        """
         with self._lock:
             if 0 < len(self._at_helper) < _MOST_AT_HELPER:
                 self._lock.wait_for(lambda: self._planned is not None or self._is_closing, _PLANNING_S)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BlockPair:
-    """A block in a device page and in a pool page."""
+    """A block in a device page and in a pool page of one rank."""
 
     device_page: int
     pool_page: int
@@ -36,8 +36,11 @@ class BlockPair:
 
 
 class BlockTransfers:
-    """Loads and stores blocks. A cancelled call copies no further layer, and returns when its copy has
-    stopped. While transfers are `paused`, calls wait."""
+    """The copies of whole blocks between device and pool.
+
+    A cancelled call copies no further layer, and returns when its copy has stopped. While transfers are
+    `paused`, calls wait.
+    """
 
     def __init__(self, copies: LayerCopies, kv: DeviceKVCache) -> None:
         self._copies = copies
@@ -52,7 +55,7 @@ class BlockTransfers:
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Make a context in which no copy runs. Entering it waits for those that run."""
+        """Make a context in which no copy runs. Entry waits for running copies."""
         self._may_run.clear()
         try:
             await self._none_runs.wait()
@@ -61,7 +64,7 @@ class BlockTransfers:
             self._may_run.set()
 
     async def load(self, blocks: Sequence[BlockPair]) -> list[int]:
-        """Copy blocks from the pool to the device. Return the pool pages with wrong bytes."""
+        """Copy blocks from the pool to the device. Returns the pool pages whose checksums are wrong."""
 
         def work(is_given_up: threading.Event) -> list[int]:
             damaged: set[int] = set()
@@ -83,7 +86,7 @@ class BlockTransfers:
         return await self._on(self._loading, work) if blocks else []
 
     async def store(self, blocks: Sequence[BlockPair]) -> list[list[int]]:
-        """Copy blocks from the device to the pool. Return the checksums of each block's layers."""
+        """Copy blocks from the device to the pool. Returns the xxh3-64 checksums `[block][layer]`."""
 
         def work(is_given_up: threading.Event) -> list[list[int]]:
             by_layer = []
@@ -100,7 +103,7 @@ class BlockTransfers:
         return await self._on(self._storing, work) if blocks else []
 
     async def save(self, pages: Sequence[int]) -> list[torch.Tensor]:
-        """Return copies of device pages in host memory, one tensor a layer."""
+        """Return copies of device pages in host memory, one tensor for each layer."""
 
         def work(is_given_up: threading.Event) -> list[torch.Tensor]:
             index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
@@ -110,7 +113,7 @@ class BlockTransfers:
         return await self._on(self._storing, work)
 
     async def restore(self, pages: Sequence[int], saved: Sequence[torch.Tensor]) -> None:
-        """Copy saved pages back to the device, into other pages."""
+        """Copy saved pages from host memory to the device pages `pages`."""
 
         def work(is_given_up: threading.Event) -> None:
             index = torch.tensor(pages, dtype=torch.int64, device=self._kv.device)
@@ -122,7 +125,7 @@ class BlockTransfers:
         await self._on(self._loading, work)
 
     def close(self) -> None:
-        """Accept no further call. A copy that is running may end later."""
+        """Refuse further calls. A running copy may end later."""
         self._loading.shutdown(wait=False)
         self._storing.shutdown(wait=False)
 

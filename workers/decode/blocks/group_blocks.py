@@ -35,7 +35,7 @@ from workers.groups.rank_messages import (
 
 
 class ReservedPages(NamedTuple):
-    """The pages of a prompt in the pools of all ranks: a grant of the missing ones, and the tiers of the
+    """The pages of a prompt in the pools of all ranks: a grant for missing blocks, and the tiers of the
     leading blocks that every rank has."""
 
     grant: Grant
@@ -55,7 +55,7 @@ class ReservedPages(NamedTuple):
 
 
 class GroupBlocks:
-    """The blocks of all sequences in all ranks; `own` are those of this one.
+    """The blocks of all sequences in all ranks of a group; `own` are the blocks of this rank.
 
     All ranks have stopped when a method returns or raises.
     """
@@ -68,15 +68,15 @@ class GroupBlocks:
 
     @property
     def num_sealed_blocks(self) -> int:
-        """Number of blocks that were stored when their sequences ended."""
+        """The number of blocks that were stored when their sequences ended."""
         return self._own.num_sealed_blocks
 
     def num_reserved_pages(self, sequence: Sequence) -> int:
-        """Return how many pool pages a sequence's reservation added to the pages that the pool held."""
+        """Return how many pool pages a sequence's reservation has added."""
         return self._own.num_reserved_pages(sequence.number)
 
     def close(self) -> None:
-        """Accept no further work."""
+        """Refuse further work."""
         self._own.close()
 
     async def reserve(self, sequence: Sequence) -> ReservedPages:
@@ -88,7 +88,10 @@ class GroupBlocks:
         return ReservedPages(grant, own.cached_tiers[:num_cached])
 
     async def wait_arrived(self, sequence: Sequence) -> None:
-        """Wait until the prompt's KVCache has arrived. Raises TransferError if its sender was lost."""
+        """Wait until the prompt's KVCache has arrived in all ranks.
+
+        Raises TransferError if its sender was lost.
+        """
         try:
             async with asyncio.timeout(self._arrival_timeout_s):
                 await self._perform(AwaitArrival(sequence.number))
@@ -96,7 +99,9 @@ class GroupBlocks:
             raise TransferError(f"the KVCache did not arrive within {self._arrival_timeout_s:g} s") from None
 
     async def fetch(self, sequence: Sequence, keys: list[BlockKey], shards: tuple[PoolShard, ...]) -> int:
-        """Fetch the blocks that the ranks' pools lack from another instance.
+        """Fetch blocks that the ranks' pools lack from another instance.
+
+        Returns how many leading blocks all ranks have then.
 
         Return how many leading blocks all ranks have.
         """
@@ -104,16 +109,16 @@ class GroupBlocks:
         return min(result.num_blocks for result in results if isinstance(result, BlocksFetched))
 
     async def load(self, sequence: Sequence) -> None:
-        """Load the sequence's KVCache into its device pages, beside the batch."""
+        """Load the sequence's KVCache into its device pages, beside running iterations."""
         await self.load_to(sequence, self._filled_pages(sequence))
 
     async def load_to(self, sequence: Sequence, pages: list[int]) -> None:
-        """Load the first blocks that the sequence has in the pools into these device pages."""
+        """Load the sequence's first blocks from the pools into the device pages `pages`."""
         await self._perform(LoadBlocks(sequence.number, pages))
 
     async def store(self, sequence: Sequence, *, is_parked: bool) -> None:
-        """Store the sequence's full blocks in the pool; if it `is_parked`, also its partial block, in a
-        private page."""
+        """Store the sequence's full blocks in the pool; if `is_parked`, also its partial block, in a page
+        without a key."""
         keys, pages = sequence.keys(self._page_size), self._filled_pages(sequence)
         num_private = len(pages) - len(keys) if is_parked else 0
         tokens = None if sequence.request.is_salted else sequence.tokens[: len(keys) * self._page_size]
@@ -121,18 +126,18 @@ class GroupBlocks:
         await self._perform(StoreBlocks(sequence.number, keys, num_private, pages, tokens, is_parked, tenant))
 
     async def save_to_host(self, sequence: Sequence) -> None:
-        """Copy the sequence's KVCache to host memory, from which `load` restores it."""
+        """Copy the sequence's KVCache to host memory, for a later `load`."""
         await self._perform(SaveToHost(sequence.number, self._filled_pages(sequence)))
 
     async def release(self, sequence: Sequence) -> None:
-        """Release what a sequence has in the pools."""
+        """Release a sequence's pages and saved copies in all ranks."""
         await self._perform(ReleaseSequence(sequence.number))
 
     def _filled_pages(self, sequence: Sequence) -> list[int]:
         return sequence.pages[: -(-sequence.num_kv_tokens // self._page_size)]
 
     async def _perform(self, work: RankWork) -> list[RankResult | None]:
-        """Have all ranks perform `work`, and return their results; that of this rank comes first."""
+        """Perform `work` in all ranks. Returns their results, this rank's first."""
         own = self._own.perform(work)
         if self._followers is None:
             return [await own]

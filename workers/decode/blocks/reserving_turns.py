@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from mooncake.messages.requests import Flow
 
 TENANT_SHARE = 0.75
-"""Share of the pool's pages that a tenant's reserved prompts hold at most; a single prompt may hold more."""
+"""The share of the pool's pages that a tenant's reserved prompts hold at most; a single prompt may hold
+more."""
 ANSWER_SHARE = 0.5
-"""Share of the pool's pages that an answer's reserved prompts hold at most; a single prompt may hold more."""
+"""The share of the pool's pages that an answer's reserved prompts hold at most; a single prompt may hold
+more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +32,10 @@ class _Waiting:
 
 
 class ReservingTurns:
-    """Turns to reserve, one at a time. `held` yields the pages that each reserved prompt holds."""
+    """The turns in which prompts reserve pages, one at a time.
+
+    `held` yields the flow and pages of each reserved prompt.
+    """
 
     def __init__(self, num_pages: int, held: Callable[[], Iterable[tuple[Flow, int]]]) -> None:
         self._num_pages, self._held = num_pages, held
@@ -54,8 +59,10 @@ class ReservingTurns:
             self.recheck()
 
     def recheck(self) -> None:
-        """Give a waiting prompt its turn, if no other prompt has it. Call this when pages have been
-        released."""
+        """Give a waiting prompt its turn, if no other prompt has it.
+
+        To be called when pages have been released.
+        """
         if self._is_taken or not self._waiting:
             return
         by_tenant: Counter[str] = Counter()

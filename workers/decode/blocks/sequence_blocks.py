@@ -35,8 +35,7 @@ from workers.groups.rank_messages import (
 from workers.kvcache.reserving import reserve_prompt
 
 MAKING_ROOM_TIMEOUT_S = 1.0
-"""Seconds for which a store waits for room in the pool. Other sequences wait for the device pages
-meanwhile."""
+"""Seconds for which a store waits for room in the pool, while other sequences wait for the device pages."""
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class _Holding:
 
 
 class SequenceBlocks:
-    """The blocks of all sequences in one rank. It owns `transfers`, which end with `close`."""
+    """The blocks of all sequences in one rank. `transfers` end with `close`."""
 
     def __init__(self, pool: WorkerClient, transfers: BlockTransfers) -> None:
         self._pool, self._transfers = pool, transfers
@@ -63,19 +62,18 @@ class SequenceBlocks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no sequence has blocks or saved pages here."""
+        """Whether no sequence has blocks or saved pages in this rank."""
         return not self._holdings
 
     def num_reserved_pages(self, number: int) -> int:
-        """Return how many pool pages were reserved for a sequence: those of blocks that the pool did not
-        have."""
+        """Return how many pool pages were reserved for a sequence: those of blocks that the pool lacked."""
         holding = self._holdings.get(number)
         if holding is None or holding.reservation is None:
             return 0
         return _num_missing(holding.reservation)
 
     def close(self) -> None:
-        """Accept no further work."""
+        """Refuse further work."""
         self._transfers.close()
 
     async def perform(self, work: RankWork) -> RankResult | None:

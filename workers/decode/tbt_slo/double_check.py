@@ -32,7 +32,7 @@ class TooSlowError(Exception):
 
 
 class DoubleCheck:
-    """The check of one instance, which decodes at most `max_batch` requests together."""
+    """The double check of one instance, which decodes at most `max_batch` requests together."""
 
     def __init__(self, predictors: IterationPredictors, max_batch: int) -> None:
         self._predictors, self._max_batch = predictors, max_batch
@@ -68,7 +68,7 @@ class DoubleCheck:
             self._num_waiting -= 1
 
     def recheck(self) -> None:
-        """Check the waiting requests again. Call this after an iteration, and when a sequence has left."""
+        """Check the waiting requests again. To be called after an iteration, and when a sequence has left."""
         self._changed.set()
 
     def load(self, sequences: Iterable[Sequence]) -> DecodeLoad:
@@ -85,13 +85,14 @@ class DoubleCheck:
         )
 
     def _tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
-        """Return the predicted TBT of requests that share the batch; None while too little is known."""
+        """Return the predicted TBT in seconds of requests that share the batch; None while too little is
+        known."""
         batched, delay = batch_share(num_requests, self._max_batch)
         step_s = self._predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
         return None if step_s is None else delay * step_s
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
-        """Return why the sequence cannot join now.
+        """Return why the sequence cannot join now; None if it can.
 
         An empty batch refuses no sequence, as its prediction may be outdated.
         """
@@ -110,39 +111,40 @@ class DoubleCheck:
 
 
 class HeldTokens:
-    """First tokens that wait until their sequences join the batch, as far as the TTFT SLO allows.
+    """The first tokens that are held until their sequences join the batch, as far as the TTFT SLO allows.
 
     The gap to the second token counts as TBT. If the first token leaves at once, that gap includes the rest
     of the transfer, the load and the wait for a slot; if it is held, its TTFT includes them.
     """
 
     def __init__(self, on_release: Callable[[], None]) -> None:
-        """`on_release` is called when tokens can be taken."""
+        """Prepare without tokens. `on_release` is called when tokens can be taken."""
         self._on_release = on_release
         self._held: dict[Sequence, tuple[str, TokenOutput]] = {}
         self._released: dict[Sequence, tuple[str, TokenOutput]] = {}
 
     def hold(self, sequence: Sequence, time_left_s: float) -> None:
-        """Hold the newest token, which is due in `time_left_s`."""
+        """Hold the sequence's newest token, which is due in `time_left_s` seconds."""
         self._held[sequence] = sequence.newest_output
         asyncio.get_running_loop().call_later(HOLD_SHARE * time_left_s, self.release, sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Release the sequence's token, if one is held."""
+        """Release the sequence's token if one is held."""
         if sequence in self._held:
             self._released[sequence] = self._held.pop(sequence)
             sequence.first_sent_s = asyncio.get_running_loop().time()
             self._on_release()
 
     def take_released(self) -> list[tuple[str, TokenOutput]]:
-        """Return the tokens to be sent, addressed to the requests' fronts."""
+        """Return the tokens to send, each with the endpoint of its request's front."""
         released, self._released = self._released, {}
         return list(released.values())
 
     def take(self, sequence: Sequence) -> tuple[str, TokenOutput] | None:
-        """Return the sequence's token, for the caller to send, unless it has been taken."""
+        """Return the sequence's held token with its front's endpoint, for the caller to send; None if there
+        is none."""
         return self._held.pop(sequence, None) or self._released.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget the token of a request that has ended, if one is held."""
+        """Drop the token of a request that has ended, if one is held."""
         self._held.pop(sequence, None)

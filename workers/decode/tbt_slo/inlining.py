@@ -15,13 +15,13 @@ from workers.decode.tbt_slo.prompt_budget import PromptBudget, divide_budget
 
 
 class PromptChunks:
-    """The chunks of one batch's iterations."""
+    """The planner of prompt chunks in one batch's iterations."""
 
     def __init__(self, budget: PromptBudget) -> None:
         self._budget = budget
 
     def plan(self, ready: list[Sequence], turn: list[Sequence]) -> list[PlannedChunk]:
-        """Return the next iteration of the sequences whose `turn` it is, in the batch's order.
+        """Return the chunks of the next iteration of the sequences in `turn`, in the batch's order.
 
         They are `ready`, or some of these: then the others are in an iteration beside it.
         """
@@ -39,7 +39,7 @@ class PromptChunks:
         return [chunk for chunk in planned if chunk.num_tokens]
 
     def _num_tokens(self, ready: list[Sequence], sharing: list[Sequence], prompts: list[Sequence]) -> int:
-        """Return the tokens of `prompts` in an iteration of the sequences `sharing`."""
+        """Return the number of tokens of `prompts` in an iteration with the sequences `sharing`."""
         decoded = [
             sequence for sequence in ready if not (sequence.num_tokens_to_plan and sequence.is_inlined)
         ]
@@ -58,7 +58,7 @@ def _divided(budget: int, sequences: list[Sequence]) -> dict[Sequence, int]:
 
 
 def _sharing(ready: list[Sequence]) -> list[Sequence]:
-    """Return the sequences of the next iteration: one that must be alone, or all others."""
+    """Return the sequences that may share the next iteration: one that must be alone, or all others."""
     for sequence in ready:
         if sequence.must_be_alone and not sequence.is_in_flight:
             return [sequence]

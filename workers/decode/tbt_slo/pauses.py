@@ -21,11 +21,12 @@ MAX_PAUSE_S = 0.1
 def pause_s(
     num_decoded: int, num_prefilled: int, iteration_s: float | None, tbt_slo_s: float | None
 ) -> float:
-    """Return the pause between two iterations: `num_decoded` sequences, `num_prefilled` prompts beside them.
+    """Return the seconds between two iterations of `num_decoded` sequences, while `num_prefilled` prompts are
+    prefilled on the same cores.
 
     0 unless there are more prompts than sequences. Then the batch computes for `num_decoded / num_prefilled`
-    of the time, as far as `MAX_PAUSE_S` and the SLO allow. `iteration_s`: the predicted iteration, None if it
-    is unknown. `tbt_slo_s`: None without a limit.
+    of the time, as far as `MAX_PAUSE_S` and the SLO allow. `iteration_s`: predicted seconds of an iteration,
+    None if unknown. `tbt_slo_s`: None for no limit.
     """
     if iteration_s is None or num_prefilled <= num_decoded:
         return 0.0
@@ -43,7 +44,7 @@ class DecodePauses:
 
     @contextmanager
     def prefill(self, *, shares_cores: bool) -> Iterator[None]:
-        """Make a context in which a prompt counts as being prefilled on the batch's cores, if it
+        """Make a context in which a prompt counts as being prefilled on the batch's cores, if
         `shares_cores`."""
         self._num_prefilled += shares_cores
         try:
@@ -56,7 +57,7 @@ class DecodePauses:
         self._ended_s = at_s
 
     def remaining_s(self, chunks: Sequence[PlannedChunk], now_s: float, *, is_running: bool) -> float:
-        """Return how long the next iteration, over these `chunks`, is still to be delayed.
+        """Return the seconds by which the next iteration, over `chunks`, is still to be delayed.
 
         An iteration with a prompt is not delayed: it is prefill itself, and its chunks fill the time that the
         SLO leaves. The result counts from `now_s` on or, if an iteration is running, from its end on.

@@ -12,14 +12,14 @@ from workers.decode.tbt_slo.tbt import IterationPredictors
 
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
-    """Limits of the prompt tokens in one iteration."""
+    """The limits of prompt tokens in one iteration."""
 
     least: int
-    """Prompt tokens that an iteration carries in any case, so that prompts always progress: one page."""
+    """Prompt tokens that each iteration may carry in any case, so that prompts always progress: one page."""
     mixed: int
-    """Most prompt tokens in an iteration that decodes sequences without a TBT SLO."""
+    """Prompt tokens, at most, of an iteration that decodes sequences without a TBT SLO."""
     most: int
-    """Most prompt tokens of any iteration: as many as a prefill pass has."""
+    """Prompt tokens of any iteration at most: those of a prefill pass."""
 
 
 def prompt_budget(
@@ -34,9 +34,9 @@ def prompt_budget(
 
     Args:
         limits: The limits of the result.
-        iteration_s: The predicted iteration without prompts: overhead and B decoded sequences. None: unknown.
-        token_s: The seconds that a prompt token adds. None: unknown.
-        target_s: The most seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
+        iteration_s: Predicted seconds of the iteration without prompts: overhead and B decoded sequences.
+        None: unknown. token_s: The seconds that a prompt token adds. None: unknown. target_s: The most
+        seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
 
     Returns:
         The tokens. Without a target `limits.mixed`; while the times are unknown `limits.least`.
@@ -55,14 +55,14 @@ def prompt_budget(
 
 
 class PromptBudget:
-    """The prompt tokens of one instance's iterations; `predictors` predict their times."""
+    """The prompt tokens of one instance's iterations; `predictors` predict iteration times."""
 
     def __init__(self, predictors: IterationPredictors, limits: ChunkLimits) -> None:
         self._predictors, self._limits = predictors, limits
 
     @property
     def most(self) -> int:
-        """Most tokens of any iteration."""
+        """The largest number of prompt tokens of any iteration."""
         return self._limits.most
 
     def num_tokens(
@@ -92,8 +92,8 @@ class PromptBudget:
         return prompt_budget(self._limits, iteration_s, self._predictors.prompt_cost.predict_s(1), target_s)
 
     def _target_s(self, tbt_slo_s: float) -> float:
-        """Return the most predicted seconds of an iteration, so that one that takes longer than predicted
-        keeps the SLO too."""
+        """Return the predicted seconds that an iteration may take, with a margin for the prediction's
+        error."""
         return min(TBT_SLO_SHARE, 1 / self._predictors.error.high_by_share) * tbt_slo_s
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 DECAY = 0.995
 """The weight of an iteration relative to the next one: some 200 iterations count."""
 PROMPT_DECAY = 0.9
-"""The same for iterations with prompts, which are rare: some ten count."""
+"""The weight of an iteration with prompts relative to the next such one: some ten count."""
 MIN_ITERATIONS = 8
-"""Iterations that are measured before the first prediction."""
+"""Measured iterations before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
-"""Iterations with prompts in a row, after which such iterations too are used to learn what decoding takes."""
+"""Iterations with prompts in a row after which they too are used to learn the cost of decoding."""
 _TOKENS_PER_UNIT = 1000.0
 """KV tokens of a unit of the line, so that its features have similar sizes."""
 _RIDGE = 0.01
@@ -25,7 +25,8 @@ _RIDGE = 0.01
 
 
 class _Moments(NamedTuple):
-    """Weighted sums of products of deviations from means.
+    """Weighted means of requests (b), 1,000 KV tokens (k) and seconds (s), and sums of products of
+    deviations.
 
     Of requests (b), 1,000 KV tokens (k), and seconds (s).
     """
@@ -47,7 +48,7 @@ class TBTPredictor:
         self._moments = _Moments()
 
     def observe(self, batch_size: int, num_kv_tokens: int, seconds: float) -> None:
-        """Learn from one measured iteration."""
+        """Learn from one iteration of `batch_size` requests that took `seconds`."""
         self._num_iterations += 1
         self._weight = DECAY * self._weight + 1.0
         b = batch_size - self._mean_b
@@ -78,7 +79,7 @@ class TBTPredictor:
         return max(0.0, self._mean_s + request_s * (batch_size - self._mean_b) + unit_s * more_units)
 
     def _slopes(self) -> tuple[float, float]:
-        """Return the seconds of one more request and of 1,000 more tokens; neither is negative."""
+        """Return the seconds of one more request and of 1,000 more KV tokens, neither negative."""
         weight, of = self._weight, self._moments
         bb, bk, kk = of.bb / weight + _RIDGE, of.bk / weight, of.kk / weight + _RIDGE
         bs, ks = of.bs / weight, of.ks / weight
@@ -99,7 +100,8 @@ class PromptCost:
         self._seconds = self._num_tokens = 0.0
 
     def observe(self, num_tokens: int, added_s: float) -> None:
-        """Learn that an iteration with `num_tokens` of prompts took `added_s` longer than one without."""
+        """Record that an iteration with `num_tokens` of prompts took `added_s` seconds longer than one
+        without."""
         self._seconds = PROMPT_DECAY * self._seconds + max(0.0, added_s)
         self._num_tokens = PROMPT_DECAY * self._num_tokens + num_tokens
 
@@ -115,18 +117,18 @@ class PredictionError:
         self._share = 0.0
 
     def observe(self, predicted_s: float, seconds: float) -> None:
-        """Learn from an iteration that took `seconds`."""
+        """Record that an iteration predicted to take `predicted_s` seconds took `seconds`."""
         if predicted_s > 0:
             self._share += (1 - PROMPT_DECAY) * (min(abs(seconds / predicted_s - 1), 1.0) - self._share)
 
     @property
     def high_by_share(self) -> float:
-        """Ratio of actual to predicted seconds of a slow iteration: 1 plus two mean errors."""
+        """The ratio of actual to predicted seconds of a slow iteration: 1 plus two mean errors."""
         return 1 + 2 * self._share
 
 
 class IterationPredictors:
-    """What one instance has learned from its iterations."""
+    """The predictors of one instance's iterations."""
 
     def __init__(self) -> None:
         self.tbt = TBTPredictor()

@@ -25,7 +25,7 @@ from workers.engine.spec import ModelSpec
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """Return why these kernels cannot compute a model; empty if they can."""
+    """Return why the CPU's kernels cannot compute a model in this dtype; empty if they can."""
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
     if spec.head_dim not in HEAD_DIMS:
@@ -91,8 +91,10 @@ class CpuLayers:
     def forward_layers(
         self, layers: range, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """Compute several consecutive layers in one call. Raises HelperLost if a helper has some of the
-        heads."""
+        """Compute consecutive layers in one call. Returns hidden states `[T, hidden_size]`.
+
+        Raises HelperLost if a helper has some of the heads.
+        """
         heads, helped = self._heads, None
         if kv.moved is not None:
             helped = kv.moved.owner
@@ -105,14 +107,16 @@ class CpuLayers:
         return run_layers(of_pass, hidden, batch.slots, workspace, helped)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return the output of attention, without the residual `hidden`. Writes keys and values to their
-        pages."""
+        """Return the output of attention `[T, hidden_size]`, without the residual `hidden`.
+
+        Keys and values are written to their pages.
+        """
         computed, attention = self._layers[layer], self._attention(layer, batch, self._heads)
         workspace = batch.workspace(computed.workspace_elements)
         return computed.attention_half(hidden, kv.layer(layer), attention, batch.slots, workspace)
 
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the output of the MLP, without the residual `hidden`."""
+        """Return the output of the MLP `[T, hidden_size]`, without the residual `hidden`."""
         computed = self._layers[layer]
         return computed.mlp_half(hidden, batch.workspace(computed.workspace_elements))
 

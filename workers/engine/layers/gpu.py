@@ -38,7 +38,7 @@ class LayerInputs:
     decode: Spans
     prefill: Spans
     num_splits: int
-    """Most splits of a decoded sequence."""
+    """The largest number of splits of a decoded sequence."""
 
 
 class TritonLayers:
@@ -71,18 +71,18 @@ class TritonLayers:
         return self.head(hidden_rows).float()
 
     def num_splits(self, num_queries: int) -> int:
-        """Return the most splits of a sequence, if `num_queries` are decoded."""
+        """Return the largest number of splits of a sequence when `num_queries` sequences are decoded."""
         return pick_num_splits(num_queries, self._spec.num_kv_heads, self._num_sms)
 
     def part_keys(self, kv_lens: np.ndarray) -> int:
-        """Return the keys of a split, for decoded sequences of these lengths."""
+        """Return the number of keys of a split, for decoded sequences of these lengths."""
         num_keys = kv_lens if self._window is None else np.minimum(kv_lens, self._window)
         return pick_part_keys(num_keys, self._spec.num_kv_heads, self._num_sms)
 
     def compute_layer(
         self, layer: int, hidden: torch.Tensor, inputs: LayerInputs, kv: DeviceKVCache
     ) -> torch.Tensor:
-        """Compute a layer over given inputs."""
+        """Compute a layer over given inputs, and return the hidden states `[T, hidden_size]`."""
         weights, spec, num_tokens = self._weights.layers[layer], self._spec, len(hidden)
         kv_layer, window = kv.layer(layer), spec.layer_sliding_window(layer)
         norms = None
@@ -128,11 +128,11 @@ class TritonLayers:
         return residual.addmm_(gated, weights.down.t())
 
     def _is_skinny(self, rows: torch.Tensor) -> bool:
-        """Return whether products of these rows take as long as the reading of their weights."""
+        """Return whether products of these rows take no longer than the reading of their weights."""
         return self._has_skinny and len(rows) <= MAX_ROWS
 
     def head(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return logits in the model's dtype."""
+        """Return logits `[S, vocab_size]` in the model's dtype."""
         assert self._weights.final_norm is not None, "these layers do not end with the head"
         assert self._weights.lm_head is not None
         if self._is_skinny(hidden_rows):

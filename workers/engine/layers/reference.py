@@ -36,7 +36,7 @@ class TorchLayers:
         return hidden + self.mlp(layer, hidden, batch)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return the output of attention, without the residual. Writes keys and values to their pages.
+        """Return the output of attention, without the residual. Keys and values are written to their pages.
 
         `hidden` and the result: `[num_tokens, hidden_size]`, of the weights' dtype. Of a rank's part of the
         weights the result is that rank's summand.
@@ -58,7 +58,7 @@ class TorchLayers:
         return linear(attended.flatten(1), weights.o, weights.o_bias)
 
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the output of the MLP, without the residual. Shapes as those of `attention`."""
+        """Return the output of the MLP, without the residual, in the shapes of `attention`."""
         weights = self._weights.layers[layer]
         normed = _rms_norm(hidden, weights.post_norm, self._spec.rms_norm_eps)
         gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)

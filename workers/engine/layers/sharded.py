@@ -20,7 +20,8 @@ class RankLayers(Protocol):
     """An implementation of layers over one rank's weights; `attention` and `mlp` leave out the residual."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of this rank's part of the embedding."""
+        """Return rows `[T, hidden_size]` of this rank's part of the embedding; `token_ids` [T] count from its
+        first row."""
 
     def attention(
         self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache
@@ -29,11 +30,11 @@ class RankLayers(Protocol):
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor: ...
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return logits of this rank's part of the vocabulary."""
+        """Return the logits of this rank's part of the vocabulary for hidden states `[S, hidden_size]`."""
 
 
 class ShardedLayers:
-    """The `workers.engine.model.Layers` of one rank."""
+    """The layers of one rank, summed over the group: an implementation of `workers.engine.model.Layers`."""
 
     def __init__(self, parts: RankLayers, spec: ModelSpec, shard: TensorShard) -> None:
         self._parts, self._shard = parts, shard
