@@ -31,7 +31,13 @@ from benchmarks.reproduction.experiments.disaggregation import (
     interference,
     planner,
 )
-from benchmarks.reproduction.experiments.placement import banaserve, overload, prefill_groups, scheduling
+from benchmarks.reproduction.experiments.placement import (
+    banaserve,
+    modules,
+    overload,
+    prefill_groups,
+    scheduling,
+)
 from benchmarks.reproduction.page import Found, Run, section, write_page
 from benchmarks.tools.arguments import count
 from mooncake.cli.command_line import FAILED, WRONG_USE
@@ -42,6 +48,7 @@ EXPERIMENTS = (
     scheduling.POLICIES,
     scheduling.REPLICAS,
     banaserve.EXPERIMENT,
+    modules.EXPERIMENT,
     coupled.REAL_WORKLOAD,
     coupled.CAPACITY,
     datasets.EXPERIMENT,

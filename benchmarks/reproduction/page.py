@@ -44,10 +44,6 @@ _NOT_REPRODUCED = """\
 - **The Transfer Engine's bandwidth** (87 GB/s on 4 x 200 Gbit/s, 190 GB/s on 8 x 400 Gbit/s, 2.4 and 4.6
   times TCP). It is a property of NICs that a simulation can only be given: here 87% of the data sheet's
   figure.
-- **BanaServe's throughput** (1.2 to 3.9 times vLLM's, 1.1 to 2.8 times DistServe's). The paper does not say
-  on how many devices, and gives lengths only as ranges. What it credits with the gain is that layers and
-  attention heads migrate between prefill and decode devices while requests run. Here they migrate between
-  instances that decode, which is not simulated. Its routing is above.
 - **Heights in figures without numbers** (arXiv Figures 8 to 10 and 13): compared in order and shape only.
 """
 

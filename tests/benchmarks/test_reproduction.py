@@ -13,7 +13,7 @@ from benchmarks.reproduction.experiments.cache.formulas import needed_bytes_per_
 from benchmarks.reproduction.experiments.cache.workload import block_hits
 from benchmarks.reproduction.experiments.disaggregation import inlining, interconnects
 from benchmarks.reproduction.experiments.disaggregation.coupled import capacity_per_s
-from benchmarks.reproduction.experiments.placement import banaserve, scheduling
+from benchmarks.reproduction.experiments.placement import banaserve, modules, scheduling
 from benchmarks.reproduction.page import Run, write_page
 from benchmarks.tools.simulator.cluster.machines.cards import HARDWARE, MODELS
 from benchmarks.tools.simulator.cluster.requests import Outcome as Ended
@@ -166,3 +166,23 @@ def test_a_transfer_hides_from_the_needed_bandwidth_on() -> None:
     for factor, shown in ((2.0, 1 / (2 * num_layers)), (1.0, 1 / num_layers), (0.5, 1 + 1 / num_layers)):
         transfer_s = num_bytes / (factor * layer.needed_bytes_per_s)
         assert overlapped_s(compute_s, transfer_s, num_layers) == pytest.approx((1 + shown) * compute_s)
+
+
+def test_opt_has_the_weights_that_its_name_says() -> None:
+    assert MODELS["opt-13b"].weights_bytes / 2 == pytest.approx(13e9, rel=0.03)
+
+
+@pytest.mark.parametrize(("model", "name"), modules.FIGURES)
+def test_prompts_of_the_moved_modules_fit_their_model(model: str, name: str) -> None:
+    load = modules.load_of(name, model)
+    assert max(load.first_input_tokens) + modules.OUTPUT_TOKENS <= modules.CONTEXT_TOKENS[model]
+
+
+def test_gains_above_what_all_devices_as_one_serve_are_named() -> None:
+    gains = [
+        [figure, published, 1.3, 1.5, 1.9] for figure, published in (("8", 1.2), ("9", 3.9), ("10", 1.3))
+    ]
+    served = [["8", modules.RATES_PER_S[-1], *("1,000 ± 9" for _ in modules.SYSTEMS)]]
+    remark = modules.remark(Outcome([Table([], gains), Table([], served)]))
+    assert "above it: 9; within: 8, 10." in remark
+    assert "reach 100% to 100%" in remark

@@ -20,7 +20,7 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """Shape of a decoder-only model with gated MLPs, in bfloat16."""
+    """Shape of a decoder-only model, in bfloat16."""
 
     name: str
     num_layers: int
@@ -29,6 +29,8 @@ class ModelCard:
     num_kv_heads: int
     intermediate: int
     vocab: int
+    mlp_matrices: int = 3
+    """3 for gated MLPs, 2 for plain ones."""
 
     @property
     def head_dim(self) -> int:
@@ -38,7 +40,8 @@ class ModelCard:
     def num_linear_weights(self) -> int:
         """Weights that every token is multiplied with, the output layer left out: prefill needs it once."""
         kv = self.num_kv_heads * self.head_dim
-        layer = 2 * self.hidden * self.hidden + 2 * self.hidden * kv + 3 * self.hidden * self.intermediate
+        mlp = self.mlp_matrices * self.hidden * self.intermediate
+        layer = 2 * self.hidden * self.hidden + 2 * self.hidden * kv + mlp
         return self.num_layers * layer
 
     @property
@@ -115,6 +118,7 @@ MODELS = {
         ModelCard("llama3-70b", 80, 8192, 64, 8, 28672, 128256),
         ModelCard("llama-3.1-8b", 32, 4096, 32, 8, 14336, 128256),
         ModelCard("llama-13b", 40, 5120, 40, 40, 13824, 32000),
+        ModelCard("opt-13b", 40, 5120, 40, 40, 20480, 50272, mlp_matrices=2),
     )
 }
 
