@@ -59,6 +59,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
         },
     ),
+    "opt": (
+        "OPTConfig",
+        {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2},
+    ),
 }
 
 FAMILIES = tuple(_FAMILIES)

@@ -32,6 +32,8 @@ class Architecture:
     """Whether `attention_bias` adds biases to q, k, v and o."""
     reads_mlp_bias: bool = False
     has_qk_norm: bool = False
+    is_opt: bool = False
+    """Whether layers have LayerNorms, plain MLPs with ReLU and biases, and positions are learned."""
     default_head_dim: int | None = None
     """The size of a head where a `config.json` is silent; None: the hidden size over the number of heads."""
     gguf_interleaves_qk: bool | None = None
@@ -66,6 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             default_head_dim=128,
             gguf_interleaves_qk=False,
         ),
+        Architecture("OPTForCausalLM", "opt", is_opt=True),
     )
 }
 GGUF_ARCHITECTURES: dict[str, Architecture] = {

@@ -23,6 +23,9 @@ _ROPE_NEEDS: dict[RopeType, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 
+_OPT_NORM_EPS = 1e-5
+"""The default of torch's LayerNorm, which OPT uses."""
+
 # Some ten times the largest models' sizes: what is beyond them is an error, and would only take memory.
 NumLayers = Annotated[int, Field(ge=1, le=1 << 10)]
 NumHeads = Annotated[int, Field(ge=1, le=1 << 12)]
@@ -110,7 +113,7 @@ class ModelConfig(GenerationDefaults):
     head_dim: HeadDim | None = None
     vocab_size: _VocabSize
     max_position_embeddings: NumPositions
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: Literal["silu", "relu"] = "silu"
     rms_norm_eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-6
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
@@ -201,7 +204,8 @@ class ModelConfig(GenerationDefaults):
     def num_parameters(self) -> int:
         """Number of parameters, biases and norms aside."""
         attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        num_matrices = 2 if self.implied.is_opt else 3
+        layer = attention + num_matrices * self.hidden_size * self.intermediate_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
         return self.num_hidden_layers * layer + embeddings
 
@@ -217,6 +221,9 @@ class ModelConfig(GenerationDefaults):
         partial = self.rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         if not math.isclose(partial, 1.0):
             raise ValueError(f"partial_rotary_factor must be 1.0, got {partial:g}")
+        activation = "relu" if self.implied.is_opt else "silu"
+        if self.hidden_act != activation:
+            raise ValueError(f"hidden_act is {shown(self.hidden_act)}, expected {activation!r}")
         # Properties that refuse what they cannot express.
         _ = self.window, self.native_dtype
         if self.quantization_config:
@@ -259,7 +266,44 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
             f"architecture {shown(named or names.model_type)} is not supported; supported are"
             f" {', '.join(ARCHITECTURES)} (config.json: architectures, model_type)"
         )
+    if ARCHITECTURES[named].is_opt:
+        config = _as_llama(config)
     return read_fields(ModelConfig, {**config, "architecture": named})
+
+
+class _OptFields(Fields):
+    """The keys that an OPT configuration has instead of Llama's."""
+
+    ffn_dim: Width
+    hidden_size: Width
+    word_embed_proj_dim: Width | None = None
+    activation_function: str = "relu"
+    do_layer_norm_before: Literal[True] = True
+    enable_bias: Literal[True] = True
+    layer_norm_elementwise_affine: Literal[True] = True
+    tie_word_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.word_embed_proj_dim not in (None, self.hidden_size):
+            raise ValueError(
+                f"word_embed_proj_dim must be hidden_size, {self.hidden_size}, got {self.word_embed_proj_dim}"
+            )
+        return self
+
+
+def _as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an OPT configuration under Llama's keys. Raises ModelError."""
+    fields = read_fields(_OptFields, config)
+    return {
+        **config,
+        "intermediate_size": fields.ffn_dim,
+        "hidden_act": fields.activation_function,
+        "rms_norm_eps": _OPT_NORM_EPS,
+        "tie_word_embeddings": fields.tie_word_embeddings,
+        "head_dim": None,
+        "num_key_value_heads": None,
+    }
 
 
 def read_fields(kind: type[FieldsType], values: Mapping[str, Any]) -> FieldsType:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch.nn.functional import embedding
 
 from kernels.cpu.attention import AttentionShape
 from kernels.cpu.library import Library, choose
@@ -84,6 +85,7 @@ class DecoderModel:
         self.idle_cores: frozenset[int] = frozenset()
         """Cores on which the model computes while other processes leave them idle."""
         self._computed: Layers | None = None
+        self._positions: torch.Tensor | None = None
         self._triton: TritonLayers | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -182,6 +184,7 @@ class DecoderModel:
 
     def _prepare(self, weights: Weights) -> None:
         self._graphs = None
+        self._positions = weights.positions
         if self._library is None and not self.fallback_reason:
             self._computed = self._triton = cuda.triton_layers(self.spec, weights)
             return
@@ -212,7 +215,10 @@ class DecoderModel:
     def embed(self, batch: Batch) -> torch.Tensor:
         """Return hidden states `[T, hidden_size]` of the batch's tokens; first stage only."""
         assert self.is_first_stage, f"layers {self.layers} do not start with the embedding"
-        return self._loaded.embed(batch.token_ids)
+        hidden = self._loaded.embed(batch.token_ids)
+        if self._positions is not None:
+            hidden = hidden + embedding(batch.positions, self._positions)
+        return hidden
 
     @torch.inference_mode()
     def forward_layer(

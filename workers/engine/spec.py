@@ -58,6 +58,12 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    layer_norm: bool = False
+    """LayerNorms with biases, with `rms_norm_eps`, instead of RMSNorms."""
+    learned_positions: bool = False
+    """Positions are rows that are added to the embedding; queries and keys are not rotated."""
+    plain_mlp: bool = False
+    """MLPs are `relu(x U) D` instead of `(silu(x G) * x U) D`."""
     sliding_window: int | None = None
     num_full_attention_layers: int = 0
 
@@ -69,6 +75,11 @@ class ModelSpec:
             )
         if self.head_dim % 2 != 0:
             raise UnsupportedModel(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @property
+    def is_llama_like(self) -> bool:
+        """Whether layers have RMSNorms, rotations and gated MLPs, which the project's kernels compute."""
+        return not (self.layer_norm or self.learned_positions or self.plain_mlp)
 
     def layer_sliding_window(self, layer: int) -> int | None:
         """Return the number of tokens that a query of `layer` sees, itself included; None for all before

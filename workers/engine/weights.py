@@ -14,7 +14,8 @@ import torch
 from workers.engine.spec import ModelSpec
 from workers.engine.tensor_parallel import RankPart
 
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r"model\.(?:decoder\.)?layers\.(\d+)\.")
+_NAME = re.compile(r"model\.(layers\.\d+\.)?(.+)\.(weight|bias)")
 # Some checkpoints (Phi-3's) stack what others have as several tensors.
 _PACKED_NAME = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv_proj|mlp\.gate_up_proj)(\.weight|\.bias)")
 _PACKED_PARTS = {
@@ -23,7 +24,29 @@ _PACKED_PARTS = {
 }
 # Old Llama checkpoints carry the rotary frequencies as a tensor; they are computed from the spec instead.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+_POSITIONS = "model.embed_positions.weight"
+_ENDS = ("model.embed_tokens.weight", _POSITIONS, "model.norm.weight", "model.norm.bias", "lm_head.weight")
+"""Tensors of the first and of the last stage."""
+NUM_PADDING_POSITIONS = 2
+"""Rows before the first position in OPT's checkpoints."""
+_OPT_MODULES = {
+    "input_layernorm": "self_attn_layer_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "post_attention_layernorm": "final_layer_norm",
+    "mlp.up_proj": "fc1",
+    "mlp.down_proj": "fc2",
+    "norm": "final_layer_norm",
+}
 _DUMMY_STD = 0.02
+
+
+def _opt_name(name: str) -> str:
+    """Return the name in OPT's checkpoints of what has this one in Llama's."""
+    match = _NAME.fullmatch(name)
+    if match is None:  # the head
+        return name
+    layer, module, kind = match[1] or "", match[2], match[3]
+    return f"model.decoder.{layer}{_OPT_MODULES.get(module, module)}.{kind}"
 
 
 class WeightsError(ValueError):
@@ -34,13 +57,14 @@ class WeightsError(ValueError):
 class LayerWeights:
     """The weights of one decoder layer.
 
-    Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up.
+    Matrices are `[out, in]`; q, k, v are stacked, and so are gate and up. A plain MLP has no gate.
 
     A rank of a group holds its heads and MLP columns, and complete norms. One rank has the biases of `o` and
     `down`.
     """
 
     input_norm: torch.Tensor
+    input_norm_bias: torch.Tensor | None
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
@@ -48,6 +72,7 @@ class LayerWeights:
     o: torch.Tensor
     o_bias: torch.Tensor | None
     post_norm: torch.Tensor
+    post_norm_bias: torch.Tensor | None
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
@@ -88,6 +113,8 @@ class Weights:
     """The weights of a rank's `part` of `layers`, with the embedding on the first stage, final norm and head
     on the last.
 
+    Every rank of the first stage has the whole learned positions.
+
     With tied embeddings, first and last stage hold the same matrix (twice, if they are different workers).
     """
 
@@ -99,12 +126,19 @@ class Weights:
         is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
         self.layers = {layer: self._layer(layer) for layer in layers}
         self.embedding: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        """Learned positions, without the rows of padding that a checkpoint begins with."""
         self.final_norm: torch.Tensor | None = None
+        self.final_norm_bias: torch.Tensor | None = None
         self.lm_head: torch.Tensor | None = None
         if is_first or (is_last and spec.tie_word_embeddings):
             self.embedding = self._vocab_rows("model.embed_tokens.weight")
+        if is_first and spec.learned_positions:
+            num_rows = NUM_PADDING_POSITIONS + spec.max_position
+            rows = _Cut(num_rows, range(num_rows))
+            self.positions = self._stacked([_POSITIONS], [rows], spec.hidden_size)[NUM_PADDING_POSITIONS:]
         if is_last:
-            self.final_norm = self._norm("model.norm.weight", spec.hidden_size)
+            self.final_norm, self.final_norm_bias = self._norm_of_hidden("model.norm")
             is_tied = spec.tie_word_embeddings
             self.lm_head = self.embedding if is_tied else self._vocab_rows("lm_head.weight")
 
@@ -156,14 +190,16 @@ class Weights:
         is_elsewhere = (
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers
         )
-        is_end = name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        is_end = name in map(self._named, _ENDS)
         if not (is_elsewhere or is_end or name.endswith(_COMPUTED_SUFFIX)):
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 
     def _unpacked(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield stacked tensors as views of their parts, under the parts' names, and other tensors
         unchanged."""
-        for name, tensor in tensors:
+        for saved_name, tensor in tensors:
+            # Older OPT checkpoints are of the model without its head.
+            name = f"model.{saved_name}" if saved_name.startswith("decoder.") else saved_name
             packed = _PACKED_NAME.fullmatch(name)
             names = [f"{packed[1]}{part}{packed[3]}" for part in _PACKED_PARTS[packed[2]]] if packed else []
             if not names or any(part not in self._slots for part in names):
@@ -174,11 +210,21 @@ class Weights:
                 raise WeightsError(f"{name}: expected {sum(num_rows)} rows, got {tensor.shape[0]}")
             yield from zip(names, torch.split(tensor, num_rows), strict=True)
 
+    def _named(self, name: str) -> str:
+        """Return the name in the model's checkpoints of what has this one in Llama's."""
+        return _opt_name(name) if self.spec.architecture == "OPTForCausalLM" else name
+
     def _vocab_rows(self, name: str) -> torch.Tensor:
         return self._stacked([name], [_Cut(self.spec.vocab_size, self.part.vocab)], self.spec.hidden_size)
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
         return self._stacked([name], [_Cut(size, range(size))])
+
+    def _norm_of_hidden(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a norm's weight, and its bias if it has one."""
+        size = self.spec.hidden_size
+        bias = self._norm(f"{name}.bias", size) if self.spec.layer_norm else None
+        return self._norm(f"{name}.weight", size), bias
 
     def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
         """Return a new tensor whose consecutive rows are to be filled from several tensors, each cut to the
@@ -186,17 +232,17 @@ class Weights:
         num_rows = [len(cut.part) for cut in cuts]
         tensor = torch.empty((sum(num_rows), *row_shape), dtype=self.dtype, device=self.device)
         for name, cut, target in zip(names, cuts, torch.split(tensor, num_rows), strict=True):
-            self._slots[name] = _Slot((cut.whole, *row_shape), target, cut.part, dim=0)
+            self._slots[self._named(name)] = _Slot((cut.whole, *row_shape), target, cut.part, dim=0)
         return tensor
 
     def _columns(self, name: str, num_rows: int, cut: _Cut) -> torch.Tensor:
         tensor = torch.empty((num_rows, len(cut.part)), dtype=self.dtype, device=self.device)
-        self._slots[name] = _Slot((num_rows, cut.whole), tensor, cut.part, dim=1)
+        self._slots[self._named(name)] = _Slot((num_rows, cut.whole), tensor, cut.part, dim=1)
         return tensor
 
     def _bias_of_sum(self, name: str, size: int) -> torch.Tensor | None:
         tensor = torch.empty(size, dtype=self.dtype, device=self.device) if self.part.adds_bias else None
-        self._slots[name] = _Slot((size,), tensor, range(size), dim=0)
+        self._slots[self._named(name)] = _Slot((size,), tensor, range(size), dim=0)
         return tensor
 
     def _layer(self, layer: int) -> LayerWeights:
@@ -206,17 +252,24 @@ class Weights:
         keys = _Cut.of_heads(spec.num_kv_heads, part.kv_heads, head_dim)
         inner = _Cut(spec.intermediate_size, part.mlp_columns)
         qkv, qkv_cuts = [f"{prefix}.self_attn.{p}_proj" for p in "qkv"], [queries, keys, keys]
-        gate_up, gate_up_cuts = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], [inner, inner]
+        gate_up = [f"{prefix}.mlp.up_proj"]
+        if not spec.plain_mlp:
+            gate_up.insert(0, f"{prefix}.mlp.gate_proj")
+        gate_up_cuts = [inner for _ in gate_up]
+        input_norm, input_norm_bias = self._norm_of_hidden(f"{prefix}.input_layernorm")
+        post_norm, post_norm_bias = self._norm_of_hidden(f"{prefix}.post_attention_layernorm")
         o, down = f"{prefix}.self_attn.o_proj", f"{prefix}.mlp.down_proj"
         return LayerWeights(
-            input_norm=self._norm(f"{prefix}.input_layernorm.weight", hidden),
+            input_norm=input_norm,
+            input_norm_bias=input_norm_bias,
             qkv=self._stacked([f"{n}.weight" for n in qkv], qkv_cuts, hidden),
             qkv_bias=self._stacked([f"{n}.bias" for n in qkv], qkv_cuts) if spec.qkv_bias else None,
             q_norm=self._norm(f"{prefix}.self_attn.q_norm.weight", head_dim) if spec.qk_norm else None,
             k_norm=self._norm(f"{prefix}.self_attn.k_norm.weight", head_dim) if spec.qk_norm else None,
             o=self._columns(f"{o}.weight", hidden, queries),
             o_bias=self._bias_of_sum(f"{o}.bias", hidden) if spec.o_bias else None,
-            post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight", hidden),
+            post_norm=post_norm,
+            post_norm_bias=post_norm_bias,
             gate_up=self._stacked([f"{n}.weight" for n in gate_up], gate_up_cuts, hidden),
             gate_up_bias=self._stacked([f"{n}.bias" for n in gate_up], gate_up_cuts)
             if spec.mlp_bias

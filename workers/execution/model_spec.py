@@ -21,7 +21,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
 def spec_of(config: ModelConfig) -> ModelSpec:
     """Return the engine's spec of a checked configuration."""
     implied = config.implied
-    has_attention_bias = implied.reads_attention_bias and bool(config.attention_bias)
+    has_attention_bias = implied.is_opt or (implied.reads_attention_bias and bool(config.attention_bias))
     rope, (sliding_window, num_full_attention_layers) = config.rope, config.window
     assert rope.rope_theta is not None, "ModelConfig.rope has its theta"
     return ModelSpec(
@@ -40,8 +40,11 @@ def spec_of(config: ModelConfig) -> ModelSpec:
         tie_word_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=implied.always_has_qkv_bias or has_attention_bias,
         o_bias=has_attention_bias,
-        mlp_bias=implied.reads_mlp_bias and bool(config.mlp_bias),
+        mlp_bias=implied.is_opt or (implied.reads_mlp_bias and bool(config.mlp_bias)),
         qk_norm=implied.has_qk_norm,
+        layer_norm=implied.is_opt,
+        learned_positions=implied.is_opt,
+        plain_mlp=implied.is_opt,
         sliding_window=sliding_window,
         num_full_attention_layers=num_full_attention_layers,
     )

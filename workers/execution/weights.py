@@ -19,7 +19,7 @@ from mooncake.model.gguf_file import GGUFHeader, GGUFTensor, read_gguf_header
 from mooncake.model.gguf_model import hf_tensor_name, in_hf_row_order
 from mooncake.model.safetensors_file import read_safetensors_header
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.)?(?:decoder\.)?layers\.(\d+)\.")
 
 Progress = Callable[[int, int], None]
 

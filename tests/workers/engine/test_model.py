@@ -93,7 +93,7 @@ def test_the_reference_tokens_depend_on_the_context() -> None:
         assert len(set(text[length:])) > NUM_NEW // 2
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2_window", "smollm2"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2_window", "smollm2", "opt"])
 @pytest.mark.parametrize("split", [1, 3])
 def test_two_stages_give_the_same_hidden_states_and_logits(family: str, split: int) -> None:
     whole, weights, spec = load(family)
@@ -181,6 +181,18 @@ class TestLoadWeights:
             lm_head__weight=None,
             model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8),
         )
+
+
+def test_a_checkpoint_of_opt_without_its_head_has_other_names() -> None:
+    model, weights, spec = load("opt")
+    other = DecoderModel(spec, range(spec.num_layers), torch.float32, DEVICE)
+    other.load_weights((name.removeprefix("model."), tensor) for name, tensor in weights.items())
+    texts = greedy_by_transformers("opt")
+    assert greedy(other, texts, 8, 17) == texts
+    fc1 = "model.decoder.layers.0.fc1.weight"
+    with pytest.raises(WeightsError, match=rf"1 of \d+ tensors are missing.*{fc1} \[96, 64\]"):
+        other.load_weights((name, tensor) for name, tensor in weights.items() if name != fc1)
+    assert model.fallback_reason
 
 
 def test_a_batch_refuses_chunks_that_cannot_be_run() -> None:

@@ -127,3 +127,31 @@ def test_a_saved_config_and_the_object_it_came_from_mean_the_same(family: str) -
 def test_refuses_what_it_would_compute_wrongly(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_spec({**LLAMA_3_2, **change})
+
+
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "vocab_size": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim must be hidden_size, 64, got 32"),
+        ({"do_layer_norm_before": False}, "do_layer_norm_before is False, expected True"),
+        ({"enable_bias": False}, "enable_bias is False"),
+        ({"activation_function": "gelu"}, "hidden_act is 'gelu'"),
+        ({"activation_function": "silu"}, "hidden_act is 'silu', expected 'relu'"),
+        ({"ffn_dim": None}, "ffn_dim is None, expected a valid integer"),
+    ],
+)
+def test_refuses_what_opt_may_be_and_is_not_served(change: dict[str, Any], message: str) -> None:
+    assert model_spec(OPT).plain_mlp
+    with pytest.raises(ModelError, match=message):
+        model_spec({**OPT, **change})

@@ -6,7 +6,7 @@ Owns: the operations of a layer. Does not know: which layers there are, scheduli
 """
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, layer_norm, linear, relu, silu
 
 from kernels.attention import paged_attention
 from kernels.kv_copy import write_kv
@@ -43,14 +43,15 @@ class TorchLayers:
         """
         weights, spec = self._weights.layers[layer], self._spec
         num_heads, num_rotated = self._num_heads, self._num_heads + self._num_kv_heads
-        normed = _rms_norm(hidden, weights.input_norm, spec.rms_norm_eps)
+        normed = self._norm(hidden, weights.input_norm, weights.input_norm_bias)
         qkv = linear(normed, weights.qkv, weights.qkv_bias).view(batch.num_tokens, -1, spec.head_dim)
         qk, values = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if weights.q_norm is not None and weights.k_norm is not None:
             queries, keys = qk[:, :num_heads], qk[:, num_heads:]
             queries = _rms_norm(queries, weights.q_norm, spec.rms_norm_eps)
             qk = torch.cat((queries, _rms_norm(keys, weights.k_norm, spec.rms_norm_eps)), dim=1)
-        qk = rotate(qk, *batch.rotation)
+        if not spec.learned_positions:
+            qk = rotate(qk, *batch.rotation)
         kv_layer = kv.layer(layer)
         write_kv(kv_layer, qk[:, num_heads:], values, batch.page_of_token, batch.offset_of_token)
         plan = batch.plan(spec.layer_sliding_window(layer))
@@ -60,15 +61,26 @@ class TorchLayers:
     def mlp(self, layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the output of the MLP, without the residual, in the shapes of `attention`."""
         weights = self._weights.layers[layer]
-        normed = _rms_norm(hidden, weights.post_norm, self._spec.rms_norm_eps)
-        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return linear(silu(gate) * up, weights.down, weights.down_bias)
+        normed = self._norm(hidden, weights.post_norm, weights.post_norm_bias)
+        inner = linear(normed, weights.gate_up, weights.gate_up_bias)
+        if self._spec.plain_mlp:
+            inner = relu(inner)
+        else:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = silu(gate) * up
+        return linear(inner, weights.down, weights.down_bias)
 
     def logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         assert self._weights.final_norm is not None, "these layers do not end with the head"
         assert self._weights.lm_head is not None
-        normed = _rms_norm(hidden_rows, self._weights.final_norm, self._spec.rms_norm_eps)
+        normed = self._norm(hidden_rows, self._weights.final_norm, self._weights.final_norm_bias)
         return linear(normed, self._weights.lm_head).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Normalize over the last dimension; the weights' dtype in and out."""
+        if self._spec.layer_norm:
+            return layer_norm(x, weight.shape, weight, bias, self._spec.rms_norm_eps)
+        return _rms_norm(x, weight, self._spec.rms_norm_eps)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
