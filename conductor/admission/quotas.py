@@ -79,7 +79,14 @@ class Quotas:
         return Refusal(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
     def restore(self, tenant: str, tokens: TokenBudget) -> None:
-        """Set what a tenant has left of its quota to what an earlier Conductor has recorded."""
+        """Set what a tenant has left of its quota to what an earlier Conductor has recorded, less what it has
+        used since."""
+        since = self.by_tenant.get(tenant)
+        if since is not None:
+            tokens.num_charged, tokens.num_refunded = since.num_charged, since.num_refunded
+            tokens.num_left = min(
+                tokens.tokens_per_minute, tokens.num_left - since.num_charged + since.num_refunded
+            )
         self.by_tenant[tenant] = tokens
 
     def charge(self, tenant: str, num_tokens: int, now_s: float) -> None:

@@ -85,7 +85,7 @@ class LevelKeys:
 
     async def load(self) -> list[Level]:
         """Waits until etcd answers. Levels that this release does not understand are full ones."""
-        for value in await self._keys.read(_FOLDER):
+        for value in (await self._keys.read(_FOLDER)).values():
             with contextlib.suppress(msgspec.MsgspecError):
                 self._levels |= {
                     level.tenant: level for level in msgspec.json.decode(value, type=list[Level])
@@ -96,7 +96,8 @@ class LevelKeys:
         """Store levels, and forget those that are full."""
         self._levels |= {level.tenant: level for level in levels}
         not_full = self._not_full()
-        await self._keys.put(f"{_FOLDER}/all", msgspec.json.encode(not_full))
+        async with self._keys.turn():
+            await self._keys.change({f"{_FOLDER}/all": msgspec.json.encode(not_full)})
         self._levels = {level.tenant: level for level in not_full}
 
     def _not_full(self) -> list[Level]:

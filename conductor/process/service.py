@@ -222,9 +222,12 @@ async def _stores(process: ConductorProcess) -> AsyncIterator[tuple[CacheStore, 
     else a file."""
     cluster = process.config.cluster
     if cluster.has_standbys:
-        async with Etcd(cluster) as etcd:
+        async with Etcd(cluster) as etcd, asyncio.TaskGroup() as group:
             keys = StateKeys(etcd, cluster, process.epoch)
-            yield CacheKeys(keys), LevelKeys(keys)
+            caches = CacheKeys(keys)
+            tidying = group.create_task(caches.run())
+            yield caches, LevelKeys(keys)
+            tidying.cancel()
     else:
         state = await asyncio.to_thread(StateFile, process.state_file, (CACHES, LEVELS))
         with contextlib.closing(state):

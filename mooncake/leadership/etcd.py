@@ -7,7 +7,7 @@ Owns: which of etcd's members is asked, TLS, the login. Does not know: what keys
 import base64
 import contextlib
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,6 +19,8 @@ from mooncake.errors import ConfigError, MooncakeError, first_line
 
 ANSWER_TIMEOUT_S = 1.0
 """Seconds for an answer of one member, less than a lease."""
+STATE_TIMEOUT_S = 5.0
+"""Seconds for an answer about state, which may be large, where writing to etcd's disk takes long."""
 SILENCE_S = 10.0
 """Seconds after which a silent watch is begun again, at another member if this one does not answer: a failed
 network ends no connection."""
@@ -95,32 +97,47 @@ class Etcd:
 
     async def create(self, key: bytes, value: bytes, lease: int) -> None:
         """Put a key that exists as long as the lease does, unless the key exists. Raises LeaseLostError."""
-        absent = {"key": _text(key), "target": "CREATE", "result": "EQUAL", "create_revision": 0}
-        put = {"request_put": {"key": _text(key), "value": _text(value), "lease": lease}}
+        absent = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
+        put = {"request_put": {"key": key, "value": value, "lease": lease}}
         await self._ask("kv/txn", {"compare": [absent], "success": [put]})
 
-    async def new_lease(self, ttl_s: int) -> int:
-        """Make a lease and return its number."""
-        return int((await self._ask("lease/grant", {"ID": 0, "TTL": ttl_s}))["ID"])
+    async def change(
+        self, values: Mapping[bytes, bytes | None], guard: bytes, revision: int, lease: int
+    ) -> tuple[bool, int]:
+        """Put keys, or delete those whose value is None, all at once, if the key `guard` has not changed.
 
-    async def change(self, key: bytes, value: bytes | None, lease: int, *, beside: bytes) -> None:
-        """Put a key, or delete it if `value` is None, as long as there is a key `beside`.
+        Each such change puts the guard, under `lease`: a change whose answer was lost is carried out before
+        the next one, or never. Raises LeaseLostError.
 
-        Raises LeaseLostError if there is none, or not this lease; 0 is the lease of keys that stay.
+        Args:
+            values: At most 127 keys.
+            guard: A key that nothing else changes.
+            revision: etcd's revision of the latest change of the guard that is known; 0 before the first.
+            lease: The lease of the guard.
+
+        Returns: Whether it was carried out, and the revision to try with next.
         """
-        exists = {"key": _text(beside), "target": "VERSION", "result": "GREATER", "version": 0}
-        request: dict[str, Any] = {"request_delete_range": {"key": _text(key)}}
-        if value is not None:
-            request = {"request_put": {"key": _text(key), "value": _text(value), "lease": lease}}
-        answer = await self._ask("kv/txn", {"compare": [exists], "success": [request]})
-        if not answer.get("succeeded"):
-            raise LeaseLostError(f"there is no key {beside.decode()} any more")
+        unchanged = {"key": guard, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+        requests: list[dict[str, Any]] = [{"request_put": {"key": guard, "lease": lease}}]
+        for key, value in values.items():
+            if value is None:
+                requests.append({"request_delete_range": {"key": key}})
+            else:
+                requests.append({"request_put": {"key": key, "value": value}})
+        asked = {"request_range": {"key": guard}}
+        wanted = {"compare": [unchanged], "success": requests, "failure": [asked]}
+        answer = await self._ask("kv/txn", wanted, STATE_TIMEOUT_S)
+        if answer.get("succeeded"):
+            return True, int(answer["header"]["revision"])
+        found = answer["responses"][0]["response_range"].get("kvs", ())
+        return False, int(found[0]["mod_revision"]) if found else 0
 
-    async def values(self, prefix: bytes) -> list[bytes]:
-        """Return the values of all keys that begin with `prefix`, which ends with a slash."""
-        end = prefix[:-1] + bytes([prefix[-1] + 1])
-        answer = await self._ask("kv/range", {"key": _text(prefix), "range_end": _text(end)})
-        return [_bytes(kv.get("value", "")) for kv in answer.get("kvs", ())]
+    async def page(self, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """Return the next keys behind `after`, in their order, that begin with `prefix` + `/`, and their
+        values; `limit` of them, or all that there are."""
+        wanted = {"key": after + b"\0", "range_end": prefix + bytes([ord("/") + 1]), "limit": limit}
+        answer = await self._ask("kv/range", wanted, STATE_TIMEOUT_S)
+        return [(_bytes(kv["key"]), _bytes(kv.get("value", ""))) for kv in answer.get("kvs", ())]
 
     async def first(self, prefix: bytes) -> AsyncGenerator[FirstKey, None]:
         """Yield the oldest key under `prefix` + `/`, and each key that becomes the oldest later.
@@ -130,7 +147,7 @@ class Etcd:
         timeout = httpx.Timeout(ANSWER_TIMEOUT_S, read=SILENCE_S)
         try:
             await self._log_in()
-            request = self._request("election/observe", {"name": _text(prefix)}, timeout)
+            request = self._request("election/observe", {"name": prefix}, timeout)
             async with contextlib.aclosing(await self._http.send(request, stream=True)) as response:
                 if response.is_error:
                     _raise_failure(await response.aread())
@@ -148,29 +165,30 @@ class Etcd:
 
     async def _check(self, prefix: bytes) -> None:
         """Ask for any answer about keys under `prefix`, and log in again where that is needed."""
-        await self._ask("kv/range", {"key": _text(prefix + b"/"), "count_only": True})
+        await self._ask("kv/range", {"key": prefix + b"/", "count_only": True})
 
     # -- one call -----------------------------------------------------------------------------------
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
         await self._log_in()
         try:
-            return await self._ask_members(path, body)
+            return await self._ask_members(path, body, timeout_s)
         except _OldLoginError:
             self._token = None
             await self._log_in()
-            return await self._ask_members(path, body)
+            return await self._ask_members(path, body, timeout_s)
 
     async def _log_in(self) -> None:
         if self._login is not None and self._token is None:
             self._token = str((await self._ask_members("auth/authenticate", self._login))["token"])
 
-    async def _ask_members(self, path: str, body: dict[str, Any]) -> Any:
-        """Ask one member after the other until one answers."""
+    async def _ask_members(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
+        """Ask one member after the other until one answers, each within `ANSWER_TIMEOUT_S` by default."""
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, read=timeout_s or ANSWER_TIMEOUT_S)
         unreachable = UnreachableError("etcd has no members")
         for _ in self._urls:
             try:
-                response = await self._http.send(self._request(path, body, httpx.Timeout(ANSWER_TIMEOUT_S)))
+                response = await self._http.send(self._request(path, body, timeout))
                 if response.is_error:
                     _raise_failure(response.content)
                 return _result(response.content)
@@ -179,9 +197,12 @@ class Etcd:
         raise unreachable
 
     def _request(self, path: str, body: dict[str, Any], timeout: httpx.Timeout) -> httpx.Request:
-        headers = {} if self._token is None else {"authorization": self._token}
+        headers = {"content-type": "application/json"}
+        if self._token is not None:
+            headers["authorization"] = self._token
         url = f"{self._urls[self._first]}/v3/{path}"
-        return self._http.build_request("POST", url, json=body, headers=headers, timeout=timeout)
+        content = msgspec.json.encode(body)  # bytes become base64, as etcd has them
+        return self._http.build_request("POST", url, content=content, headers=headers, timeout=timeout)
 
     def _next_member(self, error: Exception | str) -> UnreachableError:
         """Ask another member from now on. Returns the error about the one that was asked."""
@@ -244,10 +265,6 @@ def _password(file: Path) -> str:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cluster.etcd_password_file {file} cannot be read: {error}") from None
-
-
-def _text(value: bytes) -> str:
-    return base64.b64encode(value).decode()
 
 
 def _bytes(text: str) -> bytes:

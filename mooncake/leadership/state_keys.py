@@ -1,20 +1,30 @@
 """The keys in which a leader's state outlives its process: etcd's, where its successor finds them.
 
-Only the leader changes them: etcd refuses a process whose lease has ended, even if nobody has told it yet.
+Only the leader changes them, in the order of its calls: etcd refuses a process whose lease has ended, even if
+nobody has told it yet, and a change whose answer was lost once a later one is carried out.
 
-Owns: when a change is refused, when reading is tried again. Does not know: what the values mean.
+Owns: the key that guards the order, when reading is tried again. Does not know: what the values mean.
 """
 
 import asyncio
+import contextlib
 import logging
-import math
+import time
+from collections.abc import AsyncIterator, Mapping
 
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.errors import ConfigError, NotStoredError
 from mooncake.leadership.etcd import Etcd, LeaseLostError, RefusedError, UnreachableError
 from mooncake.leadership.leaders import RETRY_S
-from mooncake.leadership.terms import conductor_key
 
+WRITERS = "writers"
+"""Behind the prefix of the cluster, the prefix of keys that change with each change of their leader."""
+MAX_KEYS = 100
+"""Most keys of a change; etcd takes 128, if it is not told otherwise."""
+_PAGE = 4
+"""Keys that are read at once: etcd begins to answer within a second, as they have 1.5 MiB at most."""
+LATE_S = 0.5
+"""Seconds after which a failure is late."""
 log = logging.getLogger(__name__)
 
 
@@ -22,38 +32,69 @@ class StateKeys:
     """The keys below the cluster's prefix, read and changed by the leader of the lease `life`."""
 
     def __init__(self, etcd: Etcd, cluster: ClusterConfig, life: int) -> None:
-        self._etcd, self._prefix = etcd, cluster.etcd_prefix
-        self._leader = conductor_key(cluster, life)
+        self._etcd, self._prefix, self._life = etcd, cluster.etcd_prefix, life
+        self._guard, self._revision = f"{self._prefix}/{WRITERS}/{life:x}".encode(), 0
         self._changing = asyncio.Lock()
+        self._fails, self._num_late = False, 0
 
-    async def read(self, folder: str) -> list[bytes]:
-        """Return the values of all keys in a folder; waits until etcd answers. Raises ConfigError."""
-        while True:
+    async def read(self, folder: str) -> dict[str, bytes]:
+        """Return the values of all keys in a folder, by name; waits until etcd answers.
+
+        Raises ConfigError.
+        """
+        prefix = f"{self._prefix}/{folder}".encode()
+        found, last, is_whole = dict[str, bytes](), prefix + b"/", False
+        while not is_whole:
             try:
-                return await self._etcd.values(f"{self._prefix}/{folder}/".encode())
+                page = await self._etcd.page(prefix, last, _PAGE)
             except RefusedError as error:
                 raise ConfigError(f"cluster.etcd_endpoints: {error}") from None
             except UnreachableError as error:
                 log.warning("etcd does not tell what the last leader has kept: %s", error)
-            await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_S)
+                continue
+            found |= {key[len(prefix) + 1 :].decode(): value for key, value in page}
+            is_whole = len(page) < _PAGE
+            last = page[-1][0] if page else last
+        return found
 
-    async def put(self, name: str, value: bytes, ttl_s: float | None = None) -> None:
-        """Set a key, which ends after `ttl_s`. Raises NotStoredError."""
-        await self._change(name, value, ttl_s)
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until all that were here before have had their turns, and have it while the block runs.
 
-    async def remove(self, name: str) -> None:
-        """Remove a key. Idempotent. Raises NotStoredError."""
-        await self._change(name, None, None)
-
-    async def _change(self, name: str, value: bytes | None, ttl_s: float | None) -> None:
-        """Change a key, after all changes that were asked for before."""
-        key = f"{self._prefix}/{name}".encode()
+        Raises NotStoredError if etcd has failed one of theirs late: else each would wait as long.
+        """
+        num_late = self._num_late
         async with self._changing:
-            try:
-                lease = 0 if ttl_s is None else await self._etcd.new_lease(max(1, math.ceil(ttl_s)))
-                await self._etcd.change(key, value, lease, beside=self._leader)
-            except LeaseLostError:
-                raise NotStoredError("this conductor does not lead any more") from None
-            except (RefusedError, UnreachableError) as error:
-                log.error("%s cannot be written to etcd: %s", name, error)
-                raise NotStoredError("etcd does not take it") from None
+            if num_late != self._num_late:
+                raise _not_taken()
+            yield
+
+    async def change(self, values: Mapping[str, bytes | None]) -> None:
+        """Set keys, or remove those whose value is None, all or none, in one's turn.
+
+        Raises NotStoredError. Then etcd may have made the change, or make it yet, until a later one is made.
+        """
+        changes = {f"{self._prefix}/{name}".encode(): value for name, value in values.items()}
+        begun_s = time.monotonic()
+        try:
+            is_made = False
+            while not is_made:  # else an earlier change was made after all
+                is_made, self._revision = await self._etcd.change(
+                    changes, self._guard, self._revision, self._life
+                )
+        except LeaseLostError:
+            raise NotStoredError("this conductor does not lead any more") from None
+        except (RefusedError, UnreachableError) as error:
+            if not self._fails:
+                log.error("nothing can be stored in etcd: %s", error)
+            self._fails = True
+            self._num_late += time.monotonic() - begun_s >= LATE_S
+            raise _not_taken() from None
+        if self._fails:
+            log.warning("etcd stores what it is given again")
+        self._fails = False
+
+
+def _not_taken() -> NotStoredError:
+    return NotStoredError("etcd does not take it")

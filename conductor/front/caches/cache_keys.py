@@ -1,65 +1,139 @@
 """Context caches in etcd, where the next leader finds them.
 
-Each has a key of its own, below `context_caches`, that ends by itself with the cache's time to live.
+A cache has two keys: its content, of up to some 1.5 MB, which never changes, and its end, which clients may
+change often: etcd keeps what keys have been. Both are removed after the end.
 
-Owns: the keys and their content. Does not know: who may see a cache, where its blocks are, etcd's calls
-(`mooncake.leadership.state_keys`).
+Owns: the keys and their content, what etcd may have otherwise than clients were told. Does not know: who may
+see a cache, where its blocks are, etcd's calls (`mooncake.leadership.state_keys`).
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 import zlib
+from collections.abc import Mapping
 
 import msgspec
 
 from conductor.front.caches.cache_store import StoredCache
-from mooncake.leadership.state_keys import StateKeys
+from mooncake.errors import NotStoredError
+from mooncake.leadership.state_keys import MAX_KEYS, StateKeys
 
-_FOLDER = "context_caches"
+_CONTENTS, _ENDS = "context_caches", "context_cache_ends"
+_NEVER = 0.0
+"""The end of a cache that is not to be in etcd: deleted, or never told to its client."""
 _FASTEST = 1
+TIDY_S = 1.0
+"""Time between two looks for what has ended or is in doubt."""
 log = logging.getLogger(__name__)
 
 
 class CacheKeys:
-    """The stored context caches of a cluster, in etcd. A `CacheStore`."""
+    """The stored context caches of a cluster, in etcd. A `CacheStore`, while `run` runs."""
 
     def __init__(self, keys: StateKeys) -> None:
         self._keys = keys
+        self._ends: dict[str, float] = {}
+        """The end, as clients were told, of each cache that etcd may have."""
+        self._doubtful: set[str] = set()
+        """Caches of which etcd may have another end, as the answer to a change has not come."""
 
     async def load(self, fingerprint: str) -> list[StoredCache]:
         """Return the caches of this model, oldest first; waits until etcd answers.
 
-        Of two with one name, the earlier was never told to its client, and is left out.
+        Of two with one name, the earlier was never told to its client, and is removed.
         """
-        values = await self._keys.read(_FOLDER)
-        stored = await asyncio.to_thread(_caches_of, values)
+        contents, ends = await self._keys.read(_CONTENTS), await self._keys.read(_ENDS)
+        self._ends, stored = await asyncio.to_thread(_understood, contents, ends)
         now, by_name = time.time(), dict[tuple[str, str], StoredCache]()
         for cache in sorted(stored, key=lambda cache: cache.created_at):
             if cache.fingerprint == fingerprint and cache.expires_at > now:
-                by_name[cache.owner, cache.name or cache.id] = cache
+                name = cache.owner, cache.name or cache.id
+                if (earlier := by_name.pop(name, None)) is not None:
+                    self._ends[earlier.id] = _NEVER
+                by_name[name] = cache
         return list(by_name.values())
 
     async def put(self, cache: StoredCache) -> None:
         """Add a cache."""
-        content = zlib.compress(msgspec.msgpack.encode(cache), _FASTEST)
-        await self._keys.put(f"{_FOLDER}/{cache.id}", content, cache.expires_at - time.time())
+        async with self._keys.turn():
+            await self._put(cache)
 
     async def extend(self, cache: StoredCache) -> None:
         """Set the end of a cache."""
-        await self.put(cache)
+        async with self._keys.turn():
+            if cache.id in self._ends:
+                await self._set_end(cache.id, cache.expires_at)
+            else:  # it has ended before its turn came
+                await self._put(cache)
 
     async def remove(self, cache_id: str) -> None:
         """Remove a cache. Idempotent."""
-        await self._keys.remove(f"{_FOLDER}/{cache_id}")
+        async with self._keys.turn():
+            if cache_id in self._ends:
+                await self._set_end(cache_id, _NEVER)
+
+    async def run(self) -> None:
+        """Remove what has ended, and settle what is in doubt, now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(TIDY_S)
+            with contextlib.suppress(NotStoredError):  # tried again
+                await self.tidy_up()
+
+    async def tidy_up(self) -> None:
+        """Remove caches that have ended, and give those in doubt the ends that clients were told: some of
+        them, if they are many. Raises NotStoredError."""
+        async with self._keys.turn():
+            now, most = time.time(), MAX_KEYS // 3
+            over = [cache_id for cache_id, end in self._ends.items() if end <= now][:most]
+            doubtful = list(self._doubtful.difference(over))[:most]
+            if over or doubtful:
+                changes: dict[str, bytes | None] = {
+                    _key(folder, cache_id): None for cache_id in over for folder in (_CONTENTS, _ENDS)
+                }
+                changes |= {
+                    _key(_ENDS, cache_id): _encoded_end(self._ends[cache_id]) for cache_id in doubtful
+                }
+                await self._keys.change(changes)
+                self._doubtful.difference_update(over, doubtful)
+                for cache_id in over:
+                    del self._ends[cache_id]
+
+    async def _put(self, cache: StoredCache) -> None:
+        content = await asyncio.to_thread(_encoded, cache)  # of a long one this takes 50 ms
+        self._ends.setdefault(cache.id, _NEVER)
+        await self._set_end(cache.id, cache.expires_at, {_key(_CONTENTS, cache.id): content})
+
+    async def _set_end(self, cache_id: str, end: float, beside: Mapping[str, bytes] | None = None) -> None:
+        self._doubtful.add(cache_id)
+        await self._keys.change({_key(_ENDS, cache_id): _encoded_end(end), **(beside or {})})
+        self._doubtful.remove(cache_id)
+        self._ends[cache_id] = end
 
 
-def _caches_of(values: list[bytes]) -> list[StoredCache]:
-    """Return the caches that this release understands."""
-    caches = []
-    for value in values:
+def _key(folder: str, cache_id: str) -> str:
+    return f"{folder}/{cache_id}"
+
+
+def _encoded(cache: StoredCache) -> bytes:
+    return zlib.compress(msgspec.msgpack.encode(cache), _FASTEST)
+
+
+def _encoded_end(end: float) -> bytes:
+    return msgspec.json.encode(end)
+
+
+def _understood(
+    contents: Mapping[str, bytes], encoded_ends: Mapping[str, bytes]
+) -> tuple[dict[str, float], list[StoredCache]]:
+    """Return the ends, by id, and the caches that this release understands."""
+    ends, caches = dict[str, float](), []
+    for cache_id, encoded in encoded_ends.items():
         try:
-            caches.append(msgspec.msgpack.decode(zlib.decompress(value), type=StoredCache))
-        except (zlib.error, msgspec.MsgspecError) as error:
+            ends[cache_id] = msgspec.json.decode(encoded, type=float)
+            cache = msgspec.msgpack.decode(zlib.decompress(contents[cache_id]), type=StoredCache)
+            caches.append(cache._replace(expires_at=ends[cache_id]))
+        except (KeyError, zlib.error, msgspec.MsgspecError) as error:
             log.warning("a context cache in etcd is none of this release: %s", error)
-    return caches
+    return ends, caches

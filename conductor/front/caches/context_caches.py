@@ -109,6 +109,10 @@ class ContextCache:
     """Seconds since 1970."""
     expires_s: float | None = None
     """Time at which the cache ends; None while the cache is being made."""
+    num_extending: int = 0
+    """Extensions that are being stored. Meanwhile the cache does not end."""
+    is_being_deleted: bool = False
+    """No request finds the cache then, but its name is taken and its tokens count, as deleting may fail."""
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
 
@@ -116,6 +120,10 @@ class ContextCache:
     def num_tokens(self) -> int:
         """Tokens that its key pays for."""
         return len(self.beginning.token_ids)
+
+    def has_ended(self, now_s: float) -> bool:
+        """Return whether the cache's time to live has passed."""
+        return self.expires_s is not None and self.expires_s <= now_s and not self.num_extending
 
 
 class CacheUse:
@@ -185,7 +193,7 @@ class ContextCaches:
 
         Raises RequestError for a name that is taken, and above the quota.
         """
-        own = self.of(key, now_s)
+        own = self._living(_owner(key), now_s)
         if len(own) >= MAX_CACHES:
             raise RequestError(
                 f"this API key has {len(own)} context caches, and may have no more; delete others",
@@ -223,20 +231,25 @@ class ContextCaches:
     async def keep(self, cache: ContextCache, ttl_s: float, now_s: float) -> None:
         """Store a complete cache, or its new time to live. Raises RequestError if that fails."""
         stored = _stored(cache, self._fingerprint, time.time() + ttl_s)
-        with self._refusing_what_is_not_stored():
-            await (self._store.put if cache.expires_s is None else self._store.extend)(stored)
-        cache.expires_s = now_s + ttl_s
+        cache.num_extending += 1
+        try:
+            with self._refusing_what_is_not_stored():
+                await (self._store.put if cache.expires_s is None else self._store.extend)(stored)
+            cache.expires_s = now_s + ttl_s
+        finally:
+            cache.num_extending -= 1
 
     async def delete(self, cache: ContextCache) -> None:
-        """Delete a stored cache; no request finds it from now on. Raises RequestError if that fails, and then
-        the cache stays."""
-        self.remove(cache)
+        """Delete a cache; no request finds it from now on. Raises RequestError if that fails, and then the
+        cache stays."""
+        cache.is_being_deleted = True
         try:
             with self._refusing_what_is_not_stored():
                 await self._store.remove(cache.id)
-        except RequestError:
-            self._caches.setdefault(cache.owner, {})[cache.id] = cache
+        except BaseException:
+            cache.is_being_deleted = False
             raise
+        self.remove(cache)
 
     @contextlib.contextmanager
     def _refusing_what_is_not_stored(self) -> Iterator[None]:
@@ -268,7 +281,7 @@ class ContextCaches:
 
     def of(self, key: ApiKey | None, now_s: float) -> list[ContextCache]:
         """Return all caches of this key, oldest first."""
-        return self._living(_owner(key), now_s)
+        return [cache for cache in self._living(_owner(key), now_s) if not cache.is_being_deleted]
 
     def kept(self, now_s: float) -> list[KeepContext]:
         """Return all complete caches, as messages to the Conductor."""
@@ -300,9 +313,9 @@ class ContextCaches:
     def _living(self, owner: str, now_s: float) -> list[ContextCache]:
         caches = list(self._caches.get(owner, {}).values())
         for cache in caches:
-            if cache.expires_s is not None and cache.expires_s <= now_s:
+            if cache.has_ended(now_s):
                 self.remove(cache)
-        return [cache for cache in caches if cache.expires_s is None or now_s < cache.expires_s]
+        return [cache for cache in caches if not cache.has_ended(now_s)]
 
 
 class ContextMetrics(Collector):

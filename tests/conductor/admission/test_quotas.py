@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.admission.quotas import Quotas
+from conductor.admission.quotas import Quotas, TokenBudget
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.view.rejection import Reason
@@ -149,3 +149,14 @@ def test_a_request_that_is_rejected_costs_nothing() -> None:
     conductor.handle(D0, DecodeRefused(ref(request_id="a"), "slow", 2, 0.2), 1.0)
     assert "a" not in conductor.requests
     assert conductor.quotas.by_tenant[""].left(1.0) == 60
+
+
+def test_what_was_used_before_the_levels_were_read_counts() -> None:
+    """They may come late, and a tenant has a whole minute's tokens until then."""
+    quotas = Quotas()
+    assert quotas.refusal("t", claim(40), 0, now_s=1.0) is None
+    quotas.charge("t", 40, now_s=1.0)
+    quotas.restore("t", TokenBudget(60.0, 30.0, at_s=1.0))
+    assert quotas.by_tenant["t"].left(1.0) == -10.0
+    quotas.refund("t", 40)
+    assert quotas.by_tenant["t"].left(1.0) == 30.0

@@ -2,16 +2,19 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conductor.front.caches.cache_keys import CacheKeys
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.errors import NotStoredError
-from mooncake.leadership.etcd import Etcd
+from mooncake.leadership import state_keys
+from mooncake.leadership.etcd import Etcd, UnreachableError
 from mooncake.leadership.state_keys import StateKeys
 from mooncake.leadership.terms import conductor_key
 from tests.conductor.front.caches.stored import MODEL, cache
@@ -85,7 +88,9 @@ async def test_what_etcd_does_not_take_is_refused(server: EtcdServer) -> None:
         loading = asyncio.create_task(caches.load(MODEL))
         server.start()
         assert [stored.id for stored in await loading] == ["cache-2"]
-        await keys.put("context_caches/cache-3", b"of another release")
+        for foreign in ({"context_caches/cache-3": b"?"}, {"context_cache_ends/cache-3": b"1e10"}):
+            async with keys.turn():
+                await keys.change(foreign)
         assert [stored.id for stored in await caches.load(MODEL)] == ["cache-2"]
 
 
@@ -98,10 +103,131 @@ async def test_of_two_with_one_name_the_later_counts(server: EtcdServer) -> None
         assert [stored.id for stored in await caches.load(MODEL)] == ["cache-2", "cache-3"]
 
 
-async def test_a_key_ends_with_the_time_to_live(server: EtcdServer) -> None:
+async def kept(keys: StateKeys) -> tuple[list[str], list[str]]:
+    """The ids of all contents, and of all ends."""
+    return list(await keys.read("context_caches")), list(await keys.read("context_cache_ends"))
+
+
+async def test_what_has_ended_is_removed(server: EtcdServer) -> None:
+    """By another leader too, and if nobody knows its model any more."""
     async with leading(server) as (caches, keys, _):
-        await caches.put(cache(1, ttl_s=1.0))
-        await caches.put(cache(2))
-        while len(await keys.read("context_caches")) > 1:
-            await asyncio.sleep(0.02)
+        for each in (cache(1, ttl_s=0.0), cache(2), cache(3, fingerprint="other", ttl_s=0.0), cache(4)):
+            await caches.put(each)
+        await caches.tidy_up()
+        assert await kept(keys) == (["cache-2", "cache-4"],) * 2
+        await caches.put(cache(1, ttl_s=0.0))
+        await caches.remove("cache-4")
+    async with leading(server, LIFE + 1) as (caches, keys, _):
         assert [stored.id for stored in await caches.load(MODEL)] == ["cache-2"]
+        await caches.tidy_up()
+        assert await kept(keys) == (["cache-2"],) * 2
+        await caches.extend(cache(1))  # asked for just before it ended
+        assert [stored.id for stored in await caches.load(MODEL)] == ["cache-1", "cache-2"]
+
+
+async def test_an_extension_is_small_and_leaves_no_lease(server: EtcdServer) -> None:
+    """etcd keeps each version of a key until it is compacted, and a lease until it expires."""
+    content = b"/mooncake/context_caches/cache-1"
+    async with leading(server) as (caches, _, etcd):
+        await caches.put(cache(1))
+        for seconds in range(20):
+            await caches.extend(cache(1, ttl_s=1000.0 + seconds))
+        answer = await etcd._ask("kv/range", {"key": content})
+        assert [kv["version"] for kv in answer["kvs"]] == ["1"]
+        assert len((await etcd._ask("lease/leases", {}))["leases"]) == 1
+
+
+class LostAnswers:
+    """Changes that etcd takes so late that nobody waits for the answer any more."""
+
+    def __init__(self, etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._change, self._late = etcd.change, list[tuple[Any, ...]]()
+
+        async def lose(*call: Any) -> tuple[bool, int]:
+            self._late.append(call)
+            raise UnreachableError("silence")
+
+        monkeypatch.setattr(etcd, "change", lose)
+
+    async def arrive(self) -> list[bool]:
+        """Carry out what was asked for; return what was indeed."""
+        return [(await self._change(*call))[0] for call in self._late]
+
+
+@contextmanager
+def losing(etcd: Etcd) -> Iterator[LostAnswers]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield LostAnswers(etcd, patch)
+
+
+@pytest.mark.parametrize("is_carried_out", [True, False])
+async def test_what_a_client_was_not_told_is_undone(server: EtcdServer, is_carried_out: bool) -> None:
+    one, two = cache(1), cache(2)
+    changes: list[Callable[[CacheKeys], Awaitable[None]]] = [
+        lambda caches: caches.put(cache(3)),
+        lambda caches: caches.extend(one._replace(expires_at=one.expires_at + 99)),
+        lambda caches: caches.remove(two.id),
+    ]
+    async with leading(server) as (caches, keys, etcd):
+        await caches.put(one)
+        await caches.put(two)
+        for change in changes:
+            with losing(etcd) as lost, pytest.raises(NotStoredError):
+                await change(caches)
+            if is_carried_out:
+                assert await lost.arrive() == [True]
+            await caches.tidy_up()
+            assert await lost.arrive() == [False]
+            assert await caches.load(MODEL) == [one, two]
+        assert await kept(keys) == ([one.id, two.id],) * 2
+
+
+async def test_while_etcd_is_silent_changes_do_not_wait_one_after_the_other(
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_keys, "LATE_S", 0.0)
+    async with leading(server) as (caches, _, etcd):
+        with losing(etcd) as lost:
+            changes = (caches.put(cache(number)) for number in range(9))
+            answers = await asyncio.gather(*changes, return_exceptions=True)
+            assert {type(answer) for answer in answers} == {NotStoredError}
+        assert len(await lost.arrive()) == 1
+        await caches.tidy_up()
+        await caches.put(cache(3))
+        assert [stored.id for stored in await caches.load(MODEL)] == ["cache-3"]
+
+
+async def test_a_change_that_comes_late_does_not_undo_a_later_one(server: EtcdServer) -> None:
+    """Two of one cache, and of two."""
+    later = cache(1, ttl_s=9000.0)
+    async with leading(server) as (caches, _, etcd):
+        await caches.put(cache(1))
+        for early in (caches.extend(cache(1, ttl_s=5.0)), caches.remove("cache-1")):
+            with losing(etcd) as lost, pytest.raises(NotStoredError):
+                await early
+            await caches.extend(later)
+            assert await lost.arrive() == [False]
+            await caches.tidy_up()
+            assert await caches.load(MODEL) == [later]
+
+
+async def test_a_long_cache_does_not_hold_up_the_loop(
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processor time of the loop's thread: time on the clock says nothing on a busy machine."""
+    run, longest_s = asyncio.Handle._run, 0.0  # type: ignore[attr-defined]
+
+    def measured(handle: asyncio.Handle) -> None:
+        nonlocal longest_s
+        begun_s = time.thread_time()
+        run(handle)
+        longest_s = max(longest_s, time.thread_time() - begun_s)
+
+    token_ids = random.Random(1).choices(range(50_000), k=500_000)
+    async with leading(server) as (caches, _, _etcd):
+        await asyncio.sleep(0)
+        monkeypatch.setattr(asyncio.Handle, "_run", measured)
+        await caches.put(cache(1, token_ids=token_ids))
+        await caches.extend(cache(1, token_ids=token_ids, ttl_s=10.0))
+        await caches.load(MODEL)
+        assert longest_s < 0.03
