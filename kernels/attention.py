@@ -29,7 +29,8 @@ _MIN_SPLIT_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """The pages that a plan reads: `[num_pages, num_kv_heads, 2, page_size, head_dim]` of `dtype`."""
+    """The form of the pages that a plan reads: `[num_pages, num_kv_heads, 2, page_size, head_dim]` of
+    `dtype`."""
 
     num_kv_heads: int
     page_size: int
@@ -39,7 +40,8 @@ class PageGeometry:
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """Query rows `[row, row + num_rows)` over the gathered keys `[first_key, first_key + num_keys)`.
+    """A block of query rows `[row, row + num_rows)` over the gathered keys `[first_key, first_key +
+    num_keys)`.
 
     `mask` is `[num_rows, num_keys]`, added to the scores.
     """
@@ -53,7 +55,7 @@ class QueryBlock:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """One chunk of several tokens. `page_rows`: see `_page_rows`."""
+    """The plan of one chunk of several tokens. `page_rows`: int64 indices as `_page_rows` returns them."""
 
     page_rows: torch.Tensor
     blocks: tuple[QueryBlock, ...]
@@ -61,7 +63,7 @@ class PrefillPlan:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Single-token queries at `rows` (int64 [B], ascending), padded to equal numbers of keys.
+    """The plan of single-token queries at `rows` (int64 `[B]`, ascending), padded to equal numbers of keys.
 
     `mask` is `[B, 1, 1, num_keys]`, added to the scores.
     """
@@ -87,10 +89,11 @@ def plan_attention(
     geometry: PageGeometry,
     sliding_window: int | None,
 ) -> AttentionPlan:
-    """Plan one forward pass over sequences whose queries are concatenated in this order.
+    """Return the plan of one forward pass over sequences whose queries are concatenated in the arguments'
+    order.
 
-    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
-    its token t lies in page `page_tables[s][t // page_size]` (int64, on the CPU).
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
+    t lies in page `page_tables[s][t // page_size]` (int64, on the CPU).
     """
     prefills: list[PrefillPlan] = []
     singles: list[_Single] = []
@@ -150,7 +153,7 @@ def _attend(
     """Return the attention of `queries` [kv_heads, group, rows, d] over `keys`, `values` [kv_heads, 1,
     num_keys, d].
 
-    `mask` [rows, num_keys] is added to the scores; returns the shape of `queries`.
+    `mask` [rows, num_keys] is added to the scores; the result has the shape of `queries`.
     """
     num_kv_heads, group, num_rows, head_dim = queries.shape
     if queries.device.type == "cpu" and queries.dtype is torch.bfloat16:
@@ -168,7 +171,7 @@ def _attend(
 
 @dataclass(frozen=True, slots=True)
 class _Single:
-    """A single-token query: its row, the pages it sees, and the seen keys `[first, end)` within them."""
+    """A single-token query: its row, its pages, and the visible keys `[first, end)` within these pages."""
 
     row: int
     pages: torch.Tensor
@@ -182,10 +185,11 @@ def _first_seen(position: int, sliding_window: int | None) -> int:
 
 
 def _page_rows(pages: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
-    """Return the indices into a layer viewed as `[num_pages * num_kv_heads * 2, page_size * head_dim]`.
+    """Return flat int64 indices into a layer viewed as `[num_pages * num_kv_heads * 2, page_size *
+    head_dim]`.
 
-    For `pages` [B, P] they are ordered [2, B, num_kv_heads, P], so that one `index_select` yields K and V as
-    contiguous `[2, B, num_kv_heads, P * page_size, head_dim]`. int64, flat.
+    For `pages` [B, P] the indices are ordered [2, B, num_kv_heads, P], so that one `index_select` yields K
+    and V as contiguous `[2, B, num_kv_heads, P * page_size, head_dim]`. int64, flat.
     """
     pages = pages.to(geometry.device)
     heads = torch.arange(geometry.num_kv_heads, device=geometry.device)[:, None]
@@ -202,7 +206,7 @@ def _plan_prefill(
     geometry: PageGeometry,
     sliding_window: int | None,
 ) -> PrefillPlan:
-    """Plan a chunk whose first gathered key has position `base`."""
+    """Return the plan of one chunk, whose first gathered key has position `base`."""
     start = kv_len - query_len
     num_seen = len(pages) * geometry.page_size
     block_rows = _MAX_BLOCK_SCORES // num_seen // _MIN_BLOCK_ROWS * _MIN_BLOCK_ROWS
@@ -245,15 +249,18 @@ def _padded(pages: torch.Tensor, num_pages: int) -> torch.Tensor:
 
 
 def _additive_mask(is_hidden: torch.Tensor, geometry: PageGeometry) -> torch.Tensor:
-    """Return a mask of -inf where hidden, else 0; a boolean mask would be converted by every call."""
+    """Return a mask in the pages' dtype, -inf where hidden and else 0.
+
+    A boolean mask would be converted by every call.
+    """
     mask = torch.zeros(is_hidden.shape, dtype=geometry.dtype, device=geometry.device)
     return mask.masked_fill_(is_hidden, float("-inf"))
 
 
 def _similar_lengths(singles: Sequence[_Single]) -> list[list[_Single]]:
-    """Split decode queries so that padding at most doubles the keys that are read.
+    """Return decode queries in groups in which padding at most doubles the keys that are read.
 
-    Short sequences stay together: there a further call costs more than the padding.
+    Short sequences stay together, as one more call costs more than their padding.
     """
     groups: list[list[_Single]] = []
     for single in sorted(singles, key=lambda s: -s.end):

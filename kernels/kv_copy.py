@@ -30,7 +30,7 @@ def write_kv(
 
 
 def gather_pages(kv_layer: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Copy pages out: `kv_layer[pages]`, contiguous `[n, num_kv_heads, 2, page_size, head_dim]`.
+    """Return copies of pages, `kv_layer[pages]`: contiguous `[n, num_kv_heads, 2, page_size, head_dim]`.
 
     `pages`: int64 `[n]`. Reads and writes n pages each.
     """

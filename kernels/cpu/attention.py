@@ -22,11 +22,11 @@ from kernels.cpu.library import DTYPES, Library
 HEAD_DIMS = (64, 96, 128)
 _UNLIMITED_WINDOW = 2**30
 _MOST_POSITIONS = 2**24
-"""Largest position, as positions are compared as float32."""
+"""The largest position, as positions are compared in float32."""
 
 
 class _Batch(ctypes.Structure):
-    """`struct Batch` of attention.h."""
+    """The C++ `struct Batch` of attention.h."""
 
     _fields_ = (
         ("pages", ctypes.c_void_p),
@@ -46,7 +46,7 @@ class _Batch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The heads of a layer; `num_heads` is a multiple of `num_kv_heads`. `scale` multiplies the scores."""
+    """The heads of a layer. `num_heads` is a multiple of `num_kv_heads`; `scale` multiplies the scores."""
 
     num_heads: int
     num_kv_heads: int
@@ -54,22 +54,23 @@ class AttentionShape:
     scale: float
 
     def last(self, num_kv_heads: int) -> "AttentionShape":
-        """Return the last KV heads, with their query heads."""
+        """Return the shape of the last `num_kv_heads` KV heads, with their query heads."""
         return replace(
             self, num_heads=self.num_heads // self.num_kv_heads * num_kv_heads, num_kv_heads=num_kv_heads
         )
 
     def without(self, others: "AttentionShape") -> "AttentionShape":
-        """Return the heads before these last ones."""
+        """Return the shape of the heads before the last ones, `others`."""
         return self.last(self.num_kv_heads - others.num_kv_heads)
 
 
 class PagedAttention:
-    """One forward pass over sequences whose queries are concatenated, for all layers that share a window.
+    """Attention in one forward pass over concatenated sequences, for all layers that share a sliding window.
 
-    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
-    its token t lies in page `page_tables[s][t // page_size]`. `kv_shape` is that of a layer's pages,
-    `[num_pages, num_kv_heads, 2, page_size, head_dim]`. Raises ValueError for what does not fit together.
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
+    t lies in page `page_tables[s][t // page_size]`. `kv_shape` is that of a layer's pages, `[num_pages,
+    num_kv_heads, 2, page_size, head_dim]`. Raises ValueError if lengths, page tables and shape do not fit
+    together.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class PagedAttention:
         The result is contiguous. Tokens of `query` may lie apart (a part of a larger matrix), its heads may
         not. `kv_layer` holds the new tokens already. Both are float32 or bfloat16 in the CPU's memory.
         `lse`, float32 [T, num_heads], takes the natural logarithm of each softmax's denominator. Raises
-        ValueError.
+        ValueError for other tensors.
         """
         heads = self.heads
         shape = (self.num_tokens, heads.num_heads, heads.head_dim)

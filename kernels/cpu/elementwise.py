@@ -16,11 +16,11 @@ from kernels.cpu.library import Library
 from kernels.head_norms import HeadNorms
 
 MULTIPLE = 16
-"""Norms go over multiples of so many elements, rotations over twice as many."""
+"""The divisor of row lengths in norms; rotations need twice as many elements."""
 
 
 class _Slots(ctypes.Structure):
-    """`struct Slots` of elementwise.h."""
+    """The C++ `struct Slots` of elementwise.h."""
 
     _fields_ = (
         ("cos", c_void_p),
@@ -32,7 +32,7 @@ class _Slots(ctypes.Structure):
 
 
 class _Pages(ctypes.Structure):
-    """`struct Pages` of elementwise.h."""
+    """The C++ `struct Pages` of elementwise.h."""
 
     _fields_ = (
         ("num_pages", c_int64),
@@ -45,9 +45,9 @@ class _Pages(ctypes.Structure):
 
 
 class Slots:
-    """Token slots: angles of T tokens, float32 `[T, head_dim / 2]`, and their pages and offsets, int64 `[T]`.
+    """Token slots of T tokens: angles, float32 `[T, head_dim / 2]`, and pages and offsets, int64 `[T]`.
 
-    Checked once, for all layers of a batch. Raises ValueError.
+    Checked once, for all layers of a batch. Raises ValueError for other tensors.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Slots:
 
 
 class Elementwise:
-    """The operations, for tensors of one dtype: bfloat16 or float32, contiguous, on the CPU.
+    """The elementwise operations, for contiguous CPU tensors of one dtype, bfloat16 or float32.
 
-    Every method raises ValueError for anything else.
+    Every method raises ValueError for other tensors.
     """
 
     def __init__(self, library: Library, dtype: torch.dtype) -> None:

@@ -23,46 +23,47 @@ from kernels.cpu.mailbox import COUNTERS_BYTES, HelperLost, Mailbox, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
 NUM_SLOTS = 3
-"""Passes in the mailbox: two micro-batches of a decode pipeline, and a prompt's layer between them."""
+"""Passes in the mailbox at the same time: two micro-batches of a decode pipeline, and a prompt's layer
+between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayersShape:
-    """The sizes of a mailbox: the longest pass that it takes."""
+    """The sizes of a mailbox, which bound the pass that it can hold."""
 
     num_tokens: int
-    """New tokens of a pass, of all its sequences."""
+    """New tokens of a pass, over all its sequences."""
     num_sequences: int
     num_pages: int
-    """Pages of all sequences of a pass."""
+    """Pages of a pass, over all its sequences."""
     hidden_size: int
     dtype: torch.dtype
 
     @property
     def rows_offset(self) -> int:
-        """Offset in bytes of the hidden states in a slot, behind the description."""
+        """The offset in bytes of the hidden states in a slot, after the description."""
         return aligned(described_bytes(self.num_sequences, self.num_pages))
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, whole memory pages."""
+        """The bytes of a slot, whole memory pages."""
         return self.rows_offset + aligned(self.num_tokens * self.hidden_size * self.dtype.itemsize)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the mailbox, whole memory pages."""
+        """The bytes of the mailbox, whole memory pages."""
         return COUNTERS_BYTES + NUM_SLOTS * self.slot_bytes
 
 
 class _LayersMailbox(Mailbox):
-    """One end of a mailbox of this shape."""
+    """One end of a mailbox for layers, of this shape."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape) -> None:
         super().__init__(library, memory, shape.size_bytes)
         self.shape = shape
 
     def _ints(self, number: int) -> np.ndarray:
-        """Return the memory of a pass's description, int32."""
+        """Return the memory of a pass's description as int32, a view."""
         start = self._start(number)
         ints: np.ndarray = self._memory[start : start + self.shape.rows_offset].numpy().view(np.int32)
         return ints
@@ -78,7 +79,10 @@ class _LayersMailbox(Mailbox):
 
 
 class LayersOwner(_LayersMailbox):
-    """The owner's end, for one thread. `timeout_s` is the longest time that a layer may take the helper."""
+    """The owner's end of a mailbox for layers, for one thread.
+
+    `timeout_s`: seconds that the helper may take for a layer.
+    """
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, timeout_s: float) -> None:
         super().__init__(library, memory, shape)
@@ -97,10 +101,12 @@ class LayersOwner(_LayersMailbox):
         page_size: int,
         hidden: torch.Tensor,
     ) -> int:
-        """Hand a pass over to the helper: `hidden` [T, hidden_size] before these layers. Return its number.
+        """Hand a pass over to the helper, with `hidden` [T, hidden_size] before these layers.
 
-        Raises ValueError for one that is too long, or while the answer of the last pass in its slot has not
-        been taken.
+        Returns the pass's number.
+
+        Raises ValueError for a pass that is too long, or while the answer of the last pass in its slot has
+        not been taken.
         """
         shape = self.shape
         num_pages = sum(-(-kv_len // page_size) for kv_len in kv_lens)
@@ -126,7 +132,7 @@ class LayersOwner(_LayersMailbox):
     def take(self, number: int) -> torch.Tensor:
         """Return the hidden states behind the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost, and from then on for each pass: it may need the KVCache of the one that was lost.
+        Raises HelperLost, for each later pass too, as it may need the KVCache of the lost one.
         """
         num_tokens, num_layers = self._asked.pop(number)
         timeout_ms = c_int64(round(1000 * self._timeout_s * num_layers))
@@ -137,15 +143,16 @@ class LayersOwner(_LayersMailbox):
 
 
 class LayersHelper(_LayersMailbox):
-    """The helper's end, for one thread. Pages have `page_size` tokens."""
+    """The helper's end of a mailbox for layers, for one thread. Pages have `page_size` tokens."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, page_size: int) -> None:
         super().__init__(library, memory, shape)
         self._page_size, self._num_passes = page_size, 0
 
     def await_pass(self) -> tuple[HostedPass, torch.Tensor] | None:
-        """Wait for the next pass, and return it with its hidden states `[T, hidden_size]`, a view; None when
-        the exchange is closed. Blocks.
+        """Wait for the next pass, and return it with a view of its hidden states `[T, hidden_size]`. Blocks.
+
+        Returns None when the exchange is closed.
 
         Raises ValueError for a pass with more tokens than fit.
         """
@@ -159,5 +166,5 @@ class LayersHelper(_LayersMailbox):
         return described, self._rows(number, num_tokens)
 
     def answer(self) -> None:
-        """Tell the owner that the pass's hidden states are those behind the layers."""
+        """Tell the owner that the pass's hidden states are now those after the layers."""
         self._code.answer_pass(self._address)

@@ -4,8 +4,8 @@ The same kernels as in `attention`, `linear` and `elementwise`, in order: norm, 
 and values, rotation and page write, attention, product, norm, gated products, product, with both residuals.
 One call for all layers of a pass, because thirty layers of nine calls each cost Python 1.4 ms a step, a fifth
 of a decode step of a small model, and between two calls other threads may hold the interpreter. The
-halves of a layer, attention and MLP, can be called alone, without their residuals: what they compute is added
-up over the ranks of a tensor-parallel group, each with its own heads and columns.
+halves of a layer, attention and MLP, can be called alone, without their residuals: their results are added up
+over the ranks of a tensor-parallel group, each with its own heads and columns.
 
 Owns: a layer's weights, packed, and the checks. Does not know: which layer it is.
 """
@@ -27,7 +27,7 @@ from kernels.head_norms import HeadNorms
 
 
 class _Weights(ctypes.Structure):
-    """`struct LayerWeights` of layer.h."""
+    """The C++ `struct LayerWeights` of layer.h."""
 
     _fields_ = (
         ("input_norm", c_void_p),
@@ -51,14 +51,14 @@ class _Weights(ctypes.Structure):
 
 
 class _LayerOfPass(ctypes.Structure):
-    """`struct LayerOfPass` of layer.h."""
+    """The C++ `struct LayerOfPass` of layer.h."""
 
     _fields_ = (("weights", c_void_p), ("batch", c_void_p), ("kv", c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayerWeights:
-    """`qkv` stacks queries, keys and values. Norms are `[hidden_size]`."""
+    """The packed weights of a layer. `qkv` stacks queries, keys and values; norms are `[hidden_size]`."""
 
     input_norm: torch.Tensor
     qkv: PackedLinear
@@ -71,7 +71,7 @@ class PackedLayerWeights:
 
 
 class Layer:
-    """One decoder layer. Raises ValueError for weights that do not fit together."""
+    """One decoder layer with its packed weights. Raises ValueError for weights that do not fit together."""
 
     def __init__(self, library: Library, weights: PackedLayerWeights, heads: AttentionShape) -> None:
         hidden_size, inner = weights.o.out_features, weights.down.in_features
@@ -149,7 +149,8 @@ class Layer:
         """Return `hidden` [T, hidden_size] after this layer, and write the keys and values of its tokens to
         `kv_layer`.
 
-        `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError.
+        `workspace`: `workspace_elements` elements for each token, any content. Raises ValueError for other
+        shapes or dtypes.
         """
         return run_layers([(self, kv_layer, attention)], hidden, slots, workspace)
 
@@ -161,7 +162,10 @@ class Layer:
         slots: Slots,
         workspace: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what attention adds to `hidden`: norm, attention, the product after it."""
+        """Return the addition of attention to `hidden` [T, hidden_size]: norm, attention, output product.
+
+        Raises ValueError for other shapes or dtypes.
+        """
         self._check_pass(hidden, kv_layer, attention, slots, workspace)
         out = torch.empty_like(hidden)
         is_written = self._attention_half(
@@ -177,7 +181,10 @@ class Layer:
         return out
 
     def mlp_half(self, hidden: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP adds to `hidden` [T, hidden_size]: norm and MLP. Raises ValueError."""
+        """Return the addition of the MLP to `hidden` [T, hidden_size]: norm and MLP.
+
+        Raises ValueError for other shapes or dtypes.
+        """
         num_tokens = len(hidden)
         self._check("hidden states", hidden, (num_tokens, self.hidden_size))
         self._check("workspace", workspace, (num_tokens * self.workspace_elements,))

@@ -32,7 +32,7 @@ _FLAGS = ("-ffp-contract=off", "-pthread")
 
 
 class Isa(Enum):
-    """Instruction sets, the best first."""
+    """The instruction sets with kernels, the best first."""
 
     AMX = "amx"
     AVX512_BF16 = "avx512_bf16"
@@ -65,7 +65,10 @@ class Library:
 
     @functools.cache  # noqa: B019  (libraries live as long as their process)
     def function(self, name: str, dtype: torch.dtype, *argtypes: Any) -> Any:
-        """Return function `name` for tensors of `dtype`, bfloat16 or float32; it returns an int at most."""
+        """Return the compiled function `name` for tensors of `dtype`, bfloat16 or float32.
+
+        Its result is an int or nothing.
+        """
         if dtype not in DTYPES:
             raise ValueError(f"expected one of {', '.join(map(str, DTYPES))}, got {dtype}")
         function = self.code[f"{name}_{str(dtype).removeprefix('torch.')}"]
@@ -75,35 +78,36 @@ class Library:
     def set_num_threads(self, num_threads: int) -> None:
         """Set the number of threads of all kernels in this process, the caller's included (idle_cores.h).
 
-        It is 1 at first. Waits until no other thread computes.
+        The number is 1 at first. Waits until no other thread computes.
         """
         self.code.set_num_threads(num_threads)
 
     def be_guest(self) -> None:
-        """Have the calling thread compute beside the one that computes for this process (idle_cores.h)."""
+        """Make the calling thread a guest: it computes beside the thread that computes for this process
+        (idle_cores.h)."""
         self.code.be_guest()
 
     @property
     def num_placements(self) -> int:
-        """The number of times that threads were moved to other cores."""
+        """The number of times that threads have been moved to other cores."""
         return int(self.code.num_placements())
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernels that compute; without a `library` torch does, and `reason` says why."""
+    """The choice of CPU kernels. Without a `library` torch computes, for the `reason`."""
 
     library: Library | None
     reason: str = ""
 
     @property
     def name(self) -> str:
-        """The instruction set, or `torch`: for metrics and logs."""
+        """The name of the instruction set, or `torch`, as metrics and logs show it."""
         return _TORCH if self.library is None else self.library.isa.value
 
 
 def supported_isas(cpuinfo: str) -> list[Isa]:
-    """Return the instruction sets of a processor with this /proc/cpuinfo, the best first."""
+    """Return the instruction sets of a processor with this text of /proc/cpuinfo, the best first."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     flags = next((set(values.split()) for key, _, values in lines if key.strip() == "flags"), set())
     return [isa for isa in Isa if flags >= _NEEDED_FLAGS[isa]]
@@ -111,7 +115,10 @@ def supported_isas(cpuinfo: str) -> list[Isa]:
 
 @functools.cache
 def load_library(isa: Isa) -> Library:
-    """Compile (the first time, for some seconds) and load a library. Raises NativeCodeError."""
+    """Return the kernels of an instruction set, compiled at the first call, in some seconds.
+
+    Raises NativeCodeError.
+    """
     library = Library(isa, load(_SOURCE, (*_ARCHITECTURE[isa], *_FLAGS)))
     if isa is Isa.AMX and not library.code.may_use_tiles():
         raise NativeCodeError("the operating system gives this process none of the processor's tiles")
@@ -119,7 +126,7 @@ def load_library(isa: Isa) -> Library:
 
 
 def choose() -> KernelChoice:
-    """Return the kernels for this machine's CPU. Warns, once a process, if torch computes."""
+    """Return the kernels for this machine's CPU. Warns, once a process, if torch has to compute."""
     return _choose(os.environ.get(ENV, "auto"))
 
 

@@ -17,11 +17,13 @@ from kernels.cpu.memory import HugeMemory
 
 
 class PackedLinear:
-    """A matrix `[N, K]`, copied into the order in which it is read. Its elements cannot be changed.
+    """A weight matrix `[N, K]`, copied into the order in which products read it.
 
-    `weight`: bfloat16 or float32, contiguous, on the CPU, K even. `bias`: `[N]` of the same type, or None.
+    Its elements cannot be changed.
+
+    `weight`: bfloat16 or float32, contiguous, on the CPU, K even. `bias`: `[N]` of the same dtype, or None.
     Matrices that share a `memory` lie side by side.
-    Raises ValueError for anything else.
+    Raises ValueError for other tensors.
     """
 
     def __init__(
@@ -58,7 +60,8 @@ class PackedLinear:
     ) -> torch.Tensor:
         """Return `x @ W.T + bias + residual`: `[T, N]` for `x` [T, K] and `residual` [T, N], all contiguous.
 
-        `out_dtype` is that of the weights (default), or float32. Raises ValueError.
+        `out_dtype` is that of the weights (default), or float32. Raises ValueError for other shapes or
+        dtypes.
         """
         num_rows = x.shape[0]
         _check("x", x, (num_rows, self.in_features), self.dtype)
@@ -81,7 +84,8 @@ class PackedLinear:
         return y
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix, as an embedding: `[T, K]` for int64 `ids` [T]. Raises IndexError."""
+        """Return rows of the matrix, as an embedding does: `[T, K]` for int64 `ids` [T]. Raises
+        IndexError."""
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError(f"expected int64 ids of one dimension, got {ids.dtype} {list(ids.shape)}")
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.out_features):
@@ -92,7 +96,7 @@ class PackedLinear:
 
 
 class GatedLinear:
-    """`silu(gate(x)) * up(x)`, two products whose results never go to memory.
+    """The gated product `silu(gate(x)) * up(x)`, whose two factors never go to memory.
 
     Reference: `torch.nn.functional.silu`. Raises ValueError for matrices of different shapes or types.
     """
@@ -115,7 +119,10 @@ class GatedLinear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[T, N]` for `x` [T, K], contiguous, of the weights' dtype. Raises ValueError."""
+        """Return `[T, N]` for contiguous `x` [T, K] of the weights' dtype.
+
+        Raises ValueError for other tensors.
+        """
         _check("x", x, (x.shape[0], self.in_features), self.dtype)
         y = torch.empty((x.shape[0], self.out_features), dtype=self.dtype)
         self._function(

@@ -10,16 +10,16 @@ import torch
 from kernels.cpu.library import Library
 
 COUNTERS_BYTES = 4096
-"""Bytes before what is exchanged."""
+"""Bytes at the beginning of a mailbox for its counters."""
 _ALIGNMENT_BYTES = 4096
 
 
 class HelperLost(RuntimeError):
-    """The helper has not answered: the pass has no result, and its tokens have no KVCache."""
+    """The helper has not answered in time: the pass has no result, and its tokens have no KVCache."""
 
 
 class Mailbox:
-    """One end of a mailbox in `memory`, uint8 `[size_bytes]`, zeros at first, which it keeps mapped."""
+    """One end of a mailbox in `memory`, uint8 `[size_bytes]`, all zeros at first. Keeps the memory mapped."""
 
     def __init__(self, library: Library, memory: torch.Tensor, size_bytes: int) -> None:
         if memory.dtype is not torch.uint8 or memory.shape != (size_bytes,):
@@ -29,14 +29,14 @@ class Mailbox:
 
     @property
     def is_closed(self) -> bool:
-        """Whether one of both ends has closed the mailbox."""
+        """Whether either end has closed the mailbox."""
         return bool(self._code.mailbox_is_closed(self._address))
 
     def close(self) -> None:
-        """End the exchange, for both sides: a side that waits for the other stops. Idempotent."""
+        """End the exchange for both sides: a waiting side stops waiting. Idempotent."""
         self._code.close_mailbox(self._address)
 
 
 def aligned(num_bytes: int) -> int:
-    """Return whole memory pages for so many bytes."""
+    """Return `num_bytes` rounded up to whole memory pages."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -23,7 +23,7 @@ from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pas
 
 
 class _Exchange(ctypes.Structure):
-    """`struct Exchange` of moved_heads.h."""
+    """The C++ `struct Exchange` of moved_heads.h."""
 
     _fields_ = (
         ("mailbox", c_void_p),
@@ -36,48 +36,48 @@ class _Exchange(ctypes.Structure):
 
 
 class _HostedLayer(ctypes.Structure):
-    """`struct HostedLayer` of moved_heads.h."""
+    """The C++ `struct HostedLayer` of moved_heads.h."""
 
     _fields_ = (("batch", c_void_p), ("kv", c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
 class MailboxShape:
-    """The sizes of a mailbox: the longest pass that it can describe, and the heads that were moved."""
+    """The sizes of a mailbox: the longest pass that can be described, and the moved heads."""
 
     num_tokens: int
-    """New tokens of a pass, of all its sequences."""
+    """New tokens of a pass, over all its sequences."""
     num_sequences: int
     num_pages: int
-    """Pages of all sequences of a pass."""
+    """Pages of a pass, over all its sequences."""
     heads: AttentionShape
     """The moved heads alone."""
     dtype: torch.dtype
 
     @property
     def row_elements(self) -> int:
-        """Elements that a token's row asks with: queries, keys, values."""
+        """The elements of a token's request row: queries, keys, values."""
         return (self.heads.num_heads + 2 * self.heads.num_kv_heads) * self.heads.head_dim
 
     @property
     def asked_offset(self) -> int:
-        """Offset in bytes of the rows that ask."""
+        """The offset in bytes of the request rows."""
         return COUNTERS_BYTES + aligned(described_bytes(self.num_sequences, self.num_pages))
 
     @property
     def answers_offset(self) -> int:
-        """Offset in bytes of the results."""
+        """The offset in bytes of the results."""
         return self.asked_offset + aligned(self.num_tokens * self.row_elements * self.dtype.itemsize)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the mailbox, whole memory pages."""
+        """The bytes of the mailbox, whole memory pages."""
         num_elements = self.num_tokens * self.heads.num_heads * self.heads.head_dim
         return self.answers_offset + aligned(num_elements * self.dtype.itemsize)
 
 
 class _HeadsMailbox(Mailbox):
-    """One end of a mailbox of this shape."""
+    """One end of a mailbox for heads, of this shape."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape) -> None:
         super().__init__(library, memory, shape.size_bytes)
@@ -88,7 +88,7 @@ class _HeadsMailbox(Mailbox):
 
 
 class HeadsOwner(_HeadsMailbox):
-    """The owner's end. `timeout_s` is the longest time that a layer may take the helper."""
+    """The owner's end of a mailbox for heads. `timeout_s`: seconds that the helper may take for a layer."""
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: MailboxShape, timeout_s: float) -> None:
         super().__init__(library, memory, shape)
@@ -112,7 +112,10 @@ class HeadsOwner(_HeadsMailbox):
         page_tables: Sequence[np.ndarray],
         page_size: int,
     ) -> None:
-        """Describe the next pass over these layers. Raises ValueError for one that is too long."""
+        """Describe the next pass over these layers to the helper.
+
+        Raises ValueError for a pass that is too long.
+        """
         shape, nums_pages = self.shape, [-(-kv_len // page_size) for kv_len in kv_lens]
         num_sequences, num_tokens, num_pages = len(query_lens), sum(query_lens), sum(nums_pages)
         if (
@@ -129,8 +132,11 @@ class HeadsOwner(_HeadsMailbox):
 
 
 class HeadsHelper(_HeadsMailbox):
-    """The helper's end, for one thread. `kv_layers` are the hosted pages of the layers from 0 on, each
-    `[num_pages, num_kv_heads, 2, page_size, head_dim]`; `windows` the layers' sliding windows."""
+    """The helper's end of a mailbox for heads, for one thread.
+
+    `kv_layers` are the hosted pages of the layers from 0 on, each `[num_pages, num_kv_heads, 2, page_size,
+    head_dim]`; `windows` are the layers' sliding windows in tokens.
+    """
 
     def __init__(
         self,
@@ -150,7 +156,7 @@ class HeadsHelper(_HeadsMailbox):
         self._num_passes = 0
 
     def await_pass(self) -> HostedPass | None:
-        """Wait for the next pass, and return it; None when the exchange is closed. Blocks."""
+        """Wait for the next pass, and return its description; None when the exchange is closed. Blocks."""
         if not self._code.await_pass(self._address, c_uint32(self._num_passes)):
             return None
         self._num_passes = self._code.passes_begun(self._address)

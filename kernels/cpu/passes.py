@@ -10,12 +10,12 @@ import numpy as np
 
 _INT_BYTES = 4
 _NUM_HEADER_INTS = 4
-"""Integers before the lists: sequences, pages, first layer, end of layers."""
+"""The number of integers before the lists: sequences, pages, first layer, end of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostedPass:
-    """A pass as its owner describes it: layers, and each sequence's new tokens, tokens and pages."""
+    """A pass as its owner describes it: layers, and the new tokens, tokens and pages of each sequence."""
 
     number: int
     layers: range
@@ -34,7 +34,8 @@ class HostedPass:
 
 
 def described_bytes(num_sequences: int, num_pages: int) -> int:
-    """Return the bytes of the longest description, of so many sequences with so many pages in all."""
+    """Return the bytes of the longest description of `num_sequences` sequences with `num_pages` pages in
+    all."""
     return _INT_BYTES * (_NUM_HEADER_INTS + 2 * num_sequences + num_pages)
 
 
@@ -46,7 +47,7 @@ def write_pass(
     page_tables: Sequence[np.ndarray],
     page_size: int,
 ) -> None:
-    """Describe a pass in `ints`, int32, which must have room for it."""
+    """Write the description of a pass into `ints` (int32), which must have room for it."""
     tables = [table[: -(-kv_len // page_size)] for table, kv_len in zip(page_tables, kv_lens, strict=True)]
     header = [len(query_lens), sum(map(len, tables)), layers.start, layers.stop]
     described = np.concatenate([header, query_lens, kv_lens, *tables], dtype=np.int32, casting="unsafe")
@@ -54,7 +55,7 @@ def write_pass(
 
 
 def read_pass(ints: np.ndarray, number: int, page_size: int) -> HostedPass:
-    """Return a copy of what `write_pass` has described; `number` is the pass's."""
+    """Return the description that `write_pass` has written, as a copy. `number` is the pass's."""
     num_sequences, _, first, end = ints[:_NUM_HEADER_INTS].tolist()
     lists = ints[_NUM_HEADER_INTS:].copy()
     query_lens = lists[:num_sequences].tolist()

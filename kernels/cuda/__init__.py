@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 @cache
 def why_unavailable() -> str:
-    """Return why these kernels cannot run in this Python, for people; empty if they can."""
+    """Return the reason why these kernels cannot run in this Python; empty if they can."""
     return (
         "" if find_spec("triton") else "triton is not installed (.venv/bin/pip install --editable '.[cuda]')"
     )

@@ -26,17 +26,17 @@ from kernels.cuda.spans import Spans
 LN_2 = tl.constexpr(0.6931471805599453)
 _MAX_SPLITS = 64
 _MAX_PROGRAMS_PER_SM = 16
-"""Most programs of one processor in the grid, those that have no part included."""
+"""Programs in the grid for each processor at most, counting those without a part."""
 _PROGRAMS_PER_SM = 4
-"""Programs of one processor that keep the memory busy; it can run all of them at once."""
+"""Programs of one processor that keep the memory busy; a processor can run all of them at once."""
 _MOST_IMBALANCE = 1.5
-"""Longest part, in relation to what each of these programs would have if they all had as much."""
+"""The length of the longest part, relative to an even division among these programs."""
 _PART_MULTIPLE = 64
-"""Every tile's number of keys divides a part."""
+"""The divisor of a part's length: a multiple of the keys of every tile."""
 
 
 class DecodeTile(NamedTuple):
-    """Shape and launch of the splitting kernel: keys of one step, warps, steps in flight."""
+    """The shape and launch parameters of the splitting kernel: keys of one step, warps, steps in flight."""
 
     block_keys: int
     num_warps: int
@@ -44,22 +44,22 @@ class DecodeTile(NamedTuple):
 
 
 def default_tile(dtype: torch.dtype, head_dim: int) -> DecodeTile:
-    """Return a tile so small that an SM runs several programs: their loads in flight keep the memory busy."""
+    """Return a tile so small that an SM runs several programs, whose loads in flight keep the memory busy."""
     if dtype is torch.float32 or head_dim > 128:
         return DecodeTile(32, 4, 2)
     return DecodeTile(64, 4, 3)
 
 
 def pick_num_splits(num_queries: int, num_kv_heads: int, num_sms: int) -> int:
-    """Return the most parts of a sequence that the grid has room for, a power of two."""
+    """Return the largest number of parts of a sequence for which the grid has room, a power of two."""
     most = _MAX_PROGRAMS_PER_SM * num_sms // max(1, num_queries * num_kv_heads)
     return min(_MAX_SPLITS, 1 << max(0, most.bit_length() - 1))
 
 
 def pick_part_keys(num_keys: np.ndarray, num_kv_heads: int, num_sms: int) -> int:
-    """Return the number of keys of a part, for decoded sequences that see so many keys each, int64 [S].
+    """Return the number of keys of a part, for decoded sequences that see `num_keys` keys (int64 `[S]`).
 
-    Parts are as long as they can be without one being what all others wait for: each costs a partial result.
+    Parts are long, as each costs a partial result, but not so long that all programs wait for one.
     """
     balanced = num_keys.sum() * num_kv_heads / (_PROGRAMS_PER_SM * num_sms)
     longest = int(num_keys.max())
@@ -74,10 +74,10 @@ def bytes_moved(kv_lens: list[int], num_heads: int, num_kv_heads: int, head_dim:
 
 @triton.jit
 def _parts(span, window, num_splits, BLOCK_KEYS: tl.constexpr):
-    """Return what a span says: its row, the keys that are seen, [first, end), where its page table begins,
-    the keys of a part and the number of parts: at least one, at most `num_splits`.
+    """Return the fields of a span: row, visible keys [first, end), beginning of its page table, keys of a
+    part, number of parts.
 
-    Parts begin at the block of keys in which the first one lies that is seen.
+    There are at least 1 and at most `num_splits` parts. They begin at the block with the first visible key.
     """
     end = (tl.load(span + 1) * (tl.load(span + 2) + 1)).to(tl.int32)
     first = tl.maximum(0, end - window)
@@ -95,7 +95,9 @@ def _attend_part(
     HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, KV head and part of the keys. `scale` includes LOG2_E; `part_lse` is a power of two's.
+    """Compute attention for one sequence, KV head and part of the keys.
+
+    `scale` includes LOG2_E; `part_lse` is to base 2.
 
     The result goes to `parts` and `part_lse` or, if there is one part, to `out` and `lse`.
     """
@@ -170,7 +172,7 @@ def _merge_parts(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One query and head: the mean of its parts' results, weighted by their denominators."""
+    """Merge the parts' results of one query and head into their mean, weighted by their denominators."""
     span, head = tl.program_id(0), tl.program_id(1)
     row, _, _, _, _, num_parts = _parts(spans + span * SPAN_FIELDS, window, NUM_SPLITS, BLOCK_KEYS)
     if num_parts == 1:
@@ -204,15 +206,15 @@ def decode_attention(
     lse: torch.Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
-    """Write the rows of `out` that `spans` (of at most one token each) name; other rows stay.
+    """Write attention into the rows of `out` that `spans` (of at most one token each) name; other rows stay.
 
     `query`, `out`: `[T, num_heads, head_dim]` in the pages' dtype; tokens of `query` may lie apart, its heads
     may not. Query head h uses KV head `h // (num_heads // num_kv_heads)`. `kv_layer`: contiguous
     `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or float16, the new tokens in it.
     The query at position p sees the keys at `(p - sliding_window, p]`. `scale` multiplies the scores. `lse`,
     float32 `[T, num_heads]`, takes the natural logarithm of each softmax's denominator. `num_splits`: see
-    `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`). Raises ValueError; page
-    numbers are not checked here, but by `plan_spans`.
+    `pick_num_splits`; spans may ask for fewer and longer parts (`pick_part_keys`). Raises ValueError for
+    other tensors; page numbers are checked by `plan_spans` only.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     if num_splits < 1 or num_splits & (num_splits - 1):

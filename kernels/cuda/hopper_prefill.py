@@ -29,12 +29,14 @@ from kernels.cuda.paging import LOG2_E, UNLIMITED_WINDOW
 from kernels.cuda.spans import Spans
 
 BLOCK_ROWS = 128
-"""Pairs of token and head of a program, as many as `default_tile` has: spans have at most BLOCK_ROWS // group
-tokens."""
+"""(token, head) pairs of a program, as in `default_tile`: spans have at most BLOCK_ROWS
+
+group tokens.
+"""
 BLOCK_KEYS = 64
 HEAD_DIMS = (64, 128)
 NUM_STAGES = 3
-"""Blocks of keys, and of values, in the ring."""
+"""The number of blocks of keys, and of blocks of values, in the ring."""
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 240, 24
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -46,7 +48,7 @@ _load_async = (
 
 
 def is_for(query: torch.Tensor, kv_layer: torch.Tensor) -> bool:
-    """Return whether this kernel takes such tensors, which `check_attention` has found right."""
+    """Return whether this kernel supports such tensors, which have passed `check_attention`."""
     _, _, _, page_size, head_dim = kv_layer.shape
     return query.dtype in _DTYPES and head_dim in HEAD_DIMS and page_size % BLOCK_KEYS == 0
 
@@ -56,7 +58,7 @@ def _produce(
     kv_rows, pages, kv_head, begin, num_blocks, ring,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copies the blocks of keys and values from position `begin` on to the ring."""
+    """Copy the blocks of keys and values from position `begin` on to the ring."""
     k_ring, v_ring, k_full, v_full, k_free, v_free = ring
     for block in range(num_blocks):
         stage = block % STAGES
@@ -77,7 +79,7 @@ def _softmax(
     scores, highest, total, position, start, scale, window,
     IS_MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_KEYS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Returns the block's weights, the new maximum and sum, and the factor of all before."""
+    """Return the block's weights, the new maximum and sum, and the factor of all earlier results."""
     if IS_MASKED:
         keys = (start + gl.arange(0, BLOCK_KEYS, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
         is_seen = keys <= position[:, None]
@@ -100,7 +102,8 @@ def _step(
     IS_MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Scores of `block` and their softmax, beside the product of the previous block's weights and values."""
+    """Compute the scores of `block` and their softmax, beside the product of the previous block's weights and
+    values."""
     k_ring, v_ring, k_full, v_full, k_free, v_free = ring
     stage, before = block % STAGES, (block - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
@@ -128,7 +131,7 @@ def _consume(
     HALF: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Attention of one half of a tile's pairs, by a warpgroup."""
+    """Compute attention for one half of a tile's pairs, in one warpgroup."""
     row, num_tokens, position = span
     k_ring, v_ring, k_full, v_full, k_free, _ = ring
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KEYS, 16])
@@ -208,7 +211,7 @@ def _attend_tile_hopper(
     HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_KEYS: gl.constexpr, STAGES: gl.constexpr,
     SPAN_FIELDS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One span, which has tokens, and KV head. `scale` includes LOG2_E."""
+    """Compute attention for one span with tokens and one KV head. `scale` includes LOG2_E."""
     span, kv_head = gl.program_id(0), gl.program_id(1)
     row = gl.load(spans + span * SPAN_FIELDS)
     num_tokens = gl.load(spans + span * SPAN_FIELDS + 1).to(gl.int32)
@@ -268,10 +271,9 @@ def attend(
     sliding_window: int | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """Compute `prefill_attention` of tensors that `is_for` takes, over spans of at least 1 token, at most
-    BLOCK_ROWS // group.
+    """Compute `prefill_attention` for tensors that `is_for` supports, over spans of 1 to BLOCK_ROWS
 
-    Whole pages are read, also behind a last token.
+    group tokens.
     """
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, _, page_size, _ = kv_layer.shape

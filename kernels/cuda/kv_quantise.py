@@ -25,35 +25,35 @@ from kernels.cuda.launch import check_pages, check_tensor, launch
 
 _BLOCK = 2048
 _LEAST_SCALE = 1e-30
-"""Least scale, for parts that are all zeros; far below what a model computes."""
+"""The least scale, for parts that are all zeros; far below the values of a model."""
 _ROUNDER = 12582912.0
-"""1.5 * 2^23: added to a small float32 and taken off again, it rounds to an integer"""
+"""1.5 * 2^23, which rounds a small float32 to an integer when added and subtracted again."""
 _REBIAS = 2.0**120
-"""Factor between e4m3's exponents (bias 7) and float32's (bias 127), subnormal numbers included."""
+"""The factor between e4m3's exponents (bias 7) and float32's (bias 127), for subnormal numbers too."""
 
 
 class Encoding(Enum):
-    """How elements are stored; the value is the largest magnitude that is."""
+    """The encoding of stored elements; the value is the largest magnitude that can be stored."""
 
     INT8 = 127.0
     E4M3 = 448.0
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the stored numbers, one byte each."""
+        """The dtype of the stored numbers, one byte each."""
         return torch.int8 if self is Encoding.INT8 else torch.float8_e4m3fn
 
 
 def bytes_moved(num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, item_bytes: int) -> int:
-    """Return the bytes of either direction: elements, one-byte numbers, a float32 scale for each head's K and
-    V."""
+    """Return the bytes moved in either direction: elements, one-byte numbers, a float32 scale for each head's
+    K and V."""
     return num_pages * num_kv_heads * 2 * (page_size * head_dim * (item_bytes + 1) + 4)
 
 
 def quantise_reference(
     kv_layer: torch.Tensor, pages: torch.Tensor, encoding: Encoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the result of `quantise_pages` in torch."""
+    """Return the result of `quantise_pages`, computed in torch."""
     wide = kv_layer[pages].float()
     scales = wide.abs().amax((-2, -1)).div(encoding.value).clamp(min=_LEAST_SCALE)
     numbers = wide / scales[..., None, None]
@@ -63,13 +63,14 @@ def quantise_reference(
 def dequantise_reference(
     kv_layer: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Do the work of `dequantise_pages` in torch."""
+    """Write the result of `dequantise_pages`, computed in torch."""
     kv_layer[pages] = (numbers.float() * scales[..., None, None]).to(kv_layer.dtype)
 
 
 @triton.jit
 def _to_e4m3(x, REBIAS: tl.constexpr):
-    """The byte of float32 `x`, |x| <= 448: its exponent made e4m3's, its mantissa rounded to 3 bits."""
+    """Return the e4m3 byte of float32 `x`, |x| <= 448: the exponent rebiased, the mantissa rounded to 3
+    bits."""
     bits = (x * (1.0 / REBIAS)).to(tl.int32, bitcast=True)  # exact, which a division need not be
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
@@ -78,7 +79,7 @@ def _to_e4m3(x, REBIAS: tl.constexpr):
 
 @triton.jit
 def _from_e4m3(byte, REBIAS: tl.constexpr):
-    """The float32 of a byte that is not NaN."""
+    """Return the float32 value of an e4m3 byte that is not NaN."""
     bits = byte.to(tl.int32)
     return (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * REBIAS
 
@@ -89,7 +90,7 @@ def _quantise(
     IS_INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     ROUNDER: tl.constexpr, REBIAS: tl.constexpr,
 ):  # fmt: skip
-    """K or V of one head of one page: first the largest magnitude, then the numbers."""
+    """Quantise K or V of one head of one page: first find the largest magnitude, then write the numbers."""
     item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = kv_layer + (tl.load(pages + item) * PARTS + part) * part_size
     magnitudes = tl.zeros([BLOCK], tl.float32)
@@ -116,7 +117,7 @@ def _dequantise(
     pages, kv_layer, numbers, scales, part_size,
     IS_INT8: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, REBIAS: tl.constexpr,
 ):  # fmt: skip
-    """A piece of K or V of one head of one page."""
+    """Dequantise a piece of K or V of one head of one page."""
     item, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     source = numbers + (item * PARTS + part) * part_size
@@ -133,8 +134,8 @@ def quantise_pages(
     """Return numbers `[n, num_kv_heads, 2, page_size, head_dim]` in `encoding.dtype`, and their scales.
 
     Scales are float32 `[n, num_kv_heads, 2]`. `kv_layer`: contiguous pages of one layer, with finite
-    elements, unused ones too; `pages`: int64 `[n]` on its device. Raises ValueError; page numbers are not
-    checked.
+    elements, unused ones too; `pages`: int64 `[n]` on its device. Raises ValueError for other tensors; page
+    numbers are not checked.
     """
     check_pages(kv_layer)
     check_tensor("page numbers", pages, (len(pages),), [torch.int64], kv_layer)
@@ -155,9 +156,9 @@ def quantise_pages(
 def dequantise_pages(
     kv_layer: torch.Tensor, pages: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Write what `quantise_pages` returned into `pages` (int64 `[n]`, no page twice) of one layer.
+    """Write the values of `quantise_pages`' result into `pages` (int64 `[n]`, no page twice) of one layer.
 
-    Raises ValueError; page numbers are not checked.
+    Raises ValueError for other tensors; page numbers are not checked.
     """
     check_pages(kv_layer)
     check_tensor("page numbers", pages, (len(pages),), [torch.int64], kv_layer)
@@ -176,5 +177,5 @@ def dequantise_pages(
 
 
 def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """View numbers as the kernels do: e4m3 as bytes."""
+    """Return a view of the numbers in the kernels' form: e4m3 as uint8."""
     return numbers if numbers.dtype is torch.int8 else numbers.view(torch.uint8)

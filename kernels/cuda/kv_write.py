@@ -17,12 +17,12 @@ from kernels.cuda.launch import check_pages, check_tensor, launch
 from kernels.head_norms import HeadNorms
 
 _BLOCK_HEADS = 16
-"""Heads of one token that a program handles."""
+"""The number of heads of one token that a program handles."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSlots:
-    """The token slots of T tokens, on the device.
+    """The token slots of T tokens, on the GPU.
 
     `cos`, `sin`: float32 `[T, head_dim / 2]`. `pages`, `offsets`: int64 `[T]`, no slot twice; a token whose
     page is -1 is rotated but not written.
@@ -35,14 +35,15 @@ class TokenSlots:
 
 
 def bytes_moved(num_tokens: int, num_rows: int, head_dim: int, item_bytes: int) -> int:
-    """Return the bytes moved for `num_rows` = query heads + 2 * KV heads; angles left out."""
+    """Return the bytes moved for `num_rows` heads a token (query heads + 2 * KV heads), without the
+    angles."""
     return 2 * num_tokens * num_rows * head_dim * item_bytes
 
 
 def rotate_and_write_reference(
     qkv: torch.Tensor, kv_layer: torch.Tensor, slots: TokenSlots, norms: HeadNorms | None = None
 ) -> None:
-    """Do the kernel's work in torch and float32; of the heads in `qkv`, only the queries are defined."""
+    """Compute `rotate_and_write` in torch and float32. Only the queries in `qkv` are defined afterwards."""
     num_kv_heads = kv_layer.shape[1]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     heads = qkv[:, : num_heads + num_kv_heads].float()
@@ -66,7 +67,10 @@ def _rotate_and_write(
     HAS_NORMS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token. Pairs are (i, i + HEAD_DIM / 2), so a head is two vectors of half its size."""
+    """Process some heads of one token.
+
+    Pairs are (i, i + HEAD_DIM / 2), so a head is two vectors of half its size.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_ROWS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -112,7 +116,7 @@ def rotate_and_write(
 
     `qkv`: contiguous `[T, num_heads + 2 * num_kv_heads, head_dim]`, queries, keys, values, in the pages'
     dtype. `kv_layer`: contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` of float32, bfloat16 or
-    float16. Arithmetic is float32, rounded once. Raises ValueError; slots are not checked.
+    float16. Arithmetic is float32, rounded once. Raises ValueError for other tensors; slots are not checked.
     """
     check_pages(kv_layer)
     _, num_kv_heads, _, page_size, head_dim = kv_layer.shape

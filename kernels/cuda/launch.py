@@ -11,17 +11,20 @@ from typing import Any
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernels compute with; sums are always float32."""
+"""The dtypes with which the kernels compute; sums are always float32."""
 MAX_HEAD_DIM = 256
-"""Largest head dimension of the attention kernels."""
+"""The largest head dimension of the attention kernels."""
 _compiled: dict[tuple[object, ...], Any] = {}
-"""Compiled kernels by what they were compiled for."""
+"""The compiled kernels by the kind of arguments for which they were compiled."""
 
 
 def check_tensor(
     what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> None:
-    """Raise ValueError unless `tensor` is contiguous, of this shape and dtypes, on the device of `like`."""
+    """Check that `tensor` is contiguous, of this shape and dtypes, on the device of `like`.
+
+    Raises ValueError, naming `what`.
+    """
     if tensor.is_contiguous() and _is_alike(tensor, shape, dtypes, like):
         return
     check_rows(what, tensor, shape, dtypes, like)
@@ -32,7 +35,10 @@ def check_tensor(
 def check_rows(
     what: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> None:
-    """Check like `check_tensor`, but allow gaps between items of the first dimension (a part of a matrix)."""
+    """Check a tensor as `check_tensor` does, but allow gaps between items of the first dimension.
+
+    Raises ValueError.
+    """
     is_dense = tensor.shape[0] == 0 or tensor[0].is_contiguous()
     if is_dense and _is_alike(tensor, shape, dtypes, like):
         return
@@ -48,14 +54,14 @@ def check_rows(
 def _is_alike(
     tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> bool:
-    """Compare what costs little: a pass of a prompt asks hundreds of times."""
+    """Return whether the cheap checks pass: a pass of a prompt makes hundreds."""
     return tensor.shape == tuple(shape) and tensor.dtype in dtypes and tensor.device == like.device
 
 
 def check_pages(kv_layer: torch.Tensor) -> None:
-    """Raise ValueError unless `kv_layer` is one layer of a KVCache.
+    """Check that `kv_layer` is one layer of a KVCache. Raises ValueError.
 
-    That is contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` with an even head_dim.
+    A layer is contiguous `[num_pages, num_kv_heads, 2, page_size, head_dim]` with an even head_dim.
     """
     is_pages = kv_layer.dim() == 5 and kv_layer.shape[2] == 2 and kv_layer.shape[4] % 2 == 0
     if not is_pages or not kv_layer.is_contiguous() or kv_layer.dtype not in FLOATS:
@@ -77,7 +83,7 @@ def launch(
 
     `constants` are the kernel's `constexpr` parameters, which stand behind all others, in its order. Triton's
     own launch takes several times as long as most kernels run: each time it looks for the compiled kernel by
-    all parameters. Here that is done once for each kind of arguments that Triton compiles a kernel for.
+    all parameters. Here the search is done once for each kind of arguments.
     """
     tensor = arguments[0]
     assert isinstance(tensor, torch.Tensor)
@@ -94,8 +100,8 @@ def launch(
 
 
 def _kind(argument: Any) -> object:
-    """Return what Triton compiles a kernel for: dtype and alignment; whether a number is 1, divisible by 16,
-    longer than 32 bits."""
+    """Return the properties by which Triton specialises a kernel: dtype and alignment; whether a number is 1,
+    divisible by 16, longer than 32 bits."""
     match argument:
         case bool():  # else the same as 1, which Triton compiles another kernel for
             pass
@@ -111,7 +117,7 @@ def _kind(argument: Any) -> object:
 
 
 def _on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Make a context whose launches go to the tensor's GPU, not to the thread's current one."""
+    """Return a context whose launches go to the tensor's GPU, not to the thread's current one."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Copies of one layer between the device's pages and transfer buffers, where blocks lie one after the other.
 
-A page is byte for byte one layer of a block, so these copy words and know no shapes.
+A page is byte for byte one layer of a block, so the kernels copy words and know no shapes.
 
 References: `index_select` and `index_copy_`. Bytes moved: n pages read and written.
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.cuda.launch import check_pages, check_rows, check_tensor, launch
 
 _BLOCK_WORDS = 4096
-"""32-bit words that a program copies: 16 KiB"""
+"""The number of 32-bit words that a program copies: 16 KiB."""
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _copy_pages(
     pages, kv_layer, buffer, block_words, page_words,
     IS_GATHER: tl.constexpr, BLOCK_WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A part of one page, out of the layer (gather) or into it."""
+    """Copy a part of one page, out of the layer (gather) or into it."""
     item = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     is_word = word < page_words
@@ -37,10 +37,12 @@ def _copy_pages(
 def gather_pages(
     kv_layer: torch.Tensor, pages: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copy pages out: `kv_layer[pages]`, `[n, num_kv_heads, 2, page_size, head_dim]`, into `out` if given.
+    """Return copies of pages, `kv_layer[pages]` `[n, num_kv_heads, 2, page_size, head_dim]`, in `out` if
+    given.
 
     `kv_layer`: contiguous pages of one layer; `pages`: int64 `[n]` on its device. Items of `out` may lie
-    apart (one layer of a buffer of whole blocks). Raises ValueError; page numbers are not checked.
+    apart (one layer of a buffer of whole blocks). Raises ValueError for other tensors; page numbers are not
+    checked.
     """
     if out is None:
         out = torch.empty((len(pages), *kv_layer.shape[1:]), dtype=kv_layer.dtype, device=kv_layer.device)
@@ -51,7 +53,8 @@ def gather_pages(
 def scatter_pages(kv_layer: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
     """Copy `blocks` [n, num_kv_heads, 2, page_size, head_dim] into `pages` (int64 `[n]`, no page twice).
 
-    Items of `blocks` may lie apart. Raises ValueError; page numbers are not checked.
+    `blocks` has the dtype of `kv_layer`; its items may lie apart. Raises ValueError for other tensors; page
+    numbers are not checked.
     """
     _launch(kv_layer, pages, blocks, is_gather=False)
 

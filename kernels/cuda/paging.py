@@ -12,7 +12,7 @@ from kernels.cuda.launch import MAX_HEAD_DIM, check_pages, check_rows, check_ten
 from kernels.cuda.spans import SPAN_FIELDS, Spans
 
 LOG2_E = 1.4426950408889634
-"""The factor of softmax, which is computed with powers of two: exp(x) = 2^(x * LOG2_E)."""
+"""The factor log2(e) of the softmax, which uses powers of two: exp(x) = 2^(x * LOG2_E)."""
 UNLIMITED_WINDOW = 2**30
 
 
@@ -35,8 +35,7 @@ def key_offsets(
 
 
 def block_dim(head_dim: int) -> int:
-    """Return the power of two that a kernel computes with for heads of `head_dim`; what is too much is
-    masked."""
+    """Return the power of two to which kernels pad heads of `head_dim`; the padding is masked."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
@@ -48,7 +47,7 @@ def check_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError unless these fit together as the attention kernels' docstrings say."""
+    """Check that the tensors fit together as the attention kernels' docstrings demand. Raises ValueError."""
     check_pages(kv_layer)
     _, num_kv_heads, _, _, head_dim = kv_layer.shape
     if query.dim() != 3 or query.shape[1] % num_kv_heads or head_dim > MAX_HEAD_DIM:

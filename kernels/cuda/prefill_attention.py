@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class PrefillTile(NamedTuple):
-    """Shape and launch of the kernel: pairs of token and head, keys of one step, warps, steps in flight."""
+    """The shape and launch parameters of the kernel: (token, head) pairs, keys of one step, warps, steps in
+    flight."""
 
     block_rows: int
     block_keys: int
@@ -36,7 +37,7 @@ class PrefillTile(NamedTuple):
     num_stages: int
 
     def num_tokens(self, group: int) -> int:
-        """Return the number of tokens of a tile if `group` query heads share a KV head."""
+        """Return the number of tokens of a tile when `group` query heads share a KV head."""
         return max(1, self.block_rows // group)
 
 
@@ -51,7 +52,8 @@ def default_tile(dtype: torch.dtype, head_dim: int) -> PrefillTile:
 
 @cache
 def hopper_kernel(device: torch.device) -> ModuleType | None:
-    """Return `hopper_prefill` if the device is a Hopper and this Triton has what the kernel is written in."""
+    """Return the module `hopper_prefill` if the device is a Hopper GPU and this Triton has Gluon; else
+    None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
@@ -65,7 +67,8 @@ def hopper_kernel(device: torch.device) -> ModuleType | None:
 
 
 def flops(query_lens: list[int], kv_lens: list[int], num_heads: int, head_dim: int) -> int:
-    """Return the operations of both products over visible keys, without a window: 4 for each key element."""
+    """Return the FLOP of both products over visible keys, without a window: 4 for each key element and query
+    head."""
     num_scores = sum(n * kv_len - n * (n - 1) // 2 for n, kv_len in zip(query_lens, kv_lens, strict=True))
     return 4 * num_scores * num_heads * head_dim
 
@@ -76,7 +79,7 @@ def _attend_keys(
     IS_MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the keys [begin, stop); those from `end` on do not exist."""
+    """Attend to the keys [begin, stop); keys from `end` on do not exist."""
     dim = tl.arange(0, BLOCK_DIM)
     is_dim = dim < HEAD_DIM
     for start in range(begin, stop, BLOCK_KEYS):
@@ -119,7 +122,7 @@ def _attend_tile(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPAN_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One span and KV head. `scale` includes LOG2_E."""
+    """Compute attention for one span and one KV head. `scale` includes LOG2_E."""
     span, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(spans + span * SPAN_FIELDS)
     num_tokens = tl.load(spans + span * SPAN_FIELDS + 1).to(tl.int32)
@@ -173,11 +176,11 @@ def prefill_attention(
     lse: torch.Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """Write the rows of `out` that `spans` cover; other rows stay.
+    """Write attention into the rows of `out` that `spans` cover; other rows stay.
 
-    Takes what `decode_attention` takes, but spans of up to `tile.num_tokens(num_heads // num_kv_heads)`
-    tokens, as `plan_spans` must have cut them; without a tile it is `default_tile`'s, and the kernel Hopper's
-    where it can be. Raises ValueError.
+    Arguments are those of `decode_attention`, but spans have up to `tile.num_tokens(num_heads //
+    num_kv_heads)` tokens, as `plan_spans` must have cut them; without a tile it is `default_tile`'s, and the
+    kernel Hopper's where it can be. Raises ValueError for other tensors.
     """
     check_attention(query, kv_layer, spans, sliding_window, out, lse)
     _, num_heads, head_dim = query.shape

@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, with the addition of what the block before has computed.
+"""Root-mean-square norm of rows, with the addition of the previous block's output.
 
 Bytes moved: without the addition, 2 numbers an element; with it, 4 (`x` and the residual read, the sum and
 the norm written), where an addition and a norm of their own move 5. The weight comes from the cache.
@@ -16,12 +16,12 @@ _MAX_COLUMNS = 1 << 16
 
 
 def bytes_moved(num_rows: int, num_columns: int, item_bytes: int, *, has_residual: bool) -> int:
-    """Return the bytes moved: x and the norm, with a residual also the residual and the sum."""
+    """Return the bytes moved: x and the norm, and with a residual also the residual and the sum."""
     return (4 if has_residual else 2) * num_rows * num_columns * item_bytes
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute the norm in torch and float32, rounded once."""
+    """Return the norm of each row, computed in torch and float32 and rounded once."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
@@ -30,7 +30,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 def _rms_norm(
     x, residual, weight, out, eps, NUM_COLUMNS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """One row. The sum is rounded before its norm is taken, as it is kept."""
+    """Compute the norm of one row. A sum with the residual is rounded first, as it is kept."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < NUM_COLUMNS
@@ -49,7 +49,7 @@ def _rms_norm(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` of each row of contiguous `x` [T, n]; `weight` is `[n]`.
 
-    float32, bfloat16 or float16. Raises ValueError.
+    `x` and `weight` are float32, bfloat16 or float16. Raises ValueError for other tensors.
     """
     return _launch(x, None, weight, eps)
 
@@ -57,7 +57,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add `x` to `residual` in place, and return the norm of the sum.
 
-    Both are contiguous `[T, n]` of one dtype. Raises ValueError.
+    `x` and `residual` are contiguous `[T, n]` of one dtype, `weight` is `[n]`. Raises ValueError for other
+    tensors.
     """
     check_tensor("residual", residual, x.shape, [x.dtype], x)
     return _launch(x, residual, weight, eps)

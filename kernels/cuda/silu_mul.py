@@ -20,14 +20,14 @@ def bytes_moved(num_rows: int, num_columns: int, item_bytes: int) -> int:
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute the product in torch and float32, rounded once."""
+    """Return `silu(gate) * up`, computed in torch and float32 and rounded once."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
 @triton.jit
 def _silu_mul(gate_up, out, num_columns, BLOCK: tl.constexpr):
-    """A part of one row."""
+    """Compute a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < num_columns
@@ -38,9 +38,9 @@ def _silu_mul(gate_up, out, num_columns, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return `[T, n]` from contiguous `gate_up` [T, 2 * n], gates first.
+    """Return `silu(gate) * up` `[T, n]` from contiguous `gate_up` [T, 2 * n], gates first.
 
-    float32, bfloat16 or float16. Raises ValueError.
+    The dtype is float32, bfloat16 or float16. Raises ValueError for other tensors.
     """
     num_rows, num_both = gate_up.shape
     check_tensor("gates and values", gate_up, (num_rows, num_both // 2 * 2), FLOATS, gate_up)

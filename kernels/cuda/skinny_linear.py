@@ -1,6 +1,6 @@
 """Products of a few rows with a large matrix, which read each weight once at the memory's speed.
 
-What surrounds a product is done in its pass: the bias, the residual, the gate of an MLP; of a single row also
+The operations around a product are fused: the bias, the residual, the gate of an MLP; of a single row also
 the root-mean-square norm before it. A single row is multiplied element by element, others by the
 instructions for matrix products.
 
@@ -19,24 +19,26 @@ from kernels.cuda.launch import check_tensor, launch
 from kernels.cuda.rms_norm import rms_norm, rms_norm_reference
 
 MAX_ROWS = 16
-"""Most rows: those of one instruction for matrix products. cuBLAS is as fast with more."""
+"""Rows of a product at most: those of one matrix instruction. cuBLAS is as fast with more."""
 MAX_GATED_ROWS = 64
-"""Most rows of a gated product, which spares a pass over the gates."""
+"""Rows of a gated product at most; the fusion saves a pass over the gates."""
 DTYPES = (torch.bfloat16, torch.float16)
 _SHARED_BYTES = 160 << 10
-"""Least shared memory for a program of a GPU that the tiles are for: they take 144 KiB of an A100's 163, and
-192 of Hopper's 227. GPUs of consumers, L4 and L40 have 99."""
+"""Bytes of shared memory that a GPU must have for a program: tiles take 144 KiB of an A100's 163, and 192 of
+Hopper's 227. Consumer GPUs, L4 and L40 have 99."""
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm of rows `[T, n]`: its weight `[n]`, and what is added to the mean square."""
+    """A root-mean-square norm of rows `[T, n]`: its weight `[n]`, and the epsilon added to the mean
+    square."""
 
     weight: torch.Tensor
     eps: float
 
 
 class LinearTile(NamedTuple):
-    """Shape and launch: columns of the result and terms of the sum of one step, warps, steps in flight."""
+    """The shape and launch parameters: result columns and summed terms of one step, warps, steps in
+    flight."""
 
     block_columns: int
     block_terms: int
@@ -56,7 +58,7 @@ def default_tile(num_rows: int, num_columns: int, *, is_plain: bool = True) -> L
 
 
 def has_room(device: torch.device) -> bool:
-    """Return whether programs fit into the device's shared memory; Triton refuses to launch others."""
+    """Return whether programs fit into the device's shared memory. Triton refuses to launch larger ones."""
     if device.type != "cuda":
         return True  # interpreted
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
@@ -64,12 +66,12 @@ def has_room(device: torch.device) -> bool:
 
 
 def block_rows(num_rows: int) -> int:
-    """Return the rows that a kernel for `num_rows` computes: each result is that of a kernel of its own."""
+    """Return the number of rows for which the kernel is compiled, at least `num_rows`."""
     return 1 if num_rows == 1 else max(MAX_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
 def bytes_moved(weight: torch.Tensor) -> int:
-    """Return the bytes moved: the weights are read once."""
+    """Return the bytes moved: the weights, read once."""
     return weight.numel() * weight.element_size()
 
 
@@ -82,7 +84,7 @@ def skinny_linear_reference(
     norm: Norm | None = None,
     is_gated: bool = False,
 ) -> torch.Tensor:
-    """Compute the kernel's result in torch and float32; the norm and the result are rounded."""
+    """Return the kernel's result, computed in torch and float32; the norm and the result are rounded."""
     out = (x if norm is None else rms_norm_reference(x, *norm)).float() @ weight.float().t()
     if bias is not None:
         out += bias.float()
@@ -102,7 +104,7 @@ def _load(at, mask):
 
 @triton.jit
 def _load_once(at, mask):
-    """Load what no other program reads: it need not stay in the cache."""
+    """Load data that no other program reads, and that need not stay in the cache."""
     if mask is None:
         values = tl.load(at, eviction_policy="evict_first")
     else:
@@ -118,8 +120,11 @@ def _skinny_linear(
     BLOCK_TERMS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_NORM: tl.constexpr,
     IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the result, of all rows. The weights are the left side of the product, as an
-    instruction takes more rows of the left side than columns of the right one."""
+    """Compute some columns of the result, of all rows.
+
+    The weights are the left side of the product, as an instruction takes more rows of the left side than
+    columns of the right one.
+    """
     column = (tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[:, None]
     row = tl.arange(0, BLOCK_ROWS)[None, :]
     term = tl.arange(0, BLOCK_TERMS)
@@ -180,13 +185,13 @@ def skinny_linear(
     is_gated: bool = False,
     tile: LinearTile | None = None,
 ) -> torch.Tensor:
-    """Return `x @ weight.T + bias` `[T, m]` of a few contiguous rows `x` [T, n]: at most MAX_ROWS, or
+    """Return `x @ weight.T + bias` `[T, m]` of a few contiguous rows `x` [T, n], at most MAX_ROWS or
     MAX_GATED_ROWS.
 
     `weight` is contiguous `[m, n]`, `bias` `[m]`. `norm` is that of the rows before the product. With
     `is_gated` the result is `silu(gates) * values` `[T, m / 2]`, where the first half of the product is
     gates. `residual`, of the result's shape, is added. bfloat16 or float16; sums are float32, rounded once.
-    Raises ValueError.
+    Raises ValueError for other tensors.
     """
     num_rows, num_terms = x.shape
     most_rows = MAX_GATED_ROWS if is_gated else MAX_ROWS

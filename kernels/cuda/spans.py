@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 SPAN_FIELDS = 5
-"""Fields of a span: row of its first query, number of tokens, first position, index of the first page, keys
-of one part of a decoded sequence (`decode_attention`)."""
+"""The number of fields of a span: row of its first query, number of tokens, first position, index of the
+first page, keys of one part of a decoded sequence (`decode_attention`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans on the kernel's device, all int64.
+    """The spans of a batch on the kernel's device, all int64.
 
     `table` `[N, SPAN_FIELDS]`. `pages` `[P]`: the page tables of all sequences, one after the other; token t
     of a span's sequence lies in page `pages[first page + t // page_size]`. A decode span of no tokens reads
@@ -36,7 +36,8 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """A batch on the host, int64: spans of its single-token queries and of its longer chunks, and pages."""
+    """The plan of a batch on the host, int64: spans of single-token queries, spans of longer chunks, and
+    pages."""
 
     decode: np.ndarray
     prefill: np.ndarray
@@ -51,12 +52,13 @@ def plan_spans(
     page_size: int,
     tile_tokens: int,
 ) -> SpanPlan:
-    """Plan one forward pass over sequences whose queries are concatenated in this order.
+    """Return the spans of one forward pass over sequences whose queries are concatenated in the arguments'
+    order.
 
-    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included), and
-    its token t lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of
-    `tile_tokens`, those with the most keys first, so that no long one begins when the others have ended.
-    The keys of a part are left at 0. Raises ValueError for what does not fit together.
+    Sequence s has `query_lens[s] >= 1` new tokens, `kv_lens[s]` tokens in all (the new ones included); token
+    t lies in page `page_tables[s][t // page_size]` of `num_pages`. Chunks are cut into spans of
+    `tile_tokens`, those with the most keys first, so that the longest do not begin last. The keys of a part
+    are left at 0. Raises ValueError if the arguments do not fit together.
     """
     if not len(query_lens) == len(kv_lens) == len(page_tables):
         raise ValueError(
@@ -84,7 +86,7 @@ def plan_spans(
 
 
 def _cut(chunk: np.ndarray, tile_tokens: int) -> np.ndarray:
-    """Return the spans of one chunk (a span itself)."""
+    """Return the spans of one chunk, int64 `[N, SPAN_FIELDS]`. The chunk has the form of a span."""
     row, num_tokens, position, first_page, part_keys = chunk
     begins = np.arange(0, num_tokens, tile_tokens)
     lens = np.minimum(tile_tokens, num_tokens - begins)
@@ -95,10 +97,10 @@ def _cut(chunk: np.ndarray, tile_tokens: int) -> np.ndarray:
 def attention_reference(
     query: torch.Tensor, kv_layer: torch.Tensor, spans: Spans, scale: float, sliding_window: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the kernels' result, span by span in float64; waits for the device.
+    """Return the attention kernels' result, computed span by span in float64. Waits for the device.
 
-    Takes what they take; returns the result `[T, num_heads, head_dim]` in float64, zeros in the rows of no
-    span, and the natural logarithm of each softmax's denominator, float64 `[T, num_heads]`.
+    Arguments are those of the kernels. Returns the result `[T, num_heads, head_dim]` in float64, zeros in the
+    rows of no span, and the natural logarithm of each softmax's denominator, float64 `[T, num_heads]`.
     """
     num_heads, head_dim = query.shape[1:]
     _, num_kv_heads, _, page_size, _ = kv_layer.shape

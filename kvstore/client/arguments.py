@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def checked_layers(layers: range | None, layout: KVLayout) -> range:
-    """Return the layers to read, by default all of them. Raises PoolError unless they are consecutive."""
+    """Return the layers to read, by default all.
+
+    Raises PoolError unless they are consecutive layers of the layout.
+    """
     all_layers = range(layout.num_layers)
     if layers is None:
         return all_layers
@@ -25,8 +28,10 @@ def checked_layers(layers: range | None, layout: KVLayout) -> range:
 def bytes_of(
     buffer: "ReadableBuffer", layout: KVLayout, num_layers: int, *, writable: bool = False
 ) -> memoryview:
-    """Return the bytes of a buffer for so many layers of a block. Raises PoolError for one of another size,
-    in several pieces, or read-only where it is to be `writable`."""
+    """Return the bytes of a buffer for `num_layers` layers of a block.
+
+    Raises PoolError for a buffer of another size, in several pieces, or read-only where `writable`.
+    """
     try:
         view = memoryview(buffer).cast("B")
     except TypeError as error:

@@ -26,17 +26,17 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause after a failed attempt to reconnect to a lost pool."""
+"""Seconds after a failed attempt to reconnect to a lost pool before the next."""
 _RECONNECT_TIMEOUT_S = 2.0
-"""Limit of one attempt to reconnect."""
+"""Seconds that one attempt to reconnect may take."""
 _MOMENT_S = 0.02
-"""Time for which a call waits for a lost pool when another one can answer."""
+"""Seconds for which a call waits for a lost pool when another one can answer."""
 _serials = itertools.count(1)
 Answer = TypeVar("Answer")
 
 
 class Unreachable(Exception):
-    """The pool does not answer now, or has other blocks or another key than before. The message says why."""
+    """A pool does not answer now, or has other blocks or another key than before. The message says why."""
 
     def __init__(self, place: Place, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -45,8 +45,11 @@ class Unreachable(Exception):
 
 
 class Backend:
-    """One pool, and a client's connections to it. `fingerprint` and `layout`: those that the pool must have;
-    None while they are unknown. `key`: the cluster key; not needed for a pool on this host."""
+    """One pool, and a client's connections to it.
+
+    `fingerprint` and `layout`: those that the pool must have; None while unknown. `key`: the cluster key;
+    not needed for a pool on this host.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Backend:
         self._is_closed = False
 
     def connect(self, *, may_format: bool) -> None:
-        """Make the first connection and learn the pool's fingerprint and layout, or have it formatted.
+        """Make the first connection, and learn the pool's fingerprint and layout, or have the pool formatted.
 
         Raises Unreachable, and the error with which the pool refuses.
         """
@@ -150,7 +153,7 @@ class Backend:
                 return  # another thread was faster
 
     def _open(self, timeout_s: float, *, may_format: bool = False) -> PoolConnection:
-        """Open a connection, which takes over the serial of one that was lost.
+        """Return a new connection, with the serial of one that was lost if there is one.
 
         Only the first connection may format the pool: a pool that comes back empty may be deployed for
         another model, and must not get the layout of the old one.
@@ -191,7 +194,7 @@ class Backend:
             raise Unreachable(self.place, error) from error
 
     def _try_again(self, patiently: bool) -> threading.Thread | None:
-        """Start an attempt to reconnect if it is time. Returns the attempt to wait for, if any."""
+        """Start an attempt to reconnect if one is due. Returns the thread to wait for; None without one."""
         with self._lock:
             if self._attempt is not None:
                 return self._attempt if patiently else None
@@ -229,7 +232,7 @@ class Backend:
 
 
 class Backends:
-    """Pools in the order in which they are asked.
+    """The pools of a client, in the order in which they are asked.
 
     If no pool answers, all methods raise PoolError, or MismatchError if one holds other blocks now, or
     ConfigError if one has another key now.
@@ -239,18 +242,20 @@ class Backends:
         self.all = list(backends)
 
     def first(self, use: Callable[[PoolConnection], Answer]) -> Answer:
-        """Call `use` with a connection to the first pool that answers."""
+        """Return the result of `use` with a connection to the first pool that answers."""
         return next(self._ask(use))
 
     def each(self, use: Callable[[PoolConnection], Answer]) -> list[Answer]:
-        """Call `use` with a connection to each pool that answers."""
+        """Return the results of `use` with a connection to each pool that answers."""
         return list(self._ask(use))
 
     def in_turn(
         self, wanted: Sequence[int], use: Callable[[PoolConnection, Sequence[int]], Sequence[int]]
     ) -> None:
-        """Ask one pool after the other, until nothing is wanted. `use` returns the part of `wanted` that the
-        pool lacks."""
+        """Call `use` with one pool after the other until nothing is wanted.
+
+        `use` returns the part of `wanted` that the pool lacks.
+        """
 
         def ask(connection: PoolConnection) -> None:
             nonlocal wanted
@@ -285,8 +290,9 @@ def connect_all(
     layout: KVLayout | None,
     timeout_s: float,
 ) -> tuple[Backends, str, KVLayout]:
-    """Connect to the pools at `places`, of which some may be lost. Returns the pools, and the fingerprint and
-    layout of all.
+    """Connect to the pools at `places`, some of which may be lost.
+
+    Returns the pools, and their common fingerprint and layout.
 
     With `fingerprint` and `layout` new pools are formatted. Raises PoolError if all are lost, and the error
     with which a pool refuses.

@@ -23,7 +23,7 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 from mooncake.messages.pools import PoolStats, Tier
 
 _VERIFIED_BYTES = 64 << 20
-"""Bytes of the blocks that one call verifies."""
+"""Bytes of blocks that one call verifies at most."""
 _MIB = 1 << 20
 
 
@@ -38,7 +38,7 @@ Exit codes: 0, 1 if something failed or is damaged, 2 for wrong use, 130 after C
 
 
 def main() -> None:
-    """Run the `mooncake-kv` command."""
+    """Run the `mooncake-kv` command, and exit with its code."""
     sys.exit(run(sys.argv[1:]))
 
 
@@ -63,10 +63,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class _Pools:
-    """The pools of a command. Each is asked by itself, as they may be of different models."""
+    """The pools of a command. Each is asked separately, as pools may be of different models."""
 
     def __init__(self, addresses: Sequence[str], key_file: str | None) -> None:
-        """Connect to the pools. Raises PoolError or ConfigError if there is none to ask."""
+        """Connect to the pools. Raises PoolError or ConfigError if there are none."""
         self.has_lost = False
         """Whether a pool was left out because it did not answer."""
         self._key_file = key_file

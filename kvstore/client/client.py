@@ -39,18 +39,19 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 PUT_TIMEOUT_S = 30.0
-"""Default limit of the wait for pages."""
+"""Seconds for which a put waits for pages by default."""
 _BATCH_BYTES = 64 << 20
-"""Most bytes of the blocks in one call: this bounds its duration, and leaves pages for other clients."""
+"""Bytes of blocks in one call at most, which bounds its duration, and leaves pages for other clients."""
 _LISTED_AT_ONCE = 1000
-"""Blocks in one answer to `ListBlocks`."""
+"""Blocks in one answer to `ListBlocks` at most."""
 Answer = TypeVar("Answer")
 
 
 class Verification(NamedTuple):
-    """Result of `verify`. `damaged`: keys of which a copy was dropped.
+    """The result of `verify`.
 
-    Blocks that have gone, or that have a copy which cannot be read now, are in neither field.
+    `num_intact`: intact blocks. `damaged`: keys of blocks of which a copy was dropped. Blocks that have gone,
+    or that have a copy which cannot be read now, are in neither field.
     """
 
     num_intact: int
@@ -107,7 +108,7 @@ class KVCachePool:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses as given to `connect`, in the order in which the pools are asked."""
+        """The addresses given to `connect`, in the order in which the pools are asked."""
         return [backend.place.text for backend in self._backends.all]
 
     # -- blocks -----------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class KVCachePool:
     def put_layers(
         self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float = PUT_TIMEOUT_S
     ) -> None:
-        """Store blocks while they are computed, layer by layer of all blocks.
+        """Store blocks while they are computed, layer by layer over all blocks.
 
         `copy(layers, positions, addresses)` copies `layers` of the blocks at these positions of `keys`, each
         to its address, and returns their xxh3-64, `[block][layer]`. It may wait for the layers. An error that
@@ -151,10 +152,12 @@ class KVCachePool:
     def get(
         self, keys: Sequence[BlockKey], out: "Sequence[WriteableBuffer]", layers: range | None = None
     ) -> list[bool]:
-        """Copy the blocks, or only consecutive `layers` of them, into the caller's buffers.
+        """Copy the blocks, or only consecutive `layers` of each, into the caller's buffers.
 
-        True in the answer: the block was read and verified. False: the block is not there, or was damaged and
-        has been dropped; its buffer may have been written to.
+        Returns which ones were read.
+
+        True: the block was read and verified. False: the block is missing, or was damaged and has been\n
+        dropped; its buffer may have been written to.
         """
         layers = checked_layers(layers, self.layout)
         views = [bytes_of(buffer, self.layout, len(layers), writable=True) for buffer in out]
@@ -172,7 +175,9 @@ class KVCachePool:
         return is_there
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the tier of each block; None for a block that no reachable instance has. Uses no block.
+        """Return the tier of each block; None for a block that no reachable instance has.
+
+        Does not count as a use.
 
         A pool that cannot be reached counts as one without the blocks.
         """
@@ -190,11 +195,12 @@ class KVCachePool:
         return tiers
 
     def prefix_len(self, keys: Sequence[BlockKey]) -> int:
-        """Count the leading blocks that are there, up to the first missing one."""
+        """Return the number of leading blocks that are stored, up to the first missing one."""
         return sum(1 for _ in itertools.takewhile(lambda tier: tier is not None, self.exists(keys)))
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float = 30.0) -> Lease:
-        """Lease blocks of pools on this host, to be read in place without a copy: see `Lease`."""
+        """Lease blocks of pools on this host, to be read in place without a copy (see `Lease`), for `ttl_s`
+        seconds."""
         self._check(keys)
         local = Backends([backend for backend in self._backends.all if backend.place.tcp is None])
         if not local.all:
@@ -215,7 +221,7 @@ class KVCachePool:
         return lease
 
     def prefetch(self, keys: Sequence[BlockKey]) -> None:
-        """Let pools that have these blocks on SSD begin to promote them to DRAM, for reads to come."""
+        """Begin to promote blocks from SSD to DRAM, for reads to come."""
         self._check(keys)
         self._of_each(keys, lambda connection, some_keys: connection.notify(Prefetch(some_keys)))
 
@@ -236,7 +242,7 @@ class KVCachePool:
         return sum(self._of_each(keys, pin, moves_blocks=True))
 
     def unpin(self, keys: Sequence[BlockKey]) -> int:
-        """Unpin these blocks. Returns the number of removed pins."""
+        """Remove the pins of these blocks. Returns the number of removed pins."""
         self._check(keys)
         return sum(
             self._of_each(
@@ -245,8 +251,10 @@ class KVCachePool:
         )
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Remove these blocks from every pool and tier. Reads in flight may finish. Returns the number of
-        removed copies."""
+        """Remove these blocks from every pool and tier. Returns the number of removed copies.
+
+        Reads in flight may finish.
+        """
         self._check(keys)
         return sum(
             self._of_each(
@@ -276,9 +284,9 @@ class KVCachePool:
     # -- looking after pools ----------------------------------------------------------------------
 
     def stats(self, check_integrity: bool = False) -> dict[str, PoolStats]:
-        """Return the statistics of every pool that answers, by instance.
+        """Return the statistics of every pool that answers, by instance name.
 
-        `check_integrity`: check every page now, which holds the pool up meanwhile. By default `integrity` and
+        `check_integrity`: check every page now, which blocks the pool meanwhile. By default `integrity` and
         `num_orphaned` are those of the pool's latest check, which it makes when idle.
         """
         self._check([])
@@ -290,8 +298,10 @@ class KVCachePool:
         return dict(self._backends.each(ask))
 
     def list_blocks(self) -> Iterator[tuple[str, BlockInfo]]:
-        """List every copy of every block, with its instance. Copies that come and go meanwhile may be missed,
-        or named twice."""
+        """Yield every copy of every block, with its instance's name.
+
+        Copies that come and go meanwhile may be missed, or named twice.
+        """
         self._check([])
         lost: list[Unreachable] = []
         for backend in self._backends.all:
@@ -303,8 +313,7 @@ class KVCachePool:
             raise no_answer(lost)
 
     def verify(self, keys: Sequence[BlockKey]) -> Verification:
-        """Have every copy of these blocks read and compared with its checksums. Damaged copies are
-        dropped."""
+        """Have every copy of these blocks compared with its checksums. Damaged copies are dropped."""
         self._check(keys)
 
         def verify(connection: PoolConnection, some_keys: list[BlockKey]) -> Verified:
@@ -339,7 +348,8 @@ class KVCachePool:
         *,
         moves_blocks: bool = False,
     ) -> list[Answer]:
-        """Call `use` with every pool that answers, for as many keys as one call may name."""
+        """Return the results of `use` with every pool that answers, for slices of as many keys as one call
+        may name."""
         answers: list[Answer] = []
         for part in self._batches(len(keys), self.layout.num_layers if moves_blocks else 0):
             some_keys = list(keys[part])
@@ -347,7 +357,8 @@ class KVCachePool:
         return answers
 
     def _batches(self, num_keys: int, num_layers: int) -> Iterator[slice]:
-        """Split a list of keys into slices for calls that move or read `num_layers` of each block."""
+        """Yield slices of a list of keys, each for one call that moves or reads `num_layers` of each
+        block."""
         stride = max_keys(num_layers)
         if num_layers:
             stride = max(1, min(stride, _BATCH_BYTES // (num_layers * self.layout.layer_bytes)))

@@ -20,7 +20,7 @@ class Cluster(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names that `--cluster` may be given for this cluster, the shortest first."""
+        """The names by which `--cluster` may name this cluster, the shortest first."""
         ports = [str(run.http_port) for run in self.runs.values() if run.http_port is not None]
         conductor_port = next(iter(self.runs.values())).cluster.rpartition(":")[2]
         ports += [conductor_port] if conductor_port.isdecimal() else []
@@ -28,7 +28,7 @@ class Cluster(NamedTuple):
 
     @property
     def pools(self) -> list[str]:
-        """Addresses of the pools on this host."""
+        """The addresses of the pools on this host."""
         sockets = [socket for path in self.runs for socket in path.glob("worker-*[0-9].sock")]
         return [f"{UNIX}{socket}" for socket in sorted(sockets)]
 
@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
 
 
 def clusters() -> list[Cluster]:
-    """Find the clusters that have pools on this host."""
+    """Return the clusters that have pools on this host."""
     by_conductor: dict[str, Cluster] = {}
     for path, run in running():
         by_conductor.setdefault(run.cluster, Cluster({})).runs[path] = run
@@ -45,7 +45,7 @@ def clusters() -> list[Cluster]:
 
 
 def pools_of(name: str | None) -> list[str]:
-    """Find the addresses of the pools of the cluster with this name, or of the only one.
+    """Return the addresses of the pools of the cluster with this name; None: of the only cluster.
 
     Raises PoolError if there is none, ConfigError if several may be meant.
     """
@@ -62,7 +62,7 @@ def pools_of(name: str | None) -> list[str]:
 
 
 def check_of_one_cluster(addresses: Sequence[str]) -> None:
-    """Raise ConfigError unless these pools certainly belong to one cluster.
+    """Check that these pools certainly belong to one cluster. Raises ConfigError.
 
     Pools at tcp:// addresses belong to one cluster if the same key opens all: nodes of a cluster share a key.
     """

@@ -49,23 +49,22 @@ from mooncake.security.keys import ClusterKey
 RemoteCall = Call | GetBlocks | PutBlocks
 Expected = TypeVar("Expected", bound=Answer | GotBlocks)
 CopyLayers = Callable[[range, Sequence[int], Addresses], Digests]
-"""A caller's function that copies consecutive layers of some of its blocks, given by position, each to an
-address.
+"""A caller's function that copies consecutive layers of blocks, given by position, each to an address.
 
-It returns the xxh3-64 of every layer, `[block][layer]`, and may wait until the layers are there.
+The function returns the xxh3-64 of every layer, `[block][layer]`, and may wait until the layers are there.
 """
 
 _WRITTEN_BYTES = 1 << 20
-"""Bytes of written layers after which they are committed."""
+"""Bytes of written layers after which a put commits them."""
 _COMMIT_BYTES = 1 << 17
-"""Most bytes of checksums in one message."""
+"""Bytes of checksums in one message at most."""
 
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
 
 
 class Place(NamedTuple):
-    """Address at which a pool listens: a Unix socket, or a host and port."""
+    """The address at which a pool listens: a Unix socket, or a host and port."""
 
     text: str
     unix_path: str | None
@@ -73,7 +72,8 @@ class Place(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Place":
-        """Parse `unix:/path`, `tcp://host:port` or `tcp://[IPv6]:port`. Raises ConfigError."""
+        """Return the address in `unix:/path`, `tcp://host:port` or `tcp://[IPv6]:port`. Raises
+        ConfigError."""
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(text, text.removeprefix("unix:"), None)
         host, _, port = text.removeprefix("tcp://").rpartition(":")
@@ -87,9 +87,9 @@ class Place(NamedTuple):
 
 
 def key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
-    """Load the key in `key_file`; None if all places are on this host.
+    """Return the cluster key in `key_file`; None if all places are on this host.
 
-    Raises ConfigError if there must be one.
+    Raises ConfigError if a key is needed and missing.
     """
     remote = [place.text for place in places if place.tcp is not None]
     if not remote:
@@ -103,17 +103,18 @@ def key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey 
 
 
 class PoolConnection(ABC):
-    """A session. `call`, and the methods that use it, may be used by one thread at a time.
+    """A client's session with a pool. `call`, and the methods that use it, are for one thread at a time.
 
     Raises ConnectionError if the pool is gone, and TimeoutError if it is silent for too long. Only `close` is
-    allowed after these. Errors of `mooncake.errors` are answers of the pool, and the connection stays usable.
+    allowed after these errors. Errors of `mooncake.errors` are answers of the pool, and the connection stays
+    usable.
     """
 
     address: MessengerAddress
     fingerprint: str
     layout: KVLayout
     num_pages: int
-    """Pages of the pool's DRAM."""
+    """The number of pages of the pool's DRAM."""
 
     def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
         self.place = place
@@ -139,18 +140,18 @@ class PoolConnection(ABC):
         """Return the answer to `call`, which must be of type `expected`. Raises the error that the pool
         answers.
 
-        Raises TimeoutError after `timeout_s` (by default the connection's own) without any answer.
+        Raises TimeoutError after `timeout_s` seconds (by default the connection's own) without any answer.
         """
         self.notify(call)
         return self._answer(call, expected, timeout_s)
 
     @abstractmethod
     def notify(self, message: RemoteCall | Notice) -> None:
-        """Send a message. Raises PoolError if it is too large."""
+        """Send a message that has no answer. Raises PoolError if the message is too large."""
 
     @abstractmethod
     def _receive(self) -> FromRemotePool:
-        """Receive the next message. Raises ConnectionError or TimeoutError if none comes."""
+        """Return the next message. Raises ConnectionError or TimeoutError if none arrives."""
 
     def _answer(self, call: RemoteCall, expected: type[Expected], timeout_s: float | None) -> Expected:
         self._set_timeout(socket.SO_RCVTIMEO, self._timeout_s if timeout_s is None else timeout_s)
@@ -180,7 +181,10 @@ class PoolConnection(ABC):
     # -- blocks -----------------------------------------------------------------------------------
 
     def get(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        """Copy `layers` of each block that is here and intact. The buffers of the others may have changed."""
+        """Copy `layers` of each block that this pool has intact.
+
+        Returns which ones; the buffers of others may have changed.
+        """
         is_there: list[bool] = []
         for part in self.parts(len(keys)):
             is_there += self._get_part(keys[part], buffers[part], layers)
@@ -188,25 +192,30 @@ class PoolConnection(ABC):
 
     @abstractmethod
     def _get_part(self, keys: Sequence[BlockKey], buffers: Sequence[memoryview], layers: range) -> list[bool]:
-        """Get a part of the blocks that does not lease too much of a small pool."""
+        """Copy a part of the blocks that does not lease too much of a small pool. Returns as `get`."""
 
     @abstractmethod
     def put(self, keys: Sequence[BlockKey], blocks: Sequence[memoryview], timeout_s: float) -> None:
-        """Store blocks of distinct keys. Waits up to `timeout_s` for pages, then raises PoolFullError."""
+        """Store blocks of distinct keys.
+
+        Waits up to `timeout_s` seconds for pages, then raises PoolFullError.
+        """
 
     @abstractmethod
     def put_layers(self, keys: Sequence[BlockKey], copy: CopyLayers, timeout_s: float) -> None:
         """Store blocks of distinct keys, layer by layer as `copy` copies them."""
 
     def layer_groups(self, num_blocks: int) -> Iterator[range]:
-        """Split the layers into ranges, each of which is committed by one message."""
+        """Yield ranges of layers, each of which one message commits."""
         stride = -(-_WRITTEN_BYTES // (num_blocks * self.layout.layer_bytes))
         stride = max(1, min(stride, _COMMIT_BYTES // (num_blocks * CHECKSUM_BYTES)))
         num_layers = self.layout.num_layers
         return (range(start, min(start + stride, num_layers)) for start in range(0, num_layers, stride))
 
     def reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> Reservation:
-        """Lease or reserve a page for each key. Waits up to `timeout_s` for pages.
+        """Return a reservation with a page for each key, leased or reserved.
+
+        Waits up to `timeout_s` seconds for pages.
 
         Raises PoolFullError, or PoolError if there will never be room.
         """
@@ -232,7 +241,7 @@ class PoolConnection(ABC):
         self._answer(self._await_space, Done, timeout_s)
 
     def parts(self, num_blocks: int) -> list[slice]:
-        """Split a batch, so that no slice reserves too much of a small pool at once."""
+        """Return slices of a batch, none of which reserves too much of a small pool."""
         stride = max(1, min(self.num_pages // 4, max_keys(self.layout.num_layers)))
         return [slice(start, start + stride) for start in range(0, num_blocks, stride)]
 
@@ -247,8 +256,8 @@ class PoolConnection(ABC):
     # ---------------------------------------------------------------------------------------------
 
     def _set_timeout(self, option: int, timeout_s: float) -> None:
-        """Limit the time of one send or receive, in the kernel: Python's own timeouts cost a poll before
-        every call."""
+        """Set the seconds that one send or receive may take, in the kernel, as Python's timeouts cost a poll
+        before every call."""
         if timeout_s != self._timeouts_s.get(option):
             seconds = int(timeout_s)
             timeval = _TIMEVAL.pack(seconds, max(_LEAST_TIMEOUT_US, int((timeout_s - seconds) * 1e6)))
@@ -256,14 +265,14 @@ class PoolConnection(ABC):
             self._timeouts_s[option] = timeout_s
 
     def _silent(self, option: int) -> TimeoutError:
-        """Make the error of a timeout that has passed."""
+        """Return the error of a timeout that has passed."""
         return TimeoutError(f"{self.place.text} has been silent for {self._timeouts_s[option]:g} s")
 
     def _gone(self, reason: object) -> ConnectionResetError:
         return ConnectionResetError(f"{self.place.text} is gone: {reason}")
 
     def _broken(self, what: str) -> PoolError:
-        """End the session, and make the error of a peer that has broken the protocol."""
+        """End the session, and return the error of a peer that has broken the protocol."""
         self.is_open = False
         return PoolError(f"{self.place.text} answered what it should not: {what}")
 
@@ -272,7 +281,7 @@ _connections: "weakref.WeakSet[PoolConnection]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Close a forked child's copies of the sockets, which would keep the parent's sessions alive."""
+    """Close a forked child's copies of the sockets, which would keep the parent's sessions open."""
     for connection in _connections:
         connection.is_open = False
         connection._sock.close()

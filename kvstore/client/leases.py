@@ -1,4 +1,4 @@
-"""Leases on blocks of pools on this host, which are read where they are.
+"""Leases on blocks of pools on this host, which are read in place.
 
 Owns: the views of leased blocks. Does not know: how blocks are found.
 """
@@ -29,8 +29,7 @@ class Lease:
         self._leases: list[tuple[MappedConnection, int]] = []
 
     def add(self, connection: MappedConnection, leased: Leased, positions: Sequence[int]) -> list[int]:
-        """Add the leased blocks of those at `positions`. Returns the positions of the blocks that are not
-        leased."""
+        """Add those of the blocks at `positions` that are leased. Returns the positions of the others."""
         self._leases.append((connection, leased.lease_id))
         layers = range(connection.layout.num_layers)
         missing = []
@@ -43,7 +42,8 @@ class Lease:
         return missing
 
     def verify(self) -> list[bool]:
-        """Tell for each block whether it is still there, and its bytes match the checksums stored with it."""
+        """Return for each block whether it is still in its page, with bytes that match the stored
+        checksums."""
         is_intact = [False] * len(self.blocks)
         for position, (connection, page, generation) in self._pages.items():
             is_there = connection.is_intact(self._keys[position], page)

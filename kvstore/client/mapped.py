@@ -37,15 +37,15 @@ from mooncake.messages.blocks import BlockKey
 
 _DECODER = msgspec.msgpack.Decoder(FromPool)
 _COPY_LEASE_S = 30.0
-"""Seconds of the lease for one copy: longer than a copy takes. If it is not, the checksums tell."""
+"""Seconds of the lease for one copy, more than a copy takes. A copy that takes longer fails its checksums."""
 _TRIES = 40
-"""Attempts to receive an answer before sleeping."""
+"""Attempts to receive an answer before the thread sleeps."""
 _POPULATED_BYTES = 64 * 1024
-"""Bytes from which a page is mapped by one call, rather than by a fault every 4 KiB."""
+"""Bytes from which on a page is mapped by one call, rather than by a fault every 4 KiB."""
 
 
 class Mapping:
-    """A segment in this process's memory, shared by all connections to its messenger."""
+    """A segment mapped into this process, shared by all connections to its messenger."""
 
     def __init__(self, fd: int) -> None:
         segment = Segment.open(fd)
@@ -57,13 +57,13 @@ class Mapping:
         self._populates = segment.page_stride >= _POPULATED_BYTES
 
     def view(self, page: int, layers: range) -> memoryview:
-        """Return the bytes of `layers` of `page`."""
+        """Return the bytes of `layers` of `page`, a view."""
         if self._populates and not self._is_populated[page]:
             self._populate(page)
         return self.segment.layers_view(page, layers)
 
     def holds(self, key: BlockKey, page: int, layers: range, checksums: bytes) -> bool:
-        """Tell whether the bytes that have just been read from `page` were this block, and intact.
+        """Return whether the bytes just read from `page` were this block, and intact.
 
         A lease may have ended while this process was stopped, and the page may have another block now. As the
         state in a page table is written in a fixed order, it is enough to check the state last.
@@ -81,7 +81,7 @@ class Mapping:
 
 
 class MappedConnection(PoolConnection):
-    """A session over a Unix socket, with the pool's segment mapped. Made by `open`."""
+    """A client's session over a Unix socket, with the pool's segment mapped. Made by `open`."""
 
     def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
         super().__init__(sock, place, serial, timeout_s)
@@ -165,8 +165,11 @@ class MappedConnection(PoolConnection):
         return message
 
     def _receive_bytes(self) -> int:
-        """Receive a packet. It polls for a while before it sleeps, as most answers come within microseconds
-        and waking up takes longer."""
+        """Receive a packet, and return its length.
+
+        The socket is polled for a while, as most answers arrive within microseconds and a wake-up takes
+        longer.
+        """
         try:
             return receive_soon(self._sock, self._buffer, _TRIES)
         except BlockingIOError:
@@ -179,7 +182,7 @@ class MappedConnection(PoolConnection):
     # -- blocks -----------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[BlockKey], ttl_s: float) -> Leased:
-        """Lease these blocks, which stay in their pages for `ttl_s`."""
+        """Lease these blocks, which stay in their pages for `ttl_s` seconds."""
         return self.call(LeaseBlocks(self.next_id(), list(keys), ttl_s), Leased)
 
     def end_lease(self, lease_id: int) -> None:
@@ -189,7 +192,7 @@ class MappedConnection(PoolConnection):
                 self.notify(EndLease(lease_id))
 
     def is_intact(self, key: BlockKey, page: int) -> bool:
-        """Tell whether a leased page still holds this block, and its bytes match their checksums."""
+        """Return whether a leased page still holds this block, with bytes that match their checksums."""
         layers = range(self.layout.num_layers)
         checksums = layer_checksums(self.mapping.view(page, layers), self.layout.layer_bytes)
         return self.mapping.holds(key, page, layers, checksums)
@@ -260,6 +263,6 @@ class MappedConnection(PoolConnection):
 
 
 def _file_of(fd: int) -> tuple[int, int]:
-    """Name the file behind a descriptor, as long as a process has it open or mapped."""
+    """Return the device and inode of the file behind a descriptor."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

@@ -20,13 +20,13 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Grant, MessengerAddress
 
 _COPY_TIMEOUT_S = 60.0
-"""Limit of one copy between messengers."""
+"""Seconds that one copy between messengers may take."""
 _ROOM_TIMEOUT_S = 10.0
-"""Limit of the wait for a page, at either end of a copy."""
+"""Seconds of the wait for a page, at either end of a copy."""
 
 
 class Replicas(NamedTuple):
-    """Instances that hold a block. `num_hosts`: the number of their hosts."""
+    """The instances that hold a block. `num_hosts`: the number of their hosts."""
 
     instances: list[str]
     num_hosts: int
@@ -34,7 +34,7 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """A pool that answers."""
+    """A pool that answers, with what it has of the block."""
 
     backend: Backend
     address: MessengerAddress
@@ -42,7 +42,7 @@ class _Pool:
 
 
 def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int) -> Replicas:
-    """Make or remove copies: see `KVCachePool.change_replica`."""
+    """Make or remove copies as `KVCachePool.change_replica` describes. Returns the resulting copies."""
     if num_replicas < 1:
         raise PoolError(f"{num_replicas} copies wanted, the least is 1; use remove to have none")
     pools, lost = _look(backends, key)
@@ -75,7 +75,7 @@ def change_replica(backends: Sequence[Backend], key: BlockKey, num_replicas: int
 
 
 def _look(backends: Sequence[Backend], key: BlockKey) -> tuple[list[_Pool], list[Unreachable]]:
-    """Find the pools that answer, each instance once, and the reasons why the others do not."""
+    """Return the pools that answer, each instance once, and the errors of the others."""
 
     def look(connection: PoolConnection) -> tuple[MessengerAddress, bool]:
         located = connection.call(Lookup(connection.next_id(), [key]), Located)
@@ -96,13 +96,13 @@ def _look(backends: Sequence[Backend], key: BlockKey) -> tuple[list[_Pool], list
 
 
 def least_used_host(candidates: Sequence[_Pool], owners: Sequence[_Pool]) -> _Pool:
-    """Choose the first candidate on the host with the fewest copies."""
+    """Return the first candidate on the host with the fewest copies."""
     num_copies = Counter(pool.address.host_id for pool in owners)
     return min(candidates, key=lambda pool: num_copies[pool.address.host_id])
 
 
 def most_used_host(owners: Sequence[_Pool]) -> _Pool:
-    """Choose the last owner on the host with the most copies."""
+    """Return the last owner on the host with the most copies."""
     num_copies = Counter(pool.address.host_id for pool in owners)
     return max(reversed(owners), key=lambda pool: num_copies[pool.address.host_id])
 

@@ -13,11 +13,12 @@ import rich.console
 import rich.table
 
 _FOLDED = ("instance", "state", "file", "damaged")
-"""Columns of tables whose text may take several lines."""
+"""The columns of tables whose text may take several lines."""
 
 
 class Rows:
-    """Output of a command: a table on a terminal, lines with tabs elsewhere, or a JSON object in each line.
+    """The output of a command: a table on a terminal, tab-separated lines elsewhere, or one JSON object a
+    line.
 
     A table fits into 80 columns: names are folded, keys and numbers stay whole. With `last_below` a table has
     no last column: its values stand below the table, each once.

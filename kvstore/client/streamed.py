@@ -24,13 +24,13 @@ from mooncake.security.keys import ClusterKey
 _DECODER = msgspec.msgpack.Decoder(FromRemotePool)
 _CHALLENGE_DECODER = msgspec.msgpack.Decoder(Challenge)
 _MAX_BUFFERS = 1024
-"""IOV_MAX of Linux."""
+"""The most buffers of one system call, IOV_MAX of Linux."""
 _LOOKUP_BYTES = 1 << 20
-"""Bytes of a put from which the pool is asked first which blocks it has."""
+"""Bytes of a put from which on the pool is first asked which blocks it has."""
 
 
 class StreamedConnection(PoolConnection):
-    """A session over TCP, with blocks behind the messages. Made by `open`."""
+    """A client's session over TCP, with blocks behind the messages. Made by `open`."""
 
     def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
         super().__init__(sock, place, serial, timeout_s)
@@ -40,7 +40,7 @@ class StreamedConnection(PoolConnection):
 
     @classmethod
     def open(cls, place: Place, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":
-        """Connect, and prove to each other that both sides know `key`.
+        """Return a connection to the pool at `place`, after both sides have proved that they know `key`.
 
         Raises OSError if nothing answers, ConfigError if the pool has another key, else the error with which
         it refuses.
@@ -67,8 +67,10 @@ class StreamedConnection(PoolConnection):
         return connection
 
     def _prove(self, key: ClusterKey, timeout_s: float) -> None:
-        """Prove to each other that both sides know `key`. A pool that answers too slowly is given up after
-        `timeout_s`."""
+        """Prove to the pool that this side knows `key`, and check the pool's proof.
+
+        Gives up after `timeout_s` seconds.
+        """
         due_s = time.monotonic() + timeout_s
         visitor = Visitor(key)
         self.notify(visitor.greeting)
@@ -97,7 +99,7 @@ class StreamedConnection(PoolConnection):
         self._send([memoryview(encode_frame(message))])
 
     def _send(self, buffers: list[memoryview]) -> None:
-        """Send all of `buffers`, and empty the list."""
+        """Send all of `buffers`, and clear the list."""
         try:
             while buffers:
                 num_bytes = self._sock.sendmsg(buffers[:_MAX_BUFFERS])

@@ -24,12 +24,15 @@ _ADVICE = "this worker and its messenger's pool must agree"
 _ANSWER_TIMEOUT_S = 10.0
 """Seconds within which a working messenger must answer calls that need no waiting."""
 _RETRY_S = 0.02
-"""Pause before another attempt to connect to a messenger that does not listen yet."""
+"""Seconds between two attempts to connect to a messenger that does not listen yet."""
 Expected = TypeVar("Expected", bound=Answer)
 
 
 class WorkerCalls:
-    """One connection. All methods raise PoolError once the messenger is gone, or does not answer in time."""
+    """A worker's connection to its messenger.
+
+    All methods raise PoolError once the messenger is gone, or does not answer in time.
+    """
 
     def __init__(self, sock: socket.socket, instance: str) -> None:
         self.closed = asyncio.Event()
@@ -46,7 +49,8 @@ class WorkerCalls:
 
     @classmethod
     async def attach(cls, socket_path: str, attach: Attach) -> tuple["WorkerCalls", Attached, Segment]:
-        """Connect to the messenger at `socket_path` as soon as it listens, and map its segment.
+        """Return a connection to the messenger at `socket_path`, as soon as it listens, its first answer, and
+        the mapped segment.
 
         Raises ConnectionError if the messenger ends before it answers, else the error with which it refuses.
         """
@@ -71,11 +75,11 @@ class WorkerCalls:
         return cls(sock, attach.instance), answer, segment
 
     def new_id(self) -> int:
-        """Number the next call."""
+        """Return a number for the next call."""
         return next(self._ids)
 
     async def send(self, message: Call | Notice) -> None:
-        """Return when the message has left."""
+        """Send a message; return when it has left the process."""
         if self.closed.is_set():
             raise PoolError(self._gone_reason)
         self._connection.send(message)
@@ -116,7 +120,7 @@ class WorkerCalls:
         return answer
 
     def close(self) -> None:
-        """Detach. Tasks that wait for an answer get a PoolError."""
+        """Close the connection. Tasks that wait for an answer get a PoolError."""
         self._lost(f"client of {self._instance} closed")
 
     def _take(self, message: FromPool) -> None:
@@ -132,12 +136,14 @@ class WorkerCalls:
                     answered.set_result(message)
 
     def _stalled(self) -> PoolError:
-        """End the connection to a messenger that does not answer, so that it releases everything of this
-        worker."""
+        """End the connection to a messenger that does not answer, and return the error.
+
+        The messenger then releases everything of this worker.
+        """
         return self._lost(f"messenger of {self._instance} did not answer within {_ANSWER_TIMEOUT_S:g} s")
 
     def _lost(self, reason: str) -> PoolError:
-        """End the connection, if it has not ended; the error says why it did."""
+        """End the connection unless it has ended, and return the error that says why it ended."""
         if not self.closed.is_set():
             self._gone_reason = reason
             self._end()
@@ -171,7 +177,7 @@ async def _connected(socket_path: str) -> socket.socket:
 
 
 async def _first_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive the only message that comes with descriptors. Raises ConnectionError if none comes."""
+    """Return the first packet and its descriptors. Raises ConnectionError if none arrives."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock, readable.set)
     try:

@@ -57,17 +57,19 @@ from mooncake.messages.pools import Grant, PoolShard, PoolStats
 Result = TypeVar("Result")
 
 _SERIAL = 0
-"""Serial of the worker's session: a process has at most one worker, and its clients are numbered from 1."""
+"""The serial of the worker's session: a process has at most one worker, and its clients are numbered from
+1."""
 _KEYS_PER_MESSAGE = 1 << 12
-"""Keys in one report of the engine's blocks; more are split."""
+"""Keys in one report of the engine's blocks at most; longer reports are split."""
 _TOKEN_BYTES = 1 << 17
-"""Bytes of token ids in one message; more are split."""
+"""Bytes of token ids in one message at most; longer lists are split."""
 _COMMIT_BYTES = 1 << 17
-"""Bytes of checksums in one commit message; larger commits are split."""
+"""Bytes of checksums in one commit message at most; larger commits are split."""
 
 
 class WorkerClient:
-    """One attached worker. Made by `connect`, ended by `close` or by the messenger's end."""
+    """A worker's attachment to its messenger. Made by `connect`, ended by `close` or by the messenger's
+    end."""
 
     def __init__(self, calls: WorkerCalls, attached: Attached, segment: Segment) -> None:
         self.address = attached.address
@@ -91,7 +93,8 @@ class WorkerClient:
         layout: KVLayout,
         timeout_s: float = 10.0,
     ) -> "WorkerClient":
-        """Attach to the messenger at `socket_path`, waiting until it listens.
+        """Return a client attached to the messenger at `socket_path`, after waiting until the messenger
+        listens.
 
         Raises MismatchError if its pool belongs to another model or layout, PoolError if it does not
         answer within `timeout_s` or serves a live worker already.
@@ -127,7 +130,7 @@ class WorkerClient:
             raise
 
     async def has_all(self, keys: Sequence[BlockKey]) -> bool:
-        """Return whether all these blocks are here, in any tier. Uses none."""
+        """Return whether the pool has all these blocks, in any tier. Does not count as a use."""
         return all((await self._calls.ask(Lookup(self._calls.new_id(), list(keys)), Located)).locations)
 
     async def prefetch(self, keys: Sequence[BlockKey]) -> None:
@@ -135,7 +138,7 @@ class WorkerClient:
         await self._calls.send(Prefetch(list(keys)))
 
     async def pin(self, keys: Sequence[BlockKey], ttl_s: float) -> int:
-        """Set soft pins on the `keys` that are here, for `ttl_s`. Returns their number."""
+        """Set soft pins for `ttl_s` seconds on the `keys` that the pool has. Returns their number."""
         call = PinBlocks(self._calls.new_id(), list(keys), ttl_s, hard=False)
         return (await self._calls.ask(call, Count)).num_blocks
 
@@ -148,8 +151,10 @@ class WorkerClient:
         await self._calls.send(DropIdle(list(keys)))
 
     async def report_device(self, keys: Sequence[BlockKey], *, is_stored: bool) -> None:
-        """Report blocks that the engine's own prefix cache has from now on, or not any more. The messenger
-        takes it for empty until the first report, and when this worker is gone."""
+        """Report blocks that the engine's own prefix cache has from now on (`is_stored`), or has no longer.
+
+        The messenger takes the cache for empty until the first report, and when this worker is gone.
+        """
         for first in range(0, len(keys), _KEYS_PER_MESSAGE):
             await self._calls.send(DeviceBlocks(list(keys[first : first + _KEYS_PER_MESSAGE]), is_stored))
 
@@ -188,13 +193,14 @@ class WorkerClient:
             )
 
     async def settled(self) -> None:
-        """Wait until the messenger has handled all earlier commits: their checksums are in the segment."""
+        """Wait until the messenger has handled all earlier commits, so that their checksums are in the
+        segment."""
         await self._calls.ask(Lookup(self._calls.new_id(), []), Located)
 
     async def release(self, reservation_id: int) -> None:
         """Release a reservation, cancel its send and revoke its grant. Idempotent.
 
-        (A messenger that is gone has released everything.)
+        (A lost messenger has released everything.)
         """
         try:
             await self._calls.ask(Release(self._calls.new_id(), reservation_id), Done)
@@ -209,7 +215,7 @@ class WorkerClient:
         return (await self._calls.ask(OpenGrant(self._calls.new_id(), reservation_id), Granted)).grant
 
     async def send(self, reservation_id: int, grant: Grant, ref_text: str) -> None:
-        """Start to stream the granted blocks of this reservation, for a prefill.
+        """Start to send the granted blocks of this reservation, for a prefill.
 
         The blocks go to `grant.messenger`, and those of `grant.others` to their messengers.
 
@@ -219,7 +225,7 @@ class WorkerClient:
         await self._calls.ask(StartSend(self._calls.new_id(), reservation_id, grant, ref_text), Done)
 
     async def wait_sent(self, reservation_id: int) -> None:
-        """Wait until the receiver has acknowledged everything. Raises TransferError if it never will."""
+        """Wait until the receiver has acknowledged everything. Raises TransferError if that is impossible."""
         await self._calls.ask(AwaitSent(self._calls.new_id(), reservation_id), Done)
 
     async def fetch(
@@ -229,7 +235,7 @@ class WorkerClient:
         blocks: Sequence[int],
         on_layers: Callable[[int, int], None],
     ) -> tuple[list[int], list[int]]:
-        """Bring `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
+        """Fetch `blocks` (indices) of this reservation from the pools of `sources`, layer by layer.
 
         `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first
         `num_blocks` of them are there; and, several times a second, while a part of the next layers arrives.
@@ -258,11 +264,14 @@ class WorkerClient:
         await self._calls.send(StopFetch(reservation_id))
 
     async def verify(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Compare these blocks with their checksums, in every tier. Returns those that had to be dropped."""
+        """Have these blocks compared with their checksums, in every tier.
+
+        Returns the keys that had to be dropped.
+        """
         return (await self._calls.ask(VerifyBlocks(self._calls.new_id(), list(keys)), Verified)).damaged
 
     async def wait_arrived(self, reservation_id: int) -> None:
-        """Return when all granted pages are complete and verified, for a decode.
+        """Wait until all granted pages are complete and verified, for a decode.
 
         Raises TransferError if a sender's connection was lost, sent damaged bytes or gave up before.
         A sender that never connects is not noticed here: the caller has a deadline.
@@ -279,7 +288,7 @@ class WorkerClient:
         return (await self._calls.ask(GetStats(self._calls.new_id(), check_integrity), Stats)).stats
 
     async def close(self) -> None:
-        """Detach. The messenger releases all reservations of this worker."""
+        """Close the connection. The messenger releases all reservations of this worker."""
         self._calls.close()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.segment.close()

@@ -1,1 +1,1 @@
-"""Engines of others on the KVCache pool."""
+"""Connectors of other engines to the KVCache pool."""

@@ -26,24 +26,24 @@ from mooncake.errors import ConfigError, MismatchError, MooncakeError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
 
 FINGERPRINT = hashlib.sha256(b"objects of LMCache").hexdigest()[:32]
-"""Stands for any model: LMCache's keys name theirs."""
+"""The fingerprint of LMCache's pools, the same for any model, as LMCache's keys name the model."""
 _KNOWN = ("pool", "key_file")
 _NUM_THREADS = 4
 _TIMEOUT_S = 2.0
-"""Seconds for a pool's answer."""
+"""Seconds within which a pool must answer."""
 _LOCK_S = 60.0
-"""Seconds after which a block that LMCache has not unlocked may be evicted again."""
+"""Seconds after which a block that LMCache has not unlocked may be evicted."""
 log = logging.getLogger(__name__)
 
 
 class MooncakeServeL2Adapter(L2AdapterInterface):
-    """The second level (L2) of LMCache's storage, in one or more pools.
+    """The second level (L2) of LMCache's storage, in one or more pools of mooncake-serve.
 
     LMCache makes it with the `adapter_params` of its configuration, and calls it from any thread.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        """Make an adapter. No pool needs to be there yet, and each may end and come back.
+        """Make an adapter, whose pools may start later, end, and come back.
 
         Args:
             params: `pool`, one address or a list of them, and for addresses on other hosts `key_file`.
@@ -75,7 +75,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
     # -- tasks ------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        """Begin to store objects, and return the task's id. An object that is there is not written again."""
+        """Begin to store objects, and return the task's id. An object already stored is not written again."""
         return self._begin(lambda task: self._store(task, keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -84,14 +84,18 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
         return results
 
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        """Begin to look objects up, and to keep those that are there until `submit_unlock`."""
+        """Begin to look objects up, and return the task's id. Found objects are kept until
+        `submit_unlock`."""
         return self._begin(lambda task: self._look_up(task, keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         return self._pop(task_id)
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        """Begin to read objects into the caller's memory. What cannot be had, or was damaged, is left out."""
+        """Begin to read objects into the caller's memory, and return the task's id.
+
+        Missing or damaged objects are left out.
+        """
         return self._begin(lambda task: self._load(task, keys, objects))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -152,7 +156,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
             self._answer(task, keys, found, self._looked_up)
 
     def _lease(self, pool: KVCachePool, keys: list[BlockKey]) -> list[bool]:
-        """Return which blocks are there. Those on this host are leased."""
+        """Return which blocks are stored, and lease those on this host."""
         if not self._pools.has_local:
             return [tier is not None for tier in pool.exists(keys)]
         shared = _SharedLease(pool.lease(keys, _LOCK_S))
@@ -219,7 +223,7 @@ class MooncakeServeL2Adapter(L2AdapterInterface):
 
 
 class _SharedLease:
-    """A lease of several blocks, which ends with the last one that is unlocked."""
+    """A lease of several blocks, which ends when the last of them is unlocked."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -227,10 +231,10 @@ class _SharedLease:
 
 
 class _Pools:
-    """The client, from when a pool answers."""
+    """The client of the pools, made when a pool answers."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        """Raises ConfigError, which names the key."""
+        """Check the parameters. Raises ConfigError, which names the key."""
         for key in params:
             if key not in _KNOWN:
                 raise ConfigError(f"adapter_params: unknown key {key}; known keys are {', '.join(_KNOWN)}")
@@ -244,7 +248,7 @@ class _Pools:
         self._client: KVCachePool | None = None
 
     def connected(self, object_bytes: int | None) -> KVCachePool | None:
-        """Return the client; None if there is none, and the size of objects is unknown.
+        """Return the client; None while it is not connected and the size of objects is unknown.
 
         Raises MooncakeError if no pool answers, or if the pools have other blocks.
         """
@@ -265,21 +269,21 @@ class _Pools:
 
 
 def block_key(key: Any) -> BlockKey:
-    """Return the key of the block that holds an object: it covers every field of LMCache's key."""
+    """Return the block key of an object, which covers every field of LMCache's key."""
     fields = (key.model_name, str(key.kv_rank), str(key.object_group_id), key.cache_salt)
     named = "\0".join(fields).encode() + b"\0" + key.chunk_hash
     return hashlib.sha256(named).digest()[:KEY_BYTES]
 
 
 def _layout(object_bytes: int) -> KVLayout:
-    """Return a layout whose blocks have this size. Raises MismatchError if there is none."""
+    """Return a layout whose blocks have `object_bytes` bytes. Raises MismatchError if there is none."""
     if object_bytes % 4:
         raise MismatchError("object size", "a multiple of 4 bytes", object_bytes, "use another chunk size")
     return KVLayout(1, 1, object_bytes // 4, 1, "bfloat16")
 
 
 def _object_bytes(layouts: Mapping[int, Any]) -> int | None:
-    """Return the size of LMCache's objects; None if it is not told."""
+    """Return the bytes of LMCache's objects; None if the layouts do not say."""
     desc = next(iter(layouts.values()), None)
     if desc is None:
         return None

@@ -1,1 +1,1 @@
-"""KV events: what a pool tells those who mirror it."""
+"""KV events: the changes of a pool in the form for its followers."""

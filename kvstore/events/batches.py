@@ -19,7 +19,7 @@ from mooncake.messages.kv_events import KVCleared, KVEvent, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_BATCH_BLOCKS = 10_000
-"""Most blocks of a batch, so that its message has some 200 KB.
+"""Blocks of a batch at most, so that its message has some 200 KB.
 
 At this size a batch is sealed by itself, so the log is bounded even if no caller seals.
 """
@@ -27,7 +27,7 @@ At this size a batch is sealed by itself, so the log is bounded even if no calle
 
 @dataclass(frozen=True, slots=True)
 class BlockTokens:
-    """Tokens of a full block; only routers that hash tokens themselves need them.
+    """The tokens of a full block, for routers that hash tokens themselves.
 
     `parent` is the key of the block before it, None for a first block (the root key is no block). Requests
     of other tenants must not match a block that was stored under a `cache_salt`: report it without tokens.
@@ -41,12 +41,12 @@ class BlockTokens:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events between two seals, oldest first. Never changes."""
+    """The events between two seals, oldest first. Immutable."""
 
     sequence: int
     events: list[KVEvent]
     tokens: dict[BlockKey, BlockTokens]
-    """Tokens of the stored blocks whose tokens are known."""
+    """The tokens of those stored blocks whose tokens are known."""
 
 
 class EventLog:
@@ -70,14 +70,19 @@ class EventLog:
         self.cleared()
 
     def on_event(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at the first event of each new batch. It is called in the middle of a change of the
-        pool, which it must not use."""
+        """Register the listener, which is called at the first event of each new batch.
+
+        The call comes in the middle of a change of the pool, which the listener must not use.
+        """
         self._listeners.append(listener)
 
     # -- collecting: called for every block, so kept below a microsecond ---------------------------
 
     def stored(self, tier: Tier, key: BlockKey, tokens: BlockTokens | None = None) -> None:
-        """Record that `key` can be found in `tier` now. Reported once until it is removed from there."""
+        """Record that `key` can be found in `tier` now.
+
+        To be called once until the block is removed from the tier.
+        """
         if tokens is not None:
             self._tokens[key] = tokens
         self._collect(KVStored, tier, key)
@@ -95,8 +100,7 @@ class EventLog:
         self._collect_all(KVRemoved, tier, keys)
 
     def cleared(self) -> None:
-        """Record that no block can be found any more, in any tier. The events collected so far are
-        dropped."""
+        """Record that no block can be found any more, in any tier. Events collected so far are dropped."""
         self._start_batch()
         self._events.append(KVCleared())
         self._notify()
@@ -133,7 +137,7 @@ class EventLog:
     # -- batches ------------------------------------------------------------------------------------
 
     def seal(self) -> EventBatch | None:
-        """End the batch and give it the next number. Returns None if nothing has been collected."""
+        """Return the collected events as a batch with the next number; None without events."""
         if not self._events:
             return None
         batch = EventBatch(self.next_sequence, self._events, self._tokens)
@@ -144,12 +148,12 @@ class EventLog:
 
     @property
     def oldest_sequence(self) -> int:
-        """Number of the oldest batch that is still here; `next_sequence` if there is none."""
+        """The number of the oldest batch that is kept; `next_sequence` if there is none."""
         return self.next_sequence - len(self._batches)
 
     def since(self, sequence: int) -> list[EventBatch] | None:
-        """Return all sealed batches from number `sequence` on. None if some of them are gone, or if
-        `sequence` lies beyond the next number: then it is not from this log."""
+        """Return all sealed batches from number `sequence` on; None if some are gone, or the number is not of
+        this log."""
         if not self.oldest_sequence <= sequence <= self.next_sequence:
             return None
         return list(itertools.islice(self._batches, sequence - self.oldest_sequence, None))

@@ -25,10 +25,10 @@ from mooncake.security.curve import Gate
 from mooncake.security.keys import ClusterKey
 
 Snapshot = Callable[[], Iterable[tuple[Tier, list[BlockKey]]]]
-"""A function that returns the blocks of the pool by tier. They must agree with the events in the log."""
+"""A function that returns the blocks of the pool by tier, in agreement with the events in the log."""
 
 KV_TOPIC = b"kv"
-"""Topic of every batch."""
+"""The ZeroMQ topic of every batch."""
 SNAPSHOT_PART_KEYS = 20_000
 """Keys in one message: 360 KB; a snapshot of a million blocks has 50 parts."""
 
@@ -36,7 +36,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class InternalPublisher(Publisher):
-    """Batches, replays and snapshots, encrypted for holders of the cluster's key.
+    """A publisher of batches, replays and snapshots, encrypted for holders of the cluster key.
 
     Needs a running event loop.
     """
@@ -62,12 +62,12 @@ class InternalPublisher(Publisher):
 
     @property
     def num_refused(self) -> int:
-        """Connections that were closed because they showed another key, or none."""
+        """The number of connections that were closed for another key, or none."""
         return self._gate.num_refused
 
     @property
     def num_unfinished(self) -> int:
-        """Connections that ended in the middle of their handshake."""
+        """The number of connections that ended in the middle of their handshake."""
         return self._gate.num_unfinished
 
     def close(self) -> None:

@@ -15,20 +15,26 @@ from mooncake.security.handshakes import connection_of, num_bytes_received
 from mooncake.security.waiting_peers import WaitingPeers
 
 MOST_OPEN = 32
-"""Most connections to one socket. A further one closes the oldest, whose peer may connect again."""
+"""Connections to one socket at most. A further one closes the oldest, whose peer may connect again."""
 MOST_SENT_BYTES = 8 << 10
-"""Most bytes that one connection may send: libzmq keeps every frame of a message that does not end, in up to
-32 times its bytes. A router says 20 bytes to begin and 20 for each replay, and connects again by itself."""
+"""Bytes that one connection may send.
+
+libzmq keeps every frame of an unfinished message, in up to 32 times its bytes. A router sends 20 bytes to
+begin and 20 for each replay, and connects again by itself.
+"""
 LOOK_INTERVAL_S = 0.01
-"""Seconds between two checks while a peer is connected. libzmq's one thread takes some megabytes in this
-time."""
+"""Seconds between two checks while a peer is connected.
+
+libzmq's one thread can receive some megabytes in between.
+"""
 
 
 class OpenPeers:
-    """A bound on the number of TCP connections to a socket, and on what their peers send. Needs a running
-    event loop.
+    """A limit of the TCP connections to a socket, and of the bytes that their peers send.
 
-    Make it before `bound` is bound, and close it before `bound` is closed.
+    Needs a running event loop.
+
+    To be made before `bound` is bound, and closed before `bound` is closed.
     """
 
     def __init__(self, bound: zmq.asyncio.Socket) -> None:
@@ -62,7 +68,7 @@ class OpenPeers:
                     self._look()
 
     def _look(self) -> None:
-        """End the connections of peers that have sent too much, as long as there are connections."""
+        """End the connections of peers that have sent too much, for as long as there are connections."""
         for descriptor, connection in list(self._connections.items()):
             if num_bytes_received(connection) > MOST_SENT_BYTES:
                 self._crowd.leave(descriptor)

@@ -25,23 +25,26 @@ from mooncake.endpoints import listen
 from mooncake.errors import ConfigError
 
 FLUSH_INTERVAL_S = 0.01
-"""Pause between two batches, in which further events are collected."""
+"""Seconds between two batches, in which further events are collected."""
 PUB_QUEUE_LEN = 1_000
-"""Batches that may wait for a subscriber: 10 s and more."""
+"""Batches that may wait for a subscriber: those of 10 s and more."""
 ANSWER_QUEUE_LEN = 32
-"""Messages that may wait for a peer that asked for them: 12 MB of snapshot."""
+"""Messages that may wait for the peer that asked for them: 12 MB of snapshot."""
 MAX_ANSWERS = 16
-"""Peers that are answered at the same time; others wait."""
+"""Peers that are answered at the same time at most; others wait."""
 ANSWER_TIMEOUT_S = 10.0
-"""Time in which a peer may read nothing before its answer is given up."""
+"""Seconds for which a peer may read nothing before its answer is given up."""
 LOGGED_CHARS = 200
-"""Limit of a malformed request's text in the log."""
+"""Characters of a malformed request that are logged."""
 
 log = logging.getLogger(__name__)
 
 
 class Publisher(ABC):
-    """Sockets and tasks of a publisher. Binds at once; raises ConfigError if it cannot."""
+    """The sockets and tasks of a publisher, bound on creation.
+
+    Raises ConfigError if an endpoint cannot be bound.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,10 @@ class Publisher(ABC):
         request_endpoint: str,
         flush_interval_s: float,
     ) -> None:
-        """Bind `pub` and `router`."""
+        """Bind `pub` to `endpoint` and `router` to `request_endpoint`.
+
+        `flush_interval_s`: seconds between two batches.
+        """
         self._events = events
         self._flush_interval_s = flush_interval_s
         self._position = events.oldest_sequence
@@ -91,11 +97,11 @@ class Publisher(ABC):
 
     @abstractmethod
     def _frames(self, batch: EventBatch) -> list[bytes]:
-        """Encode `batch` as the PUB socket sends it. Called once for each batch, in order."""
+        """Return the frames of `batch` for the PUB socket. Called once for each batch, in order."""
 
     @abstractmethod
     def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:
-        """Yield the frames of each message that answers `request`; None if that is malformed."""
+        """Yield the frames of each message that answers `request`; return None for a malformed request."""
 
     async def _publish(self) -> None:
         while True:
@@ -149,7 +155,7 @@ class Publisher(ABC):
                 del self._answers[peer]
 
     async def _send(self, frames: list[bytes]) -> None:
-        """Send a message to a peer, waiting for room in its queue. Raises ZMQError if it is gone."""
+        """Send a message to a peer, waiting for room in its queue. Raises ZMQError if the peer is gone."""
         for attempt in itertools.count():
             # A ROUTER does not tell when a peer's queue has room again. The first wait only lets others run.
             await asyncio.sleep(min(0.001 * attempt, 0.05))
@@ -161,7 +167,7 @@ class Publisher(ABC):
 
 
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-    """Bind `socket`. Returns the endpoint with the port that it got."""
+    """Bind `socket`. Returns the endpoint with the actual port."""
     try:
         return listen(socket, endpoint)
     except zmq.ZMQError as error:

@@ -18,7 +18,7 @@ from mooncake.messages.kv_events import KVCleared, KVRemoved, KVStored
 from mooncake.messages.pools import Tier
 
 MAX_REQUEST_BYTES = 1 << 10
-"""Limit of a frame that is received: a topic, or a number."""
+"""Bytes of a received frame at most: a topic, or a number."""
 MEDIA = {Tier.DRAM: "CPU", Tier.SSD: "DISK", Tier.DEVICE: "GPU"}
 """The name that vLLM gives each tier.
 
@@ -26,16 +26,18 @@ vLLM says CPU and, lately, STORAGE; routers that tell tiers apart know DISK, onl
 STORAGE.
 """
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-"""Number of the message behind the last batch of a replay."""
+"""The sequence number of the message behind the last batch of a replay: -1."""
 _HASH_BYTES = 8
-"""The part of a key that vLLM's integers hold."""
+"""The bytes of a key that vLLM's integers hold, the last ones."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class _BlockStored(msgspec.Struct, tag="BlockStored"):
-    """Blocks that can be found. `lora_id` and `lora_name` have no default in vLLM: strict decoders miss them
-    when they are left out."""
+    """Blocks that can be found, as vLLM's event.
+
+    `lora_id` and `lora_name` have no default in vLLM, so strict decoders need them.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -56,7 +58,7 @@ class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
 
 
 class _EventBatch(msgspec.Struct, array_like=True):
-    """A batch of events. The rank is always there: some routers cannot read a batch without one."""
+    """A batch of events. The rank is always there, as some routers cannot read a batch without one."""
 
     ts: float
     events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
@@ -64,7 +66,7 @@ class _EventBatch(msgspec.Struct, array_like=True):
 
 
 class VllmPublisher(Publisher):
-    """A publisher of the same events as vLLM sends them: `[topic, 8-byte number, payload]`, and replays.
+    """A publisher of KV events in vLLM's format: `[topic, 8-byte number, payload]`, and replays.
 
     - Open to every peer that reaches the sockets: the routers that follow this format know no keys. How many
       they are, and what they say, is bounded (`OpenPeers`).
@@ -114,8 +116,10 @@ class VllmPublisher(Publisher):
         return [self._topic, batch.sequence.to_bytes(8, "big"), payload]
 
     def _answer(self, request: list[bytes]) -> Iterator[list[bytes]] | None:
-        """Answer a replay request. A REQ socket puts an empty frame before its request and needs one before
-        the answer."""
+        """Yield the answers to a replay request.
+
+        A REQ socket puts an empty frame before its request and needs one before the answer.
+        """
         *envelope, start = request or [b""]
         if len(start) != 8 or envelope not in ([], [b""]):
             return None
@@ -152,8 +156,11 @@ def _blocks_stored(
 
 
 def _runs(keys: Sequence[BlockKey], tokens: dict[BlockKey, BlockTokens]) -> Iterator[list[BlockKey]]:
-    """Split `keys` into runs in which each block follows the one before it. A run comes after its parent's:
-    routers drop a block whose parent they have not met, and blocks may be sealed in any order."""
+    """Yield runs of `keys` in which each block follows the one before.
+
+    A run comes after its parent's, as routers drop a block whose parent they have not met, and blocks may be
+    sealed in any order.
+    """
     children: dict[BlockKey | None, list[BlockKey]] = {}
     for key in keys:
         children.setdefault(tokens[key].parent, []).append(key)

@@ -24,11 +24,11 @@ from mooncake.config.policies import EvictionPolicy
 from mooncake.messages.blocks import BlockKey
 
 _VICTIMS_SHARE = 64
-"""Victims are chosen for this fraction of the pages at a time: 1/64."""
+"""The divisor of the number of pages that gives the victims chosen at a time."""
 
 
 class PageAllocator:
-    """Pages of one table and the blocks in them. Adopts the sealed pages that are already in `table`.
+    """The pages of one table, the blocks in them, and their users. Adopts the sealed pages in `table`.
 
     `on_removed` is called with the key of each block that leaves the index, `on_sealed` with the pages of
     blocks that enter it.
@@ -86,7 +86,7 @@ class PageAllocator:
             num_users_of[page] = num_users + 1
 
     def remove_user(self, pages: Iterable[int], *, used: bool = True) -> list[int]:
-        """Remove a user from each of `pages`. Returns the pages that have no user now and are not SEALED.
+        """Remove a user from each of `pages`. Returns the pages that are not SEALED and have no user left.
 
         If `used`, SEALED pages count as used just now, in this order.
         """
@@ -110,7 +110,7 @@ class PageAllocator:
     # -- blocks -----------------------------------------------------------------------------------
 
     def take(self, num_pages: int, writer: PageWriter | None = None) -> list[int]:
-        """Allocate free pages, now RESERVED, with the caller as their first user."""
+        """Return `num_pages` free pages, now RESERVED, with the caller as their first user."""
         split = len(self._free) - num_pages
         pages = self._free[split:].tolist()[::-1]
         assert len(pages) == num_pages
@@ -123,7 +123,7 @@ class PageAllocator:
         return pages
 
     def seal(self, page: int, key: BlockKey, position: int, num_uses: int = 1) -> None:
-        """Seal the block in this RESERVED page, which has a user: it can be found from now on."""
+        """Seal the block in this RESERVED page, which has a user, so that the block can be found."""
         assert key not in self.index
         assert self.num_users_of[page] > 0
         self.table.seal(page, key, self._next_use(), position, num_uses)
@@ -141,9 +141,9 @@ class PageAllocator:
         assert self.num_users[pages].all()
 
     def unseal(self, page: int) -> None:
-        """Remove the block in `page` from the index: it is QUARANTINED until its last user has gone.
+        """Remove the block in `page` from the index. The page is QUARANTINED until its last user has gone.
 
-        The caller frees a page that has no users; nothing else would.
+        The caller must free a page without users.
         """
         if self.num_users_of[page] == 0:
             self.num_idle -= 1
@@ -159,7 +159,7 @@ class PageAllocator:
     # -- eviction ---------------------------------------------------------------------------------
 
     def coldest(self) -> int | None:
-        """Return the idle page that should be evicted next, or None if there is none. Does not evict it."""
+        """Return the idle page to be evicted next, without evicting it; None if no page is idle."""
         while True:
             while self._victims:
                 page, last_use = self._victims[0]
@@ -174,7 +174,8 @@ class PageAllocator:
             self._victims.extend((page, self.table.last_use_of[page]) for page in self._chosen(idle))
 
     def _chosen(self, idle: Array) -> list[int]:
-        """Choose the next victims: blocks that no tenant's share protects, others if there are none."""
+        """Return the next victims: blocks that no tenant's share protects, or other blocks if there are
+        none."""
         num_victims = max(1, self.table.num_pages // _VICTIMS_SHARE)
         num_disposable = self.shares.num_disposable(np.flatnonzero(self.table.states != FREE))
         if num_disposable is not None:

@@ -1,4 +1,4 @@
-"""Claims of users on a pool: reservations (pages to write) and leases (pages to read, for a while).
+"""Claims of users on a pool: reservations (pages to write) and leases (pages to read).
 
 Owns: the data of claims. Does not know: pages' states, who the users are.
 """
@@ -10,31 +10,34 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
 NOBODY = 0
-"""Owner of the claims that the pool makes for itself."""
+"""The owner of the claims that the pool makes for itself."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One block of a reservation. Invariant: all of its layers are there iff it is SEALED, or another block
-    was sealed under its key first."""
+    """One block of a reservation.
+
+    Invariant: all of its layers have arrived iff it is SEALED, or another block was sealed under its key
+    first.
+    """
 
     key: BlockKey | None
     page: int
     generation: int
     found: bool
-    """Whether the block was sealed already when it was reserved."""
+    """Whether the block was already sealed when it was reserved."""
     arrived: int
-    """Layers that are there, as a mask: bit l for layer l."""
+    """A mask of the layers that have arrived: bit l for layer l."""
     position: int
-    """Index of the block in its prompt."""
+    """The index of the block in its prompt."""
     tokens: BlockTokens | None = None
     tier: Tier | None = None
-    """Tier of a found block before a request asked for it."""
+    """The tier of a found block before a request asked for it; None for other blocks."""
 
 
 @dataclass(slots=True)
 class PageReservation:
-    """Pages of a request: one for each of its keys, in order, then private pages."""
+    """The pages of a request: one for each of its keys, in order, then private pages."""
 
     reservation_id: int
     owner: int
@@ -52,7 +55,7 @@ def layer_mask(layers: range) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageLease:
-    """A claim on pages that are read. `pages` has None for the keys that were not there."""
+    """A claim on pages that are read. `pages` has None for keys that were not found."""
 
     lease_id: int
     owner: int
@@ -61,5 +64,5 @@ class PageLease:
 
     @property
     def claimed_pages(self) -> list[int]:
-        """The leased pages, each once: a key may have been named twice."""
+        """The leased pages, each once, as a key may have been named twice."""
         return list(dict.fromkeys(page for page in self.pages if page is not None))

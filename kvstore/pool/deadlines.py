@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 _SPARE_ENTRIES = 1000
-"""Outdated entries of the heap that are tolerated, beyond as many as there are deadlines."""
+"""Outdated entries of the heap that are tolerated, beyond the number of deadlines."""
 
 Name = TypeVar("Name", int, bytes)
 
 
 class Deadlines(Generic[Name]):
-    """Deadlines by name, one each. Setting a deadline takes logarithmic time, removing it constant time.
+    """One deadline for each name. Setting a deadline takes logarithmic time, removing it constant time.
 
     Invariant: each name's deadline is in the heap; other entries of the heap are out of date.
     """
@@ -25,11 +25,11 @@ class Deadlines(Generic[Name]):
 
     @property
     def num_entries(self) -> int:
-        """Entries in memory, outdated ones included."""
+        """The number of entries in memory, outdated ones included."""
         return len(self._heap)
 
     def set(self, name: Name, deadline_s: float) -> None:
-        """Give `name` a deadline, in place of an earlier one."""
+        """Set the deadline of `name`, in place of an earlier one."""
         self._of[name] = deadline_s
         heapq.heappush(self._heap, (deadline_s, name))
         if len(self._heap) > 2 * len(self._of) + _SPARE_ENTRIES:
@@ -37,11 +37,11 @@ class Deadlines(Generic[Name]):
             heapq.heapify(self._heap)
 
     def remove(self, name: Name) -> None:
-        """Forget the deadline of `name`."""
+        """Remove the deadline of `name`."""
         del self._of[name]
 
     def take_expired(self, now_s: float) -> Iterator[Name]:
-        """Forget and yield every name whose deadline has come."""
+        """Yield and remove every name whose deadline has passed."""
         while self._heap and self._heap[0][0] <= now_s:
             deadline_s, name = heapq.heappop(self._heap)
             if self._of.get(name) == deadline_s:

@@ -23,13 +23,13 @@ _AGE_BITS = 32
 _POSITION_BITS = 20
 _USES_BITS = 11
 _SOFT = np.uint64(1 << 63)
-"""Highest bit: set for softly pinned blocks."""
+"""The highest bit of a uint64, set for softly pinned blocks."""
 
 
 def coldest(
     policy: EvictionPolicy, table: PageTable, candidates: Array, is_soft: Array, num_pages: int
 ) -> list[int]:
-    """Choose the `num_pages` of `candidates` (page numbers) that should go first, in that order.
+    """Return the `num_pages` of `candidates` (page numbers) to evict first, in that order.
 
     `is_soft` says of each candidate whether it is softly pinned.
     """
@@ -44,9 +44,10 @@ def coldest(
 
 
 def unprotected(chosen: list[int], tenants: Array, num_disposable: Array) -> list[int]:
-    """Return those of the `chosen` pages, coldest first, that leave every tenant its protected share.
+    """Return those of the `chosen` pages, coldest first, whose eviction leaves every tenant its protected
+    share.
 
-    `tenants` are the numbers of their tenants, and `num_disposable[tenant]` pages of each may go.
+    `tenants` are the numbers of the pages' tenants. Of each tenant `num_disposable[tenant]` pages may go.
     """
     num_left = num_disposable.tolist()
     kept = []
@@ -58,7 +59,7 @@ def unprotected(chosen: list[int], tenants: Array, num_disposable: Array) -> lis
 
 
 def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
-    """Give each page a uint64, larger for pages that should stay. The highest bit is 0."""
+    """Return a uint64 for each page, larger for pages that should stay. The highest bit is 0."""
     last_uses = table.last_uses[pages]
     match policy:
         case EvictionPolicy.LRU:
@@ -74,7 +75,7 @@ def _warmth(policy: EvictionPolicy, table: PageTable, pages: Array) -> Array:
 
 
 def _ages(last_uses: Array) -> Array:
-    """Return the last uses as differences from the oldest one."""
+    """Return the last uses as differences from the oldest use."""
     return _clipped(last_uses - last_uses.min(), _AGE_BITS)
 
 

@@ -16,18 +16,18 @@ from mooncake.messages.blocks import BlockKey
 
 
 class LowerTier(Protocol):
-    """The tier below DRAM."""
+    """The interface of the tier below DRAM."""
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the tier takes blocks. While it does not, evicted blocks are lost."""
+        """Whether the tier accepts blocks. While it does not, evicted blocks are lost."""
 
     def holds(self, key: BlockKey) -> bool:
-        """Tell whether the block can be read from this tier."""
+        """Return whether the block can be read from this tier."""
 
 
 class Evictor:
-    """Evicts blocks from DRAM when pages are needed.
+    """The component that evicts blocks from DRAM when pages are needed.
 
     `on_evict` is called with each page before its block is evicted, `on_space` whenever a page becomes free
     or idle, `on_pressure` when fewer pages are free than `low_watermark`, or than a request needs.
@@ -58,8 +58,10 @@ class Evictor:
         self._on_pressure = on_pressure
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free. Returns False if the lower tier does not hold enough of the
-        blocks yet."""
+        """Evict until `num_pages` pages are free.
+
+        Returns False if the lower tier does not hold enough of the blocks yet.
+        """
         while self._allocator.num_free < num_pages:
             page = self._allocator.coldest()
             if page is None or not self.is_disposable(page):
@@ -68,7 +70,7 @@ class Evictor:
         return True
 
     def require(self, num_pages: int) -> None:
-        """Evict until `num_pages` are free; raise PoolFullError if they cannot all be had now.
+        """Evict until `num_pages` pages are free. Raises PoolFullError if that is impossible now.
 
         If the pages can be had later, they count as wanted from then on.
         """
@@ -79,14 +81,15 @@ class Evictor:
             raise self._refusal(num_pages, self._allocator.num_idle)
 
     def check(self, num_pages: int, num_kept: int) -> None:
-        """Raise PoolFullError unless there are `num_pages` free and idle pages, without `num_kept` of the
-        idle ones."""
+        """Check that `num_pages` pages are free or idle, beside `num_kept` idle ones. Raises
+        PoolFullError."""
         num_evictable = self._allocator.num_idle - num_kept
         if num_pages > self._allocator.num_free + num_evictable:
             raise self._refusal(num_pages, num_evictable)
 
     def is_disposable(self, page: int) -> bool:
-        """Tell whether the block in `page` may leave DRAM: the lower tier holds it, or takes nothing."""
+        """Return whether the block in `page` may leave DRAM: the lower tier holds the block, or accepts
+        none."""
         lower = self._lower
         return lower is None or not lower.is_accepting or lower.holds(self._allocator.table.key(page))
 
@@ -100,7 +103,7 @@ class Evictor:
         self.num_evictions += 1
 
     def left_lower_tier(self, key: BlockKey) -> None:
-        """Record that the lower tier has not this block any more."""
+        """Record that the lower tier no longer holds this block."""
         if key not in self._allocator.index:
             self.ghosts.add(key)
 
@@ -113,17 +116,17 @@ class Evictor:
         )
 
     def pages_taken(self) -> None:
-        """Record that fewer pages are free than before."""
+        """Record that the number of free pages has decreased."""
         if self._allocator.num_free < self._low_watermark:
             self._on_pressure()
 
     def users_left(self) -> None:
-        """Record that pages have lost users: some may be free or idle now."""
+        """Record that pages have lost users, so that some may be free or idle."""
         if self._allocator.num_free < max(self._low_watermark, self.num_wanted):
             self._on_pressure()
         self.changed()
 
     def changed(self) -> None:
-        """Wake waiters for a page: one became free or idle, or idle ones may be evicted now."""
+        """Wake the tasks that wait for a page, as one has become free or idle, or may be evicted now."""
         self.epoch += 1
         self._on_space()

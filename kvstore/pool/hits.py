@@ -1,4 +1,4 @@
-"""Hits and misses: the tier in which each block was when a request asked for it, or the reason why it was in
+"""Hits and misses: the tier of each block when a request asked for it, or the reason why it was in
 none.
 
 Owns: these counts, which pages in DRAM have blocks that the lower tier had, keys evicted lately. Does not
@@ -15,13 +15,13 @@ from mooncake.messages.blocks import BlockKey
 from mooncake.messages.pools import Tier
 
 _MOST_GHOSTS = 1 << 20
-"""Most ghosts: they take 8 MiB of memory."""
+"""Ghosts that are remembered at most, in 8 MiB of memory."""
 _ID_BYTES = 8
 """Bytes of a key that a ghost keeps."""
 
 
 class Ghosts:
-    """Keys evicted lately. They tell whether a miss would have been a hit with more memory.
+    """A table of keys evicted lately, by which a miss would have been a hit with more memory.
 
     A direct-mapped table of about `num_blocks` key prefixes: a new ghost may replace an old one.
     """
@@ -36,7 +36,7 @@ class Ghosts:
         self._ids[ghost & self._mask] = ghost
 
     def reason(self, key: BlockKey) -> str:
-        """Tell why this block is not here: "evicted" lately, or "absent"."""
+        """Return why a block is missing: "evicted" lately, or "absent"."""
         ghost = int.from_bytes(key[:_ID_BYTES], "little")
         return "evicted" if self._ids[ghost & self._mask] == ghost else "absent"
 
@@ -51,7 +51,7 @@ class PoolCounters:
 
 
 class Hits:
-    """Hits and misses since the pool was opened, in blocks; `ghosts` remembers evicted keys."""
+    """Counts of hits and misses since the pool was opened, in blocks; `ghosts` remembers evicted keys."""
 
     def __init__(self, ghosts: Ghosts) -> None:
         self.num_hits: Counter[Tier] = Counter()
@@ -63,11 +63,11 @@ class Hits:
         """Pages whose block came from the lower tier and has not been asked for since."""
 
     def promoted(self, page: int) -> None:
-        """Record that the block in `page` has come from the lower tier."""
+        """Record that the block in `page` was promoted from the lower tier."""
         self._promoted.add(page)
 
     def left(self, page: int) -> None:
-        """Record that the block in `page` is there no longer."""
+        """Record that the block in `page` has left DRAM."""
         self._promoted.discard(page)
 
     def tier(self, page: int) -> Tier:

@@ -40,21 +40,21 @@ from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
 _ALIGNMENT = 64
-"""Alignment of each array in bytes: a cache line."""
+"""The alignment of each array in bytes: a cache line."""
 _GENERATIONS = 1 << 32
-"""Number of generations, after which the count begins at 0 again."""
+"""The number of generations, after which the count restarts at 0."""
 _MOST_USES = (1 << 32) - 1
-"""Largest number of uses that is counted."""
+"""The largest number of uses that is counted."""
 _NOBODY = 0
-"""Writer of a page that only its owner writes."""
+"""The writer of a page that only its owner writes."""
 COPIER_SERIAL = (1 << 32) - 1
-"""Serial of messengers that copy to granted pages. No client has this serial."""
+"""The serial of messengers that copy to granted pages, which no client has."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class PageState(IntEnum):
-    """State of a page. FREE is 0, so a zeroed table is an empty pool."""
+    """The states of a page. FREE is 0, so a zeroed table is an empty pool."""
 
     FREE = 0
     RESERVED = 1
@@ -75,7 +75,7 @@ _ALLOWED = tuple(tuple(after in TRANSITIONS[before] for after in PageState) for 
 
 
 class PageWriter(NamedTuple):
-    """A client that may have a page mapped for writing: its process, and its serial number within the
+    """A client that may have a page mapped for writing: its process id, and its serial number in the
     process."""
 
     pid: int
@@ -83,7 +83,7 @@ class PageWriter(NamedTuple):
 
     @classmethod
     def copier(cls, pid: int) -> "PageWriter":
-        """Name a messenger that copies to granted pages."""
+        """Return the writer that stands for a messenger which copies to granted pages."""
         return cls(pid, COPIER_SERIAL)
 
     @property
@@ -92,16 +92,16 @@ class PageWriter(NamedTuple):
 
 
 class Adopted(NamedTuple):
-    """Contents of a table when its owner died. All other pages are free now."""
+    """The contents of a table when its owner died. All other pages are free now."""
 
     sealed: list[int]
     """Sealed pages, oldest use first."""
     quarantined: dict[int, PageWriter]
-    """Pages that a process may still be writing."""
+    """Pages that a process may still be writing, with that writer."""
 
 
 def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, ...]]]:
-    """Return name, type and shape (of one page's entry) of each array, in their order in memory."""
+    """Return name, dtype and shape (of one page's entry) of each array, in their order in memory."""
     return [
         ("state", np.dtype("u1"), ()),
         ("generation", np.dtype("<u4"), ()),
@@ -117,7 +117,7 @@ def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, .
 
 
 def record_bytes(num_layers: int) -> int:
-    """Return the bytes that one page adds to a table."""
+    """Return the bytes that one page takes in a table."""
     return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in table_fields(num_layers))
 
 
@@ -128,7 +128,7 @@ def table_bytes(num_pages: int, num_layers: int) -> int:
 
 
 def field_offsets(num_pages: int, num_layers: int) -> dict[str, int]:
-    """Return the offset of each array in a table."""
+    """Return the byte offset of each array in a table, by name."""
     offsets, end = {}, 0
     for name, dtype, shape in table_fields(num_layers):
         offsets[name] = end
@@ -137,7 +137,7 @@ def field_offsets(num_pages: int, num_layers: int) -> dict[str, int]:
 
 
 class PageTable:
-    """A view of a table in memory, changed only along `TRANSITIONS`.
+    """A page table in memory, whose states change only along `TRANSITIONS`.
 
     `states`, `num_uses`, `positions` and `last_uses` may be read as arrays of length num_pages; `state_of`,
     `num_uses_of` and `last_use_of` are the same, faster for a single page.
@@ -185,31 +185,33 @@ class PageTable:
         return self.last_use_of[page]
 
     def checksums(self, page: int, layers: range) -> bytes:
-        """Return one little-endian xxh3-64 per layer of `layers`."""
+        """Return the little-endian xxh3-64 of each of `layers`, concatenated."""
         return bytes(self._checksums[self._checksum_bytes(page, layers)])
 
     def layer_checksums(self, pages: Array, layer: int) -> Array:
-        """Return a copy of the xxh3-64 of one layer of many pages, `[n]`."""
+        """Return the xxh3-64 of one layer of many pages: uint64 `[n]`, a copy."""
         checksums: Array = self._arrays["checksums"].reshape(self.num_pages, self.num_layers)[pages, layer]
         return checksums
 
     def writer(self, page: int) -> PageWriter | None:
-        """Return the process that may be writing this page through a mapping of its own."""
+        """Return the process that may be writing this page through its own mapping; None without one."""
         writer = self._writer[page]
         return PageWriter(writer >> 32, writer & 0xFFFFFFFF) if writer != _NOBODY else None
 
     def is_intact(self, page: int) -> bool:
-        """Tell whether key and checksums were written together."""
+        """Return whether key and checksums of a page were written together."""
         return self._seal[page] == self._sealed_digest(page)
 
     def count(self) -> dict[PageState, int]:
-        """Count the pages in each state."""
+        """Return the number of pages in each state."""
         counts = np.bincount(self.states, minlength=len(PageState)).tolist()
         return {state: counts[state] for state in PageState}
 
     def reserve(self, page: int, writer: PageWriter | None = None) -> None:
-        """Reserve a FREE page. `writer` has it mapped and is going to write it; None: only its owner
-        writes."""
+        """Reserve a FREE page.
+
+        `writer` has the page mapped and is going to write it; None: only its owner writes.
+        """
         self.reserve_all([page], writer)
 
     def reserve_all(self, pages: Sequence[int], writer: PageWriter | None = None) -> None:
@@ -226,7 +228,7 @@ class PageTable:
         self._checksums[self._checksum_bytes(page, layers)] = checksums
 
     def seal(self, page: int, key: BlockKey, last_use: int, position: int = 0, num_uses: int = 1) -> None:
-        """Seal a page whose data and checksums are there already."""
+        """Seal a page whose data and checksums are complete."""
         self._key[page * KEY_BYTES : (page + 1) * KEY_BYTES] = key
         self._seal[page] = self._sealed_digest(page)
         self.last_use_of[page] = last_use
@@ -238,7 +240,8 @@ class PageTable:
     def seal_all(
         self, pages: Sequence[int], keys: Sequence[BlockKey], first_use: int, positions: Sequence[int]
     ) -> None:
-        """Seal many pages; `first_use` is the `last_use` of the first."""
+        """Seal many pages. `first_use` is the `last_use` of the first page, and the others count on from
+        it."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] == RESERVED)
         self._keys[index] = np.frombuffer(b"".join(keys), self._keys.dtype)
@@ -250,7 +253,7 @@ class PageTable:
         self.states[index] = SEALED
 
     def use(self, page: int) -> None:
-        """Count one more use."""
+        """Count one more use of a page."""
         self.num_uses_of[page] = min(self.num_uses_of[page] + 1, _MOST_USES)
 
     def quarantine(self, page: int) -> None:
@@ -261,20 +264,20 @@ class PageTable:
         self._move(page, FREE)
 
     def free_all(self, pages: Sequence[int]) -> None:
-        """Free many pages, none of which is FREE, and count their generations up."""
+        """Free many pages, none of which is FREE, and increment their generations."""
         index = np.asarray(pages, np.int64)
         assert np.all(self.states[index] != FREE)
         self._arrays["generation"][index] += 1  # _GENERATIONS are as many as its type has
         self.states[index] = FREE
 
     def clear(self, page: int) -> None:
-        """Make a page FREE, whatever its state was."""
+        """Set a page to FREE from any state."""
         if self.state_of[page] != FREE:
             self._bump(page)
             self.state_of[page] = FREE
 
     def copy(self) -> "PageTable":
-        """Copy the table to memory of its own."""
+        """Return a copy of the table in new memory."""
         copy = PageTable.in_memory(self.num_pages, self.num_layers)
         for name, array in self._arrays.items():
             copy._arrays[name][:] = array
@@ -282,13 +285,15 @@ class PageTable:
 
     def assign(self, writer: PageWriter) -> None:
         """Record, after the owner's death, that `writer` may be writing to any page that is neither FREE nor
-        SEALED, and has no writer of its own."""
+        SEALED and has no writer."""
         others = (self.states != FREE) & (self.states != SEALED) & (self._arrays["writer"] == _NOBODY)
         self._arrays["writer"][others] = writer.pid << 32 | writer.serial
 
     def adopt(self) -> Adopted:
-        """Adopt the table after the death of its owner. Pages that writers had begun to write stay
-        QUARANTINED until these are gone."""
+        """Adopt the table after the death of its owner, and return its contents.
+
+        Pages with a writer stay QUARANTINED until the writer is gone.
+        """
         pages = np.flatnonzero(self.states == SEALED)
         pages = pages[np.argsort(self.last_uses[pages], kind="stable")]
         by_key = dict(zip(self.keys(pages), pages.tolist(), strict=True))

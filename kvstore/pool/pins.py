@@ -17,7 +17,7 @@ from mooncake.messages.blocks import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class _Pin:
-    """A pin on the block `key`, which is in `page`."""
+    """The pin of the block `key`, which is in `page`."""
 
     key: BlockKey
     page: int
@@ -25,7 +25,7 @@ class _Pin:
 
 
 class Pins:
-    """Pins on the blocks of one tier. A hard pin is a user of its page, which `remove_user` removes."""
+    """The pins on blocks of one tier. A hard pin is a user of its page, which `remove_user` removes."""
 
     def __init__(self, allocator: PageAllocator, remove_user: Callable[[Sequence[int]], None]) -> None:
         self._allocator = allocator
@@ -38,11 +38,11 @@ class Pins:
         return len(self._by_key)
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Tell whether a block has a pin, hard or soft."""
+        """Return whether a block has a pin, hard or soft."""
         return key in self._by_key
 
     def add(self, keys: Sequence[BlockKey], *, hard: bool, deadline_s: float) -> int:
-        """Pin the `keys` that are in DRAM, or renew their pins. Returns the number of these keys.
+        """Pin those of `keys` that are in DRAM, or renew their pins. Returns the number of these keys.
 
         A soft pin does not replace a hard one, on which its owner relies. Raises PoolError if hard pins would
         take more than half of the pool.
@@ -62,7 +62,10 @@ class Pins:
         return len(pages)
 
     def remove(self, keys: Iterable[BlockKey], *, hard: bool = True) -> int:
-        """Unpin blocks. Returns the number of removed pins. `hard`: whether hard pins are removed too."""
+        """Remove pins of blocks. Returns the number of removed pins.
+
+        `hard`: whether hard pins are removed too.
+        """
         num_removed = 0
         for key in keys:
             if key in self._by_key and (hard or not self._is_hard(key)):
@@ -72,7 +75,7 @@ class Pins:
         return num_removed
 
     def expire(self, now_s: float) -> None:
-        """End every pin whose deadline has come."""
+        """Remove every pin whose deadline has passed."""
         for key in self._deadlines.take_expired(now_s):
             self._end(self._by_key.pop(key))
 
@@ -83,7 +86,7 @@ class Pins:
         return key in self._by_key and self._by_key[key].is_hard
 
     def _put(self, pin: _Pin) -> None:
-        """Set a pin, and end an earlier one of the block."""
+        """Set a pin, in place of an earlier pin of the block."""
         if pin.is_hard:
             self._allocator.add_user([pin.page])
             self._num_hard += 1
@@ -94,7 +97,7 @@ class Pins:
         self._by_key[pin.key] = pin
 
     def _end(self, pin: _Pin) -> None:
-        """End a pin, which keeps its block no longer."""
+        """Remove a pin, so that it keeps its block no longer."""
         if pin.is_hard:
             self._num_hard -= 1
             self._remove_user([pin.page])

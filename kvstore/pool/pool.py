@@ -1,4 +1,4 @@
-"""DRAM tier of one instance's part of the KVCache pool: who uses which page, and who gets the next one.
+"""The DRAM tier of one instance's part of the KVCache pool: allocation and users of pages.
 
 A block is found only while it is sealed. A *reservation* is one request's claim on pages, without a
 deadline: on those of the blocks that are there, and on fresh pages for the others. A *lease* only reads, and
@@ -34,7 +34,7 @@ from mooncake.messages.pools import Tier
 
 
 class Pool:
-    """The states and users of all pages of a table. It adopts the blocks that are already in the table.
+    """The states and users of all pages of a table, whose sealed blocks are adopted.
 
     `on_sealed` is called with pages whose blocks can be found from then on, adopted ones included.
     `low_watermark`, `on_space` and `on_pressure` are those of `Evictor`.
@@ -84,18 +84,18 @@ class Pool:
     # -- blocks -----------------------------------------------------------------------------------
 
     def find(self, key: BlockKey) -> int | None:
-        """Return the page of a sealed block."""
+        """Return the page of a sealed block; None without one."""
         return self.allocator.index.get(key)
 
     def locate(self, keys: Iterable[BlockKey]) -> list[Tier | None]:
-        """Return the fastest tier of each block."""
+        """Return the fastest tier of each block; None for a missing block."""
         index, lower = self.allocator.index, self._lower
         if lower is None:
             return [Tier.DRAM if key in index else None for key in keys]
         return [Tier.DRAM if key in index else Tier.SSD if lower.holds(key) else None for key in keys]
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove a block from the index; reads in flight may finish. Returns whether it was there."""
+        """Remove a block from the index. Returns whether it was there. Reads in flight may finish."""
         page = self.find(key)
         if page is None:
             return False
@@ -117,12 +117,12 @@ class Pool:
             self.evictor.users_left()
 
     def _evicting(self, page: int) -> None:
-        """Record that the block in this idle page is going to leave DRAM."""
+        """Record that the block in this idle page is about to leave DRAM."""
         self.pins.remove([self.table.key(page)])
         self.hits.left(page)
 
     def _removed(self, key: BlockKey) -> None:
-        """Report that the index has lost a block."""
+        """Record that the index has lost a block."""
         if self._events is not None:
             self._events.removed(Tier.DRAM, key)
 
@@ -136,11 +136,12 @@ class Pool:
         writer: PageWriter | None = None,
         tenant: str = "",
     ) -> PageReservation:
-        """Claim the pages of sealed blocks, and reserve a page for each other block; all or nothing.
+        """Reserve a page for each key and `num_private` pages without a key, all or none.
 
-        `writer` will write the pages through a mapping of its own. `tenant` is whose share of the pool they
-        count to; empty: nobody's. Raises PoolFullError if not enough
-        pages are free or can be evicted now, PoolError if the pool has not enough pages at all.
+        Pages of sealed blocks are claimed. `writer` will write the pages through a mapping of its own.
+        `tenant` is the tenant to whose share of the pool the pages count; empty: to none. Raises
+        PoolFullError if not enough pages are free or can be evicted now, PoolError if the pool has not enough
+        pages at all.
         """
         self._check_size(len(keys) + num_private)
         number = self.allocator.shares.enter(tenant)  # before others' blocks are evicted for it
@@ -166,8 +167,7 @@ class Pool:
         return reservation
 
     def check_room(self, keys: Sequence[BlockKey], num_private: int) -> None:
-        """Raise as `reserve` does, if all free and evictable pages together are not enough for these
-        blocks."""
+        """Check that free and evictable pages together suffice for these blocks. Raises as `reserve` does."""
         self._check_size(len(keys) + num_private)
         places = [self.find(key) for key in keys]
         found = {page for page in places if page is not None}
@@ -178,8 +178,9 @@ class Pool:
             raise PoolError(f"{num_blocks} blocks do not fit into a pool of {self.table.num_pages} pages")
 
     def renew_pages(self, reservation: PageReservation, blocks: Sequence[Block]) -> None:
-        """Give blocks of `reservation` fresh pages, as a transfer may still write the old ones. Layers that
-        have arrived are lost.
+        """Replace the pages of blocks of `reservation`, as a transfer may still write the old ones.
+
+        Layers that have arrived are lost.
 
         Does nothing if the reservation has been released. Raises PoolFullError, and changes nothing, without
         room.
@@ -203,8 +204,8 @@ class Pool:
     def record_arrival(
         self, reservation: PageReservation, block: Block, layers: range, checksums: bytes
     ) -> None:
-        """Record that `layers` of `block` are in its page. The last layer seals the block, unless another
-        block with its key is sealed."""
+        """Record that `layers` of `block` are in its page. The last layer seals the block, unless its key is
+        sealed in another page."""
         assert not block.arrived & layer_mask(layers), "a layer arrives once"
         self.table.set_checksums(block.page, layers, checksums)
         block.arrived |= layer_mask(layers)
@@ -214,7 +215,7 @@ class Pool:
                 self._events.stored(Tier.DRAM, block.key, block.tokens)
 
     def begin_promotion(self, key: BlockKey, position: int) -> PageReservation:
-        """Reserve a page for a block that the lower tier holds, before a request needs it. Raises
+        """Reserve a page for a block that the lower tier holds, before a request needs the block. Raises
         PoolFullError."""
         self.evictor.require(1)
         (block,) = self._blocks([key], [None], None)
@@ -224,7 +225,7 @@ class Pool:
         return reservation
 
     def finish_promotion(self, reservation: PageReservation, checksums: bytes, num_uses: int) -> None:
-        """Record that the whole block of `begin_promotion` is in its page, verified."""
+        """Record that the whole block of `begin_promotion` is in its page and verified."""
         (block,) = reservation.blocks
         self.record_arrival(reservation, block, range(self.table.num_layers), checksums)
         if self.table.state_of[block.page] == SEALED:
@@ -241,7 +242,7 @@ class Pool:
     # -- leases -----------------------------------------------------------------------------------
 
     def lease(self, owner: int, keys: Sequence[BlockKey], deadline_s: float) -> PageLease:
-        """Keep the `keys` that are in DRAM where they are until `end_lease` or `expire`."""
+        """Lease the `keys` that are in DRAM, which stay in their pages until `end_lease` or `expire`."""
         index = self.allocator.index
         lease = PageLease(self._next_id(), owner, [index.get(key) for key in keys], deadline_s)
         found = lease.claimed_pages
@@ -260,14 +261,14 @@ class Pool:
             self._remove_user(lease.claimed_pages[::-1])
 
     def claims_of(self, owner: int) -> tuple[list[int], list[int]]:
-        """Return the ids of the reservations and of the leases of `owner`."""
+        """Return the ids of `owner`'s reservations, and of its leases."""
         reservations = [r.reservation_id for r in self.reservations.values() if r.owner == owner]
         return reservations, [lease.lease_id for lease in self.leases.values() if lease.owner == owner]
 
     # -- time -------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """End the leases and pins whose deadline has come."""
+        """End the leases and pins whose deadline has passed."""
         for lease_id in self._lease_deadlines.take_expired(now_s):
             self.counters.num_expired_leases += 1
             self._remove_user(self.leases.pop(lease_id).claimed_pages[::-1])
@@ -277,12 +278,13 @@ class Pool:
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:
-        """Let a transfer read or write `page` from now on. Only for pages that are in use or sealed."""
+        """Record that a transfer may read or write `page` from now on. Only for pages that are in use or
+        sealed."""
         assert self.allocator.num_users[page] or self.table.state_of[page] == SEALED
         self._add_hold(page)
 
     def unhold(self, page: int, *, used: bool = True) -> None:
-        """End a hold: that transfer cannot touch `page` any more. `used` says whether it was for a
+        """End a hold, as that transfer cannot touch `page` any more. `used`: whether the transfer was for a
         request."""
         self._num_holds[page] -= 1
         assert self._num_holds[page] >= 0
@@ -296,11 +298,11 @@ class Pool:
 
     @property
     def former_writers(self) -> list[PageWriter]:
-        """Processes that may still be writing to pages that a former messenger process gave them."""
+        """The processes that may still be writing to pages of a former messenger process."""
         return list(self._former_writers)
 
     def keep_aside(self, writer: PageWriter) -> None:
-        """Record that `writer` too may be writing to any page of the former writers."""
+        """Record that `writer`, too, may be writing to any page of the former writers."""
         pages = {page for pages in self._former_writers.values() for page in pages}
         own = self._former_writers.setdefault(writer, [])
         for page in pages.difference(own):
@@ -308,7 +310,7 @@ class Pool:
             own.append(page)
 
     def writer_gone(self, writer: PageWriter) -> None:
-        """Free the pages that this writer got from a former messenger process. Idempotent."""
+        """Free the pages that this writer had from a former messenger process. Idempotent."""
         for page in self._former_writers.pop(writer, []):
             self.unhold(page)
 
@@ -317,7 +319,7 @@ class Pool:
     def _blocks(
         self, keys: Sequence[BlockKey | None], places: list[int | None], writer: PageWriter | None
     ) -> list[Block]:
-        """Make a block for each key, in its page or in a fresh one; those without a key come last."""
+        """Return a block for each key, in its page or in a fresh one; blocks without a key come last."""
         fresh = self.allocator.take(len(keys) - len(places) + places.count(None), writer)
         self.evictor.pages_taken()
         pages_left = iter(fresh)
@@ -366,12 +368,12 @@ class Pool:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages that a reservation, lease, transfer or hard pin uses."""
+        """The number of pages that a reservation, lease, transfer or hard pin uses."""
         return int(np.count_nonzero(self.allocator.num_users))
 
     def orphans(self) -> list[int]:
-        """Find pages whose number of users differs from the claims that the pool knows. There should be none:
-        such a page never becomes free."""
+        """Return the pages whose number of users differs from the known claims. There should be none, as such
+        a page never becomes free."""
         known: Counter[int] = Counter(self._num_holds)
         known.update(page for r in self.reservations.values() for page in r.by_page)
         known.update(page for lease in self.leases.values() for page in lease.claimed_pages)
@@ -383,7 +385,7 @@ class Pool:
         return orphans
 
     def check_integrity(self) -> str | None:
-        """Check that every page is accounted for exactly once. Returns what is wrong, or None."""
+        """Check that every page is accounted for exactly once. Returns what is wrong; None if all is well."""
         problems = list(self.allocator.problems())
         if self.orphans():
             problems.append("a page's users are not its reservations, leases, pins and holds")

@@ -42,7 +42,7 @@ _ROUNDING_BYTES = 3 * ALIGNMENT  # the header, and what aligning table and pages
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """Description of a segment. `page_stride` is the distance between pages in bytes."""
+    """The header of a segment. `page_stride` is the distance between pages in bytes."""
 
     fingerprint: str
     layout: KVLayout
@@ -53,7 +53,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @classmethod
     def plan(cls, size_bytes: int, fingerprint: str, layout: KVLayout) -> "SegmentHeader":
-        """Plan as many pages as `size_bytes` hold. Raises ConfigError if that is none."""
+        """Return the header for as many pages as fit into `size_bytes`. Raises ConfigError if none fits."""
         page_stride = _aligned(layout.block_bytes)
         space_bytes = max(0, size_bytes - _ROUNDING_BYTES)
         num_pages = space_bytes // (page_stride + record_bytes(layout.num_layers))
@@ -67,7 +67,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes from the start of the header to the end of the last page."""
+        """The bytes from the start of the header to the end of the last page."""
         return self.pages_offset + self.num_pages * self.page_stride
 
     def page_offset(self, page: int) -> int:
@@ -76,11 +76,11 @@ class SegmentHeader(msgspec.Struct, frozen=True):
         return self.pages_offset + page * self.page_stride
 
     def page_table(self, buffer: memoryview) -> PageTable:
-        """Return the table in a mapping that begins with this header."""
+        """Return the page table in a mapping that begins with this header."""
         return PageTable(buffer[self.table_offset :], self.num_pages, self.layout.num_layers)
 
     def check(self, fingerprint: str, layout: KVLayout) -> None:
-        """Raise MismatchError unless the segment is for this model and this layout."""
+        """Check that the segment is for this model and layout. Raises MismatchError."""
         if fingerprint != self.fingerprint:
             raise MismatchError(
                 "model fingerprint", self.fingerprint, fingerprint, "give each model its own pool"
@@ -90,7 +90,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
 
 def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | None:
-    """Read the header at the start of `buffer`. Returns None if there is none yet.
+    """Return the header at the start of `buffer`; None if there is none yet.
 
     Raises MismatchError for a header of another kind or version; the message calls the file `what`.
     """
@@ -106,7 +106,7 @@ def read_header(buffer: memoryview, magic: bytes, what: str) -> SegmentHeader | 
 
 
 def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> None:
-    """Make `buffer` an empty table under `header`. The magic is written last."""
+    """Write an empty table under `header` into `buffer`. The magic is written last."""
     encoded = msgspec.msgpack.encode(header)
     if _PREFIX.size + len(encoded) > _COPY_TABLE_OFFSET:
         raise ConfigError(f"a fingerprint of {len(header.fingerprint)} characters; give it at most 1,000")
@@ -117,7 +117,7 @@ def write_header(buffer: memoryview, magic: bytes, header: SegmentHeader) -> Non
 
 
 class Segment:
-    """A formatted segment, mapped read-write.
+    """A formatted segment, mapped for reading and writing.
 
     `buffer` is the whole mapping; views of it (torch, numpy) keep the mapping alive.
     """
@@ -135,7 +135,7 @@ class Segment:
 
     @classmethod
     def open(cls, fd: int) -> "Segment | None":
-        """Map the segment behind `fd`, or None if it has not been formatted."""
+        """Return the segment behind `fd`, mapped; None if it is not formatted."""
         mapping = _map(fd)
         header = read_header(mapping.view, MAGIC, "the segment")
         if header is None:
@@ -149,14 +149,15 @@ class Segment:
 
     @classmethod
     def format(cls, fd: int, fingerprint: str, layout: KVLayout) -> "Segment":
-        """Make the unformatted segment behind `fd` an empty pool for `layout`."""
+        """Format the segment behind `fd` as an empty pool for `layout`, and return it mapped."""
         mapping = _map(fd)
         header = SegmentHeader.plan(mapping.size_bytes, fingerprint, layout)
         write_header(mapping.view, MAGIC, header)
         return cls(mapping, header)
 
     def shared_segment(self, fd: int) -> SharedSegment | None:
-        """Describe the segment behind `fd` to peers on this host that map it; None without a compiler."""
+        """Return the description of the segment for peers on this host that map it; None without a
+        compiler."""
         copy_table = CopyTable.at(self.buffer[_COPY_TABLE_OFFSET : _COPY_TABLE_OFFSET + COPY_TABLE_BYTES])
         if copy_table is None:
             return None
@@ -198,7 +199,7 @@ class Segment:
         return self.header.page_offset(page)
 
     def page_view(self, page: int) -> memoryview:
-        """Return the bytes of the block in `page`."""
+        """Return the bytes of the block in `page`, a view."""
         return self.layers_view(page, range(self.layout.num_layers))
 
     def stride_view(self, page: int) -> memoryview:
@@ -212,12 +213,12 @@ class Segment:
         return self.page_offset(page) + layer * self._layer_bytes
 
     def layers_view(self, page: int, layers: range) -> memoryview:
-        """Return the bytes of consecutive `layers` of `page`."""
+        """Return the bytes of consecutive `layers` of `page`, a view."""
         start = self.layers_offset(page, layers.start)
         return self.buffer[start : start + len(layers) * self._layer_bytes]
 
     def layer_view(self, page: int, layer: int) -> memoryview:
-        """Return the bytes of one layer of `page`."""
+        """Return the bytes of one layer of `page`, a view."""
         return self.layers_view(page, range(layer, layer + 1))
 
     def heads_offset(self, page: int, layer: int, heads: range) -> int:
@@ -225,12 +226,12 @@ class Segment:
         return self.layers_offset(page, layer) + heads.start * self._head_bytes
 
     def heads_view(self, page: int, layer: int, heads: range) -> memoryview:
-        """Return the bytes of consecutive `heads` of one layer of `page`."""
+        """Return the bytes of consecutive `heads` of one layer of `page`, a view."""
         start = self.heads_offset(page, layer, heads)
         return self.buffer[start : start + len(heads) * self._head_bytes]
 
     def is_intact(self, page: int, layers: range, checksums: bytes) -> bool:
-        """Tell whether the bytes of `layers` of `page` have these checksums."""
+        """Return whether the bytes of `layers` of `page` have these little-endian xxh3-64 checksums."""
         return layer_checksums(self.layers_view(page, layers), self._layer_bytes) == checksums
 
     def huge_chunks(self) -> range:
@@ -238,17 +239,22 @@ class Segment:
         return range(0, self._mapping.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES, _CHUNK_BYTES)
 
     def use_huge_pages(self, start: int) -> bool:
-        """Move one of `huge_chunks` into huge pages. Returns whether the kernel could. Blocking, for some 100
-        ms."""
+        """Move one of `huge_chunks` into huge pages. Returns whether the kernel has done so.
+
+        Blocking, for some 100 ms.
+        """
         end = self.huge_chunks().stop
         return self._mapping.use_huge_pages(start, min(_CHUNK_BYTES, end - start))
 
     def lock(self) -> bool:
-        """Map the whole segment and keep it in memory, if the limits of this process allow that. Blocking."""
+        """Map the whole segment and lock it in memory. Returns whether the limits of this process allow that.
+
+        Blocking.
+        """
         return self._mapping.lock()
 
     def populate(self, page: int) -> None:
-        """Fault `page` in now: otherwise the first copy to it is much slower."""
+        """Fault `page` in, as otherwise the first copy to the page is much slower."""
         self._mapping.populate(self.page_offset(page), self.page_stride)
 
     def close(self) -> None:

@@ -17,14 +17,15 @@ import numpy as np
 from kvstore.pool.pages import Array
 
 ACTIVE_S = 600.0
-"""Time after its last use of the pool for which a tenant has a share."""
+"""Seconds after its last use of the pool for which a tenant has a share."""
 PROTECTED = 0.75
-"""Part of an equal part of the pages in which a tenant's blocks are protected."""
+"""The fraction of an equal part of the pages that is a tenant's protected share."""
 NO_TENANT = 0
 
 
 class Shares:
-    """The tenant of each page. Numbers of tenants are used again when they have neither pages nor a share."""
+    """The tenant of each page, by number. A number is reused when its tenant has neither pages nor a
+    share."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
@@ -36,12 +37,14 @@ class Shares:
         """The time, as of the latest tick."""
 
     def num_pages_of(self, tenant: str) -> int:
-        """Return the number of pages that were last a tenant's, free ones included."""
+        """Return the number of pages whose latest user is a tenant, free ones included."""
         return int(np.count_nonzero(self._tenant_of == self._numbers.get(tenant, -1)))
 
     def enter(self, tenant: str) -> int:
-        """Record that a tenant uses the pool now, and return its number; that of an empty name is no
-        tenant's."""
+        """Record that a tenant uses the pool now, and return its number.
+
+        The number of an empty name stands for no tenant.
+        """
         if not tenant:
             return NO_TENANT
         number = self._numbers.get(tenant)
@@ -52,25 +55,26 @@ class Shares:
         return number
 
     def use(self, number: int, pages: Sequence[int], found: Sequence[int]) -> None:
-        """Record that a tenant has got fresh `pages`, and has `found` blocks in others."""
+        """Record that a tenant has got fresh `pages`, and uses found blocks in the pages `found`."""
         self._tenant_of[pages] = number
         if found:
             unowned = np.asarray(found)[self._tenant_of[found] == NO_TENANT]
             self._tenant_of[unowned] = number
 
     def move(self, pages: Sequence[int], to_pages: Sequence[int]) -> None:
-        """Record that what was in `pages`, in the same order, is in `to_pages` now."""
+        """Record that the contents of `pages` are in `to_pages` now, in the same order."""
         self._tenant_of[to_pages] = self._tenant_of[pages]
         self._tenant_of[pages] = NO_TENANT
 
     def tick(self, now_s: float) -> None:
-        """Let time pass: tenants lose their shares."""
+        """End the shares of tenants that have not used the pool for `ACTIVE_S` seconds at `now_s`."""
         self.now_s = now_s
         for number in [one for one, used_s in self._last_use_s.items() if used_s < now_s - ACTIVE_S]:
             del self._last_use_s[number]
 
     def num_disposable(self, in_use: Array) -> Array | None:
-        """Return how many pages of each tenant, by number, are not protected by its share.
+        """Return the number of pages of each tenant, by number, that its share does not protect:
+        `[num_tenants]`.
 
         None if nobody is protected from others: there are fewer than two active tenants. `in_use` are the
         pages that are not free, `[n]`.
@@ -84,12 +88,12 @@ class Shares:
         return num_used
 
     def tenants_of(self, pages: Array) -> Array:
-        """Return the number of each page's tenant."""
+        """Return the tenant number of each page."""
         tenants: Array = self._tenant_of[pages]
         return tenants
 
     def _unused_number(self) -> int:
-        """Return a number for another tenant, and forget tenants without pages and share."""
+        """Return an unused number for a tenant. Tenants without pages and share are forgotten."""
         kept = {*np.unique(self._tenant_of).tolist(), *self._last_use_s}
         self._numbers = {name: number for name, number in self._numbers.items() if number in kept}
         taken = set(self._numbers.values())

@@ -12,7 +12,7 @@ from mooncake.messages.blocks import BlockKey, KVLayout
 from mooncake.messages.pools import Grant, MessengerAddress, PoolStats, Tier
 
 LOCATIONS: tuple[Tier | None, ...] = (None, *Tier)
-"""Places of a block: `Located` names these by index."""
+"""The places of a block, which `Located` names by index."""
 
 
 class Attached(msgspec.Struct, tag=True, frozen=True):
@@ -22,7 +22,10 @@ class Attached(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connected(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Connect`. `version` is the newest that both speak; pools of version 1 do not tell it."""
+    """The answer to `Connect`.
+
+    `version` is the newest version that both sides speak; pools of version 1 do not send it.
+    """
 
     call_id: int
     address: MessengerAddress
@@ -32,9 +35,9 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservedBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A page of a reservation. `sealed`: its block is stored already, and the page may only be read.
+    """A page of a reservation. `sealed`: whether the page has its stored block, and may only be read.
 
-    `tier`: the tier in which a sealed block was when it was asked for.
+    `tier`: the tier of a sealed block before this reservation; None for other blocks.
     """
 
     page: int
@@ -57,7 +60,8 @@ class Granted(msgspec.Struct, tag=True, frozen=True):
 
 
 class LayersFetched(msgspec.Struct, tag=True, frozen=True):
-    """Progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks are there, verified.
+    """The progress of a fetch: layers `[0, num_layers)` of its first `num_blocks` blocks have arrived,
+    verified.
 
     This is no answer: several are sent during a fetch, with the same numbers again while only a part of the
     next layers has arrived. Blocks from `num_blocks` on have been given up: they keep the layers that they
@@ -70,8 +74,9 @@ class LayersFetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fetched(msgspec.Struct, tag=True, frozen=True):
-    """End of a fetch: for each block, the number of layers from 0 on that are there. A block with all layers
-    is sealed.
+    """The end of a fetch: for each block, the number of leading layers that have arrived.
+
+    A block with all layers is sealed.
 
     `pages`: the present pages of the blocks. If the source hung, blocks that it might still write have new
     pages.
@@ -83,14 +88,14 @@ class Fetched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
-    """Places of blocks, one byte a key: an index into `LOCATIONS`."""
+    """The places of blocks, one byte a key: an index into `LOCATIONS`."""
 
     call_id: int
     locations: bytes
 
 
 class Leased(msgspec.Struct, tag=True, frozen=True):
-    """A lease: the page of each block; None for a block that is not here, or cannot be promoted now."""
+    """A lease: the page of each block; None for a block that is missing, or cannot be promoted now."""
 
     call_id: int
     lease_id: int
@@ -103,7 +108,7 @@ class Count(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlockInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One copy of a block. `num_users`: the number of leases and transfers that keep it in its page."""
+    """One copy of a block. `num_users`: leases and transfers that keep the copy in its page."""
 
     key: BlockKey
     tier: Tier
@@ -121,7 +126,7 @@ class Listing(msgspec.Struct, tag=True, frozen=True):
 
 
 class Verified(msgspec.Struct, tag=True, frozen=True):
-    """Result of `VerifyBlocks`. `damaged`: keys of which a copy was dropped."""
+    """The result of `VerifyBlocks`. `damaged`: keys of which a copy was dropped."""
 
     call_id: int
     num_intact: int
@@ -129,7 +134,7 @@ class Verified(msgspec.Struct, tag=True, frozen=True):
 
 
 class GotBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Answer before the layers of the blocks that are `found`, in order; `checksums` as in `PutBlocks`."""
+    """The answer that precedes the layers of the `found` blocks, in order; `checksums` as in `PutBlocks`."""
 
     call_id: int
     found: list[bool]
@@ -146,7 +151,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class ErrorKind(StrEnum):
-    """Error of `mooncake.errors` that a failed call raises."""
+    """The kind of error of `mooncake.errors` that a failed call raises."""
 
     POOL_FULL = "pool_full"
     POOL = "pool"
@@ -156,7 +161,7 @@ class ErrorKind(StrEnum):
 
 
 class CallFailed(msgspec.Struct, tag=True, frozen=True):
-    """An error of the pool as a message: the user raises the error that the call has raised in the messenger.
+    """The answer to a call that failed in the messenger; the user raises the same error.
 
     `space_epoch` is set for POOL_FULL, `mismatch` (what, the messenger's, the worker's) for MISMATCH.
     """
@@ -169,7 +174,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
 
     @classmethod
     def of(cls, call_id: int, error: MooncakeError) -> "CallFailed":
-        """Make the answer by which the other side raises `error`."""
+        """Return the answer that makes the other side raise `error`."""
         match error:
             case PoolFullError():
                 return cls(call_id, ErrorKind.POOL_FULL, str(error), space_epoch=error.space_epoch)
@@ -184,7 +189,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
                 return cls(call_id, ErrorKind.POOL, str(error))
 
     def error(self, advice: str) -> MooncakeError:
-        """Make the error that the caller raises. `advice`: what to do about a mismatch."""
+        """Return the error that the caller raises. `advice`: text that says what to do about a mismatch."""
         match self.kind:
             case ErrorKind.POOL_FULL:
                 return PoolFullError(self.message, self.space_epoch)
@@ -200,7 +205,7 @@ class CallFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Detached(msgspec.Struct, tag=True, frozen=True):
-    """End of the session, because the user has sent an invalid message."""
+    """The end of the session, because the user has sent an invalid message."""
 
     reason: str
 

@@ -23,12 +23,16 @@ from mooncake.messages.pools import Grant, PoolShard
 from mooncake.versions import Versions
 
 MAX_MESSAGE_BYTES = 384 * 1024
-"""Most bytes of a message or answer. It fits into the socket buffer that Linux grants by default; 4,096 keys
-take 72 KiB."""
+"""Bytes of a message or answer at most.
+
+It fits into the socket buffer that Linux grants by default; 4,096 keys take 72 KiB.
+"""
 
 SPOKEN = Versions(1, 2)
-"""Versions of this language that a messenger and its users speak (`mooncake.versions`). A messenger and its
-worker are of one release."""
+"""The versions of this protocol that a messenger and its users speak (`mooncake.versions`).
+
+A messenger and its worker are of one release.
+"""
 
 Serial = Annotated[int, msgspec.Meta(ge=0, lt=COPIER_SERIAL)]
 
@@ -73,7 +77,7 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 class ReservePages(msgspec.Struct, tag=True, frozen=True):
     """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reservation`.
 
-    The pages count to the share of `tenant`; empty: to nobody's.
+    The pages count to the share of `tenant`; empty: to none.
     """
 
     call_id: int
@@ -115,7 +119,7 @@ class SealBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
-    """Describe the tokens of the reservation's keys from `first_block` on: little-endian uint32 token ids.
+    """Describe the tokens of the reservation's keys from `first_block` on, as little-endian uint32 token ids.
 
     Only sent if `Attached.wants_token_ids`. The tokens leave with the block's event and are not kept.
     """
@@ -126,7 +130,7 @@ class DescribeTokens(msgspec.Struct, tag=True, frozen=True):
 
 
 class DeviceBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Report blocks that the engine's own prefix cache has from now on, or not any more.
+    """Report blocks that the engine's own prefix cache has from now on, or no longer has.
 
     The cache is empty when the worker attaches.
     """
@@ -166,12 +170,12 @@ class AwaitArrived(msgspec.Struct, tag=True, frozen=True):
 
 
 class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Fetch these blocks of the reservation, which have no layer yet, from another pool.
+    """Fetch these blocks of the reservation, of which no layer has arrived, from another pool.
 
     `sources`: the shards of a group that together hold these blocks, or one pool that does.
 
     Layers arrive in order, each for all blocks before the next layer. `LayersFetched` reports the progress.
-    Answered by `Fetched` when nothing more will arrive. Until then nobody else may write these pages.
+    Answered by `Fetched` when nothing more will arrive. Until then no other process may write these pages.
     """
 
     call_id: int
@@ -182,7 +186,7 @@ class FetchBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class StopFetch(msgspec.Struct, tag=True, frozen=True):
-    """End the fetch of this reservation early. It is answered as soon as nothing is written."""
+    """End the fetch of this reservation early. The fetch is answered as soon as nothing is written."""
 
     reservation_id: int
 
@@ -198,14 +202,15 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
-    """Ask where these blocks are. Answered by `Located`. Leases nothing and counts as no use."""
+    """Ask for the places of these blocks. Answered by `Located`. Leases nothing and does not count as a
+    use."""
 
     call_id: int
     keys: list[BlockKey]
 
 
 class LeaseBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Keep these blocks in DRAM, promoted from SSD if need be, for `ttl_s`. Answered by `Leased`."""
+    """Lease these blocks in DRAM for `ttl_s` seconds, promoted from SSD if need be. Answered by `Leased`."""
 
     call_id: int
     keys: list[BlockKey]
@@ -225,10 +230,10 @@ class Prefetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class PinBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Pin these blocks for `ttl_s`: `hard` pins hold always, soft ones as long as other blocks can be
+    """Pin these blocks for `ttl_s` seconds: `hard` pins hold always, soft ones as long as other blocks can be
     evicted.
 
-    Answered by `Count`: the number of blocks that are here and pinned. Pins outlive the connection. A block
+    Answered by `Count`: the number of pinned blocks. Pins outlive the connection. A block
     has one pin. A new pin replaces it, except that a soft pin replaces no hard one.
     """
 
@@ -255,7 +260,7 @@ class RemoveBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropIdle(msgspec.Struct, tag=True, frozen=True):
-    """Remove those of these blocks that are neither in use nor pinned from every tier."""
+    """Remove those of these blocks that are neither in use nor pinned, from every tier."""
 
     keys: list[BlockKey]
 
@@ -308,7 +313,7 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
 
 
 Waiting = AwaitSpace | AwaitSent | AwaitArrived | FetchBlocks
-"""Calls that may wait for other users. All others are answered within seconds."""
+"""The calls that may wait for other users. All others are answered within seconds."""
 Call = (
     Attach
     | Connect

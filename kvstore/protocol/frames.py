@@ -16,28 +16,27 @@ from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.errors import PoolError
 
 MAX_GREETING_BYTES = 4096
-"""Most bytes of a message from an unauthenticated peer."""
+"""Bytes of a message from an unauthenticated peer at most."""
 LONGEST_WAIT_S = 3600.0
-"""Longest wait that a call may ask for."""
+"""Seconds for which a call may ask to wait at most."""
 MAX_KEYS = 4096
-"""Most keys of one message."""
+"""Keys of one message at most."""
 SMALL_BYTES = 64 * 1024
-"""Bytes up to which a block is received together with the bytes behind it, and copied."""
+"""Bytes up to which a block is received together with the following bytes, and copied."""
 
 _HEADER = struct.Struct("<IQ")
 _AHEAD_BYTES = 16 * 1024
-"""Bytes received together with a header: enough for small messages, and little of a large payload has to be
-copied."""
+"""Bytes received together with a header: enough for small messages, and little to copy of a large payload."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 def max_keys(num_layers: int) -> int:
-    """Return how many keys one message may name with the checksums of `num_layers` layers of each."""
+    """Return how many keys one message may name, with the checksums of `num_layers` layers of each."""
     return max(1, min(MAX_KEYS, MAX_MESSAGE_BYTES // 2 // (CHECKSUM_BYTES * max(1, num_layers))))
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message. Raises PoolError if it is too large."""
+    """Return a message as bytes. Raises PoolError if it is too large."""
     encoded = _encoder.encode(message)
     if len(encoded) > MAX_MESSAGE_BYTES:
         raise PoolError(
@@ -48,13 +47,13 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def encode_frame(message: msgspec.Struct, payload_bytes: int = 0) -> bytes:
-    """Encode all of a frame but its payload. Raises PoolError if it is too large."""
+    """Return a frame without its payload. Raises PoolError if the message is too large."""
     encoded = encode(message)
     return _HEADER.pack(len(encoded), payload_bytes) + encoded
 
 
 class FrameBuffer:
-    """Received bytes of a stream of frames that have not been used yet.
+    """A buffer of the received, unused bytes of a stream of frames.
 
     The caller receives into the buffer that a `room...` method returns, calls `received`, and takes each
     payload before the next message. Before `trust`, only greetings are accepted.
@@ -67,7 +66,7 @@ class FrameBuffer:
         self._is_trusted = False
 
     def trust(self) -> None:
-        """Take larger frames from now on: the other side knows the cluster's key."""
+        """Accept larger frames from now on, as the other side knows the cluster key."""
         held = self._buffer[self._begin : self._end]
         self._buffer = memoryview(bytearray(_HEADER.size + MAX_MESSAGE_BYTES + SMALL_BYTES))
         self._buffer[: len(held)] = held
@@ -75,14 +74,16 @@ class FrameBuffer:
         self._is_trusted = True
 
     def room_for_message(self) -> memoryview | None:
-        """Return a buffer for the rest of the next message; None when the message is complete. Raises
-        PoolError for an invalid frame."""
+        """Return the memory for the rest of the next message; None when the message is complete.
+
+        Raises PoolError for an invalid frame.
+        """
         room = self.room_for(_HEADER.size, _AHEAD_BYTES)
         return room if room is not None else self.room_for(_HEADER.size + self._sizes()[0], _AHEAD_BYTES)
 
     def room_for(self, num_bytes: int, ahead_bytes: int) -> memoryview | None:
-        """Return a buffer to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when
-        they are."""
+        """Return the memory to receive until `num_bytes` are held, and at most `ahead_bytes` more; None when
+        they are held."""
         missing = num_bytes - (self._end - self._begin)
         if missing <= 0:
             return None
@@ -96,7 +97,7 @@ class FrameBuffer:
         self._end += num_bytes
 
     def take_message(self) -> tuple[memoryview, int]:
-        """Take the message, valid until more is received, and the length of the payload behind it."""
+        """Return the message, valid until more is received, and the number of payload bytes behind it."""
         num_bytes, payload_bytes = self._sizes()
         begin = self._begin + _HEADER.size
         self._begin = begin + num_bytes

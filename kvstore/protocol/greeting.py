@@ -22,7 +22,7 @@ _LABELS = proofs.Labels(visitor=b"pool client", host=b"pool")
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """First message of a client. Answered by `Challenge`."""
+    """The first message of a client. Answered by `Challenge`."""
 
     nonce: Nonce
 
@@ -35,33 +35,33 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 
 
 class Proof(msgspec.Struct, tag=True, frozen=True):
-    """The client's proof. Not answered; a client that fails it has its connection closed."""
+    """The client's proof that it knows the cluster's key. Not answered; a wrong proof ends the connection."""
 
     proof: bytes
 
 
 class Visitor:
-    """The client's end of one connection."""
+    """The client's end of the greeting on one connection."""
 
     def __init__(self, key: ClusterKey) -> None:
         self._visitor = proofs.ConnectingSide(key, _LABELS)
         self.greeting = Greeting(self._visitor.nonce)
 
     def answer(self, challenge: Challenge) -> Proof | None:
-        """Return the proof that this client has the key. None if the pool has another key; then nothing may
-        be sent to it."""
+        """Return the proof that this client has the key; None if the pool has another key, and must get no
+        further message."""
         if not self._visitor.recognises(challenge.nonce, challenge.proof):
             return None
         return Proof(self._visitor.proof(challenge.nonce))
 
 
 class Doorkeeper:
-    """The pool's end of one connection."""
+    """The pool's end of the greeting on one connection."""
 
     def __init__(self, key: ClusterKey, greeting: Greeting) -> None:
         self._doorkeeper = proofs.AcceptingSide(key, _LABELS, greeting.nonce)
         self.challenge = Challenge(self._doorkeeper.nonce, self._doorkeeper.proof)
 
     def admits(self, proof: Proof) -> bool:
-        """Tell whether a proof comes from a client that has the key."""
+        """Return whether a proof comes from a client that has the key."""
         return self._doorkeeper.admits(proof.proof)

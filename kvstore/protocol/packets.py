@@ -25,12 +25,12 @@ from mooncake.errors import PoolError
 log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 1 << 22
-"""Requested size of a socket's buffers: some ten of the largest messages."""
+"""Bytes requested for a socket's buffers: some ten of the largest messages."""
 FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
-"""Room for the ancillary data of one descriptor."""
+"""Bytes for the ancillary data of one descriptor."""
 _PEERCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MOST_MESSAGES_AT_ONCE = 16
-"""Messages of one connection that are handled before other connections have their turn."""
+"""Messages of one connection that are handled before other connections are."""
 _TRIES = 16
 """Attempts to receive the next call before sleeping, about a microsecond each."""
 _Ancillary = tuple[int, int, Any]
@@ -39,7 +39,9 @@ Incoming = TypeVar("Incoming")
 
 
 class PacketConnection(Generic[Incoming]):
-    """One end of the socket. Each message is handled as soon as it arrives, without a task in between.
+    """One end of the socket, an asyncio protocol.
+
+    Each message is handled as soon as it arrives, without a task in between.
 
     `on_message` may raise PoolError, which ends the connection.
     """
@@ -65,8 +67,10 @@ class PacketConnection(Generic[Incoming]):
         self._loop.add_reader(sock, self._read)
 
     def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
-        """Send without waiting. Raises PoolError if the message is too large; drops what cannot be sent any
-        more."""
+        """Send a message without waiting.
+
+        Raises PoolError if it is too large; a message after the end is dropped.
+        """
         packet = encode(message)
         if not self.ended.done():
             self._outbox.append((packet, _passing(fd)))
@@ -74,7 +78,7 @@ class PacketConnection(Generic[Incoming]):
                 self._flush()
 
     async def has_sent(self) -> bool:
-        """Wait until all messages have left. False if the connection ended before."""
+        """Wait until all messages have left. Returns False if the connection ended before."""
         await self._has_left.wait()
         return not self.ended.done()
 
@@ -113,7 +117,7 @@ class PacketConnection(Generic[Incoming]):
                 return
 
     def _refuse(self, error: PoolError) -> None:
-        """Answer a message that the other side should not have sent; the connection is closed next."""
+        """Answer a message that no correct peer sends. The connection is closed next."""
 
     def _flush(self) -> None:
         while self._outbox:
@@ -139,7 +143,7 @@ class PacketConnection(Generic[Incoming]):
 
 
 class ServerConnection(PacketConnection[Incoming]):
-    """The messenger's end. The other side is told why its connection is ended.
+    """The messenger's end of the socket. The other side is told why its connection is ended.
 
     After two messages in a row the socket is polled for some microseconds, as the peer probably sends its
     next call by then, and waking up would take longer. A peer that does not read its answers is not read from
@@ -150,12 +154,12 @@ class ServerConnection(PacketConnection[Incoming]):
 
     @property
     def peer_pid(self) -> int:
-        """The process at the other end; 0 when it cannot be seen from here."""
+        """The process id of the other end; 0 when it cannot be seen from this namespace."""
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         return int(_PEERCRED.unpack(credentials)[0])
 
     def peer_is_gone(self) -> bool:
-        """Tell whether the other side has closed, even if that has not been received yet."""
+        """Return whether the other side has closed, even if that has not been received yet."""
         if self.ended.done():
             return True
         poll = select.poll()
@@ -185,8 +189,10 @@ class ServerConnection(PacketConnection[Incoming]):
 
 
 def receive_soon(sock: socket.socket, buffer: memoryview, num_tries: int) -> int:
-    """Receive a packet within `num_tries` tries of about a microsecond. Raises BlockingIOError if none
-    arrives."""
+    """Receive a packet within `num_tries` tries of about a microsecond, and return its length.
+
+    Raises BlockingIOError if none arrives.
+    """
     receive = sock.recv_into
     for _ in range(num_tries - 1):
         try:
@@ -197,7 +203,7 @@ def receive_soon(sock: socket.socket, buffer: memoryview, num_tries: int) -> int
 
 
 def set_up(sock: socket.socket) -> None:
-    """Give a socket buffers that hold several messages."""
+    """Set the sizes of a socket's buffers, so that they hold several messages."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
 

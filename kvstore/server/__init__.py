@@ -1,1 +1,1 @@
-"""The messenger process: one pool, opened, and all who use it."""
+"""The messenger process: one open pool, and all its users."""

@@ -71,11 +71,11 @@ from mooncake.messages.blocks import KEY_BYTES, BlockKey
 log = logging.getLogger(__name__)
 
 _LONGEST_TTL_S = 30 * 24 * 3600.0
-"""Longest time to live of a lease or pin."""
+"""Seconds to live of a lease or pin at most."""
 _MOST_LISTED = 1000
-"""Most blocks in one answer to `ListBlocks`."""
+"""Blocks in one answer to `ListBlocks` at most."""
 _MOST_WAITING = 4096
-"""Most calls of one user that may wait at a time."""
+"""Calls of one user that may wait at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,8 @@ class User:
 
 
 class ClientSession:
-    """A session of one user. `send` takes its answers and never waits. The owner must call `end`."""
+    """The session of one user. `send` takes the session's answers and never waits. The owner must call
+    `end`."""
 
     def __init__(
         self, user: User, store: Store, tasks: asyncio.TaskGroup, send: Callable[[FromPool], None]
@@ -106,8 +107,10 @@ class ClientSession:
         """Whether the user reports its engine's prefix cache."""
 
     def handle(self, message: ToPool) -> None:
-        """Handle a message. Raises PoolError for a message that no correct user sends; then the session must
-        end."""
+        """Handle a message.
+
+        Raises PoolError for a message that no correct user sends; the session must end then.
+        """
         match message:
             case Commit():
                 self._commit(message)
@@ -134,7 +137,7 @@ class ClientSession:
                 self._answer(message)
 
     def end(self) -> None:
-        """Release everything that this user has. Idempotent."""
+        """Release everything that this user holds. Idempotent."""
         for task in self._waiting:
             task.cancel()
         self._sends.cancel_all()
@@ -233,7 +236,7 @@ class ClientSession:
     async def reserve(self, keys: Sequence[BlockKey], num_private: int, tenant: str = "") -> PageReservation:
         """Reserve as `Pool.reserve` does, after promoting blocks of the prefix that only SSD has.
 
-        The PoolFullError that it raises is of a moment when this request holds no page any more.
+        A PoolFullError is raised when this request holds no page any more.
         """
         if not self.store.is_on_ssd_only(keys):
             return self._reserve(keys, num_private, tenant)
@@ -304,7 +307,7 @@ class ClientSession:
         self._sends.wake(commit.reservation_id)
 
     def _is_written_otherwise(self, reservation: PageReservation, page: int) -> bool:
-        """Tell whether other messengers write, or wrote, this page of a reservation."""
+        """Return whether other messengers write, or wrote, this page of a reservation."""
         is_fetched = self._fetches.writes(reservation.reservation_id, page)
         return self.store.grants.is_granted(reservation, page) or is_fetched
 
@@ -346,14 +349,14 @@ class ClientSession:
         return reservation
 
     def _own(self, reservation_id: int) -> PageReservation | None:
-        """Return the reservation if it is open, and this user's."""
+        """Return the open reservation with this id, if it is this user's; else None."""
         reservation = self._pool.reservations.get(reservation_id)
         return reservation if reservation is not None and reservation.owner == self.user.owner else None
 
     # -- fetches ----------------------------------------------------------------------------------
 
     def _start_fetch(self, call: FetchBlocks) -> None:
-        """Start a fetch at once: the next message may be the one that stops it."""
+        """Start a fetch at once, as the next message may be the one that stops it."""
         try:
             fetch = self._fetches.begin(call, self._find(call.reservation_id))
         except PoolError as error:

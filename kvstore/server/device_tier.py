@@ -14,7 +14,7 @@ from mooncake.messages.pools import Tier
 
 
 class DeviceTier:
-    """The blocks of one worker's engine."""
+    """The blocks in the prefix cache of one worker's engine."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -25,7 +25,7 @@ class DeviceTier:
         return list(self._keys)
 
     def change(self, keys: Sequence[BlockKey], *, is_stored: bool) -> None:
-        """Record blocks that are there from now on, or not any more."""
+        """Record blocks that the engine's cache has from now on (`is_stored`), or no longer has."""
         if is_stored:
             self._keys.update(keys)
             self._events.stored_all(Tier.DEVICE, keys)

@@ -20,14 +20,14 @@ from mooncake.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
-"""Connections that wait to be accepted."""
+"""Connections that may wait to be accepted."""
 _ACCEPT_RETRY_S = 0.5
-"""Pause after a failure to accept, mostly for lack of descriptors."""
+"""Seconds after a failure to accept, mostly for lack of descriptors, before the next attempt."""
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """Accept the next connection, after a turn of the event loop for the one before: many at once must not
-    hold up other tasks, nor exceed their limits.
+    """Return the next connection, after a turn of the event loop since the one before, so that many at once
+    do not delay other tasks.
 
     Without descriptors for it, clients wait until some are free again.
     """
@@ -44,7 +44,10 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 @contextlib.contextmanager
 def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
-    """Listen at `path`, replacing a dead predecessor's file. Raises ConfigError if it is in use."""
+    """Make a context with a socket that listens at `path`, replacing a dead process's file.
+
+    Raises ConfigError if the path is in use.
+    """
     with socket.socket(socket.AF_UNIX, kind) as listener:
         try:
             _remove_stale(path, kind)
@@ -62,7 +65,7 @@ def listen_unix(path: str, kind: socket.SocketKind) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str, kind: socket.SocketKind) -> None:
-    """Unlink the socket file of a process that does not listen any more."""
+    """Remove the socket file of a process that no longer listens."""
     with socket.socket(socket.AF_UNIX, kind) as probe:
         error_code = probe.connect_ex(path)
     if error_code == 0:
@@ -73,7 +76,8 @@ def _remove_stale(path: str, kind: socket.SocketKind) -> None:
 
 @contextlib.contextmanager
 def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
-    """Listen at `host`:`port`. Raises ConfigError if that is not possible."""
+    """Make a context with a socket that listens at `host`:`port`. Raises ConfigError if that is
+    impossible."""
     try:
         family, address = preferred(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except socket.gaierror as error:
@@ -94,7 +98,7 @@ def listen_tcp(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def listen_clients(address: str) -> Iterator[socket.socket]:
-    """Listen for clients of other hosts."""
+    """Make a context with a socket for clients on other hosts, at `address` (host:port)."""
     try:
         with listen_tcp(*host_and_port(address)) as listener:
             yield listener

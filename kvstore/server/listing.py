@@ -21,8 +21,10 @@ from mooncake.messages.pools import PeerStats, PoolStats, Tier, TierStats
 
 
 def pool_stats(store: Store, *, check_integrity: bool) -> PoolStats:
-    """Collect all counters. `check_integrity` looks at every page now; else `integrity` and `num_orphaned`
-    are those of the last look."""
+    """Return all counters.
+
+    `check_integrity`: check every page now; else `integrity` and `num_orphaned` are those of the last check.
+    """
     if check_integrity:
         store.check()
     pool, traffic = store.pool, store.traffic
@@ -84,7 +86,7 @@ def _tiers(store: Store) -> dict[Tier, TierStats]:
 
 
 def by_name(num_bytes: dict[Transport, int]) -> dict[str, int]:
-    """Name transports as messages do."""
+    """Return the numbers by the transports' names in messages."""
     return {transport.value: count for transport, count in num_bytes.items()}
 
 
@@ -100,12 +102,12 @@ def _peer_stats(peer: OutgoingSession, moved: PeerTraffic) -> PeerStats:
 
 
 def _used(amounts: Mapping[Transport, Number]) -> dict[str, Number]:
-    """Select the transports that have been used: between two messengers it is mostly one."""
+    """Return the entries of transports that have been used: between two messengers mostly one."""
     return {transport.value: amount for transport, amount in amounts.items() if amount}
 
 
 def list_blocks(store: Store, call_id: int, cursor: int, max_blocks: int) -> Listing:
-    """List copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
+    """Return copies of blocks in the order of their places: DRAM pages, then the slots of each disk.
 
     Raises PoolError for an invalid cursor or number.
     """
@@ -150,7 +152,7 @@ async def verify_block(store: Store, key: BlockKey) -> bool | None:
 
 
 async def _verify_in_dram(store: Store, key: BlockKey) -> list[bool]:
-    """Verify the copy in DRAM, if there is one."""
+    """Verify the copy in DRAM, if there is one. Returns a list of at most one result."""
     pool, segment = store.pool, store.segment
     page = pool.find(key)
     if page is None:

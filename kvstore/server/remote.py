@@ -51,16 +51,16 @@ _DECODER = msgspec.msgpack.Decoder(ToRemotePool)
 _GREETING_DECODER = msgspec.msgpack.Decoder(Greeting)
 _PROOF_DECODER = msgspec.msgpack.Decoder(Proof)
 _TURN_BYTES = 4 << 20
-"""Bytes that are moved before other tasks have their turn."""
+"""Bytes that are moved before other tasks run."""
 _GROUP_BYTES = 16 << 20
-"""Most bytes of blocks for which pages are reserved in one step."""
+"""Bytes of blocks for which pages are reserved in one step at most."""
 _MOST_UNANSWERED = 256
-"""Most calls of one client that wait for their answers."""
+"""Calls of one client that may wait for their answers."""
 _MOST_CALLS_AT_ONCE = 16
-"""Calls of one client that are handled before other clients have their turn."""
+"""Calls of one client that are handled before other clients' calls."""
 Incoming = TypeVar("Incoming")
 Admit = Callable[[Connect, None, Callable[[FromRemotePool], None]], tuple[Connected, ClientSession]]
-"""A function that opens a client's session: see `Service.admit`."""
+"""A function that opens a client's session, as `Service.admit` does."""
 
 
 async def serve_client(
@@ -74,7 +74,7 @@ async def serve_client(
     timeout_s: float,
 ) -> None:
     """Serve a client from its greeting until it leaves. Its proof and its first message are due within
-    `timeout_s` each."""
+    `timeout_s` seconds each."""
     client = _Client(stream)
     try:
         with unauthenticated.entered(stream):
@@ -96,7 +96,8 @@ async def serve_client(
 
 
 class _Client:
-    """One connection. Its messages are handled one after another; calls that must wait are answered later."""
+    """One client's connection. Messages are handled one after another; calls that must wait are answered
+    later."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -118,7 +119,8 @@ class _Client:
         self._late_answers: asyncio.Task[None]
 
     async def authenticate(self, key: ClusterKey, timeout_s: float) -> None:
-        """Authenticate the client. Raises AuthenticationError unless it proves in time to know `key`."""
+        """Authenticate the client. Raises AuthenticationError unless it proves within `timeout_s` seconds
+        that it knows `key`."""
         try:
             async with asyncio.timeout(timeout_s):
                 greeting, _ = await self._next(_GREETING_DECODER)
@@ -132,7 +134,7 @@ class _Client:
         self._frames.trust()
 
     async def open(self, admit: Admit, tasks: asyncio.TaskGroup) -> None:
-        """Take the first message and answer it. Raises the error with which the client is refused."""
+        """Receive the first message and answer it. Raises the error with which the client is refused."""
         connect, payload_bytes = await self._next(_DECODER)
         if not isinstance(connect, Connect) or payload_bytes:
             raise PoolError(f"the first message is {type(connect).__name__}; it must be Connect")
@@ -170,7 +172,7 @@ class _Client:
     # -- messages ---------------------------------------------------------------------------------
 
     def _take_calls(self) -> PutBlocks | GetBlocks | None:
-        """Receive calls, and answer calls that move no blocks at once, without waking the task that waits.
+        """Receive calls, and answer calls that move no blocks at once, without waking the waiting task.
 
         Returns a call that moves blocks; None when other tasks must have their turn, or answers must wait.
         Raises BlockingIOError when no call is there.
@@ -192,8 +194,10 @@ class _Client:
         return None
 
     async def _next(self, decoder: "msgspec.msgpack.Decoder[Incoming]") -> tuple[Incoming, int]:
-        """Receive the next message, and the length of its payload. Raises PoolError for an invalid
-        message."""
+        """Return the next message and the number of its payload bytes.
+
+        Raises PoolError for an invalid message.
+        """
         while (room := self._frames.room_for_message()) is not None:
             self._frames.received(await self._stream.receive_some([room]))
         return self._decode(decoder)
@@ -218,7 +222,7 @@ class _Client:
             self._is_handling = False
 
     def _post(self, answer: FromRemotePool) -> None:
-        """Post an answer of the session. Raises PoolError if it is too large."""
+        """Queue an answer of the session. Raises PoolError if it is too large."""
         self._outbox.append(encode_frame(answer))
         self._num_unanswered -= 1
         if not self._is_handling:
@@ -232,14 +236,14 @@ class _Client:
                 await self.send([])
 
     def _send_now(self) -> bool:
-        """Send waiting answers. Returns False if some must wait longer."""
+        """Send queued answers. Returns False if some must wait."""
         if self._sending.locked():
             return False
         self._outbox = list(self._stream.send_now([memoryview(answer) for answer in self._outbox]))
         return not self._outbox
 
     async def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Send waiting answers and then all of `buffers`."""
+        """Send queued answers, and then all of `buffers`."""
         async with self._sending:
             waiting, self._outbox = self._outbox, []
             turn: list[bytes | memoryview] = [*waiting]
@@ -267,7 +271,7 @@ class _Client:
             await self.send([encode_frame(CallFailed.of(call.call_id, error))])
 
     async def _send_blocks(self, call: GetBlocks) -> None:
-        """Send the blocks of a call. It raises only before anything is sent."""
+        """Send the blocks of a call. Raises only before anything is sent."""
         segment, table = self._store.segment, self._store.pool.table
         layers = range(call.layer_begin, call.layer_end)
         if not 0 <= layers.start < layers.stop <= table.num_layers:
@@ -288,7 +292,7 @@ class _Client:
             self._session.end_lease(lease.lease_id)
 
     async def _put(self, call: PutBlocks) -> None:
-        """Store blocks. Raises PoolError for a message that does not fit its payload."""
+        """Store the blocks of a call. Raises PoolError for a message that does not fit its payload."""
         table, layout = self._store.pool.table, self._store.segment.layout
         _check_number(call.keys, table.num_layers)
         if self._payload_left != len(call.keys) * layout.block_bytes:
@@ -328,7 +332,7 @@ class _Client:
                 self._session.release(reservation.reservation_id, "the client's blocks have come")
 
     async def _reserve(self, keys: Sequence[BlockKey], timeout_s: float) -> PageReservation:
-        """Reserve pages, waiting up to `timeout_s` for them."""
+        """Return reserved pages for `keys`, waiting up to `timeout_s` seconds for them."""
         deadline_s = self._loop.time() + timeout_s
         while True:
             try:
@@ -343,7 +347,7 @@ class _Client:
                 raise full from None
 
     async def _receive_block(self, reservation: PageReservation, block: Block, expected: bytes) -> None:
-        """Place, verify and seal the next block of the payload."""
+        """Receive the next block of the payload into its page, verify and seal it."""
         segment = self._store.segment
         if block.found:
             await self._skip(segment.layout.block_bytes)
@@ -366,12 +370,12 @@ class _Client:
             num_bytes -= await self._receive_into(scratch[:num_bytes])
 
     async def _gather(self, num_bytes: int) -> None:
-        """Receive small blocks together."""
+        """Receive small blocks of `num_bytes` bytes together."""
         while (room := self._frames.room_for(num_bytes, SMALL_BYTES)) is not None:
             self._frames.received(await self._stream.receive_some([room]))
 
     async def _receive_into(self, target: memoryview) -> int:
-        """Receive some bytes of the payload."""
+        """Receive some bytes of the payload, and return their number."""
         num_bytes = self._frames.take_into(target) or await self._stream.receive_some([target])
         self._payload_left -= num_bytes
         if self._is_others_turn(num_bytes):

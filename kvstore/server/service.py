@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 
 _DECODER = msgspec.msgpack.Decoder(ToPool)
 _FLUSH_S = 2.0
-"""Seconds for which blocks are written to SSD at the end. The supervisor ends a messenger after 5 s."""
+"""Seconds for which blocks are written to SSD at the end. The supervisor kills a messenger after 5 s."""
 _REPLAYED_BATCHES = 1000
 """Batches of KV events that are kept for replays: some 10 s under full load."""
 
 
 class Service:
-    """Listens for its worker, for clients and for other messengers, and connects them to the store."""
+    """The service for a worker, clients and other messengers, which connects them to the store."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Service:
             self._open(segment)
 
     def _publish(self, config: MessengerProcess) -> tuple[str, str]:
-        """Start to publish KV events, in both formats. Returns the endpoints of the internal format."""
+        """Start to publish KV events, in both formats. Returns the two endpoints of the internal format."""
         endpoint, request_endpoint = config.event_endpoints
         internal = InternalPublisher(
             self._events,
@@ -110,7 +110,8 @@ class Service:
         return self._told(internal.endpoint), self._told(internal.request_endpoint)
 
     def _told(self, bound: str) -> str:
-        """Return an endpoint of KV events as the Conductor is told of it."""
+        """Return an endpoint of KV events in the form for the Conductor, with the host by which others reach
+        it."""
         if not bound.startswith("tcp://"):
             return bound
         return advertised(f"tcp://{bracketed(self._config.settings.hosts[0])}:*", bound)
@@ -158,7 +159,10 @@ class Service:
     def _admit_local(
         self, first: Attach | Connect, connection: ServerConnection[ToPool]
     ) -> ClientSession | None:
-        """Answer the first message of a user of this host, which maps the segment; None if it was refused."""
+        """Answer the first message of a user of this host, which maps the segment.
+
+        Returns its session; None if refused.
+        """
         writer = PageWriter(connection.peer_pid, first.serial)
         try:
             if isinstance(first, Attach):
@@ -176,11 +180,11 @@ class Service:
     def admit(
         self, connect: Connect, writer: PageWriter | None, send: Callable[[FromRemotePool], None]
     ) -> tuple[Connected, ClientSession]:
-        """Open a client's session. Returns the answer to the client's first message, and the session, whose
-        answers go to `send`.
+        """Open a client's session. Returns the answer to the client's first message, and the session.
 
-        `writer` is None for a client that writes no page itself. Raises MismatchError, or PoolError if there
-        is no common version, or the pool has no layout yet and another must give it one.
+        The session's answers go to `send`. `writer` is None for a client that writes no page itself. Raises
+        MismatchError, or PoolError if there is no common version, or the pool has no layout yet and another
+        must give it one.
         """
         theirs = Versions(connect.oldest_version, connect.newest_version)
         version = SPOKEN.common(theirs)
@@ -225,7 +229,7 @@ class Service:
         return answer, self._open_session(store, name, writer, connection.send)
 
     def store_for(self, fingerprint: str | None, layout: KVLayout | None) -> Store:
-        """Return the store if it fits the user's fingerprint and layout; without a store, format one.
+        """Return the store if it fits the user's fingerprint and layout. Without a store, one is formatted.
 
         Raises MismatchError, or PoolError if there is no pool yet and the user names no layout.
         """
@@ -305,18 +309,18 @@ class Service:
 
 
 def event_loop(config: MessengerProcess) -> asyncio.AbstractEventLoop:
-    """Make the event loop of a process for `serve`."""
+    """Return the event loop of a process, for `serve`."""
     return busy_poll.event_loop(1e-6 * config.settings.poll_us)
 
 
 def _reached_at(settings: MessengerConfig, listeners: Sequence[socket.socket]) -> list[tuple[str, int]]:
-    """Return the addresses that other messengers are told: one listener may be for all hosts."""
+    """Return the addresses that other messengers get, as one listener may be for all hosts."""
     ports = [listener.getsockname()[1] for listener in listeners]
     return list(zip(settings.hosts, ports if len(ports) > 1 else ports * len(settings.hosts), strict=True))
 
 
 async def serve(config: MessengerProcess) -> None:
-    """Serve one instance until cancelled."""
+    """Serve one instance's part of the pool until cancelled."""
     checksums.prepare()
     cards = open_cards(config.settings)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The fetches of one session: blocks that its reservations get from other pools.
+"""The fetches of one session: blocks that reservations get from other pools.
 
 Owns: which fetches run, at most one for each reservation. Does not know: calls, how blocks travel.
 """
@@ -36,7 +36,7 @@ class SessionFetches:
         self._running: dict[int, BlockFetch] = {}
 
     def begin(self, call: FetchBlocks, reservation: PageReservation) -> BlockFetch:
-        """Make a fetch, for `run`. Raises PoolError if the reservation cannot be fetched."""
+        """Return a fetch, to be passed to `run`. Raises PoolError if the reservation cannot be fetched."""
         if call.reservation_id in self._running:
             raise PoolError(f"reservation {call.reservation_id} is being fetched already")
 

@@ -10,17 +10,17 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _GRACE_S = 30.0
-"""Time that a transfer of any size may take."""
+"""Seconds that a transfer of any size may take."""
 _LEAST_BYTES_PER_S = 4 << 20
-"""Least speed of a transfer: it may take `_GRACE_S` plus its time at this speed."""
+"""Bytes a second of a transfer at least: it may take `_GRACE_S` plus its time at this speed."""
 _IDLE_S = 120.0
 """Seconds for which pages stay reserved for a silent client."""
 _WATCH_S = 5.0
-"""Pause between two looks for a stall."""
+"""Seconds between two checks for a stall."""
 
 
 class StallWatch:
-    """The watch over one connection. A transfer only sets its deadline.
+    """The watch over one connection, of which a transfer only sets the deadline.
 
     Args:
         on_stall: Ends the connection.
@@ -37,11 +37,11 @@ class StallWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Whether the watch has begun."""
+        """Whether the watch runs."""
         return self._next_look is not None
 
     def due_s(self, num_bytes: int) -> float:
-        """Return the loop's time at which a transfer that begins now must have ended."""
+        """Return the event loop's time at which a transfer that begins now must have ended."""
         return self._loop.time() + longest_s(num_bytes)
 
     def heard(self) -> None:
@@ -67,5 +67,5 @@ class StallWatch:
 
 
 def longest_s(num_bytes: int) -> float:
-    """Return how long a transfer may take."""
+    """Return the seconds that a transfer of `num_bytes` may take."""
     return _GRACE_S + num_bytes / _LEAST_BYTES_PER_S

@@ -38,16 +38,16 @@ from mooncake.node.process_config import MessengerProcess
 log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""Pause between two looks for leases and pins that have expired."""
+"""Seconds between two checks for expired leases and pins."""
 _WATCH_AGAIN_S = 60.0
-"""Pause before another attempt to watch a process that cannot be watched now."""
+"""Seconds before another attempt to watch a process that cannot be watched now."""
 _CHECK_INTERVAL_S = 30.0
-"""Shortest time between two checks of all pages."""
+"""Seconds between two checks of all pages at least."""
 
 
 @dataclass(slots=True)
 class Store:
-    """One segment, perhaps slabs, and their identity to other messengers. Made by `open_store`."""
+    """One segment, its slabs if any, and their identity to other messengers. Made by `open_store`."""
 
     config: KVCacheConfig
     identity: Identity
@@ -65,28 +65,30 @@ class Store:
     device: DeviceTier
     copy_table: CopyTable | None
     space: asyncio.Event
-    """Set whenever a page becomes free or evictable."""
+    """The event that is set whenever a page becomes free or evictable."""
     problem: str | None = None
-    """Problem that the last look at every page found."""
+    """The problem that the latest check of every page found; None without one."""
     num_orphaned: int = 0
-    """Pages without an owner that will free them, as of that look."""
+    """Pages without an owner that will free them, as of the latest check."""
 
     def now_s(self) -> float:
-        """Read the clock of leases and pins."""
+        """Return the time in seconds by the clock of leases and pins."""
         return asyncio.get_running_loop().time()
 
     def is_on_ssd_only(self, keys: Sequence[BlockKey]) -> bool:
-        """Tell whether DRAM lacks a block of `keys` that SSD has."""
+        """Return whether SSD has a block of `keys` that DRAM lacks."""
         return self.ssd is not None and Tier.SSD in self.pool.locate(keys)
 
     def found_prefix(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return the leading blocks that some tier has. Blocks behind a missing one are of no use to a
-        prefill."""
+        """Return the leading blocks that some tier has.
+
+        Blocks behind a missing one are of no use to a prefill.
+        """
         located = zip(keys, self.pool.locate(keys), strict=True)
         return [key for key, _ in itertools.takewhile(lambda block: block[1] is not None, located)]
 
     def remove(self, keys: Sequence[BlockKey] | None) -> int:
-        """Remove these blocks, or all, from every tier. Returns their number."""
+        """Remove these blocks, or all (None), from every tier. Returns the number of removed copies."""
         if keys is not None:
             return sum(self.mover.remove(key) for key in keys)
         everything = {*self.pool.allocator.index, *(self.ssd.keys() if self.ssd is not None else ())}
@@ -119,7 +121,8 @@ class Store:
     # -- upkeep -----------------------------------------------------------------------------------
 
     async def tend(self, tasks: asyncio.TaskGroup) -> None:
-        """End leases and pins in time, free what former writers leave, and count every page when idle."""
+        """Expire leases and pins, free pages of former writers, and check all pages when idle, as background
+        tasks."""
         for writer in self.pool.former_writers:
             tasks.create_task(self._await_end(writer))
         seen = checked = self.pool.num_changes
@@ -134,11 +137,12 @@ class Store:
                 checked, next_check_s = seen, now_s + _CHECK_INTERVAL_S
 
     async def settle(self) -> None:
-        """Move the segment into huge pages and lock it in memory, as far as the kernel allows, and then
-        register it for RDMA: registered memory cannot be moved any more, and huge pages are registered fast.
+        """Move the segment into huge pages, lock it in memory as far as the kernel allows, and then register
+        it for RDMA.
 
-        This goes on beside requests, at half speed unless RDMA waits for it, and takes minutes in a large
-        segment. Raises ConfigError if RDMA is demanded and the segment cannot be registered.
+        Registered memory cannot be moved any more, and huge pages are registered fast. All of this goes on
+        beside requests, at half speed unless RDMA waits for it, and takes minutes in a large segment. Raises
+        ConfigError if RDMA is demanded and the segment cannot be registered.
         """
         loop = asyncio.get_running_loop()
         is_huge = was_moved = True
@@ -156,7 +160,7 @@ class Store:
         await self.cards.register(self.segment.buffer)
 
     def check(self) -> None:
-        """Look at every page of both tiers."""
+        """Check every page of both tiers, and record the findings."""
         problem = self.pool.check_integrity()
         if problem is None and self.ssd is not None:
             problem = "; ".join(self.ssd.problems()) or None
@@ -166,10 +170,10 @@ class Store:
         self.num_orphaned = len(self.pool.orphans())
 
     async def _await_end(self, writer: PageWriter) -> None:
-        """Free the pages that a former life of the messenger gave to `writer`, when it cannot write any more.
+        """Free the pages that a former life of the messenger gave to `writer`, once it cannot write any more.
 
-        That is when its process has ended, and for a copier already when its copy has. Pages of a process
-        that cannot be watched from here stay aside until it comes again by itself.
+        A writer's process must have ended; of a copier, only its copy. Pages of a process that cannot be
+        watched stay quarantined until the process attaches again.
         """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         if writer.is_copier and self.copy_table is not None:
@@ -207,7 +211,7 @@ def open_store(
     cards: Cards,
     tasks: asyncio.TaskGroup,
 ) -> Store:
-    """Adopt the blocks in segment and slabs, and start the tasks that work on them.
+    """Return the store with the blocks in segment and slabs adopted, and start the tasks that work on it.
 
     Raises ConfigError or MismatchError if a slab cannot be this pool's.
     """
@@ -301,7 +305,7 @@ def open_store(
 
 
 def _open_ssd(config: MessengerProcess, segment: Segment, events: EventLog) -> SsdTier | None:
-    """Open the tier over all directories that can be used; None without any."""
+    """Return the SSD tier over all usable directories; None without any."""
     kvcache, slabs = config.kvcache, []
     for directory in kvcache.ssd_dirs:
         try:

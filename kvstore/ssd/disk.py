@@ -21,13 +21,13 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _GONE = (FREE, QUARANTINED)
-"""States of slots whose block cannot be found."""
+"""The states of slots whose block cannot be found."""
 _USES = 1 << 62
-"""Bound of the numbers of uses that are read from a slab, as counting goes on from them."""
+"""The bound of use counts read from a slab, as counting goes on from them."""
 _FIRST_PAUSE_S = 1.0
 """Seconds for which a disk is suspended after its first failure."""
 _LONGEST_PAUSE_S = 60.0
-"""Bound of that time, which doubles with each failure."""
+"""Seconds of the longest suspension; each failure doubles the time."""
 
 
 class Suspended(Exception):
@@ -35,7 +35,7 @@ class Suspended(Exception):
 
 
 class Disk:
-    """One slab: its slots, threads and health."""
+    """One disk's slab, with its slots, threads and health."""
 
     def __init__(
         self,
@@ -63,8 +63,9 @@ class Disk:
         self._pause_s = _FIRST_PAUSE_S
 
     async def run(self, work: Callable[[], None]) -> None:
-        """Run blocking work on the slab. Work that takes longer than the deadline suspends the disk. Do not
-        cancel.
+        """Run blocking work on the slab. Work that exceeds the deadline suspends the disk.
+
+        Not to be cancelled.
 
         Raises OSError, or Suspended if nothing was done.
         """
@@ -110,7 +111,7 @@ class Disk:
         self._num_idle_threads += 1
 
     def suspend(self, reason: str) -> None:
-        """Suspend the disk for a while, longer each time."""
+        """Suspend the disk, longer after each failure. `reason` is logged."""
         if not self.is_healthy:
             return
         self.is_healthy = False
@@ -132,8 +133,10 @@ class Disk:
         self._on_health()
 
     def take_slot(self) -> int | None:
-        """Allocate a slot to write, which is RESERVED then. The coldest block is evicted if no slot is
-        free."""
+        """Return a slot to write, now RESERVED; None if there is none.
+
+        The coldest block is evicted if no slot is free.
+        """
         if not self.allocator.num_free:
             coldest = self.allocator.coldest()
             if coldest is None:
@@ -143,7 +146,7 @@ class Disk:
         return self.allocator.take(1)[0]
 
     def give_back(self, slot: int) -> None:
-        """End the use of `slot`."""
+        """End a user's claim on `slot`."""
         for ended in self.allocator.remove_user([slot]):
             self.allocator.free(ended)
 
@@ -162,7 +165,7 @@ class Disk:
         await self.run(lambda: self.slab.store(write.slot, block, record, lambda: write.is_wanted))
 
     def drop(self, slot: int) -> None:
-        """Remove the block in `slot`."""
+        """Remove the block in `slot` from the index."""
         self.allocator.unseal(slot)
         if not self.allocator.num_users[slot]:
             self.allocator.free(slot)

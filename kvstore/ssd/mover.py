@@ -1,4 +1,4 @@
-"""The mover: keeps pages free and brings blocks from one tier to the other, beside the requests.
+"""The mover, which keeps pages free and moves blocks between the tiers, beside the requests.
 
 Below the low watermark the mover frees pages up to the high one, coldest first. A block that SSD holds is
 evicted at once, and so are all blocks if there is no SSD; other blocks are demoted, that is written to SSD
@@ -26,19 +26,18 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
-"""Pause after a block that no disk took."""
+"""Seconds after a block that no disk took before the next attempt."""
 
 
 @dataclass(slots=True, eq=False)
 class _Promotion:
-    """A promotion in flight. Its page is released when the block has come and no request waits for it any
-    more."""
+    """A promotion in flight. Its page is released when the block has arrived and no request waits for it."""
 
     reservation: PageReservation
     task: asyncio.Task[None] = field(init=False)
     num_waiting: int = 0
     is_current: bool = True
-    """Whether the tier below still has the block: False if it was removed meanwhile."""
+    """Whether the lower tier still has the block: False if it was removed meanwhile."""
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class _Claims:
 
 
 class Mover:
-    """The mover of one pool and, if there is one, its SSD tier. `space` is set whenever room changes."""
+    """The mover of one pool and its SSD tier, if there is one. `space` is set whenever room changes."""
 
     def __init__(
         self,
@@ -88,11 +87,11 @@ class Mover:
         self.num_promotions = 0
 
     def wake(self) -> None:
-        """Wake `run`: pages are wanted, or more can be had now."""
+        """Wake `run`, as pages are wanted, or more can be evicted now."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Make room whenever woken, until cancelled."""
+        """Free pages when woken, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -102,11 +101,11 @@ class Mover:
 
     @property
     def _num_target(self) -> int:
-        """Number of free pages to reach."""
+        """The number of free pages to reach."""
         return min(max(self._high_watermark, self._pool.evictor.num_wanted), self._pool.table.num_pages)
 
     def make_room(self) -> None:
-        """Evict pages, or begin to demote them, until enough are free or nothing more can be begun now."""
+        """Evict pages, or begin to demote them, until enough are free or no more can be begun now."""
         pool, evictor = self._pool, self._pool.evictor
         while pool.allocator.num_free + len(self._demoting) < self._num_target:
             page = pool.allocator.coldest()
@@ -127,8 +126,10 @@ class Mover:
             )
 
     async def flush(self, timeout_s: float) -> None:
-        """Write the blocks that only DRAM has to SSD before the process ends, latest use first, as far as
-        time allows."""
+        """Write the blocks that only DRAM has to SSD, latest use first, for at most `timeout_s` seconds.
+
+        For the process's end.
+        """
         if self._ssd is None:
             return
         table, pool = self._pool.table, self._pool
@@ -192,7 +193,7 @@ class Mover:
         self.wake()
 
     def _stop_counting_on(self, page: int) -> None:
-        """Stop counting on a page whose disk hangs, perhaps for ever. Others must take its place."""
+        """Stop counting on a page whose disk hangs, perhaps for ever, so that other pages replace it."""
         self._demoting.discard(page)
         self.wake()
 
@@ -218,7 +219,7 @@ class Mover:
 
     @contextlib.asynccontextmanager
     async def keep_promoted(self, keys: Iterable[BlockKey], *, patiently: bool) -> AsyncIterator[None]:
-        """Promote the `keys` that any tier has, and keep them in DRAM within the context.
+        """Make a context in which the `keys` that any tier has are in DRAM and stay there.
 
         Only as many are promoted as there are pages and time for.
 
@@ -244,7 +245,7 @@ class Mover:
                 self._release_if_unclaimed(promotion)
 
     def is_promoted(self, keys: Iterable[BlockKey]) -> bool:
-        """Tell whether all of `keys` that any tier has are in DRAM."""
+        """Return whether all of `keys` that any tier has are in DRAM."""
         ssd = self._ssd
         return ssd is None or all(self._pool.find(key) is not None or not ssd.holds(key) for key in keys)
 
@@ -283,7 +284,8 @@ class Mover:
                 claims.pages.append(page)
 
     def _begin(self, key: BlockKey) -> _Promotion | None:
-        """Begin to promote a block that SSD holds, if there is a page for it now."""
+        """Begin to promote a block that SSD holds, and return the promotion; None without a page or a
+        copy."""
         assert self._ssd is not None
         try:
             reservation = self._pool.begin_promotion(key, self._ssd.position(key))
@@ -294,7 +296,7 @@ class Mover:
         return promotion
 
     def _room_is_coming(self) -> bool:
-        """Tell whether pages will become free without another request releasing blocks."""
+        """Return whether pages will become free without another request releasing blocks."""
         unclaimed = any(not promotion.num_waiting for promotion in self._promotions.values())
         return bool(self._pool.allocator.num_idle or self._demoting or unclaimed)
 

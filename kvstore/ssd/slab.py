@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
-    """Record of a block in a slab's table. `checksums`: of all layers."""
+    """The record of a block in a slab's table. `checksums`: little-endian xxh3-64 of all layers."""
 
     key: BlockKey
     checksums: bytes
@@ -77,7 +77,7 @@ class Slab:
     """
 
     def __init__(self, path: Path, header: SegmentHeader, table: PageTable, fd: int, lock_fd: int) -> None:
-        """Take over both descriptors."""
+        """Make a slab that owns both descriptors."""
         self.path = path
         self.table = table
         self.num_slots = header.num_pages
@@ -91,7 +91,7 @@ class Slab:
 
     @classmethod
     def open(cls, directory: Path, name: str, size_bytes: int, fingerprint: str, layout: KVLayout) -> "Slab":
-        """Create `<directory>/<name>.slab` with at most `size_bytes`, or open the one that is there.
+        """Return the slab `<directory>/<name>.slab`, created with at most `size_bytes` if there is none.
 
         Blocking. Raises
 
@@ -126,9 +126,9 @@ class Slab:
     def store(
         self, slot: int, block: memoryview, record: Record, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Write a block and then, if it `is_wanted` still, its record.
+        """Write a block and then its record, if it `is_wanted` still.
 
-        The slot's former block cannot be found meanwhile. To give the block up afterwards, call `erase`.
+        The slot's former block cannot be found meanwhile. `erase` removes the record again.
         """
         with self._records:
             self.table.clear(slot)
@@ -146,7 +146,7 @@ class Slab:
                 self.table.clear(slot)
 
     def read(self, slot: int, block: memoryview) -> None:
-        """Fill `block`. As `write`."""
+        """Read a block from a slot into `block`. Conditions are those of `write`."""
         assert len(block) == self.slot_bytes
         offset, num_done = self.header.page_offset(slot), 0
         while num_done < self.slot_bytes:
@@ -158,13 +158,13 @@ class Slab:
         return num_bytes
 
     def close(self) -> None:
-        """Close the slab. No read or write may be in flight, and the table must not be used any more."""
+        """Close the slab. No read or write may be in flight, and the table must not be used afterwards."""
         os.close(self._fd)
         os.close(self._lock_fd)
 
 
 def _lock(path: Path) -> int:
-    """Make this process the slab's owner for as long as the returned descriptor is open."""
+    """Lock the slab for this process, for as long as the returned descriptor is open."""
     fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,8 +183,7 @@ def _lock(path: Path) -> int:
 
 
 def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
-    """Read the header of the file at `path`. Returns None if there is no file, or none with a readable
-    slot."""
+    """Return the header of the file at `path`; None if there is no file, or none with a readable slot."""
     if not path.exists():
         return None
     with _descriptor(path, os.O_RDONLY) as fd:
@@ -218,7 +217,7 @@ def _existing(path: Path, planned: SegmentHeader) -> SegmentHeader | None:
 
 
 def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
-    """Create an empty slab at `path`, all of its space allocated."""
+    """Create an empty slab at `path`, all of its space allocated, and return its header."""
     new_path = Path(f"{path}.new")
     for leftover in (path, new_path):
         leftover.unlink(missing_ok=True)
@@ -237,8 +236,10 @@ def _create(path: Path, header: SegmentHeader) -> SegmentHeader:
 
 
 def _check_space(directory: Path, size_bytes: int) -> None:
-    """Check for space beforehand: the file system would take all space from other processes until it gave
-    up."""
+    """Check that the directory has space, as the file system would take all space from other processes first.
+
+    Raises OSError.
+    """
     disk = os.statvfs(directory)
     available_bytes = disk.f_bavail * disk.f_frsize
     if available_bytes < size_bytes:
@@ -251,7 +252,7 @@ def _check_space(directory: Path, size_bytes: int) -> None:
 
 
 def _open_slots(path: Path, header: SegmentHeader) -> int:
-    """Open a descriptor for the slots: past the page cache where the file system can."""
+    """Return a descriptor for the slots, past the page cache where the file system can."""
     with contextlib.ExitStack() as undo:
         try:
             fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
@@ -279,7 +280,7 @@ def _descriptor(path: Path, flags: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _misplaced(directory: Path) -> Iterator[None]:
-    """Raise ConfigError, rather than an error of the disk, for a directory that cannot be used."""
+    """Make a context that turns an error of an unusable directory into ConfigError."""
     try:
         yield
     except OSError as error:

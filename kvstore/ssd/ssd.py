@@ -1,4 +1,4 @@
-"""The SSD tier: blocks that DRAM has no room for, on one slab file a disk.
+"""The SSD tier: blocks in one slab file on each disk, below DRAM.
 
 A slot is written before its record says so, and a block that is read is verified before it is used. So no
 half-written block is ever found. A disk that does not work is suspended, and the pool goes on without it:
@@ -43,7 +43,7 @@ class Loaded:
 
 
 class SsdTier:
-    """The pool's `LowerTier`. `on_health` is called when a disk fails or comes back."""
+    """The pool's tier on disks, its `LowerTier`. `on_health` is called when a disk fails or recovers."""
 
     def __init__(
         self,
@@ -90,19 +90,21 @@ class SsdTier:
         return sum(disk.slab.num_slots for disk in self.disks)
 
     def keys(self) -> Iterator[BlockKey]:
-        """Yield the key of every block, also on suspended disks."""
+        """Yield the key of every block, those on suspended disks included."""
         return itertools.chain.from_iterable(disk.allocator.index for disk in self.disks)
 
     def holds(self, key: BlockKey) -> bool:
-        """Tell whether a disk that works has this block."""
+        """Return whether a working disk has this block."""
         return self._find(key) is not None
 
     async def store(
         self, key: BlockKey, page: memoryview, checksums: bytes, position: int, num_uses: int
     ) -> bool:
-        """Write the sealed block in `page` (a whole page stride). Returns whether the tier holds it now.
+        """Write the sealed block in `page` (a whole page stride).
 
-        The page must stay as it is until this has returned.
+        Returns whether the tier holds the block now.
+
+        The page must not change before the call returns.
         """
         if self.holds(key):
             return True
@@ -133,9 +135,11 @@ class SsdTier:
             disk.give_back(slot)
 
     async def load(self, key: BlockKey, page: memoryview, layer_bytes: int) -> Loaded | None:
-        """Read a block into `page` (a whole page stride). Returns None if no disk has it intact.
+        """Read a block into `page` (a whole page stride).
 
-        Do not cancel: a thread writes to the page until this has returned.
+        Returns its record; None if no disk has the block intact.
+
+        Not to be cancelled, as a thread writes to the page until the call returns.
         """
         found = self._find(key)
         if found is None:
@@ -171,7 +175,9 @@ class SsdTier:
             disk.give_back(slot)
 
     async def verify(self, key: BlockKey) -> list[bool | None]:
-        """Compare each copy of a block with its checksums. A damaged copy is dropped. Counts as no use.
+        """Compare each copy of a block with its checksums. A damaged copy is dropped.
+
+        Does not count as a use.
 
         Returns:
             For each disk that has the block: whether the copy is intact; None if it cannot be read now.
@@ -230,7 +236,7 @@ class SsdTier:
             disk.close()
 
     def problems(self) -> Iterator[str]:
-        """Find contradictions in the tables. Looks at every slot."""
+        """Yield contradictions in the tables, after a check of every slot."""
         for disk in self.disks:
             yield from (f"{disk.slab.path}: {problem}" for problem in disk.allocator.problems())
 
@@ -249,7 +255,7 @@ class SsdTier:
             disk.drop(slot)
 
     def _num_copies(self, key: BlockKey) -> int:
-        """Count the copies of a block: more than one if it came again while the disk that has it was
+        """Return the number of copies of a block: more than one if it came again while its disk was
         suspended."""
         return sum(key in disk.allocator.index for disk in self.disks)
 

@@ -32,13 +32,13 @@ from mooncake.messages.pools import PoolShard
 log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""Most requests in flight: one is answered while the next ones travel."""
+"""Requests in flight at most: one is answered while the next ones travel."""
 _SEVERAL_LAYERS_BYTES = 512 << 10
-"""Most bytes of a request for several layers, so that the first layers arrive soon."""
+"""Bytes of a request for several layers at most, so that the first layers arrive soon."""
 _SETTLING_S = 0.1
-"""Seconds in which a stopped fetch may end its writes. After them the blocks get other pages."""
+"""Seconds in which a stopped fetch may end its writes. Afterwards the blocks get other pages."""
 _FEWEST_STEPS = 4
-"""Fewest steps in which the layers of few blocks are fetched, if there are as many layers."""
+"""Steps at least in which the layers of few blocks are fetched, if there are as many layers."""
 _SIGN_OF_LIFE_S = 0.2
 """Seconds between two checks whether bytes arrive, while a request is being answered."""
 
@@ -54,14 +54,14 @@ class _Request:
 
 _Asking = asyncio.Task[list[bytes]]
 _InFlight = deque[tuple[_Request, list[_Asking]]]
-"""Requests in flight, each with its tasks, one for each source; oldest first."""
+"""The requests in flight, oldest first, each with one task for each source."""
 
 
 class BlockFetch:
-    """A fetch for one reservation, to be `run` once. It calls `on_layers(num_blocks, num_layers)` when the
-    first `num_layers` layers of the first `num_blocks` blocks are there.
+    """A fetch for one reservation, to be `run` once.
 
-    A call with the same numbers as before means that the sources go on sending.
+    `on_layers(num_blocks, num_layers)` is called when the first `num_layers` layers of the first\n
+    `num_blocks` blocks have arrived. A call with the same numbers means that the sources go on sending.
     """
 
     def __init__(
@@ -92,19 +92,21 @@ class BlockFetch:
         self._stopped = asyncio.Event()
 
     def writes(self, page: int) -> bool:
-        """Tell whether this fetch writes `page`."""
+        """Return whether this fetch writes `page`."""
         return page in self._pages
 
     def stop(self) -> None:
         """Stop the fetch: no more layers count as arrived. `run` returns when nothing is written any more.
-        Idempotent."""
+
+        Idempotent.
+        """
         if not self._is_stopped and self._streaming is not None:
             self._streaming.cancel()
         self._stopped.set()
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """Blocks of the fetch, in the order in which they were named."""
+        """The blocks of the fetch, in the order of their indices in the call."""
         return self._blocks
 
     @property
@@ -117,7 +119,7 @@ class BlockFetch:
         tasks: asyncio.TaskGroup,
         urgency: Urgency = Urgency.LATENCY,
     ) -> None:
-        """Run the fetch until nothing more comes, and no source writes the pages of `blocks`.
+        """Run the fetch until nothing more arrives, and no source writes the pages of `blocks`.
 
         A source that fails ends the fetch without an error. If a source hangs when the fetch is stopped, the
         blocks that have not arrived get other pages; raises PoolFullError if there are none.
@@ -167,7 +169,7 @@ class BlockFetch:
     def _requests(
         self, peers: Sequence[OutgoingSession], parts: Sequence[Share], urgency: Urgency
     ) -> Iterator[_Request]:
-        """Plan requests layer by layer. Each is as large as the peers allow when it is made.
+        """Yield requests layer by layer, each as large as the peers allow when it is made.
 
         With few blocks a request is for several layers, with many blocks a layer takes several requests.
         """
@@ -189,8 +191,9 @@ class BlockFetch:
     async def _ask(
         self, peer: OutgoingSession, share: Share, request: _Request, urgency: Urgency
     ) -> list[bytes]:
-        """Ask a peer for its share of the request's blocks. Returns the checksums of the leading blocks that
-        have arrived.
+        """Request a peer's share of the blocks.
+
+        Returns the checksums of the leading blocks that have arrived.
 
         Raises TransferError.
         """
@@ -221,7 +224,7 @@ class BlockFetch:
             self._on_layers(*self._said)
 
     async def _take_first(self, peers: Sequence[OutgoingSession], in_flight: _InFlight) -> None:
-        """Record the answers to the oldest request. So the layers of a block are recorded in their order."""
+        """Record the answers to the oldest request, so that a block's layers are recorded in order."""
         request, asking = in_flight[0]
         await self._answered(peers, asking)
         answers = [await task for task in asking]
@@ -259,8 +262,7 @@ def _num_received_bytes(peers: Sequence[OutgoingSession]) -> int:
 
 
 async def _end(asking: Sequence[_Asking]) -> None:
-    """Cancel tasks, and wait until none of them writes any more, however often the waiter is cancelled
-    meanwhile."""
+    """Cancel tasks, and wait until none of them writes any more, even if the waiter is cancelled."""
     for task in asking:
         task.cancel()
     while not all(task.done() for task in asking):

@@ -45,23 +45,26 @@ class _OpenGrant:
     grant_id: int
     reservation: PageReservation
     incomplete_pages: dict[int, int]
-    """The pages that are not complete. Each has a mask of the layers that are being received, or have come in
-    part (`partial_layers`)."""
+    """The incomplete pages, each with a mask of the layers that are being received, or have arrived in
+    part."""
     pages: list[int]
-    """All pages that were granted."""
+    """All granted pages."""
     partial_layers: PartialLayers
     arrived: asyncio.Future[None]
-    """Done when all pages have arrived, or with the error because of which no more will."""
+    """The future that is done when all pages have arrived, or with the error that prevents it."""
     writers: list[GrantWriter] = field(default_factory=list)
 
 
 class Grants:
-    """Open grants: the `messenger.receiver.served_pool.WriteTarget` over a pool and its segment."""
+    """The open grants of a pool and its segment: a `messenger.receiver.served_pool.WriteTarget`."""
 
     def __init__(
         self, pool: Pool, segment: Segment, address: MessengerAddress, copy_table: CopyTable | None
     ) -> None:
-        """`copy_table` tells peers on this host which grants they may write to, where they can."""
+        """Begin without grants.
+
+        `copy_table` shows peers on this host to which grants they may write; None if they cannot.
+        """
         self._pool = pool
         self._segment = segment
         self._address = address
@@ -77,7 +80,10 @@ class Grants:
     # -- the worker's side ------------------------------------------------------------------------
 
     def grant(self, reservation: PageReservation) -> Grant:
-        """Open the incomplete blocks of `reservation`. Raises PoolError if that was done before."""
+        """Open the incomplete blocks of `reservation` to remote writes.
+
+        Raises PoolError if that was done before.
+        """
         if reservation.reservation_id in self._by_reservation:
             raise PoolError(f"reservation {reservation.reservation_id} has a grant already")
         missing = [(i, b) for i, b in enumerate(reservation.blocks) if not self._pool.is_complete(b)]
@@ -98,18 +104,18 @@ class Grants:
         return Grant(grant.grant_id, self._address, pages)
 
     def is_granted(self, reservation: PageReservation, page: int) -> bool:
-        """Tell whether `page` is or was open to remote writes, so that the worker must not write it."""
+        """Return whether `page` is or was open to remote writes, so that the worker must not write it."""
         return reservation.reservation_id in self._by_reservation and not reservation.by_page[page].found
 
     async def wait_arrived(self, reservation: PageReservation) -> None:
-        """Return when all granted pages are complete. Raises TransferError if they never will be."""
+        """Wait until all granted pages are complete. Raises TransferError if they never will be."""
         grant = self._by_reservation.get(reservation.reservation_id)
         if grant is None:
             raise PoolError(f"reservation {reservation.reservation_id} has no grant")
         await asyncio.shield(grant.arrived)
 
     def revoke(self, reservation_id: int, reason: str) -> None:
-        """Revoke the grant of a reservation that ends: nothing may be written any more. Idempotent."""
+        """Revoke the grant of a reservation that ends, so that nothing more may be written. Idempotent."""
         grant = self._by_reservation.pop(reservation_id, None)
         if grant is not None and grant.grant_id in self._open:
             self._fail(grant, reason)
@@ -158,7 +164,10 @@ class Grants:
     def _begin_part(
         self, grant: _OpenGrant, block: Block, entry: WriteEntry, layers: range, heads: range
     ) -> memoryview | None:
-        """Begin the write of some heads of a layer. `begin` has checked page and layers."""
+        """Begin the write of some heads of a layer, after `begin` has checked page and layers.
+
+        Returns the target; None if there is nothing to write.
+        """
         try:
             positions = self._segment.layout.head_positions(heads)
         except ValueError as error:
@@ -184,8 +193,8 @@ class Grants:
         return view
 
     def _other_is_there(self, grant: _OpenGrant, page: int, what: str) -> WriteRefused:
-        """Refuse a write whose place holds other bytes, drop the block and fail the grant: one of the two
-        writes named a wrong page."""
+        """Drop the block and fail the grant of a write whose place holds other bytes, and return the
+        refusal."""
         self._pool.drop(page)
         reason = f"{what} are there already, and differ"
         self._fail(grant, reason)
@@ -260,7 +269,7 @@ class Grants:
         return grant
 
     def _new_id(self) -> int:
-        """Choose a random id, and open the grant to writers of this host, if the copy table has a free entry.
+        """Return a random id for a grant, opened to writers of this host if the copy table has a free entry.
 
         Without an entry writers of this host leave the copying to this messenger, as writers without a slot.
         Ids are random, so that ids of an earlier life of this messenger are unknown.
@@ -279,8 +288,8 @@ class Grants:
         return grant_id
 
     def _close_to_copiers(self, grant: _OpenGrant) -> None:
-        """Close a grant to writers of this host, and hold its pages while one may still be copying to
-        them."""
+        """Close a grant to writers of this host, and hold its pages while one of them may still be
+        copying."""
         if self._copy_table is None:
             return
 

@@ -14,14 +14,17 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Layer:
-    """Masks of heads: bit h is for the h-th head of this shard."""
+    """Masks of the heads of one layer: bit h is for the h-th head of this shard."""
 
     arrived: int = 0
     receiving: int = 0
 
 
 class PartialLayers:
-    """The partial layers of one grant, whose shard has `num_heads`. Layers and heads are positions in it."""
+    """The partial layers of one grant, whose shard has `num_heads` heads.
+
+    Layers and heads are positions in the shard.
+    """
 
     def __init__(self, num_heads: int) -> None:
         self._all_heads = (1 << num_heads) - 1
@@ -29,17 +32,16 @@ class PartialLayers:
         """Layers that have begun to arrive, by page and layer."""
 
     def knows(self, page: int, layer: int) -> bool:
-        """Tell whether some heads of a layer have arrived, or are being received."""
+        """Return whether some heads of a layer have arrived, or are being received."""
         return (page, layer) in self._layers
 
     def have_arrived(self, page: int, layer: int, heads: range) -> bool:
-        """Tell whether all of these heads have arrived, of a layer that is not complete."""
+        """Return whether all of these heads have arrived, of a layer that is not complete."""
         known = self._layers.get((page, layer))
         return known is not None and not _mask(heads) & ~known.arrived
 
     def begin(self, page: int, layer: int, heads: range) -> bool:
-        """Begin to receive these heads. Returns False, and changes nothing, if some of them were begun
-        before."""
+        """Begin to receive these heads. Returns False, and changes nothing, if some were begun before."""
         known = self._layers.get((page, layer))
         if known is None:
             known = self._layers[page, layer] = _Layer()
@@ -49,8 +51,10 @@ class PartialLayers:
         return True
 
     def complete(self, page: int, layer: int, heads: range) -> bool:
-        """Record that these heads have arrived. Returns whether the layer is complete now; it is forgotten
-        then."""
+        """Record that these heads have arrived.
+
+        Returns whether the layer is complete now, and so is forgotten.
+        """
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         known.arrived |= _mask(heads)
@@ -60,7 +64,7 @@ class PartialLayers:
         return True
 
     def abandon(self, page: int, layer: int, heads: range) -> bool:
-        """Give up receiving these heads. Returns whether no head of the layer is left."""
+        """Stop receiving these heads. Returns whether no head of the layer is left."""
         known = self._layers[page, layer]
         known.receiving &= ~_mask(heads)
         if known.arrived or known.receiving:

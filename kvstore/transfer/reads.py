@@ -22,8 +22,7 @@ _LEASE_S = 60.0
 
 
 class Reads:
-    """The messenger's `ReadSource` over a pool, for reads of other messengers. `now_s` is the clock of its
-    leases."""
+    """The `ReadSource` over a pool, for reads of other messengers. `now_s` is the clock of its leases."""
 
     def __init__(self, pool: Pool, mover: Mover, segment: Segment, now_s: Callable[[], float]) -> None:
         self._pool = pool
@@ -34,8 +33,10 @@ class Reads:
     async def lease(
         self, keys: Sequence[BlockKey], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Lease blocks, as `ReadSource.lease` does. Blocks that only SSD has are promoted first, as far as
-        there is room."""
+        """Lease blocks as `ReadSource.lease` does.
+
+        Blocks only on SSD are promoted first, as far as there is room.
+        """
         _check(keys)
         async with self._mover.keep_promoted(keys, patiently=False):
             return self._lease(keys, layers, heads)
@@ -48,7 +49,7 @@ class Reads:
         return self._lease(keys, layers, heads) if self._mover.is_promoted(keys) else None
 
     def count_read(self, keys: Sequence[BlockKey]) -> int:
-        """Count blocks that a peer has read in place; return how many of them are still there."""
+        """Count blocks that a peer has read in place. Returns how many of them are still stored."""
         _check(keys)
         there = [key for key in keys if self._pool.find(key) is not None]
         lease = self._pool.lease(NOBODY, there, self._now_s())
@@ -64,7 +65,7 @@ class Reads:
                 self._is_intact(page, positions)
 
     def _is_intact(self, page: int, layers: range) -> bool:
-        """Compare layers of a page with their checksums, and drop its block if they differ."""
+        """Return whether layers of a page match their checksums. The block is dropped if they do not."""
         is_intact = self._segment.is_intact(page, layers, self._pool.table.checksums(page, layers))
         if not is_intact:
             log.error("page %d is damaged, its block is dropped", page)
@@ -93,8 +94,10 @@ class Reads:
         return blocks, lambda: self._pool.end_lease(lease.lease_id)
 
     def _parts(self, pages: Sequence[int | None], layer: int, heads: range) -> list[Readable]:
-        """Select `heads` of one layer of each page, and compute their checksums. A damaged block is dropped
-        first: the new checksum of a few heads would hide the damage."""
+        """Return `heads` of one layer of each page, with their checksums.
+
+        A damaged block is dropped first, as the new checksum of a few heads would hide the damage.
+        """
         segment, layers, blocks = self._segment, range(layer, layer + 1), []
         for index, page in enumerate(pages):
             if page is None or not self._is_intact(page, layers):

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Target:
-    """A local block and the remote page it goes to. `submitted` is a mask of layers."""
+    """A local block and its remote page. `submitted` is a mask of layers."""
 
     block: Block
     page: GrantedPage
@@ -43,8 +43,10 @@ class _Target:
 
 @dataclass(slots=True)
 class _Range:
-    """Consecutive layers of one block, in one frame. `page` is the page that they are in, even if the block
-    gets another."""
+    """Consecutive layers of one block in one frame.
+
+    `page` is the page that has them, even if the block gets another.
+    """
 
     target: _Target
     layers: range
@@ -52,7 +54,7 @@ class _Range:
 
 
 class Sends:
-    """Sends of one user's reservations, each to one grant or to the grants of a group."""
+    """The sends of one user's reservations, each to one grant or to the grants of a group."""
 
     def __init__(
         self, pool: Pool, segment: Segment, peers: OutgoingSessions, tasks: asyncio.TaskGroup
@@ -74,13 +76,13 @@ class Sends:
         self._of[reservation.reservation_id] = [(send, self._tasks.create_task(send.run())) for send in sends]
 
     def wake(self, reservation_id: int) -> None:
-        """Look for layers to send: some of the reservation's have been committed."""
+        """Send layers of a reservation that have been committed meanwhile."""
         for send, _ in self._of.get(reservation_id, []):
             send.wake()
 
     async def wait(self, reservation_id: int) -> None:
-        """Wait until all layers are acknowledged. Raises TransferError, and PoolError if the reservation is
-        not being sent."""
+        """Wait until all layers are acknowledged. Raises TransferError if the send fails, PoolError if the
+        reservation is not being sent."""
         if reservation_id not in self._of:
             raise PoolError(f"reservation {reservation_id} is not being sent")
         for send, _ in list(self._of[reservation_id]):
@@ -98,7 +100,7 @@ class Sends:
 
 
 class Send:
-    """One transfer, which `run` makes. `outcome` is done when the transfer has succeeded or failed."""
+    """One transfer, made by `run`. `outcome` is done when the transfer has succeeded or failed."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Send:
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(self) -> None:
-        """Look again: layers have been committed, or the transfer has changed."""
+        """Wake `run`, as layers have been committed, or the transfer has changed."""
         self._changed.set()
 
     def finish(self, error: TransferError | None) -> None:
@@ -154,8 +156,8 @@ class Send:
             self.finish(None)
 
     def _plan(self, theirs: KVLayout) -> None:
-        """Plan what is sent to a receiver with that shard. That is nothing if other senders have all the
-        layers and heads."""
+        """Plan the layers and heads for a receiver with the shard `theirs`; none if other senders have all of
+        them."""
         ours = self._segment.layout
         layers, heads = common(ours.layers, theirs.layers), common(ours.heads, theirs.heads)
         if not layers or not heads:
@@ -185,8 +187,7 @@ class Send:
             await transfer.write(entries, num_bytes, partial(self._frame_done, ranges))
 
     def _take_ready(self, frame_bytes: int) -> list[_Range]:
-        """Choose the layers of the next frame, up to its limits: layers that are committed and were not
-        submitted."""
+        """Return the layers of the next frame, up to its limits: those committed and not yet submitted."""
         ranges: list[_Range] = []
         if not self._num_unsubmitted:
             return ranges
@@ -216,8 +217,10 @@ class Send:
         )
 
     def _part_entries(self, r: _Range, heads: range) -> Iterator[WriteEntry]:
-        """Make an entry for each layer: at one end, other heads lie between the sent heads of two layers.
-        Raises TransferError for a damaged page."""
+        """Yield an entry for each layer, as other heads lie between the sent heads of two layers at one end.
+
+        Raises TransferError for a damaged page.
+        """
         segment, granted, part = self._segment, r.target.page, self._segment.layout.head_positions(heads)
         checksums = self._pool.table.checksums(r.page, r.layers)
         is_part = len(part) < segment.layout.num_kv_heads

@@ -1,4 +1,4 @@
-"""Split of this pool's blocks between the shards of a group of pools.
+"""The split of this pool's blocks between the shards of a group of pools.
 
 A group (the stages of a pipeline, the ranks of a tensor-parallel group) holds each block as several shards,
 one in each member's pool. A messenger that fetches a block from a group asks each member for the part of its
@@ -28,8 +28,10 @@ class Share(NamedTuple):
 
 
 def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
-    """Compute the share of each member. Raises TransferError unless every head of every layer of `ours` is in
-    exactly one shard of `group`."""
+    """Return the share of each member.
+
+    Raises TransferError unless every head of every layer of `ours` is in exactly one shard of `group`.
+    """
     found = []
     for shard in group:
         theirs = shard.layout
@@ -51,9 +53,9 @@ def shares(ours: KVLayout, group: Sequence[PoolShard]) -> list[Share]:
 
 
 def steps(ours: KVLayout, from_shares: Sequence[Share], num_at_once: int) -> Iterator[range]:
-    """Yield the positions of all layers, in order, up to `num_at_once` together.
+    """Yield the positions of all layers, in order, up to `num_at_once` in each step.
 
-    Of the layers of one step, each share has all, as one byte range, or none.
+    A share has all layers of a step, as one byte range, or none.
     """
     if not all(share.has_same_heads for share in from_shares):
         num_at_once = 1

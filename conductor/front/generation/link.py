@@ -105,9 +105,9 @@ class Link:
     ) -> None:
         """Open the socket for workers' tokens. Raises ConfigError for an unusable endpoint.
 
-        Workers are given the address `reply_endpoint`. While the Conductor is gone, which could retry it,
-        a request fails after `absence_timeout_s` seconds without a token. `on_dropped` is called for each
-        stale output, `kept` for the context caches, of which each Conductor is told once.
+        Workers are given `reply_endpoint`; this front listens at `reply_listen_endpoint`, if not None. While
+        the Conductor is gone, a request fails after `absence_timeout_s` seconds without a token. `on_dropped`
+        is called for each stale output, `kept` for the context caches, of which each Conductor is told once.
         """
         self._conductor = conductor
         self._replies: Router[Tokens] = Router(reply_listen_endpoint or reply_endpoint, Tokens, key)

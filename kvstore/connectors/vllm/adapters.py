@@ -11,15 +11,14 @@ _PATTERNS = ("adapter_config.json", "*.safetensors", "*.bin")
 
 
 class Adapters:
-    """The digests of a server's adapters, by vLLM's number, which an adapter keeps as long as it is
-    loaded."""
+    """The digests of a server's LoRA adapters, by vLLM's number, which an adapter keeps while loaded."""
 
     def __init__(self) -> None:
         self._digests: dict[int, str | None] = {}
 
     def digest(self, lora_request: Any | None) -> str | None:
-        """Return the digest of a request's adapter: empty without an adapter, None if its blocks are not
-        shared.
+        """Return the digest of a request's adapter: empty without an adapter, None if the request's blocks
+        are not shared.
 
         Blocks are not shared for adapters without files on this host, and for those that are replaced in
         place.

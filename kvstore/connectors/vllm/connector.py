@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class StepMetadata(KVConnectorMetadata):
-    """The plan of a step, in the form that vLLM passes to the worker."""
+    """The plan of a step in the form that vLLM passes to the worker."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
 
 
 class MooncakeServeConnector(KVConnectorBase_V1):
-    """A connector of vLLM to pools of mooncake-serve. See docs/vllm.md."""
+    """vLLM's connector to pools of mooncake-serve (docs/vllm.md)."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -103,8 +103,10 @@ class MooncakeServeConnector(KVConnectorBase_V1):
         return self._scheduler.finished(request.request_id, len(block_ids)), None
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether finished requests keep pages. vLLM asks before it preempts a request; the pages are
-        freed instead."""
+        """Return whether finished requests keep pages.
+
+        vLLM asks before preempting a request; the pages are freed instead.
+        """
         return self._scheduler.demand_pages()
 
     # -- the worker's side ------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
 
 
 def _memory(tensors: list[torch.Tensor]) -> Memory:
-    """Describe the pages of all layers. Raises ConfigError for pages that cannot be copied."""
+    """Return the addresses of the pages of all layers. Raises ConfigError for pages that cannot be copied."""
     first = tensors[0]
     for tensor in tensors:
         if tensor.device.type != "cpu":

@@ -21,19 +21,19 @@ _LAYOUT_FIELDS = ("dtype", "num_layers", "num_kv_heads", "head_dim", "first_laye
 
 @dataclass(frozen=True, slots=True)
 class EngineKV:
-    """The KVCache of one engine. `layer_names` are vLLM's, in the order of the layers."""
+    """The KVCache of one engine. `layer_names` are vLLM's names, in the order of the layers."""
 
     checkpoint: Checkpoint
     layer_names: tuple[str, ...]
     num_kv_heads: int
     head_dim: int
     page_tokens: int
-    """Tokens of a page, which vLLM calls a block."""
+    """Tokens of a page; vLLM calls pages blocks."""
     dtype: KVDtype
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> "EngineKV":
-        """Describe the KVCache of an engine with this configuration.
+        """Return the KVCache of an engine with this configuration.
 
         Raises ConfigError for a KVCache that blocks of a pool cannot hold, ModelError for a model without
         identity.
@@ -58,15 +58,16 @@ class EngineKV:
         return engine
 
     def layout(self, block_size: int) -> KVLayout:
-        """Return the layout of blocks of `block_size` tokens."""
+        """Return the layout of blocks of `block_size` tokens of this KVCache."""
         return KVLayout(len(self.layer_names), self.num_kv_heads, self.head_dim, block_size, self.dtype)
 
     def fingerprint(self, block_size: int) -> str:
-        """Return the fingerprint of such blocks, equal to that of a worker with this model."""
+        """Return the fingerprint of blocks of `block_size` tokens, equal to that of a worker with this
+        model."""
         return self.checkpoint.fingerprint(self.dtype, block_size)
 
     def check_block_size(self, block_size: int) -> None:
-        """Raise MismatchError unless a block has whole pages, or a page whole blocks."""
+        """Check that a block has whole pages, or a page whole blocks. Raises MismatchError."""
         if self.page_tokens % block_size and block_size % self.page_tokens:
             raise MismatchError(
                 "block size",
@@ -77,7 +78,10 @@ class EngineKV:
 
 
 def check_layout(ours: KVLayout, theirs: KVLayout, advice: str) -> None:
-    """Raise MismatchError, naming the first field other than the block size in which two layouts differ."""
+    """Check that two layouts differ at most in the block size.
+
+    Raises MismatchError that names the first other field.
+    """
     for field in _LAYOUT_FIELDS:
         if getattr(ours, field) != getattr(theirs, field):
             raise MismatchError(f"KVCache {field}", getattr(ours, field), getattr(theirs, field), advice)
@@ -93,7 +97,7 @@ def _refuse_splits(parallel: Any) -> None:
 
 
 def _refuse_conversions(vllm_config: Any) -> None:
-    """Refuse settings that change the KVCache and are not part of the fingerprint."""
+    """Refuse settings that change the KVCache and are not part of the fingerprint. Raises ConfigError."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model.quantization is not None:
         raise ConfigError(
@@ -108,7 +112,10 @@ def _refuse_conversions(vllm_config: Any) -> None:
 
 
 def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
-    """Return the spec and layers of the only group. Raises ConfigError for other kinds of KVCache."""
+    """Return the spec and layer names of the only KVCache group.
+
+    Raises ConfigError for other kinds of KVCache.
+    """
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds != ["FullAttentionSpec"]:
         raise ConfigError(
@@ -122,7 +129,7 @@ def _one_group(groups: Sequence[Any]) -> tuple[Any, list[str]]:
 
 
 def _with_overrides(checkpoint: Checkpoint, overrides: object) -> Checkpoint:
-    """Return the checkpoint with the overrides of its configuration, which make it another model."""
+    """Return the checkpoint with vLLM's overrides of its configuration, which make it another model."""
     if not overrides:
         return checkpoint
     if not isinstance(overrides, dict):

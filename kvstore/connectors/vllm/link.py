@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 32
 _FIRST_TIMEOUT_S = 2.0
-"""Seconds for a pool's answer when the engine starts, and later."""
+"""Seconds for a pool's first answer to an engine, and for later answers."""
 _RETRY_S = 1.0
 _ADVICE = "give each model its own pool"
 
 
 class PoolLink:
-    """A client of the pools, from when one of them answers. The owner must call `close`.
+    """A client of the pools, made when one of them answers. The owner must call `close`.
 
     Raises permanent errors: ConfigError, MismatchError. It is no error that no pool answers.
     """
 
     def __init__(self, settings: ConnectorSettings, engine: EngineKV, *, speaks: bool) -> None:
-        """Connect, or begin to try. `speaks`: whether this side of the connector logs for the user."""
+        """Connect, or begin to retry. `speaks`: whether this side of the connector logs for the user."""
         self._settings, self._engine = settings, engine
         self._level = logging.WARNING if speaks else logging.DEBUG
         self.pool: KVCachePool | None = None
@@ -61,8 +61,10 @@ class PoolLink:
             return
 
     def _join(self) -> None:
-        """Connect. Raises PoolError if no pool answers, ConfigError or MismatchError if a pool does not
-        fit."""
+        """Connect to the pools.
+
+        Raises PoolError if none answers, ConfigError or MismatchError if one does not fit.
+        """
         try:
             pool = self._connect(None)
         except PoolError:

@@ -22,15 +22,20 @@ from mooncake.errors import MooncakeError
 
 _NUM_THREADS = 2
 _GROUP_BYTES = 32 << 20
-"""Bytes of the layers that are copied by one call. Between two calls a load waits for the interpreter, which
-the engine's loop keeps busy."""
+"""Bytes of layers that one call copies.
+
+Between two calls a load waits for the interpreter, which the engine's loop keeps busy.
+"""
 _GRACE_S = 5.0
 _SLOW_BYTES_PER_S = 50e6
-"""Speed below which a load is given up."""
+"""Bytes a second below which a load is given up."""
 
 
 class _Running:
-    """A load in progress. `num_loaded`: leading blocks that are in their pages; None until it has ended."""
+    """A load in progress.
+
+    `num_loaded`: leading blocks that are in their pages; None until the load has ended.
+    """
 
     def __init__(self, load: LoadPlan, deadline_s: float) -> None:
         self.load, self.deadline_s = load, deadline_s
@@ -39,7 +44,7 @@ class _Running:
         self.writing = threading.Lock()
 
     def give_up(self) -> None:
-        """Give the load up, and wait until no page is written any more."""
+        """Stop the load, and wait until it writes no page any more."""
         with self.writing:
             self.is_given_up = True
         self.num_loaded = 0
@@ -50,7 +55,7 @@ class _Running:
 
 
 class WorkerLoads:
-    """The loads of one worker. `begin` and `take_finished` are called by the engine's thread."""
+    """The loads of one worker. The engine's thread calls `begin` and `take_finished`."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
         self._pool, self._pages = pool, pages
@@ -93,7 +98,7 @@ class WorkerLoads:
                 running.num_loaded = num_loaded
 
     def _load(self, running: _Running) -> int:
-        """Load the leading blocks that are there, and return their number."""
+        """Load the leading blocks that are stored, and return their number."""
         blocks = running.load.blocks
         layout = self._pages.layout
         for layers in _groups(len(blocks), layout.layer_bytes, layout.num_layers):

@@ -15,15 +15,15 @@ from kvstore.connectors.vllm.pages import Order
 from mooncake.errors import ConfigError
 
 _BASE = 128
-"""Numbers up to here are exact in every dtype."""
+"""The number up to which integers are exact in every dtype."""
 
 
 def page_order(layer: Any, pages: torch.Tensor) -> Order:
-    """Return `[kv_head, 2, token, head_dim]`: the place of each element in a page of `pages`.
+    """Return the order `[kv_head, 2, token, head_dim]`: the offset of each element in a page of `pages`.
 
     Args:
         layer: vLLM's attention layer with its backend.
-        pages: Its KVCache `[page, kv_head, token, 2 * head_dim]`; nothing of it is written.
+        pages: Its KVCache `[page, kv_head, token, 2 * head_dim]`; nothing is written to it.
 
     Raises ConfigError if a page is not just a reordering of keys and values, as with quantised KVCache.
     """
@@ -47,7 +47,7 @@ def page_order(layer: Any, pages: torch.Tensor) -> Order:
 
 
 def _written(layer: Any, pages: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return what is in a page, in memory's order, when `numbers` were written as keys and values."""
+    """Return a page's content, in the order of memory, after `numbers` were written as keys and values."""
     page = torch.zeros_like(pages[:1])
     tokens_first = numbers.permute(1, 2, 0, 3).to(pages.dtype).contiguous()
     slots = torch.arange(pages.shape[2])

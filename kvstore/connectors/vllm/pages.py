@@ -25,29 +25,29 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Orders(NamedTuple):
-    """The order of each of n pieces: `table[rows[i]]` of `table` `[row, element]`, which is contiguous."""
+    """The orders of n pieces: piece i has `table[rows[i]]` of the contiguous `table` `[row, element]`."""
 
     table: Order
     rows: Rows
 
     @property
     def addresses(self) -> Addresses:
-        """Addresses `[n]` of the pieces' orders."""
+        """The addresses of the pieces' orders, `[n]`."""
         return self.table.ctypes.data + self.rows * self.table.strides[0]
 
 
 def prepare() -> None:
-    """Compile the code unless that has been done, so that no step waits for it."""
+    """Compile the copies' code, so that no step waits for the compiler."""
     _native()
 
 
 class EnginePages:
-    """The pages of an engine in the memory of this process, and their mapping to blocks of one layout."""
+    """The pages of an engine in this process's memory, mapped to blocks of one layout."""
 
     def __init__(
         self, layers: Sequence[int], page_stride: int, num_pages: int, order: Order, layout: KVLayout
     ) -> None:
-        """Describe the pages.
+        """Prepare the mapping of pages to blocks.
 
         Args:
             layers: The address of page 0 of each layer. The caller keeps the memory mapped.
@@ -69,7 +69,7 @@ class EnginePages:
         self._block_orders = _parts(block_order, piece_tokens)
 
     def gather(self, layers: range, blocks: Sequence[PlacedBlock], targets: Addresses) -> Digests:
-        """Copy `layers` of blocks out of pages, each to its address; return xxh3-64 `[block, layer]`."""
+        """Copy `layers` of blocks out of pages, each to its address. Returns xxh3-64 `[block][layer]`."""
         staged = np.empty((len(blocks), len(layers), self.layout.layer_bytes), np.uint8)
         pieces = _Pieces(self, layers, blocks, staged)
         copy_indexed(
@@ -82,7 +82,7 @@ class EnginePages:
         return digests.reshape(len(blocks), len(layers))
 
     def scatter(self, layers: range, blocks: Sequence[PlacedBlock], staged: np.ndarray[Any, Any]) -> None:
-        """Copy `layers` of blocks, `[block, layer, bytes]`, to their pages."""
+        """Copy `layers` of blocks from `staged`, uint8 `[block, layer, bytes]`, to their pages."""
         pieces = _Pieces(self, layers, blocks, staged)
         copy_indexed(
             pieces.in_pages, pieces.page_orders, pieces.in_blocks, pieces.block_orders, self._element_bytes
@@ -90,7 +90,8 @@ class EnginePages:
 
 
 class _Pieces:
-    """The pieces of some layers of blocks: addresses in pages and in staged blocks, and both orders."""
+    """The pieces of some layers of blocks: addresses in pages and staged blocks, and the order at either
+    side."""
 
     def __init__(
         self, engine: EnginePages, layers: range, blocks: Sequence[PlacedBlock], staged: np.ndarray[Any, Any]
@@ -117,7 +118,7 @@ class _Pieces:
 def copy_indexed(
     targets: Addresses, target_orders: Orders, sources: Addresses, source_orders: Orders, element_bytes: int
 ) -> None:
-    """Copy pieces: element i of each from place `source_order[i]` to place `target_order[i]`.
+    """Copy pieces: element i of each from offset `source_order[i]` to offset `target_order[i]`.
 
     Other threads run meanwhile, as all pieces are copied by one call.
     """
@@ -151,7 +152,7 @@ def _elements(address: int, num_elements: int, kind: "np.dtype[Any]") -> np.ndar
 
 
 def _parts(order: Order, piece_tokens: int) -> Order:
-    """Split an order along its tokens: `[part, element]`."""
+    """Return an order split along its tokens: `[part, element]`."""
     num_heads, _, num_tokens, head_dim = order.shape
     parts = order.reshape(num_heads, 2, num_tokens // piece_tokens, piece_tokens, head_dim)
     return np.ascontiguousarray(parts.transpose(2, 0, 1, 3, 4), np.int32).reshape(

@@ -11,7 +11,7 @@ from mooncake.messages.blocks import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
-    """A block of the pool and the engine's pages in which its tokens are.
+    """A block of the pool, and the engine's pages that have its tokens.
 
     If pages are larger than blocks there is one page, and the block is its part number `part`. Else there are
     several pages, and `part` is 0; pages that are not to be loaded are None.
@@ -23,13 +23,13 @@ class PlacedBlock:
 
 
 def pages_of(blocks: Iterable[PlacedBlock]) -> set[int]:
-    """Return the pages of blocks."""
+    """Return the set of pages of the blocks."""
     return {page for block in blocks for page in block.pages if page is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Blocks that a request waits for."""
+    """The blocks for which a request waits."""
 
     request_id: str
     blocks: list[PlacedBlock]
@@ -41,7 +41,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Blocks that a request completes with a step, in the order of its tokens."""
+    """The blocks that a request completes with a step, in the order of its tokens."""
 
     request_id: str
     blocks: list[PlacedBlock]
@@ -49,15 +49,16 @@ class StorePlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The loads that begin with a step, the blocks that it completes, and changes of requests before it."""
+    """The loads that begin with a step, the blocks that the step completes, and changes of requests before
+    it."""
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
-    """Requests that have lost their pages. This step may give these to other requests."""
+    """Requests that have lost their pages, which this step may give to other requests."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Finished requests, and the number of pages that each keeps until the worker's side reports it as
-    stored."""
+    """Finished requests, with the number of pages that each keeps until the worker's side reports the stores'
+    end."""
     needs_pages: bool = False
     """Whether the engine waits for pages of finished requests."""
 
@@ -70,7 +71,7 @@ def place_blocks(
     block_size: int,
     page_tokens: int,
 ) -> list[PlacedBlock]:
-    """Place the blocks that `tokens` of a request touch.
+    """Return the blocks that `tokens` of a request touch, with their pages.
 
     Args:
         keys: The keys of the request's leading blocks.

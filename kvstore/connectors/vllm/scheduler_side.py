@@ -21,21 +21,22 @@ from mooncake.errors import MooncakeError
 from mooncake.messages.blocks import BlockKey, client_salt, extended_keys, root_key
 
 ROOT_KEY = "root_key"
-"""Key of `kv_transfer_params`: the parent of a request's first block, in hexadecimal digits."""
+"""The key in `kv_transfer_params` of the root key: the parent of a request's first block, in hexadecimal
+digits."""
 _NUM_SEARCHES = 8
-"""Most searches at a time."""
+"""Searches that run at the same time at most."""
 _AT_ONCE_S = 0.02
 """Seconds for which the scheduler waits for a search. Most take less than a millisecond."""
 _LONGEST_SEARCH_S = 3.0
-"""Seconds of a search after which the request is computed instead."""
+"""Seconds after which a search is given up, and the request computed."""
 _LEASE_S = 30.0
 _PAUSE_S = 1.0
-"""Seconds without searches after a search that found no pool."""
+"""Seconds without searches after a search that reached no pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """The number of a request's leading blocks that are in the pool, and their lease."""
+    """The number of a request's leading blocks in the pool, and their lease."""
 
     num_blocks: int
     lease: Lease | None
@@ -48,38 +49,38 @@ class FoundPrefix:
 
 @dataclass(slots=True)
 class _Search:
-    """A search for a request's blocks, which began at `begun_s`."""
+    """A search for a request's blocks, begun at `begun_s`."""
 
     begun_s: float
     result: "Future[FoundPrefix]"
 
     def end(self) -> None:
-        """End the search and its lease, now or when it ends."""
+        """End the search and its lease, now or when a pending answer arrives."""
         self.result.add_done_callback(_end_found)
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request that may share blocks. `0 <= num_stored <= len(keys)`."""
+    """A request whose blocks may be shared. Invariant: `0 <= num_stored <= len(keys)`."""
 
     request: Any
     root: BlockKey
     keys: list[BlockKey] = field(default_factory=list)
     num_stored: int = 0
-    """Number of leading blocks that the pool has, or gets with a planned step."""
+    """Leading blocks that the pool has, or gets with a planned step."""
     search: _Search | None = None
     num_local_tokens: int = 0
-    """Number of tokens that the engine's own cache had when it asked."""
+    """Tokens that the engine's own prefix cache had when the engine asked."""
     loading_pages: set[int] | None = None
-    """Pages that are being loaded."""
+    """The pages that are being loaded; None without a load."""
     has_stored: bool = False
-    """Whether a store of one of its blocks was planned and may be in progress."""
+    """Whether a store of a block of the request was planned and may be in progress."""
     may_load: bool = True
-    """Whether no load of the request has failed. After a failure it is not searched for again."""
+    """Whether no load of the request has failed. After a failure the pool is not searched again."""
 
 
 class SchedulerSide:
-    """The part of the connector in the scheduler's process. The scheduler calls all methods."""
+    """The part of the connector in the scheduler's process, whose methods the scheduler calls."""
 
     def __init__(
         self,
@@ -90,10 +91,10 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
     ) -> None:
-        """Begin.
+        """Prepare the side without requests.
 
         Args:
-            link: The way to the pools.
+            link: The link to the pools.
             page_tokens: The tokens of an engine's page.
             adapter_of: Returns the digest of a request's adapter, empty for none; None if it has no identity.
             loads: Whether blocks of the pool are loaded (kv_role kv_consumer, kv_both).
@@ -115,7 +116,7 @@ class SchedulerSide:
     # -- finding ----------------------------------------------------------------------------------
 
     def num_new_matched(self, request: Any, num_local_tokens: int) -> int | None:
-        """Return how many tokens behind `num_local_tokens` can be loaded; None: ask again."""
+        """Return how many tokens behind `num_local_tokens` can be loaded; None while the search goes on."""
         tracked = self._track(request)
         if tracked is None or not self._loads or not tracked.may_load:
             return 0
@@ -132,8 +133,7 @@ class SchedulerSide:
         return max(0, num_tokens // self._page_tokens * self._page_tokens - num_local_tokens)
 
     def _found(self, tracked: _Tracked, num_tokens: int) -> FoundPrefix | None:
-        """Return the result of a request's search; None while it goes on. Begins the search if there is
-        none."""
+        """Return the result of a request's search, begun if there is none; None while the search goes on."""
         now_s = time.monotonic()
         if tracked.search is not None and now_s - tracked.search.begun_s > _LEASE_S / 2:
             self._end_search(tracked)  # its lease may end before the load
@@ -183,7 +183,7 @@ class SchedulerSide:
         pages_of: Callable[[str], Sequence[int]],
         preempted: Collection[str] = (),
     ) -> StepPlan:
-        """Plan a step that computes `num_scheduled` tokens of each request.
+        """Return the plan of a step that computes `num_scheduled` tokens of each request.
 
         `preempted`: requests that have lost their pages since the last step, and start from the beginning.
         """
@@ -222,7 +222,7 @@ class SchedulerSide:
         return plan
 
     def loaded(self, request_ids: Iterable[str], missing_pages: set[int]) -> None:
-        """Record that the loads of these requests have ended, and which pages were not filled."""
+        """Record that the loads of these requests have ended, and that `missing_pages` were not filled."""
         for request_id in request_ids:
             tracked = self._requests.get(request_id)
             if tracked is None or tracked.loading_pages is None:
@@ -233,7 +233,10 @@ class SchedulerSide:
             self._end_search(tracked)
 
     def finished(self, request_id: str, num_pages: int) -> bool:
-        """Forget a request with `num_pages`. Returns whether it keeps them until they are stored."""
+        """Forget a finished request with `num_pages` pages.
+
+        Returns whether the request keeps its pages until they are stored.
+        """
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return False
@@ -246,11 +249,11 @@ class SchedulerSide:
         return True
 
     def stored(self, request_ids: Collection[str]) -> None:
-        """Record that finished requests do not keep their pages any more."""
+        """Record that finished requests keep their pages no longer."""
         self._num_kept -= len(request_ids)
 
     def demand_pages(self) -> bool:
-        """Return whether finished requests keep pages. If so, the next step frees them."""
+        """Return whether finished requests keep pages. If so, the next step has them freed."""
         self._needs_pages = self._num_kept > 0
         return self._needs_pages
 
@@ -287,7 +290,7 @@ class SchedulerSide:
         return tracked
 
     def _keys(self, tracked: _Tracked, num_tokens: int) -> list[BlockKey]:
-        """Return at least the keys of the full blocks of the first `num_tokens` tokens."""
+        """Return the keys of the full blocks of the first `num_tokens` tokens, or of more."""
         if len(tracked.keys) < num_tokens // self._block_size:
             tokens = tracked.request.all_token_ids[:num_tokens]
             tracked.keys = extended_keys(tracked.keys, tokens, self._block_size, tracked.root)
@@ -305,7 +308,7 @@ def _root(given: object) -> BlockKey:
 
 
 def find(pool: KVCachePool, keys: Sequence[BlockKey]) -> FoundPrefix:
-    """Find the leading blocks that are in the pool, promote them to DRAM, and keep them there.
+    """Return the leading blocks that the pool has, promoted to DRAM and leased.
 
     Raises MooncakeError if no pool answers.
     """

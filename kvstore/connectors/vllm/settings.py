@@ -19,20 +19,20 @@ class ConnectorSettings(msgspec.Struct, frozen=True):
     """The pools, and the block size of a pool that has no blocks yet."""
 
     pool: str | list[str]
-    """Addresses as `KVCachePool.connect` takes them; blocks are stored in the first one."""
+    """The pools' addresses, as `KVCachePool.connect` takes them; blocks are stored in the first pool."""
     key_file: str | None = None
-    """The cluster's key, for addresses on other hosts."""
+    """The file of the cluster key, for addresses on other hosts."""
     block_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
-    """Tokens of a block. Default: the pool's block size, or 32 if the pool has none yet."""
+    """Tokens of a block. By default the pool's block size, or 32 if the pool has none yet."""
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the pools, the first one first."""
+        """The addresses of the pools, the first pool first."""
         return [self.pool] if isinstance(self.pool, str) else self.pool
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> "ConnectorSettings":
-        """Check the given settings. Raises ConfigError, which names the key."""
+        """Return the given settings, checked. Raises ConfigError, which names the key."""
         known = cls.__struct_fields__
         for key in given:
             if key not in known:

@@ -26,14 +26,16 @@ from mooncake.messages.blocks import BlockKey
 log = logging.getLogger(__name__)
 
 _COLLECT_S = 0.05
-"""Seconds for which a block waits for others, unless its request has finished, as a call for each step would
-take too much time."""
+"""Seconds for which a block waits for others, unless its request has finished.
+
+A call for each step would take too much time.
+"""
 _BATCH_BYTES = 16 << 20
-"""Most bytes of the blocks of one call."""
+"""Bytes of the blocks in one call at most."""
 _KEEP_S = 2.0
-"""Longest time that a finished request keeps its pages."""
+"""Seconds for which a finished request keeps its pages at most."""
 _KEPT_SHARE = 0.25
-"""Largest share of the engine's pages that finished requests keep. A single request may keep more."""
+"""The share of the engine's pages that finished requests keep at most. A single request may keep more."""
 _ROOM_S = 0.5
 """Seconds for which a store waits for room in the pool."""
 _PAUSE_S = 1.0
@@ -41,12 +43,12 @@ _PAUSE_S = 1.0
 
 
 class _GivenUpError(Exception):
-    """Some pages of the call must not be read any more, so the call ends."""
+    """Pages of the call must not be read any more, so the call ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A block that is to be stored."""
+    """A block that waits to be stored."""
 
     request_id: str
     block: PlacedBlock
@@ -55,14 +57,14 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The pages of a finished request, and the time until which they may be kept."""
+    """The pages of a finished request, and the deadline until which they may be kept."""
 
     num_pages: int
     due_s: float
 
 
 class WorkerStores:
-    """The stores of one worker. The engine calls all methods, and none of them waits for the pool."""
+    """The stores of one worker. The engine calls all methods, none of which waits for the pool."""
 
     def __init__(self, pool: KVCachePool, pages: EnginePages) -> None:
         self._pool, self._pages = pool, pages
@@ -87,7 +89,7 @@ class WorkerStores:
         threading.Thread(target=self._serve, name="mooncake-store", daemon=True).start()
 
     def add(self, stores: Iterable[StorePlan]) -> None:
-        """Store complete blocks, or drop them while stores are paused after a failure."""
+        """Queue complete blocks to be stored, or drop them while stores are paused after a failure."""
         now_s = time.monotonic()
         with self._changed:
             for store in stores:
@@ -99,7 +101,8 @@ class WorkerStores:
             self._changed.notify()
 
     def finish(self, num_pages: Mapping[str, int]) -> None:
-        """Record that requests have finished, and keep `num_pages` each until `take_ended` returns them."""
+        """Record that requests have finished, and keep `num_pages` pages of each until `take_ended` returns
+        the request."""
         due_s = time.monotonic() + _KEEP_S
         with self._changed:
             for request_id, num in num_pages.items():
@@ -108,8 +111,7 @@ class WorkerStores:
             self._changed.notify()
 
     def take_ended(self, *, needs_pages: bool) -> set[str]:
-        """Return finished requests whose pages are not read any more; all of them if the engine needs
-        pages."""
+        """Return finished requests whose pages are no longer read; all of them if the engine needs pages."""
         if not self._kept:
             return set()
         self.give_up(set(self._kept) if needs_pages else self._too_many())
@@ -120,8 +122,7 @@ class WorkerStores:
         return ended
 
     def _too_many(self) -> set[str]:
-        """Return the oldest finished requests, as far as they have kept pages for too long, or keep too
-        many."""
+        """Return the oldest finished requests that have kept pages for too long, or keep too many."""
         now_s = time.monotonic()
         num_pages = sum(kept.num_pages for kept in self._kept.values())
         most = _KEPT_SHARE * self._pages.num_pages
@@ -135,7 +136,7 @@ class WorkerStores:
         return late
 
     def give_up(self, request_ids: set[str]) -> None:
-        """Drop the stores of these requests, and wait until their pages are not read any more."""
+        """Drop the stores of these requests, and wait until their pages are no longer read."""
         with self._changed:
             num_dropped = sum(self._num_blocks.pop(request_id, 0) for request_id in request_ids)
             self._incomplete -= request_ids
@@ -179,7 +180,10 @@ class WorkerStores:
             return self._pages.gather(layers, [blocks[position] for position in positions], targets)
 
     def _next_batch(self) -> list[_Waiting]:
-        """Wait for enough blocks for a call, with distinct keys. Returns none when no more will come."""
+        """Wait for enough blocks for a call, and return them, with distinct keys.
+
+        Returns none when no more will come.
+        """
         most = max(1, _BATCH_BYTES // self._pages.layout.block_bytes)
         with self._changed:
             while not self._is_closed and (wait_s := self._time_to_collect_s(most)) != 0:
@@ -193,7 +197,7 @@ class WorkerStores:
             return self._batch
 
     def _time_to_collect_s(self, most: int) -> float | None:
-        """Return how long to wait for more blocks; None if there is none."""
+        """Return the seconds to wait for more blocks; None if no block waits."""
         if not self._queue:
             return None
         if len(self._queue) >= most or any(self._num_blocks[request_id] for request_id in self._kept):
@@ -201,7 +205,7 @@ class WorkerStores:
         return max(0, self._queue[0].since_s + _COLLECT_S - time.monotonic())
 
     def _end_batch(self, *, is_stored: bool) -> None:
-        """End the call. Blocks that were not stored are tried again, except those given up."""
+        """End the call. Blocks that were not stored are retried, except those given up."""
         with self._changed:
             rest = [each for each in self._batch if each.request_id not in self._given_up]
             self._batch, self._given_up = [], set()
@@ -211,7 +215,7 @@ class WorkerStores:
                 self._queue.extendleft(reversed(rest))
 
     def _fail(self, error: MooncakeError) -> None:
-        """Drop all waiting blocks, and those that come in the next `_PAUSE_S`."""
+        """Drop all waiting blocks, and those that come in the next `_PAUSE_S` seconds."""
         with self._changed:
             log.info("%d blocks were not stored: %s", self._num_blocks.total(), error)
             self._incomplete |= {name for name, num in self._num_blocks.items() if num} - self._kept.keys()

@@ -11,7 +11,7 @@ VERSION = "0.32"
 
 
 def check_version(found: str | None = None) -> None:
-    """Raise MismatchError unless vLLM, by default the installed one, is of this version."""
+    """Check that vLLM, by default the installed one, is of the supported version. Raises MismatchError."""
     if found is None:
         try:
             found = metadata.version("vllm")

@@ -16,8 +16,10 @@ from messenger.wire import checksums
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The engine's pages: the address of page 0 of each layer. `keeps` is an object that keeps them
-    mapped."""
+    """The engine's pages: the address of page 0 of each layer.
+
+    `keeps` is an object that keeps the pages mapped.
+    """
 
     layers: list[int]
     page_stride: int
@@ -26,7 +28,7 @@ class Memory:
 
 
 class WorkerSide:
-    """The part of the connector in the worker's process. The engine's thread calls all methods."""
+    """The part of the connector in the worker's process, whose methods the engine's thread calls."""
 
     def __init__(self, link: PoolLink) -> None:
         self._link = link
@@ -40,7 +42,7 @@ class WorkerSide:
         """The plan of the step in progress."""
 
     def register(self, memory: Memory, order: Order) -> None:
-        """Register the engine's pages and the order `[kv_head, 2, token, head_dim]` of their elements."""
+        """Register the engine's pages and the order `[kv_head, 2, token, head_dim]` of a page's elements."""
         pages.prepare()
         checksums.prepare()
         self._registered = memory, order
@@ -71,19 +73,19 @@ class WorkerSide:
         return WorkerLoads(pool, engine), WorkerStores(pool, engine)
 
     def end_step(self) -> None:
-        """Begin to store what the step has completed."""
+        """Begin to store the blocks that the step has completed."""
         if self._transfers is not None:
             self._transfers[1].finish(self._plan.finished)
             self._transfers[1].add(self._plan.stores)
 
     def take_stored(self) -> set[str]:
-        """Return the finished requests that do not need their pages any more."""
+        """Return the finished requests that need their pages no longer."""
         if self._transfers is None:
             return set(self._plan.finished)
         return self._transfers[1].take_ended(needs_pages=self._plan.needs_pages)
 
     def take_loaded(self) -> set[str]:
-        """Return the requests whose loads have ended since the last call."""
+        """Return the requests whose loads have ended since the last call, and note their missing pages."""
         refused, self._refused = self._refused, []
         self._missing_pages.update(*(load.pages for load in refused))
         request_ids = {load.request_id for load in refused}
@@ -94,7 +96,7 @@ class WorkerSide:
         return request_ids
 
     def take_missing_pages(self) -> set[int]:
-        """Return the pages of these requests that loads have not filled."""
+        """Return the pages that ended loads have not filled."""
         missing_pages, self._missing_pages = self._missing_pages, set()
         return missing_pages
 
