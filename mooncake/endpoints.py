@@ -1,4 +1,4 @@
-"""Addresses of sockets: where they listen, what others are told, IPv4 or IPv6.
+"""Addresses of sockets: those to listen at, those that other processes get, IPv4 or IPv6.
 
 A name means its IPv4 addresses, or its IPv6 addresses if it has no others.
 
@@ -20,19 +20,21 @@ _CONNECT_TIMEOUT_MS = 5_000
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 4, 2, 3
 """Seconds of silence before TCP probes, seconds between probes, and number of probes without an answer."""
 _UNACKNOWLEDGED_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES)
-"""Milliseconds after which a connection is lost if the peer's kernel takes nothing: longer than
-`conductor.peer_timeout_s` usually is, after which the peer counts as dead in any case."""
+"""Milliseconds after which a connection is lost if the peer's kernel acknowledges nothing.
+
+More than the usual `conductor.peer_timeout_s`, after which the peer counts as dead in any case.
+"""
 
 
 def listen(listener: "zmq.Socket[Any]", endpoint: str) -> str:
-    """Bind a socket. Returns the endpoint with the port that it got. Raises ZMQError."""
+    """Bind a ZeroMQ socket. Returns the endpoint with its actual port. Raises ZMQError."""
     _prepare(listener, endpoint)
     listener.bind(endpoint)
     return bytes(listener.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
 def connect(caller: "zmq.Socket[Any]", endpoint: str) -> None:
-    """Connect a socket. Raises ZMQError."""
+    """Connect a ZeroMQ socket. Raises ZMQError."""
     _prepare(caller, endpoint)
     caller.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     caller.connect(endpoint)
@@ -48,24 +50,24 @@ def _prepare(either: "zmq.Socket[Any]", endpoint: str) -> None:
 
 
 def advertised(endpoint: str, bound: str) -> str:
-    """Return the endpoint that others are told: `endpoint`, with the port of `bound` if it names none."""
+    """Return the endpoint that other processes get: `endpoint`, with the port of `bound` if it names none."""
     place, _, port = endpoint.rpartition(":")
     return f"{place}:{bound.rpartition(':')[2]}" if port == _ANY_PORT else endpoint
 
 
 def preferred(found: Sequence[tuple[Any, Any, Any, Any, Any]]) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the address to use of the results of `getaddrinfo`, of which there is one."""
+    """Return the family and the preferred address of the results of `getaddrinfo`, at least one."""
     family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     return family, str(address[0])
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands in URLs and endpoints: an IPv6 address has brackets there."""
+    """Return a host in the form for URLs and endpoints, where an IPv6 address has brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_any_address(host: str) -> bool:
-    """Return whether a host stands for all addresses of this machine, which tells others nothing."""
+    """Return whether a host stands for all addresses of this machine, and so is useless to other nodes."""
     try:
         return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -73,7 +75,7 @@ def is_any_address(host: str) -> bool:
 
 
 def needs_ipv6(endpoint: str) -> bool:
-    """Return whether the host of an endpoint is, or has, IPv6 addresses alone."""
+    """Return whether the host of an endpoint has IPv6 addresses only."""
     if not endpoint.startswith("tcp://"):
         return False
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]

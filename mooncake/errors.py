@@ -14,7 +14,7 @@
 
 The first three end a process for good (`mooncake.node.process`): a restart would only repeat them.
 
-A message says what was expected, what came, and what to do about it.
+A message names the expected and the actual value, and the remedy.
 """
 
 import reprlib
@@ -24,16 +24,16 @@ _MAX_VALUE_CHARS = 80
 
 
 class MooncakeError(Exception):
-    """Base of all errors that are not programming mistakes."""
+    """The base of all errors that are not programming mistakes."""
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a Rust library panicked. A panic is no Exception, and no module has its class."""
+    """Return whether a Rust library has panicked. A panic is no Exception, and no module has its class."""
     return type(error).__name__ == "PanicException"
 
 
 def first_line(error: BaseException) -> str:
-    """Return a library's error message in one short line; its type if the message is empty."""
+    """Return a library's error message in one short line, or its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(": ")[:_MAX_REASON_CHARS] if lines else type(error).__name__
 
@@ -49,7 +49,7 @@ class ConfigError(MooncakeError):
 
 
 class ModelError(MooncakeError):
-    """A model path, file or architecture that cannot be served."""
+    """A model path, file or architecture cannot be served."""
 
 
 class MismatchError(MooncakeError):
@@ -63,7 +63,7 @@ class MismatchError(MooncakeError):
 
 
 class RequestError(MooncakeError):
-    """A request that can never succeed as it was sent.
+    """The request can never succeed as it was sent.
 
     `status` is the HTTP status, `param` the offending field, `code` OpenAI's machine-readable word.
     """
@@ -76,7 +76,10 @@ class RequestError(MooncakeError):
 
 
 class OverloadedError(RequestError):
-    """The cluster cannot take this request now. `retry_after_s` says when to retry."""
+    """The cluster cannot take this request now.
+
+    `retry_after_s` is the number of seconds until a retry makes sense.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message, status=429, code="overloaded")
@@ -84,7 +87,7 @@ class OverloadedError(RequestError):
 
 
 class GrammarError(MooncakeError):
-    """A grammar cannot be compiled, or a text cannot go on by it."""
+    """A grammar cannot be compiled, or a text cannot be continued within it."""
 
 
 class PoolError(MooncakeError):
@@ -92,9 +95,9 @@ class PoolError(MooncakeError):
 
 
 class PoolFullError(PoolError):
-    """Error of a pool in which no page is free, and every page in use is leased.
+    """The pool has no free page, and every page in use is leased.
 
-    `space_epoch` is that of the pool at the refusal. A wait for a later epoch misses no freed page.
+    `space_epoch` is the pool's epoch at the refusal. A wait for a later epoch misses no freed page.
     """
 
     def __init__(self, message: str, space_epoch: int = 0) -> None:

@@ -8,6 +8,6 @@ import ctypes
 
 
 def release_freed_memory() -> None:
-    """Release freed memory to the system; takes some milliseconds, in which other Python threads run."""
+    """Return freed memory to the system. Takes some milliseconds, in which other Python threads run."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

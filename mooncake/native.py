@@ -1,4 +1,4 @@
-"""Small C++ files, compiled for this machine when they are first needed, and loaded with ctypes.
+"""Small C++ files, compiled for this machine when they are first needed, and loaded by ctypes.
 
 A library is kept in the user's cache under a name made of its source, the headers beside it, the flags, the
 compiler and the processor, so it is compiled once a machine, and again after a change. The compiler is
@@ -22,7 +22,7 @@ from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
 compiling = logging.getLogger(f"{__name__}.compiling")
-"""The logger that says at INFO what is compiled, which may take a minute."""
+"""The logger of compilations, which reports at INFO, as one may take a minute."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared")
 THIS_PROCESSOR = ("-march=native",)
@@ -40,7 +40,7 @@ class NoCompilerError(NativeCodeError):
 
 @functools.cache
 def load(source: Path, flags: tuple[str, ...] = THIS_PROCESSOR) -> ctypes.CDLL:
-    """Return the library of `source`, compiled with `FLAGS` and `flags`. Its calls release the GIL.
+    """Return the compiled library of `source`, built with `FLAGS` and `flags`. Its calls release the GIL.
 
     Raises NoCompilerError, or NativeCodeError if the file cannot be compiled, kept or loaded here.
     """
@@ -87,7 +87,7 @@ def _digest(source: Path, flags: tuple[str, ...], compiler: str) -> str:
 
 
 def _processor() -> bytes:
-    """Return the processor's features, on which `-march=native` depends."""
+    """Return bytes that stand for the processor's features, on which `-march=native` depends."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_bytes().splitlines():
             if line.startswith((b"flags", b"Features")):

@@ -22,14 +22,17 @@ from typing import NamedTuple
 
 
 class Versions(NamedTuple):
-    """The versions of a protocol that a process speaks, both included."""
+    """The inclusive range of versions of a protocol that a process speaks."""
 
     oldest: int
     newest: int
 
     @classmethod
     def named(cls, oldest: int, newest: int | None) -> "Versions":
-        """Return what a peer has named. A `newest` of None: it is of a release that spoke one version."""
+        """Return the versions that a peer has named.
+
+        `newest` None: it is of a release that spoke one version.
+        """
         return cls(oldest, oldest if newest is None else newest)
 
     def common(self, theirs: "Versions") -> int | None:
@@ -38,7 +41,7 @@ class Versions(NamedTuple):
         return newest if newest >= max(self.oldest, theirs.oldest) else None
 
     def advice(self, us: str, theirs: "Versions", them: str) -> str:
-        """Return what to do where there is no common version. Both sides are named for people."""
+        """Return the advice for two sides without a common version, named `us` and `them`."""
         is_ours_older = self.newest < theirs.oldest
         older, needed = (us, theirs.oldest) if is_ours_older else (them, self.oldest)
         return f"upgrade {older} to a release that speaks {needed} first: one version is upgraded at a time"

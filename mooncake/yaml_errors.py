@@ -7,7 +7,7 @@ import yaml
 
 
 def what_is_wrong(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-    """Return the position and the problem, without the line that PyYAML quotes below."""
+    """Return the position and the problem of a YAML error, without the line that PyYAML quotes."""
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return " ".join(str(error).split())

@@ -156,7 +156,7 @@ class KVCachePool:
 
         Returns which ones were read.
 
-        True: the block was read and verified. False: the block is missing, or was damaged and has been\n
+        True: the block was read and verified. False: the block is missing, or was damaged and has been
         dropped; its buffer may have been written to.
         """
         layers = checked_layers(layers, self.layout)

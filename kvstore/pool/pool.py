@@ -138,8 +138,8 @@ class Pool:
     ) -> PageReservation:
         """Reserve a page for each key and `num_private` pages without a key, all or none.
 
-        Pages of sealed blocks are claimed. `writer` will write the pages through a mapping of its own.
-        `tenant` is the tenant to whose share of the pool the pages count; empty: to none. Raises
+        Pages of sealed blocks are claimed. `writer` will write the pages through its own mapping. Pages count
+        to the share of `tenant`; empty: to none. Raises
         PoolFullError if not enough pages are free or can be evicted now, PoolError if the pool has not enough
         pages at all.
         """
@@ -278,8 +278,7 @@ class Pool:
     # -- transfers --------------------------------------------------------------------------------
 
     def hold(self, page: int) -> None:
-        """Record that a transfer may read or write `page` from now on. Only for pages that are in use or
-        sealed."""
+        """Record that a transfer may read or write `page`, which is in use or sealed, from now on."""
         assert self.allocator.num_users[page] or self.table.state_of[page] == SEALED
         self._add_hold(page)
 

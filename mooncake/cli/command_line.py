@@ -17,29 +17,33 @@ from mooncake.messages.workers import SPOKEN
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 _OPTION = re.compile(r"--?[A-Za-z]")
-"""The beginning of an option; `-5` is a value."""
+"""The pattern of an option's beginning; `-5` is a value."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are one line each, and name the nearest name that exists.
+    """An `ArgumentParser` whose errors are one line each, and name the nearest known name.
 
     Options have no abbreviations. A misspelled option is reported before anything else: argparse would take
     its value for a command, or report what is missing instead.
     """
 
     def __init__(self, *, no_command: str = "", **settings: Any) -> None:
-        """Make a parser. `no_command` follows the list of commands in the error about an unknown one."""
+        """Make a parser.
+
+        `no_command` is appended to the error about an unknown command, behind the list of commands.
+        """
         self._no_command = no_command
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
 
     def add_version(self) -> None:
-        """Add `--version`, of the distribution of all commands, and of the protocol between nodes."""
+        """Add the option `--version`, which prints the distribution's version and the protocol's between
+        nodes."""
         text = f"%(prog)s {version('mooncake-serve')}, protocol {SPOKEN}"
         self.add_argument("--version", action="version", version=text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all arguments; an unknown one ends the program."""
+        """Return the parsed arguments; an unknown one ends the program."""
         given = sys.argv[1:] if args is None else list(args)
         for name in self._option_names(given):
             if name not in self._option_string_actions:
@@ -54,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(WRONG_USE, f"error: {message} ({self.prog} --help)\n")
 
     def _option_names(self, given: Sequence[str]) -> Iterator[str]:
-        """Yield the given options of this parser, up to a command, whose own follow."""
+        """Yield the given options of this parser, up to a command, whose own options follow."""
         arguments = iter(given)
         for argument in arguments:
             if argument == "--":
@@ -80,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         return {}
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check a command, or the value of an option that has choices."""
+        """Check that a command exists, or that an option's value is among its choices."""
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             what = "command" if isinstance(action, argparse._SubParsersAction) else "value"

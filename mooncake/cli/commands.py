@@ -51,7 +51,7 @@ configuration is wrong; 130 after Ctrl-C before anything runs, or while waiting 
 
 ROLES = ", ".join(role.value for role in Role)
 _OPERATING = ("drain", "role", "migrate")
-"""Commands about a cluster that runs."""
+"""The commands about a running cluster."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def keygen(file: str) -> None:
-    """Make a cluster's key, in a new file or (`-`) on stdout. Raises ConfigError."""
+    """Make a cluster key, in a new file or (`-`) on stdout. Raises ConfigError."""
     key = ClusterKey.generate()
     if file == "-":
         print(key.to_text())

@@ -87,7 +87,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """Return the type of a value, with its bounds; empty for None."""
+    """Return the type of a value with its bounds, as text; empty for None."""
     if get_origin(annotation) is Annotated:
         inner, *parts = get_args(annotation)
         nested = [found for part in parts for found in getattr(part, "metadata", [part])]

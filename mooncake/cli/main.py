@@ -9,7 +9,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 def main() -> None:
-    """Run the `mooncake-serve` command."""
+    """Run the `mooncake-serve` command, and exit with its code."""
     try:
         from mooncake.cli.commands import run  # takes half a second, in which Ctrl-C is no crash either
 

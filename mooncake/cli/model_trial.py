@@ -24,7 +24,7 @@ from mooncake.errors import ModelError, is_panic
 _MAX_CPU_S = 10
 _MAX_BYTES = 1 << 30
 _DEADLINE_S = 300.0
-"""Seconds for a process that takes no processor time: far more than a busy machine needs."""
+"""Seconds for a trial that takes no processor time: far more than a busy machine needs."""
 _GREETING = [{"role": "user", "content": "Hello"}]
 _TEXT = "Hello, you! " * 100
 _TEMPLATE = "its chat template takes more than {} for one greeting"
@@ -32,9 +32,9 @@ _TOKENIZER = f"its tokenizer takes more than {{}} for a text of {len(_TEXT):,} c
 
 
 def try_programs(templates: Sequence[str], tokenizer: Path | None, max_cpu_s: int = _MAX_CPU_S) -> None:
-    """Render a greeting with each template, and split a text as `tokenizer` does.
+    """Render a greeting with each template, and split a text as `tokenizer` does, in a process with limits.
 
-    `tokenizer` is a tokenizer.json; a missing or damaged one is ignored here. Raises ModelError if they take
+    `tokenizer` is a tokenizer.json; a missing or damaged file is ignored here. Raises ModelError if they take
     more than `max_cpu_s` seconds of processor time, or too much memory.
     """
     if not templates and tokenizer is None:
@@ -90,7 +90,7 @@ def _render(templates: Sequence[str]) -> None:
 
 
 class _Steps(msgspec.Struct):
-    """The part of a tokenizer.json that transforms a text before tokens are looked up."""
+    """The part of a tokenizer.json that transforms a text before the look-up of tokens."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None

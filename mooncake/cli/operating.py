@@ -26,7 +26,7 @@ from mooncake.messages.workers import InstanceState, Role
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 MOST_MISSED_S = 10.0
-"""Seconds for which a server that has answered before may be silent."""
+"""Seconds for which a server that has answered before may not answer."""
 
 
 _Body = TypeVar("_Body")
@@ -50,7 +50,10 @@ class UnansweredError(MooncakeError):
 
 
 class AdminClient:
-    """The routes below `/admin/instances` of the server at `url`. `key`: an admin's key, if they need one."""
+    """A client of the routes below `/admin/instances` of the server at `url`.
+
+    `key`: an admin's API key, if the server needs one.
+    """
 
     def __init__(self, url: str, key: str | None, transport: httpx.BaseTransport | None = None) -> None:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -71,16 +74,21 @@ class AdminClient:
         return {one.name: one for one in self._read(answer, _ListOfInstances).instances}
 
     def drain(self, name: str, *, force: bool) -> None:
-        """Order an instance to drain. Raises MooncakeError."""
+        """Order an instance to drain, with `force` even the last one of a stage. Raises MooncakeError."""
         self._ask("POST", f"/instances/{quote(name, safe='')}/drain", force=force)
 
     def change_role(self, name: str, role: Role, *, force: bool) -> None:
-        """Order an instance to have another role. Raises MooncakeError."""
+        """Order an instance to switch its role, with `force` even the last one of a stage.
+
+        Raises MooncakeError.
+        """
         self._ask("POST", f"/instances/{quote(name, safe='')}/role", role=role.value, force=force)
 
     def move(self, name: str, helper: str, wanted: int | LayerRange) -> None:
-        """Order layers, or so many KV heads, of an instance to a helper; 0: back from there. Raises
-        MooncakeError."""
+        """Order `wanted` layers, or that number of KV heads, of an instance to a helper; 0 orders all back.
+
+        Raises MooncakeError.
+        """
         path = f"/instances/{quote(name, safe='')}"
         if isinstance(wanted, LayerRange):
             self._ask("POST", f"{path}/layers", to=helper, layers=str(wanted))
@@ -122,7 +130,7 @@ class AdminClient:
 
 
 def drain(client: AdminClient, name: str, *, force: bool) -> int:
-    """Drain an instance, and wait until it has left. Return the exit code; raises MooncakeError."""
+    """Drain an instance, and wait until it has left. Returns the exit code. Raises MooncakeError."""
 
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
@@ -139,7 +147,8 @@ def drain(client: AdminClient, name: str, *, force: bool) -> int:
 
 
 def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> int:
-    """Give an instance another role, and wait for it. Return the exit code; raises MooncakeError."""
+    """Switch an instance to another role, and wait for the end. Returns the exit code. Raises
+    MooncakeError."""
 
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
@@ -159,8 +168,10 @@ def change_role(client: AdminClient, name: str, role: Role, *, force: bool) -> i
 
 
 def migrate(client: AdminClient, name: str, helper: str, wanted: int | LayerRange) -> int:
-    """Move layers, or so many KV heads, of an instance to a helper, or (0) have all back, and wait for it.
-    Return the exit code; raises MooncakeError."""
+    """Move layers, or a number of KV heads, of an instance to a helper (0: all back), and wait for the end.
+
+    Returns the exit code. Raises MooncakeError.
+    """
     num_heads, layers = (0, wanted) if isinstance(wanted, LayerRange) else (wanted, None)
 
     def end_of(status: InstanceStatus | None) -> str | None:
@@ -195,7 +206,10 @@ def _wait(
     goes_on: str,
     shown: Callable[[InstanceStatus], tuple[str, str]] = _emptying,
 ) -> int:
-    """Send an order, and show its progress until `end_of` returns how it has ended."""
+    """Send an order, and show its progress until `end_of` returns a text about its end.
+
+    Returns the exit code.
+    """
     order()
     answered_s = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""Checks before any process of a node starts, so that a mistake is reported within a second.
+"""Checks before any process of a node starts, which report a mistake within a second.
 
 Owns: the checks of models, ports, devices, memory, keys and certificates. Does not know: what the processes
 do with them.
@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (
 
 
 def check_node(config: Config) -> None:
-    """Check a node's configuration.
+    """Check a node's configuration before its processes start.
 
     Raises the ConfigError or ModelError that a process of the node would raise later.
     """
@@ -52,8 +52,10 @@ def check_node(config: Config) -> None:
 
 
 def _check_device(name: str) -> None:
-    """Check that there is a driver for a configured GPU. (GPUs are counted later by torch, which is slow to
-    load.)"""
+    """Check that there is a driver for a configured GPU. Raises ConfigError.
+
+    (Torch, which is slow to load, counts GPUs later.)
+    """
     if name.startswith("cuda"):
         try:
             ctypes.CDLL("libcuda.so.1")
@@ -70,7 +72,7 @@ def _check_certificates(security: SecurityConfig) -> None:
 
 
 def _check_pool(config: Config, checkpoint: Checkpoint) -> None:
-    """Check that the pool of the smallest part of an instance can hold a block."""
+    """Check that the pool of an instance's smallest part can hold a block. Raises ConfigError."""
     dtype = checkpoint.native_dtype if config.dtype == "auto" else config.dtype
     layout = kv_layout(checkpoint, config.kvcache.block_size, dtype)
     num_parts = config.worker.tensor_parallel * config.pipeline.stages
@@ -91,8 +93,10 @@ def _check_api(http: HttpConfig) -> None:
 
 
 def _check_tokenizer(checkpoint: Checkpoint) -> None:
-    """Check that there is a tokenizer, and that its programs end, without loading it, which would take
-    seconds."""
+    """Check that there is a tokenizer, and that its programs end, without the seconds that loading takes.
+
+    Raises ModelError.
+    """
     path, tokenizer = checkpoint.path, None
     if path.is_file():
         header = read_gguf_header(path)
@@ -111,7 +115,7 @@ def _check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def _template_in(directory: Path) -> object:
-    """Return the chat template, or the list of them, of a Hugging Face directory."""
+    """Return the chat template, or the list of templates, of a Hugging Face directory; None without one."""
     own, configuration = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if own.is_file():
         with opened(own, MAX_TEMPLATE_BYTES) as file:

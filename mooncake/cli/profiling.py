@@ -33,11 +33,14 @@ STOP_S = 4.0
 
 
 class ProfileError(MooncakeError):
-    """Measuring has failed."""
+    """The measurement of a profile has failed."""
 
 
 def profile(config: Config, file: Path) -> None:
-    """Measure, show, write. Raises ConfigError, ModelError or ProfileError; writes nothing if interrupted."""
+    """Measure a profile, show it, and write it to `file`.
+
+    Raises ConfigError, ModelError or ProfileError; an interruption writes nothing.
+    """
     if not file.parent.is_dir():
         raise ConfigError(f"cannot write the profile {file}: there is no directory {file.parent}")
     measured = asyncio.run(measure(_child(config)))
@@ -74,7 +77,7 @@ def _child(config: Config) -> Child:
 
 
 async def measure(child: Child) -> list[Measured]:
-    """Return the child's measurements, showing its progress.
+    """Return the child's measurements, and show its progress.
 
     The child has ended when this returns or raises.
     """
@@ -115,7 +118,10 @@ async def _stop(child: Child) -> None:
 
 
 def profile_of(config: Config, measured: Sequence[Measured]) -> Profile:
-    """Return the costs that fit best. Raises ProfileError if prefill or decode was not measured."""
+    """Return the costs that fit the measurements best.
+
+    Raises ProfileError if prefill or decode was not measured.
+    """
     points = {
         what: [Point(m.first, m.second, m.seconds) for m in measured if m.what == what]
         for what in ("prefill", "decode")
@@ -142,7 +148,7 @@ def _quantities(prefill: Point) -> Point:
 
 
 def tables(made: Profile) -> list[rich.table.Table]:
-    """Return tables of measured and fitted durations, and the errors."""
+    """Return tables of measured and fitted durations, with the errors of the fit."""
     prefill, decode = made.costs
     prefills = [(point, _quantities(point)) for point in made.prefill_points]
     decodes = [(point, point) for point in made.decode_points]
@@ -185,7 +191,8 @@ def _time(seconds: float) -> str:
 
 
 def draw(made: Profile, path: Path) -> bool:
-    """Draw measured points over the fitted lines. False if matplotlib is not installed."""
+    """Draw measured points over the fitted lines into `path`. Returns False if matplotlib is not
+    installed."""
     try:
         import matplotlib
 

@@ -12,12 +12,12 @@ import rich.console
 import rich.progress
 
 PERIOD_S = 3.0
-"""Time between two lines where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 _SHORTEST_WAIT_S = 0.05
 
 
 class StepDisplay:
-    """A context manager that shows the current step; `show` may be called as often as the caller likes.
+    """A context manager that shows the current step of a command. `show` may be called at any rate.
 
     A thread writes lines, so they also appear while one step takes long.
     """
@@ -44,7 +44,7 @@ class StepDisplay:
             self._teller = threading.Thread(target=self._tell_now_and_then, name="steps", daemon=True)
 
     def show(self, step: str, done: int = 0, total: int | None = None, count: str = "") -> None:
-        """Show that `done` of `total` of this step are done; `count` replaces these numbers."""
+        """Show the step, of which `done` of `total` units are complete; `count` replaces these numbers."""
         count = count or (f"{done} of {total}" if total else str(done or ""))
         if self._bar is not None:
             self._bar.update(self._task, description=step, completed=done, total=total or None, count=count)

@@ -45,7 +45,7 @@ class ClusterConfig(Section):
 
     @property
     def has_standbys(self) -> bool:
-        """Whether etcd tells which Conductor leads."""
+        """Whether etcd decides which Conductor leads."""
         return bool(self.etcd_endpoints)
 
     @model_validator(mode="after")

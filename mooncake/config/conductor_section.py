@@ -23,7 +23,7 @@ class SLOClass(Section):
 
 
 def _from_json(value: object) -> object:
-    """Parse the JSON that a flag or variable has where YAML has a mapping."""
+    """Return the value of the JSON that a flag or variable has where YAML has a mapping."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -164,5 +164,5 @@ class ConductorConfig(Section):
 
     @property
     def listens_at(self) -> str:
-        """The endpoint of the Conductor's own socket."""
+        """The endpoint at which the Conductor's own socket listens."""
         return self.listen_endpoint or self.endpoint

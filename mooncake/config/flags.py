@@ -36,7 +36,7 @@ NEEDED_FIRST: frozenset[Key] = frozenset(
         ("worker", "device"),
     }
 )
-"""Keys that --help shows; --help-all shows all."""
+"""The keys that --help shows; --help-all shows all keys."""
 
 _BY_LAST_WORD = {
     "s": "SECONDS",

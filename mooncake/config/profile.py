@@ -32,7 +32,7 @@ class DecodeCosts(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """The fitted costs of one model on one device, and the measured points.
+    """The fitted costs of one model on one device, with the measured points.
 
     `engine` and `device` are what workers say when they register.
     """
@@ -43,17 +43,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     engine: str
     device: str
-    """Name of the GPU, or of the processor."""
+    """The name of the GPU or processor."""
     prefill: PrefillCosts
     decode: DecodeCosts
     prefill_points: list[Point] = []
     """Measured prefills: new tokens, cached tokens, seconds."""
     decode_points: list[Point] = []
-    """Measured decode steps: requests, KV tokens of all, seconds."""
+    """Measured decode iterations: requests, KV tokens of all requests, seconds."""
 
     @property
     def costs(self) -> tuple[Costs, Costs]:
-        """The costs of prefill and of decode."""
+        """The costs of prefill, and of decode."""
         return (
             Costs(self.prefill.constant_s, self.prefill.token_s, self.prefill.pair_s),
             Costs(self.decode.constant_s, self.decode.request_s, self.decode.token_s),
@@ -72,7 +72,7 @@ class _AnyVersion(msgspec.Struct, frozen=True):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read the profile in `path`. Raises ConfigError if there is none, or one of another version."""
+    """Return the profile in `path`. Raises ConfigError if there is none, or one of another version."""
     try:
         content = path.read_bytes()
         version = msgspec.json.decode(content, type=_AnyVersion).version
@@ -89,7 +89,7 @@ def load_profile(path: Path) -> Profile:
 
 
 def load_profile_of(path: Path, model: str, shape: ModelShape, dtype: str) -> Profile:
-    """Read the profile in `path`, which must be of this model. Raises ConfigError."""
+    """Return the profile in `path`, which must be of this model, shape and dtype. Raises ConfigError."""
     profile = load_profile(path)
     if (profile.model, profile.dtype, profile.shape) == (model, dtype, shape):
         return profile
@@ -104,7 +104,7 @@ def load_profile_of(path: Path, model: str, shape: ModelShape, dtype: str) -> Pr
 
 
 def why_other_device(profiled: str, instance: str, device: str) -> str | None:
-    """Return why an instance on `device` cannot begin with costs that were measured on `profiled`, if so."""
+    """Return why an instance on `device` cannot begin with costs measured on `profiled`; None if it can."""
     if device == profiled:
         return None
     return (

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 from mooncake.config.policies import EvictionPolicy
 
 LISTEN = r"^([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}$"
-"""Pattern of host:port, or [address]:port of IPv6."""
+"""The pattern of host:port, or [address]:port of IPv6."""
 ENDPOINT = r"^(tcp://([^:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5}|\*)|ipc://.+)$"
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
@@ -30,7 +30,7 @@ WORDS_OF_PATTERNS = {
     KEY_PREFIX: "a path such as /mooncake, without a slash at its end",
     NAME: "1 to 64 letters, digits, '.', '_' or '-'",
 }
-"""The patterns in words, for errors."""
+"""Texts for error messages that describe the patterns."""
 ANY_ENDPOINT = "tcp://127.0.0.1:*"
 LARGEST_PORT = 65535
 Port = Annotated[int, Field(ge=0, le=LARGEST_PORT)]
@@ -45,12 +45,12 @@ class Section(BaseModel):
 
 
 def split_values(value: object) -> object:
-    """Split the one string that a flag or variable has for several values."""
+    """Return the values in the one string that a flag or variable has for several values."""
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
 def _with_port(address: str) -> str:
-    """Check the port of `host:port` or a ZeroMQ endpoint. Raises ValueError if there is no such port."""
+    """Return `host:port` or a ZeroMQ endpoint unchanged. Raises ValueError if the port is invalid."""
     port = address.rpartition(":")[2]
     if not address.startswith("ipc://") and port.isdigit() and int(port) > LARGEST_PORT:
         raise ValueError(f"expected a port up to {LARGEST_PORT}")
@@ -316,7 +316,7 @@ class MessengerConfig(Section):
 
     @property
     def listens_at(self) -> list[str]:
-        """The addresses of the messenger's own sockets."""
+        """The addresses at which the messenger's sockets listen."""
         return self.listen_hosts or self.hosts
 
     @model_validator(mode="after")

@@ -44,10 +44,11 @@ _LISTENED_AT = {
     "messenger.hosts": "messenger.listen_hosts",
     "pipeline.endpoints": "pipeline.listen_endpoint",
 }
-"""Keys that say where a node listens, by those that others are told."""
+"""The keys of listening addresses, by the keys of the addresses that other nodes get."""
 MERGE_TAG = "tag:yaml.org,2002:merge"  # `<<`, which may stand more than once
 RESERVED_ENV = frozenset({"MOONCAKE_STATUS_FD", "MOONCAKE_CPU_KERNELS"})
-"""Variables that are no keys: between a supervisor and its children, and for the CPU's kernels."""
+"""Environment variables that are no keys: between a supervisor and its children, and for the CPU's
+kernels."""
 
 
 class Config(Section):
@@ -103,13 +104,13 @@ class Config(Section):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this node is a cluster of its own, unless it is given a key that others have too."""
+        """Whether this node is a cluster of its own: it shares no cluster key with other nodes."""
         return self.role in ("all", "pool")
 
     @property
     def cluster_address(self) -> str:
-        """The address that all nodes of a cluster share, and no other cluster has: etcd's with the prefix,
-        or the Conductor's."""
+        """The address common to all nodes of a cluster and to no other cluster: etcd's with the prefix, or
+        the Conductor's."""
         if self.cluster.has_standbys:
             return ",".join(sorted(self.cluster.etcd_endpoints)) + self.cluster.etcd_prefix
         return self.conductor.endpoint
@@ -131,7 +132,7 @@ class Config(Section):
 
     @property
     def num_instances(self) -> dict[Role, int]:
-        """The number of instances of each role that this node runs, or runs a part of."""
+        """The number of instances of each role that this node runs, wholly or in part."""
         if self.role == "all":
             least = 0 if self.num_both else 1
             num_prefill = least if self.num_prefill is None else self.num_prefill
@@ -180,7 +181,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_told(self) -> "Config":
-        """Refuse addresses that other nodes are told and that are none."""
+        """Refuse invalid addresses among those that other nodes get."""
         if self.role == "all":
             return self
         conductor = self.conductor
@@ -202,13 +203,13 @@ class Config(Section):
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return the parts of `host:port`; an IPv6 address without its brackets."""
+    """Return host and port of `host:port`; an IPv6 address without its brackets."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _host_of(endpoint: str) -> str:
-    """Return the host of a ZeroMQ endpoint, as `host_and_port`."""
+    """Return the host of a ZeroMQ endpoint, an IPv6 address without its brackets."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
@@ -225,7 +226,7 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: tuple[str, ...] = ()) -> 
 
 
 def section_of(path: tuple[str, ...]) -> tuple[str, str]:
-    """Return a key's section and the section's description; keys that stand alone are `general`."""
+    """Return the name and the description of a key's section; keys that stand alone are in `general`."""
     if len(path) == 1:
         return "general", "What runs here."
     section: Any = Config.model_fields[path[0]].annotation
@@ -251,7 +252,7 @@ def describe(path: tuple[str, ...]) -> str:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return a key's default as it would be given; empty if there is none."""
+    """Return a key's default as a user would write it; empty if there is none."""
     match field.default:
         case None:
             return ""
@@ -279,7 +280,10 @@ def flag_name(path: tuple[str, ...]) -> str:
 def load_config(
     file: Path | None, environ: Mapping[str, str], flags: Mapping[tuple[str, ...], str]
 ) -> Config:
-    """Merge YAML < environment < flags and validate. Raises `ConfigError` naming key and source."""
+    """Return the validated configuration, merged from YAML < environment < flags.
+
+    Raises `ConfigError` that names key and source.
+    """
     origins: dict[tuple[str, ...], str] = {}
     merged: dict[str, Any] = _read_yaml(file) if file is not None else {}
     by_variable = {env_name(path): path for path in leaf_keys()}
@@ -303,7 +307,7 @@ def load_config(
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice, of which PyYAML would silently keep the last."""
+    """A YAML loader that refuses a repeated key, of which PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key) for key, _ in node.value if key.tag != MERGE_TAG]
@@ -368,7 +372,8 @@ def _expected(problem: ErrorDetails) -> str:
 
 
 def _known_beside(path: tuple[str, ...], key: tuple[str, ...] | None) -> str:
-    """Return the nearest key, and all beside it; nothing for an unknown name within the value of `key`."""
+    """Return a text with the nearest known key, and all keys beside it; empty for an unknown name within the
+    value of `key`."""
     if key is not None:
         return ""
     dotted = tuple(path[0].split("."))

@@ -11,9 +11,9 @@ _MOST_NAMED = 3
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error message, `; did you mean --model?`, or nothing if no known name is near.
+    """Return the end of an error message, such as `; did you mean --model?`; empty if no known name is near.
 
-    A name that ends with the whole of `word` is nearer than any misspelling: `--max-batch` means
+    A known name that ends with `word` is nearer than any misspelling: `--max-batch` means
     `--worker-max-batch`.
     """
     names = list(known)

@@ -10,7 +10,9 @@ from mooncake.messages.pools import PoolShard
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep those of these blocks that the pool has, for `ttl_s` or until `Unpin`. Needs no answer.
+    """Order to pin those of these blocks that the pool has, for `ttl_s` seconds or until `Unpin`.
+
+    Needs no answer.
 
     Pinned blocks are evicted after all others, so running requests still find room.
     """
@@ -20,25 +22,26 @@ class Pin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
-    """Let these blocks be evicted like others again. Needs no answer."""
+    """Order to unpin these blocks. Needs no answer."""
 
     keys: list[BlockKey]
 
 
 class Replicate(msgspec.Struct, tag=True, frozen=True):
-    """Fetch missing blocks of a prompt's beginning in the background, and keep them. Needs no answer.
+    """Order to fetch missing blocks of a prefix in the background, and to keep them. Needs no answer.
 
-    The fetch is given up after `timeout_s`.
+    The fetch is given up after `timeout_s` seconds.
     """
 
     keys: list[BlockKey]
     shards: tuple[PoolShard, ...]
-    """Shards of the instance that has them."""
+    """The shards of the instance that has the blocks."""
     timeout_s: float
 
 
 class DropCopies(msgspec.Struct, tag=True, frozen=True):
-    """Drop the named blocks that are in no use and under no pin: other instances hold them too.
+    """Order to drop those of these blocks that are neither in use nor pinned, as other instances hold them
+    too.
 
     Needs no answer.
     """
@@ -47,4 +50,4 @@ class DropCopies(msgspec.Struct, tag=True, frozen=True):
 
 
 BlockOrder = Pin | Unpin | Replicate | DropCopies
-"""Orders about blocks in an instance's pool."""
+"""The orders about blocks in an instance's pool."""

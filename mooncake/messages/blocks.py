@@ -19,7 +19,7 @@ from mooncake.messages.quantities import Count
 
 KEY_BYTES = 16
 _MOST_ROOTS = 1024
-"""Number of root keys that are remembered: every request asks for the key of its model and tenant."""
+"""Root keys that are cached: every request asks for the key of its model and tenant."""
 BlockKey = bytes
 KVDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -52,49 +52,53 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def layers(self) -> range:
-        """Layers of this shard, numbered as in the model."""
+        """The layers of this shard, numbered as in the model."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
     def heads(self) -> range:
-        """KV heads of this shard, numbered as in the model."""
+        """The KV heads of this shard, numbered as in the model."""
         return range(self.first_head, self.first_head + self.num_kv_heads)
 
     def of_layers(self, layers: range) -> "KVLayout":
-        """Return the shard with these layers of the model. Raises ValueError for none."""
+        """Return the layout of the shard with these layers of the model.
+
+        Raises ValueError for an empty range.
+        """
         return msgspec.structs.replace(self, first_layer=layers.start, num_layers=len(layers))
 
     def of_heads(self, heads: range) -> "KVLayout":
-        """Return the shard with these heads of the model. Raises ValueError for none."""
+        """Return the layout of the shard with these heads of the model. Raises ValueError for an empty
+        range."""
         return msgspec.structs.replace(self, first_head=heads.start, num_kv_heads=len(heads))
 
     def positions(self, layers: range) -> range:
         """Return the positions of the model's `layers` in this shard.
 
-        Raises ValueError if some are not there.
+        Raises ValueError if the shard lacks some.
         """
         return _positions(layers, self.layers, "layers")
 
     def head_positions(self, heads: range) -> range:
-        """Return the positions of the model's `heads` in each layer.
+        """Return the positions of the model's `heads` in each layer of this shard.
 
-        Raises ValueError if some are not there.
+        Raises ValueError if the shard lacks some.
         """
         return _positions(heads, self.heads, "heads")
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one layer of one block, which are contiguous."""
+        """The bytes of one head of one layer of one block, which are contiguous."""
         return self.block_size * 2 * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of one block, all heads of this shard."""
+        """The bytes of one layer of one block, over all heads of this shard."""
         return self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of all layers of one block."""
+        """The bytes of one block, over all layers of this shard."""
         return self.num_layers * self.layer_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -103,7 +107,7 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def common(ours: range, theirs: range) -> range:
-    """Return the layers, or heads, that are in both ranges; perhaps none."""
+    """Return the layers, or heads, that are in both ranges; the range may be empty."""
     start = max(ours.start, theirs.start)
     return range(start, max(start, min(ours.stop, theirs.stop)))
 
@@ -118,10 +122,11 @@ def _positions(wanted: range, there: range, what: str) -> range:
 
 @lru_cache(_MOST_ROOTS)
 def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -> BlockKey:
-    """Return the parent key of every first block. Models and tenants with different root keys never share a
-    block.
+    """Return the parent key of every first block: 16 bytes.
 
-    Neither do LoRA adapters. `adapter_digest` is the hexadecimal digest of an adapter's weights; empty
+    Models and tenants with different root keys never share a block.
+
+    LoRA adapters do not either. `adapter_digest` is the hexadecimal digest of an adapter's weights; empty
     without one.
     """
     model = f"mooncake-root-adapter\0{adapter_digest}" if adapter_digest else "mooncake-root"
@@ -129,8 +134,10 @@ def root_key(fingerprint: str, cache_salt: str = "", adapter_digest: str = "") -
 
 
 def client_salt(cache_salt: str | None) -> str:
-    """Return the salt for `root_key` of a client without an API key: no `cache_salt` makes it that of a
-    key."""
+    """Return the salt for `root_key` of a client without an API key.
+
+    No `cache_salt` can make it equal to a key's salt.
+    """
     return f"salt:{cache_salt}" if cache_salt else ""
 
 
@@ -152,16 +159,15 @@ def block_keys(token_ids: Sequence[int], block_size: int, root: BlockKey) -> lis
 def extended_keys(
     known: list[BlockKey], token_ids: Sequence[int], block_size: int, root: BlockKey
 ) -> list[BlockKey]:
-    """Return the keys of the full blocks of `token_ids`; those of the first blocks are `known`."""
+    """Return the keys of the full blocks of `token_ids`, of which the first are `known`."""
     parent = known[-1] if known else root
     return known + block_keys(token_ids[len(known) * block_size :], block_size, parent)
 
 
 def model_fingerprint(architecture: str, weights_digest: str, dtype: KVDtype, layout: KVLayout) -> str:
-    """Return the fingerprint of a model. Two instances may exchange blocks only if their fingerprints are
-    equal.
+    """Return the fingerprint of a model. Instances exchange blocks only if their fingerprints are equal.
 
-    It describes the whole model, never how it is split, so prefill and decode may be split differently:
+    The fingerprint describes the whole model, not its split, so prefill and decode may be split differently:
     `layout` must be that of the whole model.
     """
     assert layout.first_layer == layout.first_head == 0, "a shard has its model's fingerprint"

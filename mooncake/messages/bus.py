@@ -29,11 +29,11 @@ Incoming = TypeVar("Incoming")
 _encode = msgspec.msgpack.Encoder().encode
 LOGGED_CHARS = 200
 LARGEST_MESSAGE_BYTES = 16 << 20
-"""Largest message that a `Router` takes. A prompt of 2M tokens has 10 MiB."""
+"""Bytes of the largest message that a `Router` takes. A prompt of 2M tokens has 10 MiB."""
 QUEUE_LEN = 10_000
-"""Messages that may wait for a peer: a minute and more of decoding steps."""
+"""Messages that may wait for a peer: those of a minute and more of decode iterations."""
 MAX_IN_A_ROW = 16
-"""Messages that are received before other tasks have a turn in the event loop."""
+"""Messages received in a row before other tasks of the event loop run."""
 log = logging.getLogger(__name__)
 
 # pyzmq's flags are enumerations: to combine two of them takes as long as to send a message.
@@ -51,7 +51,7 @@ def peer_identity(instance: str, incarnation: int) -> bytes:
 
 
 class _Socket(Generic[Incoming]):
-    """A socket that receives in the running event loop."""
+    """A ZeroMQ socket that receives in the running event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], incoming: Any) -> None:
         self._socket = socket
@@ -70,7 +70,10 @@ class _Socket(Generic[Incoming]):
         return self._descriptor
 
     async def _frames(self) -> list[bytes]:
-        """Return the next message. Does not suspend while there are some, up to `MAX_IN_A_ROW`."""
+        """Return the frames of the next message.
+
+        Does not suspend while messages are there, up to `MAX_IN_A_ROW`.
+        """
         self._num_in_a_row += 1
         if self._num_in_a_row > MAX_IN_A_ROW:
             self._num_in_a_row = 0
@@ -141,16 +144,16 @@ class Router(_Socket[Incoming]):
 
     @property
     def num_refused(self) -> int:
-        """Number of connections that were closed because they showed another key, or none."""
+        """The number of connections that were closed for another key, or none."""
         return self._gate.num_refused
 
     @property
     def num_unfinished(self) -> int:
-        """Number of connections that ended in the middle of their handshake."""
+        """The number of connections that ended in the middle of their handshake."""
         return self._gate.num_unfinished
 
     def close(self) -> None:
-        """Close at once; the endpoint is free afterwards. Idempotent."""
+        """Close the socket at once; the endpoint is free afterwards. Idempotent."""
         if not self._socket.closed:
             self._forget()
         self._gate.close()
@@ -181,9 +184,9 @@ class Router(_Socket[Incoming]):
 
 
 class Dealer(_Socket[Incoming]):
-    """A socket that connects under `identity` to the `Router` with the same `key`, when that appears.
+    """A socket that connects under `identity` to the `Router` with the same `key`, as soon as that exists.
 
-    Without an endpoint it is connected by `move_to`.
+    Without an endpoint the socket is connected by `move_to`.
     """
 
     def __init__(self, endpoint: str | None, identity: bytes, incoming: Any, key: ClusterKey) -> None:
@@ -217,12 +220,12 @@ class Dealer(_Socket[Incoming]):
 
     @property
     def num_connections(self) -> int:
-        """Number of connections to the endpoint so far, the current one included; each break may have lost
+        """The number of connections to the endpoint so far, with the current one; each break may have lost
         messages."""
         return self._watch.num_connections
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close at once; queued messages may still leave within `linger_s`. Idempotent."""
+        """Close the socket at once; queued messages may still leave within `linger_s` seconds. Idempotent."""
         if self._socket.closed:
             return
         self._watch.close()
@@ -240,7 +243,8 @@ class Dealer(_Socket[Incoming]):
     async def send(self, message: msgspec.Struct) -> None:
         """Send a message. Up to `QUEUE_LEN` are queued while the other side is away; then `PeerGoneError`.
 
-        It is raised too for a message longer than a `Router` takes, which would end the connection.
+        PeerGoneError is raised too for a message longer than a `Router` takes, which would end the
+        connection.
         """
         payload = _encode(message)
         if len(payload) > LARGEST_MESSAGE_BYTES:
@@ -261,7 +265,7 @@ class Dealer(_Socket[Incoming]):
             self._look()
 
     def _send_in_frames(self, payload: memoryview) -> None:
-        """Send all frames or none: libzmq drops the frames of a message that it cannot take to its end."""
+        """Send all frames or none, as libzmq drops the frames of an unfinished message."""
         last = (len(payload) - 1) // LARGEST_FRAME_BYTES * LARGEST_FRAME_BYTES
         for start in range(0, last, LARGEST_FRAME_BYTES):
             self._socket.send(payload[start : start + LARGEST_FRAME_BYTES], _MORE_NOBLOCK)

@@ -15,33 +15,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 TBT_SLO_SHARE = 0.8
-"""The largest share of a TBT SLO that an iteration may be predicted to take, with the prompt tokens or the
-pause that are added to it."""
+"""The largest share of a TBT SLO that a predicted iteration may take, with added prompt tokens or pause."""
 TBT_MARGIN = 0.1
 """The margin of predictions below a TBT SLO, as a share of the time that a batch adds to an iteration."""
 TBT_SHARE = 0.1
 """The share of a request's gaps, the longest ones, whose mean is its TBT (Mooncake, FAST'25, section 5.1)."""
 
 _WAIT_DEVIATIONS = 2.0
-"""Standard deviations by which a wait for a slot is predicted to be longer than its mean."""
+"""Standard deviations by which a wait for a slot is predicted longer than its mean."""
 _HUBER_DEVIATIONS = 1.345
-"""Standard deviations up to which an error counts by its square. This is the usual value: with normal errors
-the fit is 95% as exact as least squares."""
+"""Standard deviations up to which an error counts by its square.
+
+With this usual value, and normal errors, the fit is 95% as exact as least squares.
+"""
 _MEDIAN_TO_DEVIATION = 1.4826
-"""Standard deviation of normal errors, as a multiple of the median of their absolute values."""
+"""The standard deviation of normal errors, as a multiple of the median of their absolute values."""
 _LEAST_DEVIATION = 0.005
-"""Least standard deviation of relative errors; a better fit is taken to be chance."""
+"""The least standard deviation of relative errors; a better fit is taken to be chance."""
 _MAX_ROUNDS = 100
 _CONVERGED = 1e-6
-"""Relative change of the costs below which the fit ends."""
+"""The relative change of the costs below which the fit ends."""
 
 HOLD_SHARE = 0.9
-"""The largest share of the time until a first token is due for which the token may be held: it still has to
-reach the client."""
+"""The largest share of the time until a first token is due for which the token may be held; the rest is for
+its way to the client."""
 
 
 def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
-    """Return by how much a predicted iteration must stay below a TBT SLO.
+    """Return the seconds by which a predicted iteration must stay below a TBT SLO.
 
     An iteration is predicted as a mean. The TBT of a request is the mean of its longest gaps, and the one
     before its second token has the transfer of its KVCache in it. How long an iteration without a batch takes
@@ -51,16 +52,16 @@ def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
 
 
 class BatchShare(NamedTuple):
-    """The way in which several requests share a batch that may have fewer slots."""
+    """The shares of requests in a batch that may have fewer slots."""
 
     batched: float
-    """The share of the requests that are in the batch at a time."""
+    """The share of the requests that are in the batch at a time, from 0 to 1."""
     delay: float
     """The TBT of a request, in iterations of the batch."""
 
 
 def batch_share(num_requests: float, max_batch: float) -> BatchShare:
-    """Return how `num_requests` share a batch of at most `max_batch`.
+    """Return how `num_requests` requests share a batch of at most `max_batch`.
 
     With r requests and s < r slots, the last request has its first token and then waits until k = r - s
     others have left. In the time of one decode s of them leave, at random moments, so it waits k / s decodes,
@@ -76,7 +77,7 @@ def batch_share(num_requests: float, max_batch: float) -> BatchShare:
 
 
 class Costs(NamedTuple):
-    """The coefficients in seconds: constant, and for tokens and pairs, or requests and tokens."""
+    """The coefficients of a cost in seconds: constant, and for tokens and pairs, or requests and tokens."""
 
     constant_s: float
     first_s: float
@@ -88,7 +89,7 @@ class Costs(NamedTuple):
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The sizes of a model that decide how much there is to compute."""
+    """The sizes of a model that decide the amount of computation."""
 
     num_layers: int
     hidden_size: int
@@ -108,7 +109,7 @@ class Point(NamedTuple):
 
 
 def prefill_quantities(num_new_tokens: float, num_cached_tokens: float) -> tuple[float, float]:
-    """Return new tokens, and pairs of a new token and an earlier one."""
+    """Return the number of new tokens, and of pairs of a new token and an earlier one."""
     return num_new_tokens, num_new_tokens * (num_cached_tokens + num_new_tokens / 2)
 
 
@@ -138,7 +139,8 @@ def fit(points: Sequence[Point]) -> Costs:
 
 
 def _least_squares(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Find the factors of three features, none negative, with which the weighted sum is nearest to 1."""
+    """Return the factors of three features, none negative, whose weighted sum is nearest to 1: float64
+    `[3]`."""
     roots = np.sqrt(weights)
     used = np.ones(3, np.bool_)
     while True:

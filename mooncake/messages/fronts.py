@@ -19,10 +19,12 @@ from mooncake.versions import Versions
 
 
 class QuotaClaim(msgspec.Struct, frozen=True):
-    """A tenant's limits in the whole cluster, with what an answer takes of them. A limit of None is none.
+    """A tenant's limits in the whole cluster, with the amounts that one answer takes.
 
-    `num_running` are the tenant's choices that run at this front, those of this answer included. `num_tokens`
-    are those of the answer's prompts, each counted once.
+    A limit of None is no limit.
+
+    `num_running`: the tenant's choices that run at this front, this answer's included. `num_tokens`: the
+    tokens of the answer's prompts, each counted once.
     """
 
     tokens_per_minute: PositiveCount | None
@@ -32,7 +34,9 @@ class QuotaClaim(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """Submit a request. Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`.
+    """The submission of a request.
+
+    Answered by tokens from a worker and `Ended`, or by `Rejected`, or by `Failed`.
 
     `claim` comes with the first choice of an answer, for all of them, if the tenant has limits.
     """
@@ -42,10 +46,10 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Take over a request that an earlier Conductor had, behind the output that the front has.
+    """The order to take over a request of an earlier Conductor, behind the output that the front has.
 
     Sent once to each new Conductor, for every request that has not ended for the front. Answered as `Submit`.
-    A request that the new Conductor has already is not changed. `waited_s` is the time since its submission.
+    A request that the new Conductor has already is not changed. `waited_s`: seconds since its submission.
     """
 
     request: Request
@@ -53,9 +57,9 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """End a request whose client has gone, or has all that it wants. Nothing more is sent for it.
+    """The end of a request whose client has gone, or needs no more. Nothing more is sent for it.
 
-    `num_output_tokens` have come by now.
+    `num_output_tokens`: tokens that have arrived.
     """
 
     request_id: str
@@ -63,7 +67,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
 
 
 class Continue(msgspec.Struct, tag=True, frozen=True):
-    """Run a request again behind the output that the front has.
+    """The order to run a request again behind the output that the front has.
 
     The answer to `Interrupted`. A front also sends it unasked if tokens in the middle of the output are
     missing: then `attempt` is the latest attempt whose tokens have come, and the message is void if the
@@ -75,7 +79,8 @@ class Continue(msgspec.Struct, tag=True, frozen=True):
 
 
 class KeepContext(msgspec.Struct, tag=True, frozen=True):
-    """Keep the blocks of a context cache for `ttl_s`, on any instance that has or gets them. Needs no answer.
+    """The order to pin the blocks of a context cache for `ttl_s` seconds, on any instance that has or gets
+    them. Needs no answer.
 
     A later message with the same `context_id` replaces this one.
     """
@@ -86,7 +91,7 @@ class KeepContext(msgspec.Struct, tag=True, frozen=True):
 
 
 class DropContext(msgspec.Struct, tag=True, frozen=True):
-    """Forget a context cache that has been deleted. Needs no answer."""
+    """The order to forget a context cache that has been deleted. Needs no answer."""
 
     context_id: str
 
@@ -95,23 +100,24 @@ class FrontHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a front, and its heartbeat. Answered by `ClusterState` or `RegisterRefused`."""
 
     oldest_version: int = msgspec.field(name="protocol_version")
-    """Oldest version of these messages that the front speaks; release 27 knows it by its other name."""
+    """The oldest version of these messages that the front speaks; release 27 knows the field by its other
+    name."""
     fingerprint: str
     epoch: int = 0
-    """Epoch of the Conductor whose state the front has; 0 before the first one."""
+    """The epoch of the Conductor whose state the front has; 0 before the first one."""
     num_instances: Count = 0
-    """`ClusterState.num_instances` in that state."""
+    """The front's value of `ClusterState.num_instances`."""
     newest_version: int | None = None
-    """Newest version that the front speaks; None: the oldest one."""
+    """The newest version that the front speaks; None: the oldest one."""
 
     @property
     def versions(self) -> Versions:
-        """Versions that the front speaks."""
+        """The versions that the front speaks."""
         return Versions.named(self.oldest_version, self.newest_version)
 
 
 class InFlight(msgspec.Struct, tag=True, frozen=True):
-    """All requests that a front has submitted and that have not ended for it, with each heartbeat.
+    """All requests that a front has in flight, sent with each heartbeat.
 
     Requests that the Conductor does not have are answered by `Unknown`; requests that only the Conductor has
     are ended.
@@ -121,14 +127,14 @@ class InFlight(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unknown(msgspec.Struct, tag=True, frozen=True):
-    """The Conductor does not have these requests: a break of the connection has lost their beginning or
-    end."""
+    """The report that the Conductor does not have these requests, as a break of the connection has lost their
+    beginning or end."""
 
     request_ids: list[str]
 
 
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
-    """The state that a front needs for /ready and for limits of requests. Also sent after each change.
+    """The state of the cluster for /ready and for limits of requests, sent to a front after each change too.
 
     `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
     or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
@@ -147,13 +153,13 @@ class ClusterState(msgspec.Struct, tag=True, frozen=True):
     num_draining: dict[Role, Count] = {}
     num_instances: Count = 0
     version: int = 27
-    """Version that both speak; a Conductor of release 27 does not say so."""
+    """The version that both sides speak; a Conductor of release 27 does not send it."""
 
 
 class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """A request is refused before any token.
+    """The refusal of a request before any token.
 
-    `reason` names the limit, SLO or state, as metrics do; `status` is the HTTP status; `retry_after_s` is set
+    `reason` names the limit, SLO or state as in metrics; `status` is the HTTP status; `retry_after_s` is set
     for 429 and 503.
     """
 
@@ -165,10 +171,10 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """An accepted request could not be finished.
+    """The report that an accepted request could not be finished.
 
-    `may_retry`: the request is not the cause, and may be sent again. `is_refused`: it asks for what is not
-    served.
+    `may_retry`: the request is not the cause, and may be sent again. `is_refused`: the request asks for
+    something that is not served.
     """
 
     request_id: str
@@ -178,7 +184,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):
-    """A request whose output may have begun needs another pair, as its own has failed or is lost.
+    """The report that a request whose output may have begun needs another pair, as its own has failed or is
+    lost.
 
     The front answers with `Continue`, or with `Cancel` if nothing more is wanted. The Conductor repeats the
     message until it is answered.
@@ -188,7 +195,10 @@ class Interrupted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """The decode instance has sent all `num_output_tokens`. A front that lacks some has lost them."""
+    """The report that the decode instance has sent all `num_output_tokens`.
+
+    A front that lacks some has lost them.
+    """
 
     request_id: str
     num_output_tokens: int

@@ -26,7 +26,7 @@ class Inbox(Generic[Incoming]):
         return len(self._messages)
 
     def put_nowait(self, message: Incoming) -> None:
-        """Add a message."""
+        """Append a message without waiting."""
         self._messages.append(message)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
@@ -40,27 +40,28 @@ class Inbox(Generic[Incoming]):
 
 
 class InProcessLink(Generic[Outgoing, Incoming]):
-    """One end of a link. A message that was sent belongs to the other end, and must not be changed."""
+    """One end of a link within a process. A sent message belongs to the other end, and must not be
+    changed."""
 
     def __init__(self, outgoing: Inbox[Outgoing], incoming: Inbox[Incoming]) -> None:
         self._outgoing, self._incoming = outgoing, incoming
 
     async def send(self, message: Outgoing) -> None:
-        """Send a message; never waits."""
+        """Send a message without waiting."""
         self._outgoing.put_nowait(message)
 
     least_epoch = 0
-    """No epoch is refused, unlike by a `ConductorDealer`: there is only the Conductor of this process."""
+    """The least epoch that is accepted: any, as the only Conductor is in this process."""
 
     async def follow(self) -> None:
-        """Wait for ever: the other end lives as long as this one does."""
+        """Wait for ever, as the other end lives as long as this one does."""
         await asyncio.Event().wait()
 
     @property
     def num_unread(self) -> int:
-        """Number of messages that have arrived and are unread."""
+        """The number of messages that have arrived and are unread."""
         return len(self._incoming)
 
     async def recv(self) -> Incoming:
-        """Return the next message."""
+        """Wait for the next message and return it."""
         return await self._incoming.get()

@@ -16,7 +16,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class InstanceReport(NamedTuple):
-    """An instance's latest heartbeat, and the number of its device pages."""
+    """An instance's latest heartbeat, with the number of its device pages."""
 
     instance: str
     num_device_pages: int
@@ -24,7 +24,7 @@ class InstanceReport(NamedTuple):
 
 
 class Family:
-    """The samples of one metric in Prometheus' text format: `add` them, then take the `text`.
+    """The samples of one metric in Prometheus' text format, added by `add` and returned by `text`.
 
     prometheus_client takes about 6 us a sample, which is too long for an event loop that sends tokens and
     reports on a hundred instances; this takes about 1 us.
@@ -38,14 +38,14 @@ class Family:
         self._lines: list[str] = []
 
     def add(self, label_text: str, value: float) -> None:
-        """Add a sample; `label_text` is from `labels`, further labels follow behind a comma."""
+        """Add a sample. `label_text` is the result of `labels`; further labels may follow behind a comma."""
         self._lines.append(f"{self.name}{{{label_text}}} {value}\n")
 
     def add_histogram(
         self, label_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
     ) -> None:
-        """Add the samples of a histogram: `counts` of values up to each of the `bounds`, and of larger ones;
-        `total` is the sum of all values."""
+        """Add the samples of a histogram: `counts` of values up to each of the `bounds` and beyond; `total`
+        is the sum of all values."""
         bounds_text = [*map(str, bounds), "+Inf"]
         for bound, number in zip(bounds_text, accumulate(counts), strict=True):
             self._lines.append(f'{self.name}_bucket{{{label_text},le="{bound}"}} {number}\n')
@@ -54,14 +54,14 @@ class Family:
 
     @property
     def text(self) -> str:
-        """The lines of the family. A family without samples has lines too, so that its name can be looked
+        """The lines of the metric. A metric without samples has lines too, so that its name can be looked
         up."""
         return self._head + "".join(self._lines)
 
 
 def labels(**values: str) -> str:
-    """Return labels as the text between a sample's braces. Making it takes most of a sample's time: reuse
-    it."""
+    """Return labels as the text between a sample's braces, to be reused, as it takes most of a sample's
+    time."""
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 

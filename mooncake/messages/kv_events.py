@@ -15,28 +15,28 @@ from mooncake.messages.pools import Tier
 
 
 class KVStored(msgspec.Struct, tag=True, frozen=True):
-    """Blocks can be found in `tier` from now on."""
+    """The event that blocks can be found in `tier` from now on."""
 
     tier: Tier
     keys: list[BlockKey]
 
 
 class KVRemoved(msgspec.Struct, tag=True, frozen=True):
-    """Blocks are no longer in `tier`; other tiers may still have them."""
+    """The event that blocks are no longer in `tier`; other tiers may still have them."""
 
     tier: Tier
     keys: list[BlockKey]
 
 
 class KVCleared(msgspec.Struct, tag=True, frozen=True):
-    """The pool is empty in every tier. Batch 0 begins with this event."""
+    """The event that the pool is empty in every tier, with which batch 0 begins."""
 
 
 KVEvent = KVStored | KVRemoved | KVCleared
 
 
 class KVEvents(msgspec.Struct, tag=True, frozen=True):
-    """One batch: the changes of an instance's part of the pool, oldest first."""
+    """One batch of events: the changes of an instance's part of the pool, oldest first."""
 
     instance: str
     incarnation: int
@@ -45,14 +45,16 @@ class KVEvents(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReplayEvents(msgspec.Struct, tag=True, frozen=True):
-    """Ask for every batch from `from_sequence` on. Answered by these batches and `ReplayDone`, or by
-    `EventsGone`."""
+    """The request for every batch from `from_sequence` on.
+
+    Answered by these batches and `ReplayDone`, or by `EventsGone`.
+    """
 
     from_sequence: int
 
 
 class ReplayDone(msgspec.Struct, tag=True, frozen=True):
-    """All batches before `next_sequence` have been sent."""
+    """The end of a replay: all batches before `next_sequence` have been sent."""
 
     instance: str
     incarnation: int
@@ -60,7 +62,7 @@ class ReplayDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class EventsGone(msgspec.Struct, tag=True, frozen=True):
-    """A replay is impossible: only batches `[oldest_sequence, next_sequence)` are left.
+    """The refusal of a replay, as only batches `[oldest_sequence, next_sequence)` are left.
 
     Ask for a snapshot.
     """
@@ -72,11 +74,14 @@ class EventsGone(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """Ask for a snapshot, which comes in parts. A second request before the last part begins a newer one."""
+    """The request for a snapshot, which is sent in parts.
+
+    A second request before the last part begins a newer snapshot.
+    """
 
 
 class KVSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """A part of a snapshot: of the pool's contents after batch `sequence`.
+    """A part of a snapshot of the pool's contents after batch `sequence`.
 
     Every key of every tier is in exactly one part. All parts have the same `sequence`; a part with another
     one begins a new snapshot. An empty pool is one part without keys.

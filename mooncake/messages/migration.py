@@ -34,30 +34,33 @@ from mooncake.messages.requests import Ref, Request
 
 
 class PreCopy(msgspec.Struct, tag=True, frozen=True):
-    """Order to the source of a migration: store the full blocks of a running request in the source's own
-    pool.
+    """Order to the source of a migration: store the full blocks of a running request in its own pool.
 
-    The request goes on being decoded meanwhile. Answered by `PreCopied`; a request that ends first is
+    Decoding goes on meanwhile. Answered by `PreCopied`; a request that ends first is
     answered by `Finished` alone.
     """
 
     ref: Ref
     num_tokens: Count = 0
-    """Tokens whose KVCache must exist before the source answers. It does not wait if the request is not in
-    its batch."""
+    """Tokens whose KVCache must exist before the source answers.
+
+    A request that is not in the batch is not waited for.
+    """
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Order to the destination of a migration: make room for a running request, and get its KVCache.
+    """Order to the destination of a migration: reserve slot and pages for a running request, and get its
+    KVCache.
 
     The destination fetches the full blocks of `request`, output so far included, from the source's pool
     (`shards`), as far as its own pool lacks them, and loads them to its device. The request gets a slot of
     the batch and pages, and is not decoded yet. Repeated with a longer output in each round of copies.
-    Answered by `Prepared`, or by `WorkFailed` if there is no room or the blocks do not come in `timeout_s`.
+    Answered by `Prepared`, or by `WorkFailed` if there is no room or the blocks do not arrive within
+    `timeout_s` seconds.
     """
 
     ref: Ref
-    """The attempt that the request will have at the destination."""
+    """The name of the attempt that the request will have at the destination."""
     request: Request
     shards: tuple[PoolShard, ...]
     timeout_s: float
@@ -88,8 +91,8 @@ class TakeOver(msgspec.Struct, tag=True, frozen=True):
 
 
 class PreCopied(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `PreCopy`: the full blocks of the prompt and of `output` are in the source's pool, as far as
-    it had room.
+    """Answer to `PreCopy`: the full blocks of prompt and `output` are in the source's pool, as far as it had
+    room.
 
     `output` are all tokens that were drawn for the request, in earlier attempts too. The newest one has no
     KVCache yet.
@@ -118,20 +121,20 @@ class HandedOver(msgspec.Struct, tag=True, frozen=True):
 
 
 FromMigration = PreCopied | Prepared | HandedOver
-"""Answers of source and destination."""
+"""The answers of source and destination."""
 MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
-"""Orders to source and destination."""
+"""The orders to source and destination."""
 
 
 # -- KV heads and layers ----------------------------------------------------------------------------
 
 
 LAYERS_PATTERN = "^([0-9]{1,5}):([0-9]{1,5})$"
-"""Form of layers that people name."""
+"""The pattern of layers in text: `START:STOP`."""
 
 
 class LayerRange(msgspec.Struct, frozen=True):
-    """The layers from `start` on, up to `stop`, which is not one of them: at least one."""
+    """A non-empty range of layers, `[start, stop)`."""
 
     start: Count
     stop: PositiveCount
@@ -150,7 +153,7 @@ class LayerRange(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
-        """Number of layers."""
+        """The number of layers."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -158,73 +161,76 @@ class LayerRange(msgspec.Struct, frozen=True):
 
 
 class HeadsSupport(msgspec.Struct, frozen=True):
-    """Whether heads and layers of an instance can be elsewhere, and it can be a helper."""
+    """The support of an instance for heads and layers elsewhere, and for being a helper."""
 
     socket: str = ""
-    """The Unix socket at which it listens for owners of heads or layers on its host."""
+    """The Unix socket at which the instance listens for owners of heads or layers on its host; empty for
+    none."""
     why_not: str = "it has no support for that"
-    """Why neither can leave or come; empty if they can."""
+    """The reason why heads and layers can neither leave nor come; empty if they can."""
 
 
 class HeadsPlace(msgspec.Struct, frozen=True):
-    """The place of an instance's KV heads and layers, and the outcome of the latest order."""
+    """The place of an instance's KV heads and layers, with the outcome of the latest order."""
 
     epoch: int = 0
     number: Count = 0
-    """The latest order, with its Conductor's epoch."""
+    """The number of the latest order, of the Conductor with `epoch`."""
     helper: str = ""
-    """The instance that has `layers`, or the last `num_heads` KV heads of all layers, or will have them when
-    they have moved; empty: none has any."""
+    """The instance that has, or is getting, `layers` or the last `num_heads` KV heads of all layers; empty
+    for none."""
     num_heads: Count = 0
     layers: LayerRange | None = None
     is_moving: bool = False
-    """Whether the order is being carried out, or heads or layers come back as the helper is lost."""
+    """Whether the order is being carried out, or heads or layers return because the helper is lost."""
     error: str = ""
-    """Why the latest order was not carried out, or heads or layers have come back by themselves."""
+    """The reason why the latest order was not carried out, or why heads or layers have returned without an
+    order; else empty."""
     num_device_pages: Count | None = None
-    """Pages of the instance's device now; None: as many as were registered."""
+    """The present number of the instance's device pages; None: the registered number."""
 
     @property
     def what(self) -> str:
-        """The part of the model that is elsewhere, for people."""
+        """The part of the model that is at a helper, as text."""
         return f"{self.num_heads} of the KV heads" if self.layers is None else f"layers {self.layers}"
 
     @property
     def are_elsewhere(self) -> bool:
-        """Whether heads or layers are at a helper, or on their way."""
+        """Whether heads or layers are at a helper, or moving there."""
         return self.helper != "" or self.is_moving
 
 
 class PlaceHeads(msgspec.Struct, tag=True, frozen=True):
-    """Order to a decode instance: have `layers`, or the last `num_heads` KV heads, at a helper; without
-    either: have all here again.
+    """Order to a decode instance: move `layers`, or the last `num_heads` KV heads, to a helper; without
+    either, move all back.
 
-    `HeadsPlace` with this number says what became of it.
+    `HeadsPlace` with this number reports the result.
     """
 
     epoch: int
     number: Count
     helper: str = ""
     socket: str = ""
-    """The Unix socket of the helper."""
+    """The Unix socket at which the helper listens."""
     num_heads: Count = 0
     layers: LayerRange | None = None
 
 
 MOVE_OUTCOMES = ("moved", "back", "slow", "lost", "refused")
-"""The ends of moves: all is at the helper; back by order, as the helper was slow, or was lost; nothing has
-moved."""
+"""The outcomes of moves: all moved; back by order, as the helper was slow, or as it was lost; refused,
+nothing moved."""
 PAUSE_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""Upper bounds of the buckets of pauses; a last bucket has longer ones."""
+"""The upper bounds in seconds of the buckets of pauses; a last bucket has longer ones."""
 
 
 class MovesStats(msgspec.Struct, frozen=True):
     """Totals of an instance's moves of KV heads and layers in this session."""
 
     num_moves: dict[str, Count] = {}
-    """Moves by their outcome (`MOVE_OUTCOMES`)."""
+    """The number of moves by outcome (`MOVE_OUTCOMES`)."""
     copied_bytes: Count = 0
-    """KVCache that was copied, there and back."""
+    """The bytes of KVCache copied by moves, in both directions."""
     num_pauses: list[Count] = []
-    """Pauses between two iterations by `PAUSE_BOUNDS_S`."""
+    """The number of pauses between two iterations by duration: a bucket for each of `PAUSE_BOUNDS_S`, and one
+    above."""
     pause_s: Seconds = 0.0

@@ -16,7 +16,8 @@ from mooncake.messages.workers import InstanceState, Role
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Drain an instance, which then leaves, or (not `is_wanted`) let it serve again. Answered by `Ordered`.
+    """Order of an operator to drain an instance, which then leaves, or (not `is_wanted`) to let it serve
+    again. Answered by `Ordered`.
 
     The last instance that can do a stage is drained only with `force`. With `stays` the instance does not
     leave: it stays drained until it is ordered to serve again, or to leave.
@@ -30,7 +31,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
 
 
 class ChangeRole(msgspec.Struct, tag=True, frozen=True):
-    """Give an instance another role. Answered by `Ordered`.
+    """Order of an operator to change an instance's role. Answered by `Ordered`.
 
     The last instance that can do a stage stays able to do it unless `force`.
     """
@@ -42,13 +43,13 @@ class ChangeRole(msgspec.Struct, tag=True, frozen=True):
 
 
 class ListInstances(msgspec.Struct, tag=True, frozen=True):
-    """Ask for all registered instances. Answered by `InstanceList`."""
+    """The request for the status of all registered instances. Answered by `InstanceList`."""
 
     order: Count
 
 
 class Migrate(msgspec.Struct, tag=True, frozen=True):
-    """Move a running request to another decode instance. Answered by `Migrates`.
+    """Order of an operator to move a running request to another decode instance. Answered by `Migrates`.
 
     Without `instance` the Conductor chooses one. The id of an answer stands for its first choice.
     """
@@ -59,8 +60,8 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
 
 
 class MoveHeads(msgspec.Struct, tag=True, frozen=True):
-    """Have `layers`, or the last `num_heads` KV heads, of an instance at a helper; without either: have back
-    what is there. Answered by `Ordered`."""
+    """Order of an operator to move `layers`, or the last `num_heads` KV heads, of an instance to a helper;
+    without either, to move all back. Answered by `Ordered`."""
 
     order: Count
     instance: str
@@ -70,7 +71,7 @@ class MoveHeads(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def is_back(self) -> bool:
-        """Whether the order is to have all back."""
+        """Whether the order is to move all heads and layers back."""
         return self.num_heads == 0 and self.layers is None
 
 
@@ -78,35 +79,35 @@ class MoveHeads(msgspec.Struct, tag=True, frozen=True):
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
-    """An instance as operators see it."""
+    """The status of an instance as operators see it."""
 
     name: str
     role: Role
     state: InstanceState
     num_requests: Count
-    """Requests that it has, as prefill or as decode instance."""
+    """Requests on the instance, as prefill or as decode."""
     next_role: Role | None = None
-    """The role that it switches to."""
+    """The role to which the instance switches; None if it does not switch."""
     num_moved: Count = 0
-    """Requests that other instances have taken over since it began to drain or to switch."""
+    """Requests that other instances have taken over since the drain or switch began."""
     num_blocks_left: Count = 0
-    """Blocks that are yet to be copied to other instances before it leaves."""
+    """Blocks that have yet to be copied to other instances before the instance leaves."""
     since_s: Seconds = 0.0
-    """Seconds for which it has been draining or switching."""
+    """Seconds for which the instance has been draining or switching."""
     stays: bool = False
-    """Whether it drains, and then stays in the cluster until it is to serve again."""
+    """Whether the drained instance stays in the cluster until it is ordered to serve again."""
     heads: HeadsPlace = HeadsPlace()
     """The place of the instance's KV heads and layers."""
     num_device_pages: Count = 0
 
 
 class Ordered(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Drain`, `ChangeRole` and `MoveHeads`: the state of the instance now, or the reason of a
+    """Answer to `Drain`, `ChangeRole` and `MoveHeads`: the present status of the instance, or the reason of a
     refusal."""
 
     order: Count
     status: InstanceStatus | None
-    """None if no instance has this name, or the helper's."""
+    """The status of the instance; None if no instance has its name, or the helper's."""
     refusal: str = ""
 
 
@@ -118,11 +119,12 @@ class InstanceList(msgspec.Struct, tag=True, frozen=True):
 
 
 class Migrates(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Migrate`: source and destination of the migration that has begun, or why none has."""
+    """Answer to `Migrate`: source and destination of the begun migration, or the reason why none has
+    begun."""
 
     order: Count
     source: str | None = None
-    """None if no running request has this id."""
+    """The source of the migration; None if no running request has this id."""
     destination: str | None = None
     refusal: str = ""
 

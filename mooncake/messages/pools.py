@@ -12,16 +12,16 @@ from mooncake.messages.quantities import BytesPerSecond, Count, Port, PositiveCo
 
 
 class MessengerAddress(msgspec.Struct, frozen=True):
-    """The addresses of an instance's messenger. `host_id` tells whether two messengers share memory."""
+    """The addresses of an instance's messenger. Messengers with the same `host_id` can share memory."""
 
     instance: str
     incarnation: int
     host_id: str
     unix_path: str
     tcp_endpoints: tuple[tuple[str, Port], ...]
-    """TCP addresses of the messenger. Several are used together."""
+    """The TCP addresses of the messenger, which are used together."""
     event_endpoints: tuple[str, str] = ("", "")
-    """Endpoints of KV events, and of replays and snapshots."""
+    """The endpoint of KV events, and that of replays and snapshots."""
 
 
 class PoolShard(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class PoolShard(msgspec.Struct, frozen=True):
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
-    """The instance that is believed to hold the first `num_blocks` blocks of a prompt, by its shards."""
+    """The instance that is believed to hold the first `num_blocks` blocks of a prompt, as its shards."""
 
     shards: tuple[PoolShard, ...]
     num_blocks: int
@@ -49,7 +49,7 @@ class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
 class Grant(msgspec.Struct, frozen=True):
     """The permission to write the blocks that the decode side lacks to pages of its pool.
 
-    Every member of the prefill group may write to it, each other layers or heads.
+    Every member of the prefill group may use the grant, each other layers or heads.
     A grant ends when all of its pages have arrived or it is revoked. In a tensor-parallel group each rank
     grants its own KV heads: `others` are the grants of the later ranks.
     """
@@ -61,7 +61,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What an instance can hold: pages of one block, and requests in its decode batch."""
+    """The capacity of an instance: pages of one block each, and requests in its decode batch."""
 
     num_pool_pages: Count
     num_device_pages: Count
@@ -69,46 +69,48 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Tier(StrEnum):
-    """The tiers in which an instance may have a block. It may be in several."""
+    """The tiers in which an instance may have a block. A block may be in several tiers."""
 
     DRAM = "dram"
     SSD = "ssd"
     DEVICE = "device"
-    """The prefix cache of an engine that keeps one of its own. Only this engine can use its blocks: DRAM and
-    SSD are the instance's part of the pool."""
+    """The prefix cache of an engine that keeps one of its own, and alone can use its blocks.
+
+    DRAM and SSD are the instance's part of the pool.
+    """
 
 
 COMPUTED, REMOTE = "computed", "remote"
 PREFILL_SOURCES = (COMPUTED, *(tier.value for tier in Tier), REMOTE)
-"""Sources of a prompt's KVCache: computed, a tier of the own pool, or another instance's pool."""
+"""The sources of a prompt's KVCache: computed, a tier of the own pool, or another instance's pool."""
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """One tier of an instance's part of the pool, in blocks."""
+    """Counters of one tier of an instance's part of the pool, in blocks."""
 
     num_slots: Count
-    """Number of blocks that the tier can hold."""
+    """The number of blocks that the tier can hold."""
     num_blocks: Count
     num_hits: Count
     num_evictions: Count
     num_checksum_failures: Count
     num_errors: Count = 0
-    """Number of reads and writes that failed."""
+    """The number of reads and writes that failed."""
     is_healthy: bool = True
 
 
 class PeerStats(msgspec.Struct, frozen=True):
-    """Transfers with another messenger that this one has begun."""
+    """The transfers with another messenger that this messenger has begun."""
 
     in_flight_bytes: Count
     bandwidth_bytes_per_s: BytesPerSecond | None
-    """Recent bandwidth while bytes were in flight; None before the first transfers."""
+    """The recent bandwidth in bytes a second while bytes were in flight; None before the first transfers."""
     num_streams: Count
     sent_bytes: dict[str, Count] = {}
-    """Sent bytes by transport; like the two below, a total since this messenger started."""
+    """Bytes sent by transport; a total since this messenger started, like the two below."""
     received_bytes: dict[str, Count] = {}
     busy_s: dict[str, Seconds] = {}
-    """Time with bytes in flight, by transport."""
+    """Seconds with bytes in flight, by transport."""
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -133,19 +135,19 @@ class PoolStats(msgspec.Struct, frozen=True):
     eviction_policy: str
     tiers: dict[Tier, TierStats]
     num_misses: dict[str, Count]
-    """Lookups of blocks that were not there, by reason."""
+    """Look-ups of missing blocks, by reason."""
     num_dropped: Count
     num_removed: Count
     num_demotions: Count
     num_promotions: Count
     num_expired_leases: Count
     num_checksum_failures: Count
-    """Number of blocks that arrived damaged from other messengers."""
+    """The number of blocks that arrived damaged from other messengers."""
     num_orphaned: Count
     sent_bytes: dict[str, Count]
     received_bytes: dict[str, Count]
     num_unauthenticated: Count = 0
-    """Number of connections from peers without the cluster key."""
+    """The number of connections from peers without the cluster key."""
     peers: dict[str, PeerStats] = {}
-    """Transfers with other messengers, by instance."""
+    """The transfers with other messengers, by instance."""
     integrity: str | None = None

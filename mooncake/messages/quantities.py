@@ -11,10 +11,10 @@ from typing import Annotated
 import msgspec
 
 _MOST_SECONDS = 1e10
-"""Bound of seconds, totals included: 300 years."""
+"""The bound of seconds, totals included: 300 years."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-"""Number of tokens, blocks, bytes or requests, within a float's exact integers."""
+"""A number of tokens, blocks, bytes or requests, within a float's exact integers."""
 PositiveCount = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Port = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]

@@ -13,7 +13,7 @@ from mooncake.messages.quantities import Count, Priority, TokenId
 
 
 class FinishReason(StrEnum):
-    """Reasons why an output ended, in OpenAI's words."""
+    """The reasons why an output ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -31,12 +31,13 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldStep(StrEnum):
-    """The step of a request, ordered by an earlier Conductor, at the instance that holds it."""
+    """The step of a request of an earlier Conductor at the instance that holds it."""
 
     PROMPT = "prompt"
-    """The prefill instance has the prompt, and its first token is yet to be told, or is told again now."""
+    """The prefill instance has the prompt, whose first token is reported later, or again."""
     RESERVED = "reserved"
-    """The decode instance has pages for the prompt, or waits for them; another instance computes it."""
+    """The decode instance has pages for the prompt, or waits for them; another instance computes the
+    prompt."""
     INLINED = "inlined"
     """The decode instance computes the prompt itself, or is about to."""
     DECODING = "decoding"
@@ -44,14 +45,14 @@ class HeldStep(StrEnum):
 
 
 class Held(msgspec.Struct, frozen=True, array_like=True):
-    """A request that an instance goes on with, under the name that an earlier Conductor gave it."""
+    """A request with which an instance goes on, under the name of an earlier Conductor's attempt."""
 
     ref: Ref
     step: HeldStep
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Parameters of draws. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 do not filter.
+    """The parameters of draws. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 do not filter.
 
     `seed` together with the token's position decides every draw, so a token depends neither on the
     worker that draws it nor on its batch.
@@ -65,25 +66,26 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     min_p: float = 0.0
     min_tokens: int = 0
-    """Output length before which no stop token is drawn."""
+    """The output length in tokens before which no stop token is drawn."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output must not contain."""
+    """The token sequences that the output must not contain."""
     grammar: str = ""
-    """Grammar that the whole output follows (`mooncake.model.grammar`); empty: none."""
+    """The grammar that the whole output follows (`mooncake.model.grammar`); empty for none."""
     num_logprobs: int | None = None
-    """Number of likeliest tokens whose logprobs are reported beside the drawn token's; None: no logprobs."""
+    """The number of likeliest tokens whose logprobs are reported beside the drawn token's; None: no
+    logprobs."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Logprobs of a drawn token and of the likeliest ones, by the model's unchanged logits."""
+    """The logprobs of a drawn token and of the likeliest ones, by the model's unchanged logits."""
 
     logprob: float
     top_token_ids: list[int]
-    """Most likely tokens, in descending order."""
+    """The most likely tokens, in descending order."""
     top_logprobs: list[float]
 
 
@@ -95,7 +97,7 @@ class Flow(NamedTuple):
 
 
 class SpanContext(msgspec.Struct, frozen=True, array_like=True):
-    """Span of a distributed trace, as the headers of W3C Trace Context name it."""
+    """A span of a distributed trace, as named by the headers of W3C Trace Context."""
 
     traceparent: str
     tracestate: str = ""
@@ -107,7 +109,7 @@ class SpanContext(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One generation that the Conductor places.
+    """One generation that the Conductor places: a prompt, and the parameters of its draws.
 
     `block_keys` name the full blocks of `token_ids`; tokens behind the last full block have no key.
     `reply_to` is the ZeroMQ endpoint of the front that waits for the tokens. `is_salted`: the keys are
@@ -124,16 +126,18 @@ class Request(msgspec.Struct, frozen=True):
     root_key: BlockKey = b""
     priority: Priority = 0
     slo_class: str = ""
-    """Name of the SLO class; empty: the default SLOs."""
+    """The name of the SLO class; empty: the default SLOs."""
     tenant: str = ""
-    """Owner of the API key; tenants share the cluster fairly."""
+    """The owner of the API key; tenants share the cluster fairly."""
     answer_id: str = ""
-    """Answer of which this request is one choice; empty: it is the only one."""
+    """The id of the answer of which this request is one choice; empty for the only choice."""
     num_output_tokens: Count = 0
-    """Number of tokens at the end of `token_ids` that were drawn in earlier attempts. This attempt continues
-    behind them."""
+    """The number of tokens at the end of `token_ids` that earlier attempts have drawn.
+
+    This attempt continues behind them.
+    """
     span: SpanContext | None = None
-    """Span below which the request's work is recorded; None: the front does not trace."""
+    """The span below which the request's work is recorded; None if the front does not trace."""
 
     @property
     def is_traced(self) -> bool:
@@ -151,7 +155,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def output(self) -> list[int]:
-        """Tokens that earlier attempts have drawn."""
+        """The tokens that earlier attempts have drawn."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def continued(self, output: list[int], block_size: int) -> "Request":

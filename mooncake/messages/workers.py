@@ -28,16 +28,17 @@ from mooncake.messages.requests import FinishReason, Held, Ref, Request, TokenLo
 from mooncake.versions import Versions
 
 PROTOCOL_VERSION = 28
-"""Version of the messages among Conductor, fronts, workers and stages, and of KV events.
+"""The version of the messages among Conductor, fronts, workers and stages, and of KV events.
 
-It is that of the release before, or one more if any of the messages has changed since (`mooncake.versions`).
+The number is that of the release before, or one more if any of the messages has changed since
+(`mooncake.versions`).
 """
 SPOKEN = Versions(27, PROTOCOL_VERSION)
-"""Versions that Conductor, fronts and workers speak. Stages and ranks of one instance have one version."""
+"""The versions that Conductor, fronts and workers speak. Parts of one instance have one version."""
 
 
 class Role(StrEnum):
-    """The role of an instance: a state, not a kind, as every worker can do both."""
+    """The role of an instance. A role is a state, not a kind, as every worker can do both stages."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -46,21 +47,21 @@ class Role(StrEnum):
 
 
 STAGES = (Role.PREFILL, Role.DECODE)
-"""The roles that a request needs, of two instances or of one that has both."""
+"""The stages that a request needs, on two instances or on one that has both roles."""
 
 
 class InstanceState(StrEnum):
-    """States of an instance. Only a SERVING instance gets requests."""
+    """The states of an instance. Only a SERVING instance gets requests."""
 
     SERVING = "serving"
     SWITCHING = "switching"
-    """The instance gets no new requests, and has another role as soon as it has none left."""
+    """The instance gets no new requests, and changes its role when it has none left."""
     DRAINING = "draining"
-    """The instance gets no new requests, and ends when it has none left; it may serve again before."""
+    """The instance gets no new requests, and ends when it has none left, unless an operator calls it back."""
     RETIRING = "retiring"
-    """The instance drains as its worker has been told to end."""
+    """The instance drains because its worker has been told to end."""
     RETIRED = "retired"
-    """The instance has no request left, and has been told so."""
+    """The instance has no request left, and has been told that it may end."""
 
 
 # -- worker -> Conductor ----------------------------------------------------------------------------
@@ -70,43 +71,40 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     """The first message of a worker's connection. Answered by `Registered` or `RegisterRefused`."""
 
     oldest_version: int = msgspec.field(name="protocol_version")
-    """Oldest version of these messages that the worker speaks; release 27 knows it by its other name."""
+    """The oldest version that the worker speaks; release 27 knows the field by its other name."""
     instance: str
     incarnation: int
     role: Role
     fingerprint: str
     layout: KVLayout
     shards: tuple[PoolShard, ...]
-    """Shards of the instance's part of the pool: one for each stage or rank."""
+    """The shards of the instance's part of the pool: one for each stage or rank."""
     capacity: Capacity
     engine: str
-    """Device and kernels, for people."""
+    """The device and its kernels as text."""
     idle_cores: frozenset[Count] = frozenset()
-    """Cores of its host on which it computes as long as other processes leave them idle."""
+    """The cores of the instance's host on which it computes while other processes leave them idle."""
     device: str = ""
-    """Name of its GPU or processor; that of the first stage or rank of several."""
+    """The name of the GPU or processor; that of the first stage or rank of several."""
     can_decode: bool = True
-    """Whether all layers are on its device, so that the instance may get a role that decodes."""
+    """Whether all layers are on the instance's device, so that it may get a role that decodes."""
     epoch: int = 0
-    """Epoch of the Conductor with which this life of the instance was registered before; 0: with none.
-
-    The same Conductor refuses it: a break of the connection may have swallowed orders.
-    """
+    """The epoch of the Conductor with which this life of the instance was registered before; 0 for none. The
+    same Conductor refuses the registration, as a break of the connection may have swallowed orders."""
     held: list[Held] = []
-    """Requests of that Conductor with which the instance goes on, unless it is told to stop."""
+    """The requests of that Conductor with which the instance goes on, unless it is told to stop."""
     num_connections: Count = 1
-    """Connections of the worker to Conductors so far. A registration that is repeated over another connection
-    is refused, too."""
+    """The number of the worker's connections to Conductors so far. A registration repeated over another
+    connection is refused, too."""
     heads: HeadsSupport = HeadsSupport()
     newest_version: int | None = None
-    """Newest version that the worker speaks; None: the oldest one."""
+    """The newest version that the worker speaks; None: the oldest one."""
     least_chunk_tokens: Count = 0
-    """Fewest tokens of a prompt that an iteration computes beside other requests, whatever TBT SLOs they
-    have; 0: as few as these demand."""
+    """The fewest prompt tokens of an iteration with other requests; 0: as few as their TBT SLOs demand."""
 
     @property
     def versions(self) -> Versions:
-        """Versions that the worker speaks."""
+        """The versions that the worker speaks."""
         return Versions.named(self.oldest_version, self.newest_version)
 
 
@@ -115,7 +113,7 @@ class MixedIterations(msgspec.Struct, frozen=True):
 
     num_iterations: Count = 0
     num_tokens: Count = 0
-    """Drawn tokens."""
+    """The number of drawn tokens."""
     forward_s: Seconds = 0.0
     num_prompt_tokens: Count = 0
 
@@ -135,33 +133,33 @@ class DecodeStats(msgspec.Struct, frozen=True):
     bubble_s: Seconds = 0.0
     pause_s: Seconds = 0.0
     num_preemptions: dict[str, Count] = {}
-    """Preemptions by the place of the KVCache meanwhile (`PREEMPTED_TO`)."""
+    """Preemptions by the place of the KVCache during the wait (`PREEMPTED_TO`)."""
     num_refusals: Count = 0
     num_sealed_blocks: Count = 0
-    """Blocks that were filled while decoding, and can be found now."""
+    """Blocks filled while decoding that can be found now."""
     num_unsealed: Count = 0
     """Sequences whose blocks found no room in the pool."""
     num_inlined: Count = 0
-    """Prompts that the instance computed itself."""
+    """Prompts that the instance has inlined."""
     num_not_inlined: Count = 0
     mixed: MixedIterations = MixedIterations()
-    """The iterations among these that carried chunks of prompts."""
+    """The totals of those iterations that carried chunks of prompts."""
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """The load of a decode instance, now and later."""
+    """The present and coming load of a decode instance."""
 
     num_requests: Count = 0
-    """Requests that it was given and that have not ended."""
+    """Requests that the instance was given and that have not ended."""
     num_awaiting_turn: Count = 0
-    """Requests among these that are prefilled and wait because of the batch's predicted TBT."""
+    """Prefilled requests among these that wait because of the batch's predicted TBT."""
     tbt_s: Seconds | None = None
-    """Predicted TBT of all of them, sharing the batch's slots; None while too little is known."""
+    """The predicted TBT in seconds of all these requests in one batch; None while unknown."""
     num_prompt_tokens_left: Count = 0
-    """Tokens of inlined prompts that are still to be computed."""
+    """Tokens of inlined prompts that have yet to be computed."""
     prompt_token_s: Seconds = 0.0
-    """Seconds that a prompt token adds to an iteration, as learned; 0 while unknown. Nothing reads it, and it
-    goes with protocol 27."""
+    """Seconds that a prompt token adds to an iteration, as learned; 0 while unknown. Unused, and to be
+    dropped with protocol 27."""
 
 
 class Joining(msgspec.Struct, frozen=True):
@@ -178,21 +176,21 @@ PREEMPTED_TO = (TO_POOL, TO_HOST)
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """A worker is alive, and reports its load. Answered by `HeartbeatAck`."""
+    """The report that a worker is alive, with its load. Answered by `HeartbeatAck`."""
 
     num_running: Count
     num_waiting: Count
     num_free_device_pages: Count
     pools: dict[str, PoolStats]
-    """Pool counters by the messengers' names: one, or one of each stage or rank."""
+    """Pool counters by messenger name: one, or one for each stage or rank."""
     num_prefill_tokens: dict[str, Count] = {}
     """Prompt tokens of finished prefills by the source of their KVCache (`PREFILL_SOURCES`)."""
     prefill_s: Seconds = 0.0
-    """Seconds of forward passes over prompts, inlined ones left out."""
+    """Seconds of forward passes over prompts, except inlined ones."""
     decode: DecodeStats = DecodeStats()
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []
-    """Progress since the last heartbeat, in order."""
+    """The requests' progress into the batch since the last heartbeat, in order."""
     heads: HeadsPlace = HeadsPlace()
     moves: MovesStats = MovesStats()
 
@@ -211,25 +209,25 @@ class Returning(msgspec.Struct, tag=True, frozen=True):
 
 
 class Leave(msgspec.Struct, tag=True, frozen=True):
-    """The worker stops now: its requests are to be placed on others. Needs no answer."""
+    """The report that the worker stops now, so that its requests are placed on others. Needs no answer."""
 
 
 class Retire(msgspec.Struct, tag=True, frozen=True):
-    """The worker wants to drain and then end. Answered by `Retired` when no request is left."""
+    """The worker's wish to drain and then end. Answered by `Retired` when no request is left."""
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """The decode instance has pages; prefill may start and write to `grant`."""
+    """The report that the decode instance has pages, so that prefill may start and write to `grant`."""
 
     ref: Ref
     grant: Grant
 
 
 class Prefilled(msgspec.Struct, tag=True, frozen=True):
-    """Prefill has ended. `first_token` is the first token of the output.
+    """The report that prefill has ended. `first_token` is the first token of the output.
 
-    From a prefill instance: it has stored all layers and sends them. From a decode instance that computes the
-    prompt itself: the token has been drawn and goes to the front.
+    From a prefill instance: all layers are stored and being sent. From a decode instance that inlines the
+    prompt: the token has been drawn and goes to the front.
     """
 
     ref: Ref
@@ -239,7 +237,7 @@ class Prefilled(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
-    """The decode instance has sent the last token to the front.
+    """The report that the decode instance has sent the last token to the front.
 
     `arrival_s` is the time in which only the KVCache was lacking, `joining_s` the other time from the order
     to decode until the request joined the batch. Both are None for a request that needed neither.
@@ -253,7 +251,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
 
 class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
-    """The decode instance refuses a request with which a token would take longer than the TBT SLO.
+    """The refusal of a decode instance, as a token would take longer than the TBT SLO with this request.
 
     Sent only in answer to `Decode`, before the first token has left, when the request may not wait any
     longer. `batch_size` is the number of requests of the prediction, this one included, with a slot or
@@ -267,8 +265,9 @@ class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
 
 
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
-    """An attempt has failed here. `retryable`: another attempt may succeed. `is_refused`: none can, as this
-    request asks for what the instance does not serve.
+    """The report that an attempt has failed. `retryable`: another attempt may succeed.
+
+    `is_refused`: none can, as the request asks for something that the instance does not serve.
 
     From the destination of a migration: the request stays where it is.
     """
@@ -283,34 +282,34 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
-    """The instance is part of the cluster of the Conductor with this epoch."""
+    """The answer that the instance is registered with the Conductor of this epoch."""
 
     epoch: int
     version: int = 27
-    """Version that both speak; a Conductor of release 27 does not say so."""
+    """The version that both sides speak; a Conductor of release 27 does not send it."""
 
 
 class ReturnNoted(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Returning`."""
+    """The answer to `Returning`."""
 
 
 class RegisterRefused(msgspec.Struct, tag=True, frozen=True):
-    """The instance or front does not fit this cluster: it ends with `message`, or may try again if
-    `retryable`."""
+    """The refusal of an instance or front that does not fit this cluster: it ends with `message`, or may
+    retry if `retryable`."""
 
     message: str
     retryable: bool = False
 
 
 class Retired(msgspec.Struct, tag=True, frozen=True):
-    """No request is left on the worker: it may end."""
+    """The answer that no request is left on the worker, so that it may end."""
 
     is_for_good: bool
     """Whether an operator has drained the instance, so that its supervisor must not start it again."""
 
 
 class HeartbeatAck(msgspec.Struct, tag=True, frozen=True):
-    """The Conductor with this epoch is alive. A worker that is not `known` must register again."""
+    """The answer of the Conductor with this epoch. A worker that is not `known` must register again."""
 
     known: bool
     epoch: int
@@ -353,12 +352,12 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
-    """Order to a decode instance: prefill is done.
+    """Order to a decode instance: prefill is done, so send the first token and decode, or refuse.
 
-    Send the first token, decode when the KVCache is there; or refuse.
+    Decoding begins when the KVCache has arrived.
 
-    `time_left_s` is how long the request may wait for its turn, until the first token is due. None: not at
-    all.
+    `time_left_s`: seconds until the first token is due, for which the request may wait for its turn. None: it
+    may not wait.
     """
 
     ref: Ref
@@ -369,13 +368,13 @@ class Decode(msgspec.Struct, tag=True, frozen=True):
 
 
 class SwitchRole(msgspec.Struct, tag=True, frozen=True):
-    """Tell a worker its role from now on. It has no requests of its earlier role. Needs no answer."""
+    """Order to a worker without requests to have this role from now on. Needs no answer."""
 
     role: Role
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Stop an attempt, whatever its step, and release everything. Needs no answer."""
+    """Order to stop an attempt in any step, and to release everything. Needs no answer."""
 
     ref: Ref
 

@@ -11,13 +11,14 @@ from enum import Enum, auto
 
 
 class WindowRule(Enum):
-    """The keys of a `config.json` that say which layers have a sliding window."""
+    """The rules by which the keys of a `config.json` say which layers have a sliding window."""
 
     NEVER = auto()
     ALL_LAYERS = auto()
-    """Every layer, if there is a `sliding_window`."""
+    """The rule that every layer has the `sliding_window`, if there is one."""
     LATER_LAYERS = auto()
-    """Layers after `max_window_layers`, or as `layer_types` says, if `use_sliding_window`."""
+    """The rule that layers from `max_window_layers` on, or those in `layer_types`, have a window if
+    `use_sliding_window`."""
 
 
 @dataclass(frozen=True, slots=True)

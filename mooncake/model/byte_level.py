@@ -1,6 +1,6 @@
 """Incremental text of byte-level tokens (GPT-2's kind), each of which stands for bytes by itself.
 
-So the text of a stream is the UTF-8 of its tokens' bytes, which takes a tenth of the time of decoding tokens
+So the text of a stream is the UTF-8 of its tokens' bytes, decoded in a tenth of the time of decoding tokens
 together (`tokenizer.IncrementalDetokenizer`). Rust's lossy UTF-8 and Python's agree on what is broken.
 
 Owns: these bytes. Does not know: which tokens are to be hidden, requests.
@@ -16,7 +16,7 @@ from mooncake.model.token_bytes import BYTE_OF
 
 
 class ByteLevelPieces(dict[int, bytes]):
-    """The bytes of each token, by id, found when first used; empty outside the vocabulary."""
+    """The bytes of each token by id, computed at first use; empty outside the vocabulary."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def pieces_of(backend: Backend) -> ByteLevelPieces | None:
 
 
 class ByteLevelDetokenizer:
-    """Turns a stream of token ids into pieces of text; the start of a character is held back.
+    """A decoder of a stream of token ids into pieces of text; the start of a character is held back.
 
     The pieces together are `Tokenizer.decode` of all ids.
     """
@@ -51,7 +51,7 @@ class ByteLevelDetokenizer:
         self._is_within_character = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; return the text that is certain now, possibly none."""
+        """Return the text that is certain after the next tokens, possibly empty."""
         pieces, hidden = self._pieces, self._hidden_ids
         if len(token_ids) == 1:  # as in almost every step
             data = pieces[token_ids[0]] if token_ids[0] not in hidden else b""
@@ -64,5 +64,5 @@ class ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest at the stream's end, a broken character as U+FFFD."""
+        """Return the rest at the stream's end, an incomplete character as U+FFFD."""
         return self._decoder.decode(b"", final=True)

@@ -52,7 +52,7 @@ _NOT_ARCHITECTURE = frozenset(
 
 
 class CheckpointKind(Enum):
-    """Sources of weights."""
+    """The sources of a model's weights."""
 
     SAFETENSORS = "safetensors"
     GGUF = "gguf"
@@ -79,7 +79,7 @@ class Checkpoint:
 
     @property
     def context_len(self) -> int:
-        """The most tokens of a request, its answer included."""
+        """The largest number of tokens of a request, its answer included."""
         return self.model.max_position_embeddings
 
     @property
@@ -89,7 +89,7 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """The configuration that decides what the weights compute, as canonical JSON."""
+        """The part of the configuration that decides what the weights compute, as canonical JSON."""
         relevant = {key: value for key, value in self.config.items() if key not in _NOT_ARCHITECTURE}
         return json.dumps(relevant, sort_keys=True, separators=(",", ":"))
 
@@ -113,7 +113,7 @@ def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: KVDtype) -> KVLayo
 
 
 def open_checkpoint(model: str | None, load_format: LoadFormat = "auto") -> Checkpoint:
-    """Find `model`, check that it is whole, and describe it, in well under a second once it is on disk.
+    """Return the description of `model`, checked to be complete, in well under a second once it is on disk.
 
     `model`: a Hugging Face directory, a .gguf file, a hub id (`org/name`, downloaded once), or None for the
     default model. With `load_format="dummy"` weights are neither needed nor read. Raises ModelError.
@@ -197,7 +197,7 @@ def _open_directory(directory: Path, name: str, load_format: LoadFormat) -> Chec
 
 
 def _checked(path: Path, read: Callable[[dict[str, Any]], Read], values: dict[str, Any]) -> Read:
-    """Return `read(values)`; errors name `path`, where the values come from."""
+    """Return `read(values)`. Errors name `path`, the source of the values."""
     try:
         return read(values)
     except ModelError as error:

@@ -46,7 +46,7 @@ def _as_list(value: object) -> object:
 
 
 class Fields(BaseModel):
-    """Keys of a JSON object, of exactly these types; other keys are ignored."""
+    """Keys of a JSON object, with exactly these types; other keys are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -57,19 +57,19 @@ class _Names(Fields):
 
 
 class GenerationDefaults(Fields):
-    """The part of a generation_config.json, or config.json, that is used."""
+    """The used part of a generation_config.json or config.json."""
 
     eos_token_id: Annotated[list[TokenId], BeforeValidator(_as_list), Field(max_length=256)] | None = None
-    """Tokens that end an answer."""
+    """The tokens that end an answer."""
 
 
 class Rope(Fields):
-    """Rotary frequencies, and how they are stretched beyond the length that the model was trained on."""
+    """The rotary frequencies, with their scaling beyond the trained length."""
 
     rope_theta: Positive | None = None
     rope_type: str | None = None
     type: str | None = None
-    """Older name of `rope_type`."""
+    """The older name of `rope_type`."""
     factor: Positive | None = None
     low_freq_factor: Positive | None = None
     high_freq_factor: Positive | None = None
@@ -78,7 +78,7 @@ class Rope(Fields):
 
     @property
     def kind(self) -> RopeType:
-        """The type by either name."""
+        """The type of scaling, by either name."""
         name = self.rope_type or self.type or "default"
         for known in _ROPE_NEEDS:
             if name == known:
@@ -101,7 +101,10 @@ class Rope(Fields):
 
 
 class ModelConfig(GenerationDefaults):
-    """A decoder-only transformer of the Llama family. Absent keys mean what transformers assumes."""
+    """The sizes and variants of a decoder-only transformer of the Llama family.
+
+    Absent keys mean transformers' defaults.
+    """
 
     architecture: str
     """A name in `ARCHITECTURES`."""
@@ -118,7 +121,7 @@ class ModelConfig(GenerationDefaults):
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    """Theta and scaling, as transformers 5 writes them."""
+    """Theta and scaling in the form of transformers 5; None if the file has the older keys."""
     partial_rotary_factor: Positive | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
@@ -138,24 +141,23 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads."""
+        """The number of query heads."""
         return self.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of KV heads. Without `num_key_value_heads` in the configuration: the number of query
-        heads."""
+        """The number of KV heads: the number of query heads without `num_key_value_heads`."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Dimensions of a head."""
+        """The dimensions of a head."""
         default = self.implied.default_head_dim or self.hidden_size // self.num_attention_heads
         return default if self.head_dim is None else self.head_dim
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that decide how much there is to compute."""
+        """The sizes that decide the amount of computation."""
         return ModelShape(
             num_layers=self.num_hidden_layers,
             hidden_size=self.hidden_size,
@@ -185,7 +187,8 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def window(self) -> tuple[int | None, int]:
-        """Sliding window in tokens, and the number of leading layers without one."""
+        """The sliding window in tokens (None without one), and the number of leading layers without a
+        window."""
         rule = self.implied.window
         if rule is WindowRule.NEVER or self.sliding_window is None:
             return None, 0
@@ -202,7 +205,7 @@ class ModelConfig(GenerationDefaults):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, biases and norms aside."""
+        """The number of parameters, without biases and norms."""
         attention = 2 * self.hidden_size * self.head_size * (self.num_heads + self.num_kv_heads)
         num_matrices = 2 if self.implied.is_opt else 3
         layer = attention + num_matrices * self.hidden_size * self.intermediate_size
@@ -252,7 +255,7 @@ FieldsType = TypeVar("FieldsType", bound=Fields)
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Check `config`, which has the form of a config.json: first its architecture, as keys depend on it.
+    """Return the checked configuration of a config.json: first its architecture, on which the keys depend.
 
     Raises ModelError that names the first wrong key, the value and what was expected.
     """
@@ -307,7 +310,7 @@ def _as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_fields(kind: type[FieldsType], values: Mapping[str, Any]) -> FieldsType:
-    """Parse `values` as a `kind`. Raises ModelError that names the first wrong key."""
+    """Return `values` parsed as a `kind`. Raises ModelError that names the first wrong key."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:

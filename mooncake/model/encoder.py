@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class Encoder:
-    """The encoder of a tokenizer that does not change any more. Safe to use from several threads at once."""
+    """The encoder of a finished tokenizer, safe to use from several threads at once."""
 
     __slots__ = ("_backend", "_quick")
 
@@ -59,7 +59,7 @@ class Encoder:
         return self._quick is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `Backend.encode` for valid Unicode.
+        """Return the token ids that `Backend.encode` gives, for valid Unicode.
 
         Raises RequestError if it cannot be encoded.
         """
@@ -72,7 +72,7 @@ class Encoder:
 
 
 def _quickly(quick: fastokens.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Encode by fastokens. Raises ValueError."""
+    """Return the token ids by fastokens. Raises ValueError."""
     try:
         ids: list[int] = quick.encode(text, add_special_tokens).ids
     except BaseException as error:
@@ -95,7 +95,7 @@ def _surely(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
-    """Return fastokens' form of the tokenizer, if there is one that gives the same ids."""
+    """Return fastokens' form of the tokenizer; None unless it gives the same ids."""
     # Read with the first long text: other cores are not for one prompt, workers compute on them.
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
     try:
@@ -113,7 +113,7 @@ def _trusted(backend: Backend) -> fastokens.Tokenizer | None:
 
 
 def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return an equal tokenizer.json that splits digits and words by one regex, in two thirds less time."""
+    """Return an equal tokenizer.json that splits digits and words by one regex, in a third of the time."""
     match fields["pre_tokenizer"]:
         case {
             "type": "Sequence",
@@ -129,14 +129,17 @@ def _in_one_split(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare(backend: Backend, quick: fastokens.Tokenizer, texts: Iterable[str]) -> None:
-    """Compare the two encoders. Raises ValueError that names the first difference."""
+    """Check that two encoders give the same ids for `texts`.
+
+    Raises ValueError that names the first difference.
+    """
     for text in texts:
         if _quickly(quick, text, True) != _surely(backend, text, True) and _DISPUTED.search(text) is None:
             raise ValueError(f"it gives other ids for {reprlib.repr(text)}")
 
 
 def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer with the splits of `fields` (a tokenizer.json) whose tokens are bytes.
+    """Return a tokenizer with the splits of `fields` (a tokenizer.json), whose tokens are bytes.
 
     A piece's last byte is another token, so the ids show every split, most of which merges would hide.
     """
@@ -152,7 +155,7 @@ def _showing_ends(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _characters() -> Iterator[str]:
-    """Return characters from all over Unicode, each beside letters, digits, white space and others."""
+    """Yield characters from all over Unicode, each beside letters, digits, white space and others."""
     for character in map(chr, _CODE_POINTS):
         yield f"a{character}b  {character} 1{character}'{character}{character}! {character}x\n{character}"
 
@@ -171,7 +174,8 @@ def _mixed(backend: Backend) -> Iterator[str]:
 
 
 def _overlaps(added: list[AddedToken]) -> Iterator[str]:
-    """Yield texts in which one added token begins within another; which one is found depends on the order."""
+    """Yield texts in which one added token begins within another. Which one is found depends on their
+    order."""
     begun = {
         (token.content[:size], token.normalized): token.content
         for token in added

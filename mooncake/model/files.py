@@ -16,7 +16,7 @@ from mooncake.errors import ModelError
 
 MAX_CONFIG_BYTES = 1 << 20
 _MAX_METADATA_BYTES = 64 << 20
-"""Largest size of a file beside the weights; twice that of the largest tokenizer.json."""
+"""Bytes of a file beside the weights at most; twice those of the largest tokenizer.json."""
 _METADATA_BEGINNINGS = (
     "added_tokens",
     "chat_template",
@@ -40,9 +40,9 @@ _KINDS = {
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a model's directory with files beside the weights that must not be read. Raises ModelError.
+    """Check a model's directory for files beside the weights that must not be read. Raises ModelError.
 
-    The libraries that read tokenizers take a FIFO for a missing file, and whatever size there is.
+    The libraries that read tokenizers take a FIFO for a missing file, and read files of any size.
     """
     try:
         names = sorted(os.listdir(directory))
@@ -75,7 +75,7 @@ def check_file(path: Path, max_bytes: int | None = None) -> int:
 
 @contextlib.contextmanager
 def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None, None]:
-    """Open `path` for reading, and check the opened file. Raises ModelError."""
+    """Make a context with `path` opened for reading, and checked after opening. Raises ModelError."""
     check_file(path, max_bytes)
     try:
         # Non-blocking: of a FIFO that has taken the file's place since.
@@ -88,7 +88,7 @@ def opened(path: Path, max_bytes: int | None = None) -> Generator[BinaryIO, None
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read the JSON object in `path`. Raises ModelError if it is missing, unreadable or something else."""
+    """Return the JSON object in `path`. Raises ModelError if it is missing, unreadable or no object."""
     with opened(path, max_bytes) as file:
         content = file.read(max_bytes)
     try:

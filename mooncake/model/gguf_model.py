@@ -56,9 +56,10 @@ _GLOBAL_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 
 
 def hf_tensor_name(name: str) -> str | None:
-    """Map `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for no weight.
+    """Return Hugging Face's name of a GGUF tensor, such as `model.layers.3.self_attn.q_proj.weight` for
+    `blk.3.attn_q.weight`; None for a tensor that is no weight.
 
-    A name that is not known stays as it is: the model refuses it, where dropping it would compute wrongly.
+    An unknown name stays as it is, so that the model refuses the tensor.
     """
     if name == _ROPE_FACTORS:
         return None
@@ -146,7 +147,7 @@ def hf_config(header: GGUFHeader) -> dict[str, Any]:
 
 
 class _Keys(Fields):
-    """The metadata, without the architecture before the keys that are its own."""
+    """The metadata of a GGUF file, whose architecture-specific keys are used without their prefix."""
 
     num_layers: NumLayers = Field(alias="block_count")
     context_len: NumPositions = Field(alias="context_length")
@@ -179,7 +180,7 @@ def _keys_of(header: GGUFHeader, prefix: str) -> _Keys:
 
 
 def _shortest_float32(value: float) -> float:
-    """Return the shortest decimal of a float32: metadata's 1e-5 is read as 9.999999747378752e-06."""
+    """Return the shortest decimal of a float32, as metadata's 1e-5 is read as 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -198,7 +199,8 @@ def _rope_scaling(header: GGUFHeader, keys: _Keys, head_dim: int) -> dict[str, A
 
 
 def _llama3_scaling(header: GGUFHeader, rope_theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Return Llama 3's scaling, from the divisors per frequency that llama.cpp stores instead.
+    """Return Llama 3's scaling, derived from the divisors per frequency that llama.cpp stores; None without
+    them.
 
     Every Llama 3 model has the same three other numbers, so the largest divisor is the one unknown. The
     divisors are computed again from it and must agree, else the scaling is another one.

@@ -20,7 +20,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # GGUF's token types that never come out of a me
 
 @dataclass(frozen=True, slots=True)
 class _PreTokenizer:
-    """The meaning of a `tokenizer.ggml.pre`."""
+    """The way in which a `tokenizer.ggml.pre` splits a text."""
 
     build: Callable[[], pre_tokenizers.PreTokenizer]
     ignore_merges: bool = False
@@ -78,7 +78,7 @@ def pre_tokenizer_of(header: GGUFHeader) -> _PreTokenizer:
 
 
 def build_tokenizer(header: GGUFHeader) -> Tokenizer:
-    """Build the file's tokenizer. Raises ModelError for kinds that cannot be rebuilt exactly."""
+    """Return the file's tokenizer, rebuilt. Raises ModelError for kinds that cannot be rebuilt exactly."""
     path, metadata, pre = header.path, header.metadata, pre_tokenizer_of(header)
     try:
         tokens: list[str] = metadata["tokenizer.ggml.tokens"]
@@ -111,7 +111,8 @@ def _split_merge(merge: str) -> tuple[str, str]:
 
 
 def _post_processor(header: GGUFHeader, tokens: list[str], adds_bos: bool) -> processors.PostProcessor:
-    """Return the processor that adds the file's tokens around a text; offsets stay those of the text."""
+    """Return the post-processor that adds the file's special tokens around a text; offsets stay those of the
+    text."""
     byte_level = processors.ByteLevel(trim_offsets=False)
     around: dict[str, int] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 MAX_GRAMMAR_BYTES = 32 << 10
-"""Largest grammar in bytes. It is compiled in at most 2 s, usually in 10 ms."""
+"""Bytes of the largest grammar, which compiles in at most 2 s, usually in 10 ms."""
 _MAX_KEPT = 32
 _LIMITS = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
 # llguidance's defaults for the rest: a mask takes at most some 20 ms, and usually 0.1 ms.
@@ -38,7 +38,7 @@ _UNSERVED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 
 class GrammarState:
-    """The state of one text. The allowed tokens depend on the grammar and on the tokens so far."""
+    """The state of a grammar within one text. The allowed tokens depend on the tokens so far."""
 
     __slots__ = ("_bits", "_matcher", "_num_tokens", "error")
 
@@ -68,7 +68,7 @@ class GrammarState:
 
 
 class Grammar:
-    """A compiled grammar."""
+    """A compiled grammar, from which states begin."""
 
     __slots__ = ("_matcher", "_vocab_size")
 
@@ -76,13 +76,15 @@ class Grammar:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def begin(self) -> GrammarState:
-        """Return the state before the first token."""
+        """Return the state before a text's first token."""
         return GrammarState(self._matcher.deep_copy(), self._vocab_size)
 
 
 class Vocabulary:
-    """The tokens that grammars choose from: all ids below the model's `vocab_size`. Building one takes about
-    a second."""
+    """The tokens that grammars choose from: all ids below the model's `vocab_size`.
+
+    Construction takes about a second.
+    """
 
     def __init__(self, backend: "Backend", eos_token_ids: Sequence[int], vocab_size: int) -> None:
         added = backend.get_added_tokens_decoder()
@@ -101,7 +103,7 @@ class Vocabulary:
         )
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return the usual tokens of a text, which llguidance uses where a grammar leaves no choice."""
+        """Return the usual token ids of a text, which llguidance uses where a grammar leaves no choice."""
         ids = self._encode(text.decode())
         if not any(token in self.special_token_ids for token in ids):
             return ids
@@ -114,12 +116,12 @@ class Vocabulary:
 
 
 class Grammars:
-    """The compiler of grammars. It compiles one after the other in its own thread, and keeps the latest."""
+    """The compiler of grammars, in one thread of its own. The latest grammars are cached."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
-        """Make a compiler.
+        """Prepare without a vocabulary.
 
-        `load` is called by `prepare`, or else in the thread when the first grammar comes.
+        `load` is called by `prepare`, or else in the thread for the first grammar.
         """
         self._load = load
         self._vocabulary: Vocabulary | None = None
@@ -128,9 +130,9 @@ class Grammars:
         self.num_waiting = 0
 
     def prepare(self) -> None:
-        """Load the vocabulary now, so that no stream stands still for it later.
+        """Load the vocabulary now, so that no stream waits for it later.
 
-        If that fails, it is tried again when the first grammar comes, and the error is raised then.
+        A failure is retried, and raised, with the first grammar.
         """
         with contextlib.suppress(MooncakeError):
             self._vocabulary = self._load()
@@ -151,7 +153,10 @@ class Grammars:
         return grammar
 
     def compile(self, text: str) -> Grammar:
-        """Compile in the caller's thread, and keep nothing. Raises GrammarError that names the fault."""
+        """Return the grammar of `text`, compiled in the caller's thread and not cached.
+
+        Raises GrammarError that names the fault.
+        """
         if len(text) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"it has {len(text)} bytes, and at most {MAX_GRAMMAR_BYTES} are allowed")
         if self._vocabulary is None:
@@ -166,7 +171,7 @@ class Grammars:
 
 
 def _first_error(grammar: Grammar) -> str | None:
-    """Return the error of a grammar's first token, at which some limits are exceeded."""
+    """Return the error of a grammar's first token, at which some limits are exceeded; None without one."""
     state = grammar.begin()
     state.allowed_after([])
     return state.error

@@ -19,7 +19,7 @@ from mooncake.errors import ModelError
 from mooncake.model.files import opened
 
 _MAX_HEADER_BYTES = 16 << 20
-"""Largest header: some 100,000 tensors."""
+"""Bytes of the largest header: some 100,000 tensors."""
 DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -42,7 +42,7 @@ _entry_decoder = msgspec.json.Decoder(_Entry)
 
 
 class SafetensorsTensor(NamedTuple):
-    """The entry of a tensor; `dtype` by the format's own names, those of `DTYPE_BITS`."""
+    """The entry of a tensor in a safetensors file; `dtype` is one of the format's names in `DTYPE_BITS`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,16 +51,16 @@ class SafetensorsTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A header: the tensors by name, and the length of everything before the data."""
+    """The header of a safetensors file: its tensors by name, and the bytes before the data."""
 
     tensors: dict[str, SafetensorsTensor]
     header_bytes: int
 
 
 def read_safetensors_header(path: Path) -> SafetensorsHeader:
-    """Parse and check the header of `path`.
+    """Return the parsed and checked header of `path`.
 
-    Raises ModelError where the file cannot be read, is no safetensors file, or is not exactly as long as its
+    Raises ModelError if the file cannot be read, is no safetensors file, or is not exactly as long as its
     tensors need.
     """
     try:
@@ -83,7 +83,7 @@ def read_safetensors_header(path: Path) -> SafetensorsHeader:
 
 
 def _tensors(header: dict[str, msgspec.Raw]) -> tuple[dict[str, SafetensorsTensor], int]:
-    """Return the tensors in the order of their data, and their bytes. Raises ValueError."""
+    """Return the tensors in the order of their data, and the bytes of all data. Raises ValueError."""
     entries = {name: _entry_decoder.decode(raw) for name, raw in header.items() if name != "__metadata__"}
     tensors, data_bytes = {}, 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

@@ -20,7 +20,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PieceBytes:
-    """The bytes of a tokenizer's tokens. `added` tokens are written as they are."""
+    """The bytes of a tokenizer's tokens by id. Tokens in `added` are written as they are."""
 
     __slots__ = ("_added", "_backend", "_is_byte_level")
 
@@ -63,4 +63,5 @@ BYTE_OF = _byte_level_alphabet()
 _LATIN_1_OF = dict.fromkeys(range(256), "\uffff") | {
     ord(character): chr(byte) for character, byte in BYTE_OF.items()
 }
-"""Each character's byte as a Latin-1 character; other characters cannot be encoded."""
+"""A translation of each byte-level character to its byte as a Latin-1 character; other characters to
+U+FFFF."""

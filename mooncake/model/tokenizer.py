@@ -94,12 +94,12 @@ class Tokenizer:
         return self._wrapped.chat_template is not None
 
     def vocabulary(self, vocab_size: int) -> Vocabulary:
-        """Return the tokens that grammars choose from, of a model of this `vocab_size`."""
+        """Return the tokens that grammars choose from, for a model of this `vocab_size`."""
         return Vocabulary(self._backend, self.eos_token_ids, vocab_size)
 
     @property
     def chat_template(self) -> str:
-        """Source of the chat template, or of all chat templates; empty if there is none."""
+        """The source of the chat template, or of all chat templates; empty without one."""
         template = self._wrapped.chat_template or ""
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
@@ -154,7 +154,7 @@ class Tokenizer:
     def detokenizer(
         self, skip_special_tokens: bool = True
     ) -> "IncrementalDetokenizer | ByteLevelDetokenizer":
-        """Return a detokenizer for one stream of tokens."""
+        """Return a new detokenizer for one stream of tokens."""
         if self._byte_level_pieces is None:
             return IncrementalDetokenizer(self, skip_special_tokens)
         hidden_ids = self.special_token_ids if skip_special_tokens else frozenset()
@@ -162,7 +162,8 @@ class Tokenizer:
 
 
 class IncrementalDetokenizer:
-    """Turns a stream of token ids into pieces of text whose concatenation is `Tokenizer.decode` of all ids.
+    """A decoder of a stream of token ids into pieces of text, which together are `Tokenizer.decode` of all
+    ids.
 
     Text is returned as soon as later tokens cannot change it: the start of a multi-byte character is held
     back. A window of recent tokens is decoded each time, with some tokens whose text has been returned
@@ -186,7 +187,7 @@ class IncrementalDetokenizer:
         self._num_emitted = 0
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; return the text that is certain now, possibly none."""
+        """Return the text that is certain after the next tokens, possibly empty."""
         vocab_size = self._tokenizer.vocab_size
         # Tokens without text must not push those that have some out of the window.
         visible = [i for i in token_ids if i < vocab_size and i not in self._hidden_ids]
@@ -209,7 +210,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the rest at the stream's end: held-back text, broken characters as U+FFFD."""
+        """Return the rest at the stream's end: held-back text, incomplete characters as U+FFFD."""
         rest = self._decode(self._window)[self._num_emitted :]
         self._window, self._num_emitted = [], 0
         return rest
@@ -218,7 +219,8 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
     def _shorten_window(self, text: str) -> None:
-        """Forget old tokens, at a place where the tokens behind them decode to the same text without them.
+        """Drop old tokens from the window, at a place where the later tokens decode to the same text without
+        them.
 
         More characters must remain than an incomplete character may have, so that it is wholly inside the
         window.
@@ -232,7 +234,7 @@ class IncrementalDetokenizer:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Load the tokenizer of `checkpoint`. Raises ModelError if there is none or it is damaged."""
+    """Return the tokenizer of `checkpoint`. Raises ModelError if it is missing or damaged."""
     with _damage_told(checkpoint):
         wrapped = _from_gguf(checkpoint) if _is_gguf(checkpoint) else _from_directory(checkpoint)
         _check(checkpoint, wrapped)
@@ -243,7 +245,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def load_vocabulary(checkpoint: Checkpoint) -> Vocabulary:
-    """Load the tokens that grammars choose from, without transformers where it is not needed.
+    """Return the tokens that grammars choose from, loaded without transformers where possible.
 
     Raises ModelError as `load_tokenizer`, GrammarError if no token ends a text.
     """
@@ -264,7 +266,7 @@ def _is_gguf(checkpoint: Checkpoint) -> bool:
 
 @contextlib.contextmanager
 def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn an error or a panic of `tokenizers` in the `with` block into a ModelError that says where."""
+    """Make a context that turns an error or a panic of `tokenizers` into a ModelError that names the file."""
     try:
         yield
     except MooncakeError:
@@ -279,7 +281,9 @@ def _damage_told(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _check(checkpoint: Checkpoint, wrapped: "PreTrainedTokenizerFast") -> None:
-    """Refuse a tokenizer whose tokens the model has no weights for, or that would take too much.
+    """Check that the model has weights for the tokenizer's tokens, and that its use is bounded.
+
+    Raises ModelError.
 
     Added tokens may have larger ids: some publishers add a padding token. A request with such a token is
     refused.

@@ -39,7 +39,7 @@ _index_decoder = msgspec.json.Decoder(_Index)
 
 
 class Tensor(NamedTuple):
-    """A tensor as its file describes it; `dtype` by the format's own names."""
+    """A tensor as its file describes it; `dtype` is one of the format's own names."""
 
     name: str
     dtype: str
@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 class WeightFile(NamedTuple):
-    """A file of weights. `label` names it in the digest; empty where the name has no meaning."""
+    """A file of weights. `label` is its name in the digest; empty where the name has no meaning."""
 
     label: str
     path: Path
@@ -83,7 +83,7 @@ def safetensors_files(directory: Path, model: ModelConfig) -> list[WeightFile]:
 
 
 def _weight_map(index_path: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
+    """Return the file name of each tensor."""
     with opened(index_path, _MAX_INDEX_BYTES) as file:
         content = file.read(_MAX_INDEX_BYTES)
     try:
@@ -96,7 +96,7 @@ def _weight_map(index_path: Path) -> dict[str, str]:
 
 
 def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> None:
-    """Refuse tensors that show the file to be of another model than `model`. Names are not compared.
+    """Check that tensors fit `model`, by their sizes and not their names. Raises ModelError.
 
     Layers beyond the last would be left out, and integers without their scales be taken for weights: the
     model would produce nonsense. A tensor with more numbers than the whole model is refused before memory
@@ -122,7 +122,8 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
 
 
 def weights_digest(files: Iterable[WeightFile]) -> str:
-    """Return the SHA-256 of names, sizes, headers and samples: both ends, and a piece in every stride.
+    """Return the hexadecimal SHA-256 of names, sizes, headers and samples: both ends, and a piece in every
+    stride.
 
     Hashing every byte would take minutes for a large model, and headers, sizes and samples already differ
     between any two models that could be mixed up (a fine-tune changes nearly every weight).

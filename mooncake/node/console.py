@@ -21,7 +21,7 @@ LAST_WORDS_S = 1.0
 
 
 class Console:
-    """The display of the named children's states on stderr; the final hint goes to stdout.
+    """The display of the children's states on stderr; the final hint goes to stdout.
 
     A context manager; at its end `is_stuck` says whether some output could not be written.
     """
@@ -43,7 +43,7 @@ class Console:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the writer still waits for a reader."""
+        """Whether output still waits for a reader."""
         return self._writer.is_alive()
 
     def _write(self) -> None:
@@ -72,7 +72,7 @@ class Console:
         self._put(lambda: self._console.print(f"[{name}] {text}", markup=False))
 
     def error(self, message: str) -> None:
-        """Show why everything ends."""
+        """Show the error with which the node's processes end."""
         self._put(lambda: self._console.print(f"error: {message}", markup=False))
 
     def progress(self, name: str, progress: Progress) -> None:
@@ -88,7 +88,7 @@ class Console:
         self.line(name, f"ready {detail}".rstrip())
 
     def died(self, name: str, code: int | None, last_lines: Iterable[str], backoff_s: float) -> None:
-        """Show that a child has died, and is started again after `backoff_s`."""
+        """Show that a child has died, and that it is restarted after `backoff_s` seconds."""
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         self.line(name, f"died ({how}); starting it again in {backoff_s:g} s. Its last lines:")
         for text in last_lines:
@@ -96,7 +96,7 @@ class Console:
         self._show(name, total=None, completed=0, state="restarting")
 
     def announce(self, seconds: float, hint: str) -> None:
-        """Show that all children serve."""
+        """Show that all children serve, after `seconds`, and the hint."""
         self._put(self._progress.stop)
         self._put(lambda: self._console.print(f"ready in {seconds:.1f} s. Ctrl-C ends it.", markup=False))
         if hint:

@@ -24,11 +24,11 @@ class ListenAddress(NamedTuple):
 
 
 class Part(NamedTuple):
-    """An instance, or one of its stages or ranks: each has a messenger and a worker."""
+    """An instance, or one of its stages or ranks, with a messenger and a worker."""
 
     stage: int
     leads: bool
-    """Whether it is the instance's first stage and rank."""
+    """Whether the part is the instance's first stage and rank."""
 
 
 def parts_of(config: Config) -> list[Part]:
@@ -52,13 +52,13 @@ def _stages(role: Role, num_stages: int, only: int | None) -> range | list[int]:
 
 
 def listen_addresses(config: Config) -> list[ListenAddress]:
-    """Return the addresses that are known before anything runs: not ports that are found free."""
+    """Return the listening addresses that are known before anything runs, without ports found later."""
     wanted = [*_of_front(config), *_of_conductor(config), *_of_parts(config, parts_of(config))]
     return [address for address in wanted if address.port]
 
 
 def check_free(wanted: list[ListenAddress]) -> None:
-    """Raise ConfigError for the first port that cannot be listened at now, or that two of these share."""
+    """Check that all ports are free and distinct. Raises ConfigError for the first that is not."""
     keys: dict[tuple[str, int], str] = {}
     for key, host, port in wanted:
         if (rival := keys.setdefault((host, port), key)) != key:
@@ -129,7 +129,7 @@ def _higher(place: ListenAddress, num_ports: int) -> ListenAddress:
 
 
 def _of_endpoint(key: str, endpoint: str) -> Iterator[ListenAddress]:
-    """Yield the address of a ZeroMQ endpoint, if it is a known TCP port; `*` is any address."""
+    """Yield the address of a ZeroMQ endpoint if its TCP port is known; `*` is any address."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "tcp" and not rest.endswith(f":{_ANY_PORT}"):
         host, port = host_and_port(rest)

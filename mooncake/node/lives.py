@@ -21,7 +21,7 @@ _FAULTS = frozenset(
         signal.SIGXFSZ,
     }
 )
-"""Signals that a process gets for its own faults."""
+"""The signals that a process gets for its own faults."""
 
 
 class ProcessEnd(StrEnum):
@@ -34,7 +34,7 @@ class ProcessEnd(StrEnum):
 
 
 class Life(NamedTuple):
-    """One incarnation of a process, which is about to begin.
+    """One incarnation of a process, about to begin.
 
     `previous_end` is the end of the previous incarnation, None for the first one.
     """
@@ -47,7 +47,7 @@ def end_of(returncode: int, *, hung: bool, num_oom_kills: int) -> ProcessEnd:
     """Return the cause of the end of a process with `returncode` (negative: by that signal).
 
     `hung`: it was killed because it gave no sign of life. `num_oom_kills` is how many processes the kernel
-    has killed for lack of memory in its lifetime; one that got SIGKILL is taken to be among them.
+    has killed for lack of memory in its lifetime; a process ended by SIGKILL is taken to be among them.
     """
     if returncode >= 0:
         failed = returncode != 0
@@ -59,7 +59,7 @@ def end_of(returncode: int, *, hung: bool, num_oom_kills: int) -> ProcessEnd:
 
 
 def num_oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 if it does not say."""
+    """Return how many processes the kernel has killed for lack of memory; 0 if unknown."""
     try:
         fields = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except OSError:

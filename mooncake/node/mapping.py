@@ -28,7 +28,7 @@ _libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class MappedFile:
-    """A mapping of `size_bytes` of the file behind `fd`. Raises OSError."""
+    """A shared mapping of `size_bytes` of the file behind `fd`. Construction raises OSError."""
 
     def __init__(self, fd: int, size_bytes: int, *, read_only: bool = False) -> None:
         self.size_bytes = size_bytes
@@ -40,12 +40,14 @@ class MappedFile:
 
     @property
     def view(self) -> memoryview:
-        """The mapping as bytes."""
+        """The bytes of the mapping."""
         view = memoryview(self._bytes).cast("B")
         return view.toreadonly() if self._read_only else view
 
     def use_huge_pages(self, start: int, num_bytes: int) -> bool:
-        """Move these bytes into huge pages, while other processes use them; return whether it worked.
+        """Move these bytes into huge pages, while other processes use them.
+
+        Returns whether the kernel has done so.
 
         The range must be whole huge pages. There are fewer faults and TLB misses, and a disk gets few long
         pieces instead of many of 4 KiB. Blocking: it takes 0.4 to 5 s a GiB.
@@ -53,11 +55,14 @@ class MappedFile:
         return self._advise(_MADV_COLLAPSE, start, num_bytes)
 
     def populate(self, start: int, num_bytes: int) -> bool:
-        """Map these bytes (whole pages) now, instead of by a fault every 4 KiB later."""
+        """Fault in these bytes (whole pages) now, instead of every 4 KiB at first use.
+
+        Returns whether the kernel has done so.
+        """
         return self._advise(_MADV_POPULATE_WRITE, start, num_bytes)
 
     def lock(self) -> bool:
-        """Keep the mapping in memory, if the limits of this process allow that. Blocking."""
+        """Lock the mapping in memory. Returns whether the limits of this process allow that. Blocking."""
         return bool(_libc.mlock(self._address, self.size_bytes) == 0)
 
     def _advise(self, advice: int, start: int, num_bytes: int) -> bool:
@@ -82,7 +87,8 @@ def allocate(fd: int, size_bytes: int) -> None:
 
 
 def _map_aligned(fd: int, size_bytes: int, protection: int) -> int:
-    """Map a file at the boundary of a huge page, inside a larger reserved address range."""
+    """Return the address of a file's mapping at the boundary of a huge page, inside a larger reserved
+    range."""
     page_bytes = mmap.PAGESIZE
     map_bytes = -(-size_bytes // page_bytes) * page_bytes
     reserved_bytes = map_bytes + HUGE_PAGE_BYTES

@@ -40,23 +40,24 @@ from mooncake.security.keys import ClusterKey
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A process to supervise. `config` makes the JSON with which an incarnation is started."""
+    """A process to supervise. `config` returns the JSON with which an incarnation is started."""
 
     name: str
     module: str
     config: Callable[[Life], str]
     pass_fds: tuple[int, ...] = ()
     drains: bool = False
-    """Whether SIGTERM lets it finish its requests; SIGINT does not."""
+    """Whether the process finishes its requests on SIGTERM; on SIGINT it never does."""
     instance: str | None = None
-    """The instance that it belongs to."""
+    """The instance to which the process belongs; None for other processes."""
     after_end: Callable[[Life], Awaitable[None]] | None = None
-    """Called when an incarnation has ended, before the next one starts."""
+    """A coroutine function that is called after an incarnation's end, before the next start; None for
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An instance, or one of its stages or ranks: each has a messenger, and a worker if it has a role."""
+    """An instance, or one of its stages or ranks, with a messenger, and a worker if it has a role."""
 
     instance: str
     role: Role | None
@@ -65,7 +66,7 @@ class _Part:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the instance's first stage and rank."""
+        """Whether the part is the instance's first stage and rank."""
         return self.stage.number == 0 and self.rank.number == 0
 
     @property
@@ -76,7 +77,7 @@ class _Part:
 def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
     """Return the processes of this node, in the order in which they are started.
 
-    This creates the pool segments: their memory is taken here, all at once, so that a node without enough
+    This creates the pool segments: their memory is allocated here, all at once, so that a node without enough
     fails at start and not under load.
     """
     if config.is_alone:
@@ -116,14 +117,14 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
 
 
 def _own_socket(path: Path, index: int, usual: str) -> str:
-    """Return the socket of part `index` at a place of the user's; the usual path leads there too."""
+    """Return the socket path of part `index` in the user's folder, linked from the usual path."""
     socket_path = _port_higher(str(path.absolute()), index)
     os.symlink(socket_path, usual)
     return socket_path
 
 
 def _cluster_key(config: Config) -> ClusterKey:
-    """Return the cluster key; a cluster that is all on this node makes one for the run."""
+    """Return the cluster key; a new one for a cluster that is all on this node."""
     if config.security.key_file is not None:
         return ClusterKey.load(config.security.key_file)
     if config.is_alone:
@@ -149,7 +150,7 @@ def _instances(config: Config, run_dir: RunDirectory) -> list[tuple[str, Role | 
 
 
 def _name_of_node(config: Config, run_dir: RunDirectory) -> str:
-    """Return a name for an instance or front that is unique even if two nodes have one hostname."""
+    """Return a name for an instance or front, unique even among nodes with one hostname."""
     return f"{config.role}-{socket.gethostname()}-{run_dir.unique_name}"
 
 
@@ -182,7 +183,7 @@ def _parts(config: Config, run_dir: RunDirectory) -> list[_Part]:
 
 
 def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankConfig]:
-    """Return the ranks of instance `index` of this node, which has no stages if they are several."""
+    """Return the ranks of instance `index` of this node. Several ranks have no stages."""
     endpoints = [f"ipc://{run_dir.socket(f'rank-{index}-{number}')}" for number in range(1, size)]
     meeting = str(run_dir.path / f"ranks-{index}")
     return [
@@ -191,15 +192,20 @@ def _ranks(size: int, index: int, run_dir: RunDirectory) -> list[RankConfig]:
 
 
 def _check_directories(config: Config) -> None:
-    """Check directories before any process starts, not when the first worker has loaded its model."""
+    """Check directories before any process starts, rather than after the first worker's loading.
+
+    Raises ConfigError.
+    """
     for path in config.kvcache.ssd_dirs if config.has_pool else ():
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError(f"kvcache.ssd_dirs: {path} is no directory that can be written to")
 
 
 def _state_file(config: Config, run_dir: RunDirectory) -> Path:
-    """Return the file of what outlives the conductor. By default each port has its own, so that several
-    clusters on one host do not meet."""
+    """Return the path of the conductor's state file.
+
+    By default each port has its own file, so that clusters on one host do not share one.
+    """
     if config.conductor.state_file is not None:
         return config.conductor.state_file.absolute()
     if config.http.port == 0:
@@ -305,14 +311,15 @@ def _worker(
 
 
 def _pass_record(name: str) -> int:
-    """Create the memory for the requests of a worker's pass (`workers.execution.pass_record`)."""
+    """Return the descriptor of new memory for the requests of a worker's pass
+    (`workers.execution.pass_record`)."""
     descriptor = os.memfd_create(f"mooncake-{name}-pass")
     os.ftruncate(descriptor, PASS_RECORD_BYTES)
     return descriptor
 
 
 def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
-    """Return the section for part `index` of a node, which listens that many ports higher than the first."""
+    """Return the KVCache section for part `index` of a node, whose ports are higher by `index`."""
     addresses = {name: getattr(kvcache, name) for name in ("listen", "vllm_events", "vllm_replay")}
     return kvcache.model_copy(
         update={name: _port_higher(address, index) for name, address in addresses.items() if address}
@@ -320,13 +327,13 @@ def _of_part(kvcache: KVCacheConfig, index: int) -> KVCacheConfig:
 
 
 def _worker_of_part(worker: WorkerConfig, index: int) -> WorkerConfig:
-    """Return the section for part `index`, with ports as in `_of_part`."""
+    """Return the worker section for part `index` of a node, whose ports are higher by `index`."""
     address = worker.metrics_listen
     return worker.model_copy(update={"metrics_listen": address and _port_higher(address, index)})
 
 
 def _messenger_of_part(settings: MessengerConfig, index: int) -> MessengerConfig:
-    """Return the section for part `index`, with ports as in `_of_part`."""
+    """Return the messenger section for part `index` of a node, whose ports are higher by `index`."""
     return settings.model_copy(update={"port": settings.port + index if settings.port else 0})
 
 

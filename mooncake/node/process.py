@@ -33,14 +33,14 @@ LOG_LEVEL_VARIABLE = "MOONCAKE_LOG_LEVEL"
 FATAL_EXIT_CODE = 3
 STOP_DEADLINE_S = 3.0
 BEAT_S = 1.0
-"""Time between two signs of life."""
+"""Seconds between two signs of life."""
 
 Config = TypeVar("Config", bound=BaseModel)
 log = logging.getLogger(__name__)
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """The child has done `done` of `total` units of `phase` (loading weights: bytes)."""
+    """The status that `done` of `total` units of `phase` are complete (loading weights: bytes)."""
 
     phase: str
     done: int
@@ -48,28 +48,31 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The child serves. `detail` is shown to the user, and `hint` once all children serve: what to try."""
+    """The status that the child serves. `detail` is shown to the user, `hint` once all children serve."""
 
     detail: str = ""
     hint: str = ""
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """The child's event loop runs. Sent every `BEAT_S` unless it hangs or the process is stopped."""
+    """The status that the child's event loop runs, sent every `BEAT_S` seconds unless it hangs or the process
+    is stopped."""
 
 
 class Left(msgspec.Struct, tag=True, frozen=True):
-    """The child's instance has been drained, and leaves the cluster: its processes are not started again."""
+    """The status that the child's instance has been drained and leaves, so that its processes are not
+    restarted."""
 
 
 class Fatal(msgspec.Struct, tag=True, frozen=True):
-    """The child cannot serve and a restart would not help: the supervisor ends with this message."""
+    """The status that the child cannot serve and a restart would not help: the supervisor ends with this
+    message."""
 
     message: str
 
 
 class Measured(msgspec.Struct, tag=True, frozen=True):
-    """One measured duration for a profile (`mooncake.config.profile`).
+    """The status of one measured duration for a profile (`mooncake.config.profile`).
 
     `first` and `second` are new and cached tokens of a prefill, or requests and KV tokens of a step.
     """
@@ -133,20 +136,20 @@ class _Reporting(logging.Handler):
 
 
 def _report_compiling() -> None:
-    """Report compilations as progress, as they are a reason to wait."""
+    """Report compilations as progress, as users wait for them."""
     native.compiling.addHandler(_Reporting())
     native.compiling.setLevel(logging.INFO)
     native.compiling.propagate = False
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the soft limit of descriptors, as every client takes one and 1,024 are soon reached."""
+    """Raise the soft limit of descriptors, as every client takes one, and 1,024 are soon used up."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _first_message(errors: BaseExceptionGroup[BaseException]) -> str:
-    """Return the message of the first error, out of all task groups around it."""
+    """Return the message of the first error in nested task groups."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

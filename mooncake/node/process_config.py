@@ -21,7 +21,7 @@ def _as_key(value: object) -> ClusterKey:
 
 
 class _Process(Section):
-    """The arguments of a child, given on its stdin: a command line and environment can be read by others."""
+    """The arguments of a child on its stdin, as command line and environment can be read by other users."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
@@ -31,7 +31,10 @@ class _Process(Section):
 
 
 class ConductorProcess(_Process):
-    """The arguments of the conductor process. `epoch` grows with every start, `state_file` outlives all."""
+    """The arguments of the conductor process.
+
+    `epoch` grows with every start; `state_file` outlives all of them.
+    """
 
     config: Config
     epoch: int
@@ -79,11 +82,11 @@ class StageConfig(Section):
 
     @property
     def listens_at(self) -> str:
-        """The endpoint of this stage's own socket, if there is a stage behind."""
+        """The endpoint at which this stage's own socket listens, if there is a stage behind."""
         return self.listen_endpoint or self.endpoints[self.number]
 
     def part_of(self, instance: str) -> str:
-        """Return the name of this part of an instance, which has a messenger of its own."""
+        """Return the name of this stage of an instance, which has a messenger of its own."""
         return instance if self.num_stages == 1 else f"{instance}.{self.number}"
 
 
@@ -100,7 +103,7 @@ class RankConfig(Section):
     meeting: str = ""
 
     def part_of(self, instance: str) -> str:
-        """Return the name of this part of an instance, which has a messenger of its own."""
+        """Return the name of this rank of an instance, which has a messenger of its own."""
         return instance if self.size == 1 else f"{instance}.{self.number}"
 
 

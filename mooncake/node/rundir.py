@@ -28,18 +28,17 @@ LONGEST_SOCKET_PATH_BYTES = 107  # of `sockaddr_un`, its final zero not counted
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A running `mooncake-serve`."""
+    """A running `mooncake-serve`, as its run directory describes it."""
 
     role: str
     cluster: str
-    """The address (`Config.cluster_address`) that is common to all runs of a cluster and unique on this
-    host."""
+    """The address of the cluster (`Config.cluster_address`), common to its runs and unique on this host."""
     http_port: int | None = None
-    """Port of the API, if the run has one and the user chose it."""
+    """The port of the API, if the run has one and the user chose it; else None."""
 
 
 class RunDirectory:
-    """A context manager that creates the directory, and removes it with all its contents at the end."""
+    """A context manager that creates the run directory, and removes it with its contents at the end."""
 
     def __init__(self) -> None:
         base = _base()
@@ -75,7 +74,7 @@ class RunDirectory:
         return path
 
     def describe(self, run: Run) -> None:
-        """Describe the run, for `running`."""
+        """Write the description of the run, for `running`."""
         unfinished = self.path / f"{FACTS}.unfinished"
         unfinished.write_bytes(msgspec.json.encode(run))
         unfinished.rename(self.path / FACTS)
@@ -95,7 +94,7 @@ class RunDirectory:
 
 
 def running() -> Iterator[tuple[Path, Run]]:
-    """Yield the run directories of this user whose supervisors live and have described their runs."""
+    """Yield this user's run directories whose supervisors live and have described their runs."""
     for path in sorted(_base().glob(f"{PREFIX}*/{FACTS}")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # just ended, or of another release
             if path.stat().st_uid == os.getuid() and _is_locked(path.parent / LOCK):

@@ -43,7 +43,8 @@ def check_memory(names: Sequence[str], kvcache: KVCacheConfig) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the memory that this process may still take: the machine's, or its control group's if less."""
+    """Return the bytes of memory that this process may still take: the machine's, or its control group's if
+    fewer; None if unknown."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -62,10 +63,10 @@ def available_bytes() -> int | None:
 
 
 def create_segment(name: str, size_bytes: int, directory: Path | None = None) -> int:
-    """Create shared memory of `size_bytes`, all of it allocated.
+    """Return the descriptor of new shared memory of `size_bytes`, all of it allocated.
 
-    Without `directory` it is gone with its last user. Else it is the file `name`.segment there, whose
-    contents are kept, and no other live process may use it.
+    Without `directory` the memory ends with its last user. Else it is the file `name`.segment there, whose
+    contents are kept, and which no other live process may use.
     """
     if directory is not None:
         return _segment_file(_segment_path(directory, name), size_bytes)
@@ -102,7 +103,8 @@ def _segment_file(path: Path, size_bytes: int) -> int:
 def _is_locked(descriptor: int) -> bool:
     """Lock the file for the holders of this descriptor: the supervisor, and the messenger that inherits it.
 
-    The processes of a killed supervisor end a moment after it, so a locked file is waited for.
+    Returns False if another process keeps the lock. The processes of a killed supervisor end a moment after
+    the supervisor, so a locked file is waited for.
     """
     deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
@@ -117,7 +119,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _lock_owner(inode: int) -> str:
-    """Return the process that has locked a file, as the kernel tells it."""
+    """Return a text about the process that has locked a file, as the kernel reports it."""
     for line in Path("/proc/locks").read_text().splitlines():
         fields = line.split()
         if "FLOCK" in fields and fields[-3].endswith(f":{inode}"):

@@ -1,6 +1,6 @@
 """The file in which state outlives its process: SQLite, of the standard library.
 
-One process at a time has the file. Its lock ends with the process, however that ends. Changes are written in
+One process at a time has the file, by a lock that ends with the process. Changes are written in
 the order of their calls by one thread beside the event loop, and are on disk when the call returns.
 
 Owns: the file, its thread, what of it is refused. Does not know: what is in the tables.
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class StateFile:
-    """The open file."""
+    """The open state file of a process."""
 
     def __init__(self, path: Path, schema: Iterable[str]) -> None:
         """Open the file, or create it with its directory and the tables of `schema`.
@@ -50,12 +50,11 @@ class StateFile:
             raise self.damaged(error) from None
 
     def damaged(self, error: sqlite3.Error) -> ConfigError:
-        """Return the error that says that the file cannot be used."""
+        """Return the error for a file that cannot be used."""
         return ConfigError(_why_unusable(self._path, error))
 
     def clean(self, change: str, values: Row = ()) -> None:
-        """Carry out a change that may wait while the disk is full. Raises ConfigError if the file is
-        damaged."""
+        """Apply a change that may wait while the disk is full. Raises ConfigError if the file is damaged."""
         try:
             self._database.execute(change, values)
         except sqlite3.OperationalError as error:
@@ -66,7 +65,7 @@ class StateFile:
             raise self.damaged(error) from None
 
     async def write(self, *changes: tuple[str, Row]) -> None:
-        """Carry out changes, each with its values, all or none. Raises NotStoredError."""
+        """Apply changes, each with its values, all or none. Raises NotStoredError."""
 
         def carry_out() -> None:
             with self._database:
@@ -81,7 +80,7 @@ class StateFile:
             raise NotStoredError(str(error)) from None
 
     def close(self) -> None:
-        """Finish what is being written, and close the file. Idempotent."""
+        """Finish pending writes, and close the file. Idempotent."""
         self._writer.shutdown()
         with contextlib.suppress(sqlite3.Error):  # all that was promised is in the file
             self._database.close()

@@ -36,21 +36,21 @@ from mooncake.node.process import (
 from mooncake.node.rundir import RunDirectory
 
 STOP_GRACE_S = 4.0
-"""Time that processes have to end by themselves."""
+"""Seconds in which processes may end by themselves."""
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
-"""The first and the longest pause before a process is started again."""
+"""Seconds of the first and of the longest pause before a process is restarted."""
 KILL_GRACE_S = 2.0
-"""Time after which killed processes are not waited for: a grandchild may hold a pipe open."""
+"""Seconds after which killed processes are not waited for, as a grandchild may hold a pipe open."""
 NUM_LAST_LINES = 20
-"""Lines of a process that are shown when it fails."""
+"""Lines of a failed process's output that are shown."""
 LONGEST_LINE_BYTES = 1 << 14
 
 _status_decoder = msgspec.json.Decoder(Status)
 
 
 async def supervise(config: Config) -> int:
-    """Run all processes of this node until SIGINT or SIGTERM; return the exit code of the command."""
+    """Run all processes of this node until SIGINT or SIGTERM. Returns the exit code of the command."""
     started_at_s = time.monotonic()
     stopping = Stopping()  # before there is anything that a signal could leave behind
     with RunDirectory() as run_dir:
@@ -84,8 +84,7 @@ async def _planned(config: Config, run_dir: RunDirectory, stopping: "Stopping") 
 
 
 class Stopping:
-    """The signals SIGINT and SIGTERM: the first one ends everything, after a second one requests are not
-    waited for."""
+    """The signals SIGINT and SIGTERM: the first one ends everything, a second one ends requests too."""
 
     def __init__(self) -> None:
         self.is_wanted, self.is_urgent = asyncio.Event(), asyncio.Event()
@@ -120,7 +119,7 @@ class Child:
         self._signal: signal.Signals | None = None
 
     async def start(self) -> AsyncIterator[Status | str]:
-        """Start one incarnation; yield its status messages and output lines until it has ended."""
+        """Start one incarnation, and yield its status messages and output lines until it has ended."""
         self.is_ready, self.num_missed_beats, self._hung = False, None, False
         self.last_lines.clear()
         num_oom_kills_before = num_oom_kills()
@@ -175,21 +174,21 @@ class Child:
 
     @property
     def backoff_s(self) -> float:
-        """Pause before the next incarnation; only failed starts make it grow."""
+        """The seconds before the next incarnation; only failed starts make them grow."""
         return min(FIRST_BACKOFF_S * 2.0 ** max(0, self.num_failed_starts - 1), LONGEST_BACKOFF_S)
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the current incarnation, or to one that is just being started."""
+        """Send a signal to the current incarnation, or to one that is being started."""
         self._signal = signum
         self._send(signum)
 
     def close_descriptors(self) -> None:
-        """Close the descriptors that were kept for a next incarnation, such as that of a pool's memory."""
+        """Close the descriptors kept for a next incarnation, such as that of a pool's memory."""
         for descriptor in self.spec.pass_fds:
             os.close(descriptor)
 
     def end_hung(self) -> str:
-        """End the current incarnation, which hangs. Returns the process's state as the kernel names it."""
+        """Kill the current incarnation, which hangs. Returns the process's state as the kernel names it."""
         assert self.process is not None
         self._hung = True
         doing = _state(self.process.pid)
@@ -197,19 +196,19 @@ class Child:
         return doing
 
     def _send(self, signum: int) -> None:
-        """Send a signal by pid: the process object would first collect the exit code.
-
-        A thread waits for the exit code.
-        """
+        """Send a signal by pid, as the process object would collect the exit code, for which a thread
+        waits."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, signum)
 
 
 class Supervisor:
-    """Keeps a set of children running. Instances have `drain_s` to finish their requests, unless it is 0.
+    """The supervisor of a set of children.
 
-    A child that gives no sign of life for `hang_timeout_s` is ended, and restarted like a child that has
+    Instances have `drain_s` seconds to finish their requests, unless it is 0.
+
+    A child that gives no sign of life for `hang_timeout_s` is killed, and restarted like a child that has
     died.
     """
 
@@ -236,7 +235,7 @@ class Supervisor:
         return self._console.is_stuck
 
     async def run(self) -> int:
-        """Start all, wait for the end, stop all. Return 1 after a fatal error, else 0."""
+        """Start all children, wait for the end, and stop all. Returns 1 after a fatal error, else 0."""
         with self._console:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self._children]
@@ -287,7 +286,7 @@ class Supervisor:
                 await asyncio.wait_for(self._stop.wait(), backoff_s)
 
     def _end_with(self, left: Child) -> None:
-        """End the other processes of an instance that has left, and everything if nothing else is here."""
+        """End the other processes of an instance that has left, and everything if no instance is left."""
         for child in self._children:
             if child.spec.instance == left.spec.instance and not child.has_left:
                 child.has_left = True
@@ -296,8 +295,7 @@ class Supervisor:
             self._stop.set()
 
     async def _watch(self) -> None:
-        """End children that hang or are stopped. Children that do not serve yet are left alone: loading a
-        large model may block.
+        """Kill children that hang or are stopped, except those that do not serve yet, as loading may block.
 
         Silence is counted in beats of this process: while the supervisor itself is held up no beat passes,
         and messages of children are read before the next beat.
@@ -352,12 +350,12 @@ class Supervisor:
 
 
 async def next_beat() -> None:
-    """Wait until a sign of life of every child is due."""
+    """Wait until the next sign of life of every child is due."""
     await asyncio.sleep(BEAT_S)
 
 
 def _state(pid: int) -> str:
-    """Return a process's state: `T (stopped)`, `S (sleeping)`, `D (disk sleep)`, `R (running)`."""
+    """Return a process's state, such as `T (stopped)`, `S (sleeping)`, `D (disk sleep)`, `R (running)`."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return next(line for line in lines if line.startswith("State:")).removeprefix("State:").strip()

@@ -28,7 +28,7 @@ _HEAD = """\
 
 
 class ApiKey(BaseModel):
-    """An entry of the file. An absent limit is no limit."""
+    """An entry of the file of API keys. An absent limit is no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,19 +36,19 @@ class ApiKey(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     tokens_per_minute: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
-    """Tokens of prompts and outputs, at all fronts together."""
+    """Tokens of prompts and outputs a minute, at all fronts together."""
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
     """Choices that run at the same time, at all fronts together."""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    """Lowest priority number that requests may ask for; the default of requests that ask for none."""
+    """The lowest priority number that requests may ask for, and the default of requests that ask for none."""
     max_context_cache_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Most tokens in context caches; default: `http.context_cache_tokens`."""
+    """Tokens in context caches at most; default: `http.context_cache_tokens`."""
     cache_group: Annotated[str, Field(pattern=r"^[^\x00]{1,128}$")] | None = None
-    """Group of keys that share their KVCache; default: each has its own."""
+    """The group of keys that share their KVCache; by default each key has its own."""
 
     @property
     def salt(self) -> str:
-        """Salt that separates the KVCache of this key, or of its group, from that of all others."""
+        """The salt that separates the KVCache of this key, or of its group, from all others."""
         return f"key:{self.sha256}" if self.cache_group is None else f"group:{self.cache_group}"
 
 
@@ -58,23 +58,24 @@ LIMITS: dict[str, tuple[Callable[[str], float], str]] = {
     "max_concurrent": (int, "at the same time (default: any number)"),
     "max_context_cache_tokens": (int, "in context caches (default: http.context_cache_tokens)"),
 }
-"""Limits of a new key: how each is parsed, and its meaning."""
+"""The limits of a new key: how each is parsed, and its meaning."""
 
 _KEYS = TypeAdapter(list[ApiKey])
 
 
 def digest(key: str) -> str:
-    """Return the digest by which the file knows a key."""
+    """Return the hexadecimal digest by which the file names a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def load_api_keys(path: Path) -> dict[str, ApiKey]:
-    """Read the keys in the file, by their digests. Raises ConfigError that names the fault."""
+    """Return the entries of the file by the digests of their keys. Raises ConfigError that names the
+    fault."""
     return _parsed(path, _read(path))
 
 
 def add_api_key(path: Path, name: str, limits: Mapping[str, float | None]) -> str:
-    """Make a key and add its entry to the file, which is created if absent. Raises ConfigError.
+    """Return a new key, whose entry is added to the file, created if absent. Raises ConfigError.
 
     Limits of `LIMITS` that are None or missing are left out.
     """

@@ -1,4 +1,4 @@
-"""Certificates: the API's for HTTPS, and a node's for TLS between messengers.
+"""Certificates: for HTTPS of the API, and for TLS between messengers.
 
 Owns: how their files are read, and the errors about files that cannot be used. Does not know: the sockets
 (`conductor.front.http.certificate`, `messenger.transport.tls`).
@@ -26,7 +26,7 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path) -> None:
 def node_context(protocol: "ssl._SSLMethod", cert: Path, key: Path | None, ca: Path | None) -> ssl.SSLContext:
     """Return a context for either end of TLS between messengers.
 
-    Raises ConfigError for files it cannot use.
+    Raises ConfigError for unusable files.
     """
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -45,5 +45,5 @@ def node_context(protocol: "ssl._SSLMethod", cert: Path, key: Path | None, ca: P
 
 
 def _no_passphrase() -> str:
-    """Refuse to ask for a passphrase: OpenSSL would wait for it at the terminal."""
+    """Refuse to ask for a passphrase, as OpenSSL would wait for it at the terminal."""
     raise ConfigError("security.tls_key has a passphrase, and nobody is there to type it: name a key without")

@@ -29,16 +29,16 @@ from mooncake.security.keys import ClusterKey
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"mooncake"
 LARGEST_FRAME_BYTES = 32 << 10
-"""Largest frame that a bound socket takes, as libzmq allocates a frame when its header arrives, from any
-peer."""
+"""Bytes of the largest frame that a bound socket takes, as libzmq allocates a frame when its header arrives,
+from any peer."""
 CURVE_OVERHEAD_BYTES = 33
-"""Overhead of an encrypted message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
+"""Bytes that encryption adds to a message: name, nonce, authenticator and flags (ZeroMQ RFC 26)."""
 FAILURES_BEFORE_WARNING = 3
-"""Failed handshakes before a warning. (A server that is being stopped may close one or two connections.)"""
+"""Failed handshakes in a row before a warning. (A stopping server may close one or two connections.)"""
 CROWD_LEN = 64
-"""Number of unauthenticated connections after which freed memory is released to the system."""
+"""Unauthenticated connections after which freed memory is returned to the system."""
 QUIET_MS = 1000
-"""Silence after which a burst of connections is over."""
+"""Milliseconds of silence after which a burst of connections is over."""
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
@@ -51,9 +51,9 @@ _monitor_ids = itertools.count()
 
 
 class Gate:
-    """A ZeroMQ context with sockets of `kinds`, for binding, that admit only holders of `key`.
+    """A ZeroMQ context for binding sockets of `kinds` that admit only holders of `key`.
 
-    It has its own context, because a context has room for one ZAP handler. That handler, and the limit on
+    A gate has its own context, because a context has room for one ZAP handler. That handler, and the limit on
     unauthenticated peers, run in a separate thread, so that peers are admitted while the event loop is busy.
     """
 
@@ -77,14 +77,14 @@ class Gate:
 
     @property
     def num_refused(self) -> int:
-        """Number of connections that showed another key, or none. The latest ones may be missing."""
+        """The number of connections that showed another key, or none. The latest ones may be missing."""
         with self._lock:
             now_s = time.monotonic()
             return sum(handshakes.num_refused(now_s) for handshakes in self._handshakes)
 
     @property
     def num_unfinished(self) -> int:
-        """Number of connections that ended in the middle of their handshake, with whatever key."""
+        """The number of connections that ended in the middle of their handshake, with any key."""
         return sum(handshakes.num_unfinished for handshakes in self._handshakes)
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Gate:
         return socket
 
     def _run(self) -> None:
-        """Run the thread: listen, decide, release memory after bursts, until the context ends."""
+        """Run the thread until the context ends: listen, decide, and release memory after bursts."""
         poller = zmq.Poller()
         for receiver in self._handlers:
             poller.register(receiver, zmq.POLLIN)
@@ -180,7 +180,8 @@ class Gate:
         return self._num_unauthenticated_ended() - self._num_ended >= CROWD_LEN
 
     def _give_memory_back(self) -> None:
-        """Release the memory of a burst of connections, which is freed but still this process's."""
+        """Return the memory of a burst of connections to the system, as it is freed but still this
+        process's."""
         self._num_ended = self._num_unauthenticated_ended()
         freed_memory.release_freed_memory()
 
@@ -200,18 +201,18 @@ class ConnectionWatch:
         self._monitor = Monitor(socket, self._on_event)
 
     def begin(self, endpoint: str) -> None:
-        """Count from 0 on the connections to another endpoint."""
+        """Restart the count from 0, for the connections to another endpoint."""
         self._monitor.drain()
         self._endpoint, self._num_connections, self._is_in_handshake = endpoint, 0, False
 
     @property
     def num_connections(self) -> int:
-        """Number of connections so far, that of the latest message included."""
+        """The number of connections so far, with that of the latest message."""
         self._monitor.drain()
         return self._num_connections
 
     def close(self) -> None:
-        """Stop counting, before the socket is closed."""
+        """Stop counting. To be called before the socket is closed."""
         self._monitor.close()
 
     def _on_event(self, event: int, _: int) -> None:
@@ -234,7 +235,8 @@ class ConnectionWatch:
 
 
 def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
-    """Give `socket` a key, before `connect`; it can then only talk to sockets of a `Gate` with that key."""
+    """Set the key of `socket` before `connect`, after which it can only talk to sockets of a `Gate` with that
+    key."""
     public, secret = key.curve_pair()
     socket.curve_serverkey = public
     socket.curve_publickey = public
@@ -242,7 +244,7 @@ def use_key(socket: zmq.Socket[Any], key: ClusterKey) -> None:
 
 
 class _Reader:
-    """Calls `on_message` in the event loop with the frames of each message that `socket` receives."""
+    """A reader that calls `on_message` in the event loop with the frames of each message of `socket`."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         self._socket, self._on_message = socket, on_message
@@ -257,25 +259,26 @@ class _Reader:
             self._socket.close(linger=0)
 
     def drain(self) -> None:
-        """Handle all messages that have arrived by now."""
+        """Handle all messages that have arrived."""
         # The descriptor tells once that there is something, not as long as there is.
         while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
 
 
 class Monitor:
-    """Calls `on_event(event, value)` in the event loop for what happens to the connections of `socket`."""
+    """A monitor that calls `on_event(event, value)` in the event loop for events of the connections of
+    `socket`."""
 
     def __init__(self, socket: zmq.Socket[Any], on_event: Callable[[int, int], None]) -> None:
         self._socket, self._on_event = socket, on_event
         self._reader = _Reader(_monitor(socket), self._on_message)
 
     def drain(self) -> None:
-        """Handle all events that have happened by now."""
+        """Handle all events that have happened."""
         self._reader.drain()
 
     def close(self) -> None:
-        """Stop watching, before the socket is closed."""
+        """Stop watching. To be called before the socket is closed."""
         if not self._socket.closed:
             self._socket.disable_monitor()  # first: libzmq's thread would wait for a receiver that is gone
         self._reader.close()

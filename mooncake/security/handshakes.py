@@ -14,12 +14,12 @@ import zmq
 from mooncake.security.waiting_peers import WaitingPeers
 
 HANDSHAKE_S = 5.0
-"""Time after which libzmq closes a connection that has not shown the key."""
+"""Seconds after which libzmq closes a connection that has not shown the key."""
 HANDSHAKE_MARGIN_S = 1.0
 MOST_UNAUTHENTICATED = 256
-"""Most connections to one socket whose peers have not shown the key. Each costs up to 55 KiB."""
+"""Unauthenticated connections to one socket at most. Each costs up to 55 KiB."""
 GREETING_BYTES = 64
-"""Bytes that a socket sends to any peer; it sends more only to one that knows its key (ZeroMQ RFC 26)."""
+"""Bytes that a socket sends to any peer; more goes only to a peer that knows its key (ZeroMQ RFC 26)."""
 _TCP_INFO_BYTES = 136
 _BYTES_ACKED, _BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
 
@@ -48,7 +48,7 @@ class Handshakes:
         """Least number of undecided connections that have been admitted."""
 
     def on_event(self, event: int, descriptor: int, now_s: float) -> None:
-        """Take an event of `zmq.EVENT_*`; those of a handshake have no `descriptor`."""
+        """Process an event of `zmq.EVENT_*`; those of a handshake have no `descriptor`."""
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._num_accepted += 1
@@ -97,7 +97,7 @@ class Unauthenticated:
         """Number of connections that have ended, or are being ended, without the key."""
 
     def on_event(self, event: int, descriptor: int, endpoint: str) -> None:
-        """Take an event of `zmq.EVENT_*` at the bound `endpoint`."""
+        """Process an event of `zmq.EVENT_*` at the bound `endpoint`."""
         if event == zmq.EVENT_ACCEPTED:
             self._leave(descriptor)
             if (connection := connection_of(descriptor, endpoint)) is not None:
@@ -126,9 +126,9 @@ class Unauthenticated:
 
 
 def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
-    """Return the connection to the TCP `endpoint` that libzmq has as `descriptor`.
+    """Return the connection to the TCP `endpoint` that libzmq has as `descriptor`; None without one.
 
-    None if it has gone by now, and for local sockets, whose peers are the user's own.
+    There is none if the connection has ended, and for local sockets, whose peers are the user's own.
     """
     scheme, _, address = endpoint.partition("://")
     if scheme != "tcp":
@@ -150,7 +150,7 @@ def connection_of(descriptor: int, endpoint: str) -> socket.socket | None:
 
 
 def num_bytes_received(connection: socket.socket) -> int:
-    """Return how many bytes the peer of a TCP connection has sent by now."""
+    """Return how many bytes the peer of a TCP connection has sent."""
     return _tcp_info(connection, _BYTES_RECEIVED)
 
 

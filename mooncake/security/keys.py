@@ -24,7 +24,7 @@ SALT = b"mooncake-serve cluster key"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ClusterKey:
-    """A cluster key with a `secret` of 32 bytes. Its repr names the key and does not show it."""
+    """A cluster key with a `secret` of 32 bytes. Its repr shows the key's id, not the secret."""
 
     secret: bytes
 
@@ -37,12 +37,12 @@ class ClusterKey:
 
     @classmethod
     def generate(cls) -> "ClusterKey":
-        """Make a new random key."""
+        """Return a new random key."""
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @classmethod
     def from_text(cls, text: str) -> "ClusterKey":
-        """Parse a key that `to_text` wrote. Raises ConfigError, which does not repeat the text."""
+        """Return the key in a text of `to_text`. Raises ConfigError, which does not repeat the text."""
         encoded = text.strip()
         if not encoded.startswith(TEXT_PREFIX):
             raise ConfigError(f"expected a cluster key, one line that begins with {TEXT_PREFIX}")
@@ -57,7 +57,7 @@ class ClusterKey:
 
     @classmethod
     def load(cls, path: Path) -> "ClusterKey":
-        """Read the key in a file that only its owner can read. Raises ConfigError.
+        """Return the key in a file that only its owner can read. Raises ConfigError.
 
         A file of root's may be readable by a group too, if this process is not root's: Kubernetes mounts
         secrets so.
@@ -92,7 +92,10 @@ class ClusterKey:
             raise ConfigError(f"{path} holds no cluster key: {error}") from None
 
     def save(self, path: Path) -> None:
-        """Write a new file that only its owner can read. Raises ConfigError, also if the file exists."""
+        """Write the key to a new file that only its owner can read.
+
+        Raises ConfigError, also if the file exists.
+        """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -113,7 +116,7 @@ class ClusterKey:
 
     @property
     def key_id(self) -> str:
-        """Eight hexadecimal digits that tell keys apart and give nothing away."""
+        """Eight hexadecimal digits that distinguish keys and reveal nothing of the secret."""
         return self._derived(b"name of the key")[:4].hex()
 
     def curve_pair(self) -> tuple[bytes, bytes]:
@@ -125,9 +128,9 @@ class ClusterKey:
         return zmq.curve_public(secret), secret
 
     def proof(self, label: bytes, *parts: bytes) -> bytes:
-        """Return the HMAC-SHA256 of `label` and `parts`, which only holders of the key can make.
+        """Return the HMAC-SHA256 of `label` and `parts`, which only holders of the key can compute: 32 bytes.
 
-        32 bytes, to be compared with `hmac.compare_digest`. Each part goes in with its length, so other parts
+        To be compared by `hmac.compare_digest`. Each part is preceded by its length, so other parts
         with the same bytes in a row have another proof.
         """
         mac = hmac.new(self._derived(b"data plane, proofs"), digestmod=hashlib.sha256)

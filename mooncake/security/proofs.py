@@ -21,14 +21,14 @@ NONCE_BYTES = 32
 
 
 class Labels(NamedTuple):
-    """The labels of the proofs of one kind of connection."""
+    """The labels of the proofs on one kind of connection."""
 
     visitor: bytes
     host: bytes
 
 
 class ConnectingSide:
-    """The handshake of the side that opens a connection."""
+    """The connecting side of a mutual proof."""
 
     def __init__(self, key: ClusterKey, labels: Labels) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
@@ -39,12 +39,12 @@ class ConnectingSide:
         return hmac.compare_digest(proof, self._key.proof(self._labels.host, self.nonce, nonce))
 
     def proof(self, nonce: bytes) -> bytes:
-        """Return the proof for the host with this nonce."""
+        """Return the proof for the host that has sent this nonce."""
         return self._key.proof(self._labels.visitor, nonce, self.nonce)
 
 
 class AcceptingSide:
-    """The handshake of the side that accepts a connection."""
+    """The accepting side of a mutual proof."""
 
     def __init__(self, key: ClusterKey, labels: Labels, visitor_nonce: bytes) -> None:
         self.nonce = secrets.token_bytes(NONCE_BYTES)

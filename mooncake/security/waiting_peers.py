@@ -10,13 +10,13 @@ Peer = TypeVar("Peer", bound=Hashable)
 
 
 class WaitingPeers(Generic[Peer]):
-    """A set of at most `limit` waiting peers; one more drops the one that has waited longest.
+    """A set of at most `limit` waiting peers; one more drops the peer that has waited longest.
 
     Legitimate peers wait for a short time, so idle ones are dropped for them, and not the other way round.
     """
 
     def __init__(self, limit: int, drop: Callable[[Peer], None]) -> None:
-        """Make an empty set. `drop` is called with each peer that is dropped."""
+        """Begin with an empty set. `drop` is called with each dropped peer."""
         self._limit, self._drop = limit, drop
         self._peers: dict[Peer, None] = {}
         """Waiting peers, oldest first."""
@@ -25,13 +25,13 @@ class WaitingPeers(Generic[Peer]):
         return len(self._peers)
 
     def enter(self, peer: Peer) -> None:
-        """Add a peer, which is not there yet."""
+        """Add a peer that is not in the set."""
         self._peers[peer] = None
         if len(self._peers) > self._limit:
             self.make_room()
 
     def make_room(self) -> bool:
-        """Drop the oldest peer; return whether there was one."""
+        """Drop the oldest peer. Returns whether there was one."""
         if not self._peers:
             return False
         oldest = next(iter(self._peers))
@@ -40,7 +40,7 @@ class WaitingPeers(Generic[Peer]):
         return True
 
     def leave(self, peer: Peer) -> bool:
-        """Remove a peer that waits no more; return whether it was still there."""
+        """Remove a peer that no longer waits. Returns whether it was in the set."""
         if peer not in self._peers:
             return False
         del self._peers[peer]

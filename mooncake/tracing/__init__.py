@@ -1,1 +1,1 @@
-"""Spans of requests, for an OpenTelemetry collector: what they are, and how they leave a process."""
+"""Spans of requests, for an OpenTelemetry collector: their form, and their way out of a process."""

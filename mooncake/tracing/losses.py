@@ -13,18 +13,18 @@ import time
 from collections.abc import Iterator
 
 QUIET_S = 30.0
-"""Seconds without a loss after which a trouble is over. The SDK tells of a full queue at most once in 20."""
+"""Seconds without a loss after which a trouble is over. The SDK reports a full queue at most once in 20 s."""
 _OF_EXPORTER, _OF_QUEUE = "opentelemetry.exporter", "opentelemetry.sdk._shared_internal"
-"""Loggers of the SDK: complaints of an export, which may succeed in the end; lost spans."""
+"""Loggers of the SDK: of complaints about an export, which may succeed in the end, and of lost spans."""
 log = logging.getLogger(__name__)
 
 
 class Losses(logging.Handler):
-    """Log handler that tells losses from other complaints of the SDK, and logs where a trouble begins and
-    ends."""
+    """A log handler that separates losses from other complaints of the SDK, and logs where a trouble begins
+    and ends."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: the collector's URL, for the log."""
+        """Begin without losses. `endpoint`: the collector's URL, for the log."""
         super().__init__(logging.WARNING)
         self._endpoint, self._changing = endpoint, threading.Lock()
         self._lost_s: float | None = None
@@ -34,12 +34,12 @@ class Losses(logging.Handler):
 
     @property
     def is_refused(self) -> bool:
-        """Whether the collector has not taken the newest spans, as far as is known."""
+        """Whether the collector has not taken the latest spans, as far as is known."""
         return self._complaint != ""
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Make a context in which the SDK's complaints come here and not into the log."""
+        """Make a context in which the SDK's complaints come to this handler and not into the log."""
         loggers = [logging.getLogger(name) for name in (_OF_EXPORTER, _OF_QUEUE)]
         for each in loggers:
             each.handlers, each.propagate = [self], False
@@ -50,7 +50,7 @@ class Losses(logging.Handler):
                 each.handlers = [logging.NullHandler()]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a complaint of the SDK."""
+        """Process a complaint of the SDK."""
         if record.name == _OF_QUEUE:
             self._lost(record.getMessage())
         elif not self._complaint:

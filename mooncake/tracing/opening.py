@@ -1,4 +1,4 @@
-"""Opens the tracer of a process, where tracing is configured.
+"""The opening of a process's tracer, where tracing is configured.
 
 Owns: that the SDK is imported only then. Does not know: the SDK.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def open_tracer(config: TracingConfig, instance: str) -> "Tracer | None":
-    """Return the tracer of the process `instance`; None without a collector.
+    """Return the tracer of the process `instance`; None without a configured collector.
 
     Raises ConfigError if the SDK is not installed.
     """

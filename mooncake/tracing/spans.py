@@ -1,4 +1,4 @@
-"""Pieces of work that are over, as values that become spans. Pure: no clock, no SDK.
+"""Ended pieces of work, as values that become spans. Pure: no clock, no SDK.
 
 Owns: their form. Does not know: their meaning, how they are exported.
 """
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 Value = str | int | float | bool | Sequence[str]
 Attributes = Mapping[str, Value | None]
-"""Attributes by name. None is left out."""
+"""The attributes of a span by name; None values are left out."""
 
 
 def why_ended(error: BaseException) -> str:
-    """Return the text for a piece of work that `error` has ended."""
+    """Return the error text for a piece of work that `error` has ended."""
     return "aborted" if isinstance(error, CancelledError) else str(error) or type(error).__name__
 
 
@@ -22,13 +22,13 @@ class SpanEvent(NamedTuple):
     """A moment within a span."""
 
     at_s: float
-    """Time by the monotonic clock, as all times here."""
+    """The time in seconds by the monotonic clock, as all times in this module."""
     name: str
     attributes: Attributes = MappingProxyType({})
 
 
 class EndedSpan(NamedTuple):
-    """A piece of work, with the pieces of which it consisted."""
+    """An ended piece of work, with its parts."""
 
     name: str
     began_s: float
@@ -36,7 +36,7 @@ class EndedSpan(NamedTuple):
     attributes: Attributes = MappingProxyType({})
     events: Sequence[SpanEvent] = ()
     error: str = ""
-    """Why it has failed; empty: it has not."""
+    """The reason why the work failed; empty if it did not."""
     parts: Sequence["EndedSpan"] = ()
 
 
@@ -45,7 +45,7 @@ class SpanEnd(NamedTuple):
 
     at_s: float
     error: str = ""
-    """Why the time ends early; empty: it does not."""
+    """The reason for an early end; empty for none."""
 
     def step(
         self,
@@ -56,7 +56,7 @@ class SpanEnd(NamedTuple):
     ) -> EndedSpan | None:
         """Return the span of a step of the request; None for a step that has not begun.
 
-        A step without an end of its own has this one: in it the request has failed, or was aborted.
+        A step without an end of its own ends here, as the request has failed or was aborted in it.
         """
         if began_s is None:
             return None

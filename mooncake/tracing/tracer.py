@@ -39,15 +39,19 @@ from mooncake.tracing.spans import Attributes, EndedSpan, Value
 
 SERVICE = "mooncake-serve"
 _LAST_SPANS_S = 0.5
-"""Seconds that the last spans of a process may take to leave."""
+"""Seconds in which the last spans of a process may leave."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OpenSpan:
-    """A span that has begun."""
+    """A span that has begun and not ended."""
 
     def __init__(self, span: Span, zero_ns: int) -> None:
-        """`zero_ns`: wall-clock time at which the monotonic clock began, as of the span's beginning."""
+        """Wrap a begun span.
+
+        `zero_ns`: the wall-clock time in nanoseconds at which the monotonic clock began, as of the span's
+        beginning.
+        """
         self.span, self.zero_ns = span, zero_ns
         self.context = _context_in(set_span_in_context(span))
         """Context for the work below the span; None if the environment has disabled the SDK."""
@@ -59,7 +63,10 @@ class OpenSpan:
 
 
 class Tracer:
-    """Makes spans, which leave while `exporting` runs. Its clock is `time.monotonic`, as the event loop's."""
+    """The maker of a process's spans, which leave while `exporting` runs.
+
+    Its clock is `time.monotonic`, as the event loop's.
+    """
 
     def __init__(self, endpoint: str, sample_ratio: float, instance: str) -> None:
         """Open a tracer.
@@ -67,7 +74,7 @@ class Tracer:
         Args:
             endpoint: The collector's URL, without `/v1/traces`.
             sample_ratio: Share of the traces that begin here and are sampled.
-            instance: Name of this process. The environment may name the service, and further attributes.
+            instance: The name of this process. The environment may name the service, and further attributes.
         """
         self._endpoint = endpoint
         own = {
@@ -85,7 +92,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
-        """Make a context in which spans leave, by a thread. Do not fork in it.
+        """Make a context in which spans leave, by a thread. A fork within the context is not allowed.
 
         At the end the last spans have `_LAST_SPANS_S`, or no time if the collector did not take others.
         Raises ConfigError for a variable OTEL_* that the SDK refuses.
@@ -109,8 +116,10 @@ class Tracer:
     def begin(
         self, name: str, parent: SpanContext | None, at_s: float, *, is_server: bool = False
     ) -> OpenSpan:
-        """Begin a span whose context is needed before its end. Without a parent it begins a trace, which may
-        be left out of the sample."""
+        """Return a begun span, for work whose context is needed before its end.
+
+        Without a parent the span begins a trace, which may not be sampled.
+        """
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
         zero_ns = _zero_ns()
         began_ns = _wall_ns(at_s, zero_ns)
@@ -118,12 +127,13 @@ class Tracer:
         return OpenSpan(span, zero_ns)
 
     def record(self, work: EndedSpan, parent: SpanContext | None) -> None:
-        """Record a piece of work below `parent`; nothing if there is none, or it is not sampled."""
+        """Record a piece of work below `parent`; nothing without a sampled parent."""
         if parent is not None and parent.is_sampled:
             self._record(work, _as_context(parent), _zero_ns())
 
     def end(self, open_span: OpenSpan, work: EndedSpan) -> None:
-        """End a span with what `work` says of it. Its name and beginning stay as they are."""
+        """End a span with the attributes, parts and error of `work`. Its name and beginning stay as they
+        are."""
         if open_span.is_recorded:
             self._end(open_span.span, work, open_span.zero_ns)
 
@@ -143,7 +153,7 @@ class Tracer:
 
 
 class _Exporter(SpanExporter):
-    """Passes spans on, and tells which batches the collector takes."""
+    """An exporter that passes spans on, and reports which batches the collector takes."""
 
     def __init__(self, endpoint: str, losses: Losses) -> None:
         self._exporter: SpanExporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces")
@@ -177,7 +187,8 @@ def _given(attributes: Attributes) -> dict[str, Value]:
 
 
 def _zero_ns() -> int:
-    """Return the wall-clock time at which the monotonic clock began, the same for a span and its parts."""
+    """Return the wall-clock time in nanoseconds at which the monotonic clock began, the same for a span and
+    its parts."""
     return time.time_ns() - time.monotonic_ns()
 
 

@@ -173,8 +173,8 @@ class DeviceKVCache:
         """Switch the pages to the memory `layers`, under the same numbers; a helper has `helped` (None:
         nothing). Returns the memory of the arrangement before.
 
-        Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not
-        have\n        are free.
+        Used pages have been copied there, and nothing computes with them now. Pages that `layers` do not have
+        are free.
         """
         num_pages = len(layers[0])
         assert all(self._is_free[num_pages:])

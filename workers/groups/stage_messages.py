@@ -33,7 +33,7 @@ from mooncake.messages.workers import Prefill
 class StageHello(msgspec.Struct, tag=True, frozen=True):
     """The first message of a stage to the stage before it, sent when all stages behind it have joined.
 
-    `capacity` is the least of this stage and those behind it. `engine` names their engines, as text, and\n
+    `capacity` is the least of this stage and those behind it. `engine` names their engines, as text, and
     `shards` are their parts of the pool.
     """
 
