@@ -63,9 +63,9 @@ class CacheKeys:
     async def extend(self, cache: StoredCache) -> None:
         """Set the end of a cache."""
         async with self._keys.turn():
-            if cache.id in self._ends:
+            if self._ends.get(cache.id, _NEVER) > time.time():
                 await self._set_end(cache.id, cache.expires_at)
-            else:  # it has ended before its turn came
+            else:  # it has ended before its turn came, and may have been removed
                 await self._put(cache)
 
     async def remove(self, cache_id: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import httpx
@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.errors import ConfigError
+from mooncake.leadership import etcd
+from mooncake.leadership.etcd import Etcd, FirstKey
 from mooncake.leadership.leaders import Candidate, Fit, Leader, Reach, following
 from mooncake.leadership.terms import LeadershipLostError, Standby, Term, end_lease, leading
 from mooncake.versions import Versions
@@ -71,6 +73,12 @@ def end_leases(server: EtcdServer) -> None:
         ask("lease/revoke", **lease)
 
 
+def fill(server: EtcdServer) -> None:
+    """As if it had no room."""
+    full = {"action": "ACTIVATE", "alarm": "NOSPACE"}
+    httpx.post(f"{server.url}/v3/maintenance/alarm", json=full, timeout=DEADLINE_S).raise_for_status()
+
+
 async def test_a_conductor_that_starts_while_etcd_is_gone_says_so_and_waits(server: EtcdServer) -> None:
     server.kill()
     async with asyncio.timeout(DEADLINE_S):
@@ -111,6 +119,34 @@ async def test_a_conductor_that_could_not_take_over_does_not_stand_by(
             standby.task.cancel()
         first.must_end.set()
         await first.task
+
+
+async def test_a_standby_takes_over_in_a_full_etcd(
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been waiting for longer than one watch lasts."""
+    watches, first = asyncio.Queue[None](), Etcd.first
+
+    def counted(self: Etcd, prefix: bytes) -> AsyncGenerator[FirstKey, None]:
+        watches.put_nowait(None)
+        return first(self, prefix)
+
+    monkeypatch.setattr(etcd, "SILENCE_S", 0.5)
+    monkeypatch.setattr(Etcd, "first", counted)
+    config = config_of(server)
+    async with asyncio.timeout(DEADLINE_S):
+        leader = Conductor(config, A)
+        await leader.terms.get()
+        standby = Conductor(config, B)
+        await standby.waits.get()
+        fill(server)
+        for _ in range(watches.qsize() + 2):
+            await watches.get()
+        leader.must_end.set()
+        await leader.task
+        await standby.terms.get()
+        standby.must_end.set()
+        await standby.task
 
 
 async def test_the_standby_leads_when_the_leader_ends_and_all_learn_of_it(server: EtcdServer) -> None:

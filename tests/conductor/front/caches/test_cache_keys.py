@@ -121,8 +121,16 @@ async def test_what_has_ended_is_removed(server: EtcdServer) -> None:
         assert [stored.id for stored in await caches.load(MODEL)] == ["cache-2"]
         await caches.tidy_up()
         assert await kept(keys) == (["cache-2"],) * 2
-        await caches.extend(cache(1))  # asked for just before it ended
-        assert [stored.id for stored in await caches.load(MODEL)] == ["cache-1", "cache-2"]
+
+
+async def test_a_cache_that_ends_while_its_extension_waits_is_there_whole(server: EtcdServer) -> None:
+    async with leading(server) as (caches, _, etcd):
+        await caches.put(cache(1, ttl_s=0.0))
+        with losing(etcd) as lost, pytest.raises(NotStoredError):
+            await caches.tidy_up()
+        assert await lost.arrive() == [True]
+        await caches.extend(cache(1))
+        assert [stored.id for stored in await caches.load(MODEL)] == ["cache-1"]
 
 
 async def test_an_extension_is_small_and_leaves_no_lease(server: EtcdServer) -> None:
