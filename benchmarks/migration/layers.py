@@ -102,13 +102,7 @@ class Bench:
         other tokens."""
         num_others = 0
         for index, stream in enumerate(self.streams[:num]):
-            again = await self._rig.begin(
-                f"again{index}",
-                list(stream.request.token_ids),
-                OUTPUT,
-                self._rig.other(self.owner),
-                seed=index,
-            )
+            again = await self._rig.begin_again(stream, f"again{index}", self._rig.other(self.owner))
             num_tokens = len(stream.tokens)
             await again.reached(num_tokens)
             num_others += again.tokens[:num_tokens] != stream.tokens[:num_tokens]

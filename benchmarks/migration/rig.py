@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from conductor.effects import ToConductor
 from conductor.requests.migration import MAX_ROUNDS, MigrationStep, step_behind_copies
 from mooncake.config.settings import Config, load_config
@@ -183,8 +185,16 @@ class Rig:
         keys = block_keys(prompt, self._block_size, root)
         sampling = SamplingParams(max_tokens, seed=seed)
         request = Request(name, prompt, keys, sampling, self._reply_endpoint, root_key=root)
-        stream = self._streams[name] = Stream(request, at, counts=counts)
-        await self._tell(at, Reserve(stream.ref, request, inline=True))
+        return await self._reserve(Stream(request, at, counts=counts))
+
+    async def begin_again(self, stream: Stream, name: str, at: Instance) -> Stream:
+        """Order the request of a stream once more, with the same prompt and sampling, as another stream."""
+        request = msgspec.structs.replace(stream.request, request_id=name)
+        return await self._reserve(Stream(request, at, counts=False))
+
+    async def _reserve(self, stream: Stream) -> Stream:
+        self._streams[stream.request.request_id] = stream
+        await self._tell(stream.at, Reserve(stream.ref, stream.request, inline=True))
         return stream
 
     async def end(self, stream: Stream) -> None:

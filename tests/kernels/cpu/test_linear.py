@@ -8,7 +8,8 @@ from kernels.cpu.library import Isa
 from kernels.cpu.linear import GatedLinear, PackedLinear
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 
-NUMBERS_OF_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33)
+NUMBERS_OF_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33, 34, 64, 65, 128, 129, 300)
+"""One thread multiplies up to 128 rows with a panel; a product of 300 has blocks of 128, 128 and 44."""
 
 
 @on_every_isa
@@ -22,7 +23,7 @@ def test_equals_torch_and_no_row_depends_on_the_others(
     weight = random((out_features, in_features), dtype)
     bias = random((out_features,), dtype, 1) if with_bias else None
     linear = PackedLinear(library_of(isa), weight, bias)
-    x, residual = random((33, in_features), dtype, 2), random((33, out_features), dtype, 3)
+    x, residual = random((300, in_features), dtype, 2), random((300, out_features), dtype, 3)
     expected = x.double() @ weight.double().T
     if bias is not None:
         expected += bias
@@ -75,7 +76,7 @@ def test_gated_products_equal_torch(
     weights = [scale * random((out_features, 64), dtype, seed) for seed in (1, 2)]
     biases = [random((out_features,), dtype, seed) if with_bias else None for seed in (3, 4)]
     packed = [PackedLinear(library, w, b) for w, b in zip(weights, biases, strict=True)]
-    x = random((33, 64), dtype)
+    x = random((300, 64), dtype)
     gate, up = (
         x.double() @ w.double().T + (0 if b is None else b) for w, b in zip(weights, biases, strict=True)
     )

@@ -19,6 +19,7 @@ from workers.execution.model_spec import model_spec
 
 PROMPT_LENS = (150, 37, 1, 65)
 NUM_NEW = 8
+ROWS_OF_BLOCK = 128  # of linear.h
 
 # family -> (config class, what is special); every variant of a layer, and every head_dim
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,8 +83,9 @@ def run(
     model: DecoderModel, texts: list[list[int]], chunk_size: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """All texts in one batch, cut into chunks: (logits of each text's end, every layer's KV in order)."""
-    kv = DeviceKVCache(model.spec, model.layers, 40, 16, model.dtype)
-    tables = [kv.allocate(-(-len(text) // 16))[::-1] for text in texts]
+    nums_pages = [-(-len(text) // 16) for text in texts]
+    kv = DeviceKVCache(model.spec, model.layers, sum(nums_pages), 16, model.dtype)
+    tables = [kv.allocate(num)[::-1] for num in nums_pages]
     ends: dict[int, torch.Tensor] = {}
     for begin in range(0, max(map(len, texts)), chunk_size):
         running = [i for i, text in enumerate(texts) if begin < len(text)]
@@ -134,6 +136,22 @@ def test_logits_and_kv_have_the_same_bits_however_the_work_is_cut_and_batched(
         assert all(map(torch.equal, cut_layers, kv_layers)), chunk_size
     for i, text in enumerate(texts):
         assert torch.equal(run(model, [text], 512)[0][0], logits[i])
+
+
+@on_every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_decoded_token_has_the_same_bits_beside_more_sequences_than_a_thread_multiplies_at_a_time(
+    isa: Isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV, isa.value)
+    model = load("llama", dtype)
+    generator = torch.Generator().manual_seed(0)
+    texts = [
+        torch.randint(512, (1 + i % 20,), generator=generator).tolist() for i in range(ROWS_OF_BLOCK + 5)
+    ]
+    logits, _ = run(model, texts, 1)
+    for i in range(0, len(texts), 6):
+        assert torch.equal(run(model, texts[i : i + 1], 512)[0][0], logits[i]), i
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
