@@ -11,12 +11,14 @@ from messenger.transport.tls import Tls
 from mooncake.config.settings import Config
 
 _SOON_S = 14 * 86400.0
-"""Seconds before the end of a certificate from which it is told: two weeks."""
+"""Seconds before the end of a certificate from which on the check warns: two weeks."""
 
 
 def tls(config: Config, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Check what this node shows others, and for how long yet. Raises ConfigError for files that cannot be
-    used."""
+    """Yield findings about this node's certificate and the time until its end.
+
+    Raises ConfigError for unusable files.
+    """
     found = Tls.of(config.security)
     if found is None:
         yield Finding(Level.OK, "tls", "not configured: what messengers say over TCP can be read on its way")

@@ -34,7 +34,7 @@ from mooncake.errors import ConfigError
 from mooncake.security.keys import ClusterKey
 
 _COMPILING_S = 120.0
-"""Seconds for a check that compiles all C++."""
+"""Seconds for a check that compiles all C++ files."""
 _MEASURING_S = 60.0
 """Seconds for a check that measures bandwidth over all paths."""
 _STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
@@ -50,12 +50,13 @@ Exit codes: 0 if nothing failed, 1 if something did, 2 for wrong use, 130 after 
 
 
 def main() -> None:
-    """Run the `mooncake-doctor` command."""
+    """Run the `mooncake-doctor` command, and exit with its code."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Return the exit code: 0 if nothing failed, 1 if something did; ends with 2 for wrong use."""
+    """Run the command. Returns the exit code: 0 if no check failed, 1 if one did; ends with 2 for wrong
+    use."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.config is not None and not options.config.is_file():
@@ -77,8 +78,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
-    """Read the configuration that `mooncake-serve` would have. If that is wrong, the other checks use
-    defaults."""
+    """Return the configuration that `mooncake-serve` would have, and a finding about it.
+
+    A wrong configuration is replaced by defaults.
+    """
     try:
         config = load_config(file, machine.environ, {})
     except ConfigError as error:
@@ -89,7 +92,7 @@ def read_config(file: Path | None, machine: Machine) -> tuple[Config, Finding]:
 
 
 def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file: Path | None) -> list[Check]:
-    """Return all checks, the ones that others depend on first."""
+    """Return all checks, those on which others depend first."""
     sources = sorted(SOURCES.glob("*.cpp"))
     here = [
         Check("python", partial(host.python, machine)),
@@ -119,7 +122,7 @@ def checks(machine: Machine, config: Config, other: PeerAddress | None, key_file
 
 
 def look(all_checks: Iterable[Check]) -> list[Finding]:
-    """Run the checks in turn, show which one runs, and return their findings."""
+    """Run the checks in turn, showing the current one, and return their findings."""
     findings: list[Finding] = []
     with StepDisplay() as steps:
         for check in all_checks:
@@ -129,7 +132,8 @@ def look(all_checks: Iterable[Check]) -> list[Finding]:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Sort findings for a terminal, whose last lines are read first: good ones, warnings, failures.
+    """Return the findings in the order for a terminal, whose last lines are read first: good ones, warnings,
+    failures.
 
     Good findings are in the order of the checks, the others in reverse: an early check may be the cause of
     what later ones find, so of equally bad findings it stands last.
@@ -140,7 +144,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the last line."""
+    """Return the last line of the report."""
     num_failed, num_warnings = (
         sum(finding.level is level for finding in findings) for level in (Level.FAIL, Level.WARN)
     )
@@ -165,7 +169,7 @@ def _peer_checks(machine: Machine, other: PeerAddress, key_file: Path | None, co
 
 
 def _ask_for_kernels() -> str:
-    """Ask for the CPU's kernels in another process: this one has no need of torch."""
+    """Return the choice of CPU kernels, made in another process, as this one has no need of torch."""
     command = [sys.executable, "-m", "kernels.cpu.library"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILING_S)
@@ -176,7 +180,7 @@ def _ask_for_kernels() -> str:
 
 
 async def _rdma_cards(settings: MessengerConfig) -> Cards:
-    """Return the cards that a messenger would use; none if that cannot work, as other checks explain."""
+    """Return the RDMA cards that a messenger would use; none if that cannot work, as other checks explain."""
     try:
         cards = open_cards(settings)
         await cards.register(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
@@ -186,8 +190,10 @@ async def _rdma_cards(settings: MessengerConfig) -> Cards:
 
 
 def _find_rdma() -> tuple[list[str], list[str]]:
-    """Return ports that the transport can use, and reasons against the others. Imported when there are
-    devices."""
+    """Return the ports that the transport can use, and reasons against the others.
+
+    Imported only when there are devices.
+    """
     from messenger.rdma.devices import find_devices
 
     found = find_devices()

@@ -1,4 +1,4 @@
-"""Findings of checks, and checks that neither raise nor hang.
+"""Findings, and the checks that make them without raising or hanging.
 
 Owns: levels, findings, the deadline of a check. Does not know: what is checked, how findings are shown.
 """
@@ -11,22 +11,22 @@ from enum import IntEnum
 from mooncake.errors import MooncakeError
 
 QUICK_S = 5.0
-"""Seconds for a check that reads files and runs a command or two."""
+"""Seconds for a check that reads files and runs one or two commands."""
 
 
 class Level(IntEnum):
-    """Severity of a finding; the worst is the largest."""
+    """The severity of a finding; the worst is the largest."""
 
     OK = 0
     WARN = 1
-    """The checked thing works, but slower or less than it could."""
+    """The checked thing works, but more slowly or less well than it could."""
     FAIL = 2
     """A thing that is configured, or was asked for, cannot work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `advice` says what to do; empty if there is nothing to do."""
+    """One line of the report. `advice` says how to mend the fault; empty if there is none."""
 
     level: Level
     title: str
@@ -36,14 +36,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. `look` may block for `deadline_s`."""
+    """One check. `look` may block for `deadline_s` seconds."""
 
     title: str
     look: Callable[[], Iterable[Finding]]
     deadline_s: float = QUICK_S
 
     def run(self) -> list[Finding]:
-        """Return the findings up to the deadline. An error of the check itself is one of them."""
+        """Return the findings made before the deadline. An error of the check itself is one of them."""
         found: list[Finding] = []
         thread = threading.Thread(target=self._collect, args=(found,), name=self.title, daemon=True)
         thread.start()
@@ -67,7 +67,7 @@ class Check:
 
 
 def as_size(num_bytes: int) -> str:
-    """Format bytes for people: `8 MiB`, `1.5 GiB`."""
+    """Return bytes as text: `8 MiB`, `1.5 GiB`."""
     for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes >= 1 << exponent:
             return f"{num_bytes / (1 << exponent):.1f}".removesuffix(".0") + f" {unit}"

@@ -17,7 +17,7 @@ _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 def gpus(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether the GPUs that are in the machine can be opened."""
+    """Yield findings about access to the machine's GPUs."""
     num_gpus = len(find_gpus(machine.root / "sys"))
     files = [name for name in machine.names("dev") if re.fullmatch(r"nvidia\d+", name)]
     needs_gpu = config.worker.device.startswith("cuda") and config.runs_instances
@@ -44,7 +44,7 @@ def gpus(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def peer_memory(machine: Machine) -> Iterator[Finding]:
-    """Check whether RDMA cards can access GPU memory themselves (GPUDirect), where there are both."""
+    """Yield findings about direct access of RDMA cards to GPU memory (GPUDirect), where there are both."""
     version = machine.read("proc/driver/nvidia/version")
     if version is None or not machine.names(DEVICES):
         return
@@ -60,8 +60,10 @@ def peer_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def nearest_nics(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Show the matrix of NICs that transfers go by, RDMA if there is any. Raises ConfigError for a configured
-    one that is invalid."""
+    """Yield the matrix of NICs for transfers, RDMA devices if there are any.
+
+    Raises ConfigError for an invalid configured matrix.
+    """
     sys_root, written = machine.root / "sys", config.messenger.topology
     kind = NicKind.RDMA if machine.names(DEVICES) else NicKind.ETHERNET
     if written is not None and config.messenger.transport in ("auto", "rdma"):

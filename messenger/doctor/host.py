@@ -18,11 +18,11 @@ from mooncake.security.keys import ClusterKey
 OLDEST_PYTHON, FIRST_UNSUPPORTED_PYTHON = (3, 11), (3, 14)
 MESSENGER_MODULE = "kvstore.server.service"
 _OTHER_FILES = 512
-"""Descriptors that a process has open beside the descriptors of its requests."""
+"""Descriptors that a process has open beside those of its requests."""
 _LARGE_POOL_BYTES = 8 << 30
-"""Bytes of a pool from which huge pages are worth advice."""
+"""Bytes of a pool from which on the check advises huge pages."""
 _LONGEST_REASON = 300
-"""Most characters of a compiler's message that are shown."""
+"""Characters of a compiler's message that are shown at most."""
 _SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies")
 
 
@@ -32,7 +32,7 @@ def num_instances(config: Config) -> int:
 
 
 def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) -> Iterator[Finding]:
-    """Check interpreter and operating system."""
+    """Yield findings about the interpreter and the operating system."""
     kernel = machine.read("proc/sys/kernel/osrelease") or "unknown"
     found = f"Python {'.'.join(map(str, version))} on {platform.system()} {kernel}, {platform.machine()}"
     if not OLDEST_PYTHON <= version < FIRST_UNSUPPORTED_PYTHON:
@@ -44,7 +44,8 @@ def python(machine: Machine, version: tuple[int, int] = sys.version_info[:2]) ->
 
 
 def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator[Finding]:
-    """Check whether every C++ file can be compiled and loaded. The first time takes some seconds."""
+    """Yield findings about the compilation and loading of every C++ file. The first time takes some
+    seconds."""
     for source in sources:
         try:
             load(source)
@@ -59,7 +60,7 @@ def native_code(load: Callable[[Path], object], sources: list[Path]) -> Iterator
 
 
 def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
-    """Check which kernels a worker on the CPU would use.
+    """Yield findings about the kernels that a worker on the CPU would use.
 
     `answer` returns the name of an instruction set, or `torch` and a reason.
     """
@@ -73,7 +74,8 @@ def cpu_kernels(answer: Callable[[], str]) -> Iterator[Finding]:
 
 
 def memory(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether the pools fit into the memory, the control group, and the pools' file system."""
+    """Yield findings about room for the pools in memory, in the control group, and in the pools' file
+    system."""
     wanted_bytes = num_instances(config) * int(config.kvcache.pool_bytes)
     found = f"the pools take {as_size(wanted_bytes)}"
     if any(process.name == MESSENGER_MODULE for process in machine.processes()):
@@ -100,7 +102,7 @@ def memory(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check the limit on file descriptors, of which each request and each stream needs one."""
+    """Yield findings about the limit of file descriptors, of which each request and each stream needs one."""
     limit = machine.limit("Max open files")
     needed = _OTHER_FILES + config.conductor.max_running_requests
     if limit is not None and limit < needed:
@@ -116,7 +118,7 @@ def open_files(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether the pool's memory can be in huge pages, which are faster to copy and to register."""
+    """Yield findings about huge pages for the pool's memory, which are faster to copy and to register."""
     folder = "sys/kernel/mm/transparent_hugepage"
     chosen = re.search(r"\[(\w+)\]", machine.read(f"{folder}/shmem_enabled") or "")
     mode = chosen[1] if chosen is not None else "not supported"
@@ -131,7 +133,7 @@ def huge_pages(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """Check how the time is read, and whether it is synchronised. Nodes do not compare their clocks."""
+    """Yield findings about the clock source and its synchronisation. Nodes do not compare their clocks."""
     source = machine.read("sys/devices/system/clocksource/clocksource0/current_clocksource") or "unknown"
     answer = machine.run("timedatectl", "show", "--property=NTPSynchronized", "--value")
     synchronised = {"yes": "synchronised", "no": "not synchronised"}.get(answer or "", "perhaps synchronised")
@@ -144,7 +146,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
 
 
 def cluster_key(path: Path | None, load: Callable[[Path], ClusterKey], config: Config) -> Iterator[Finding]:
-    """Check whether the key that every node must have exists, and is private."""
+    """Yield findings about the cluster key: that it exists, and is private."""
     title = "cluster key"
     if path is None and config.is_alone:
         yield Finding(Level.OK, title, f"role {config.role} makes one for each run")
@@ -167,7 +169,8 @@ def _available_bytes(machine: Machine) -> int | None:
 
 
 def _group_bytes(machine: Machine) -> int | None:
-    """Return the memory left in the tightest control group above this process; None if none has a limit."""
+    """Return the bytes of memory left in the tightest control group above this process; None without a
+    limit."""
     rooms = []
     for line in (machine.read("proc/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)

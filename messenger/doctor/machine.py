@@ -1,4 +1,4 @@
-"""The machine, as checks access it. Tests use trees of files as machines.
+"""The machine, as checks access it. Tests use file trees as machines.
 
 Owns: reading of procfs, sysfs and /dev, commands with a deadline, questions to the network stack. Does not
 know: the meaning of the answers.
@@ -16,13 +16,13 @@ from typing import NamedTuple
 from messenger.rdma.topology import read_line
 
 COMMAND_TIMEOUT_S = 2.0
-"""Seconds for a command, of which a check may run two."""
+"""Seconds for a command; a check may run two."""
 _CAP_NET_BIND_SERVICE = 10
 _CAP_IPC_LOCK = 14
 
 
 class MachineProcess(NamedTuple):
-    """A process of this machine. `name` is the module if it is `python -m MODULE`."""
+    """A process of this machine. `name` is the module for `python -m MODULE`."""
 
     pid: int
     name: str
@@ -30,7 +30,7 @@ class MachineProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that is looked at. Paths are relative to `root`, as in `proc/meminfo`."""
+    """A machine under examination. Paths are relative to `root`, as in `proc/meminfo`."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -54,7 +54,7 @@ class Machine:
         return os.access(self.root / path, os.R_OK | os.W_OK)
 
     def run(self, *command: str) -> str | None:
-        """Return what a command prints; None if it is not installed, fails, or takes too long."""
+        """Return a command's output; None if the command is not installed, fails, or takes too long."""
         try:
             result = subprocess.run(
                 command,
@@ -78,7 +78,7 @@ class Machine:
         return status.f_bavail * status.f_frsize
 
     def resolve(self, host: str) -> list[str]:
-        """Return the IP addresses of a name. Raises OSError."""
+        """Return the IP addresses of a host name. Raises OSError."""
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -100,7 +100,7 @@ class Machine:
 
     @property
     def kernel(self) -> tuple[int, int]:
-        """Version of the kernel: (6, 1)."""
+        """The version of the kernel: (6, 1)."""
         numbers = re.match(r"(\d+)\.(\d+)", self.read("proc/sys/kernel/osrelease") or "")
         return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
@@ -119,19 +119,19 @@ class Machine:
         return effective is not None and bool(int(effective[1], 16) >> number & 1)
 
     def limit(self, name: str) -> int | None:
-        """Return a limit of this process by its name in /proc/self/limits; None if there is none."""
+        """Return a limit of this process by its name in /proc/self/limits; None without a limit."""
         line = re.search(rf"^{name}\s+(\S+)", self.read("proc/self/limits") or "", re.MULTILINE)
         return int(line[1]) if line is not None and line[1].isdecimal() else None
 
     def processes(self) -> Iterator[MachineProcess]:
-        """Return all processes that can be seen."""
+        """Yield all processes that can be seen."""
         for pid in filter(str.isdecimal, self.names("proc")):
             words = (self.read(f"proc/{pid}/cmdline") or "").split("\0")
             module = words[words.index("-m") + 1] if "-m" in words[:-1] else None
             yield MachineProcess(int(pid), module or self.read(f"proc/{pid}/comm") or "?")
 
     def owner_of_socket(self, inode: int) -> MachineProcess | None:
-        """Return the process that has a socket open; None if another user's process has."""
+        """Return the process that has a socket open; None if it is another user's."""
         for process in self.processes():
             folder = f"proc/{process.pid}/fd"
             for name in self.names(folder):

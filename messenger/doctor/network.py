@@ -26,7 +26,7 @@ _LOWEST_USER_PORT = 1024
 
 
 class Listener(NamedTuple):
-    """A socket of this machine that listens."""
+    """A listening socket of this machine."""
 
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
     port: int
@@ -34,7 +34,7 @@ class Listener(NamedTuple):
 
 
 def interfaces(machine: Machine) -> Iterator[Finding]:
-    """Show the interfaces that can carry transfers over TCP."""
+    """Yield the interfaces that can carry transfers over TCP."""
     texts = []
     for nic in find_nics(NicKind.ETHERNET, machine.root / "sys"):
         speed = f"{nic.speed_mbps / 1000:g} Gbit/s" if nic.speed_mbps is not None else "speed unknown"
@@ -50,7 +50,8 @@ def interfaces(machine: Machine) -> Iterator[Finding]:
 
 
 def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether messenger.hosts are addresses of this machine that other nodes can use."""
+    """Yield findings about messenger.hosts: whether they are addresses of this machine that other nodes can
+    use."""
     if not config.has_pool:
         return
     good = []
@@ -72,7 +73,7 @@ def addresses(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether the ports of the configuration are free, or which process has them."""
+    """Yield findings about the configured ports: whether they are free, or which process has them."""
     wanted = listen_addresses(config)
     if not wanted:
         return
@@ -104,8 +105,8 @@ def ports(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def tcp_buffers(machine: Machine) -> Iterator[Finding]:
-    """Check how far the kernel lets the buffers of a connection grow. They must hold the product of bandwidth
-    and latency."""
+    """Yield findings about the kernel's limit of TCP buffers, which must hold the product of bandwidth and
+    latency."""
     sizes = {}
     for name in ("tcp_rmem", "tcp_wmem"):
         words = (machine.read(f"proc/sys/net/ipv4/{name}") or "").split()
@@ -122,9 +123,9 @@ def tcp_buffers(machine: Machine) -> Iterator[Finding]:
 
 
 def _trouble(machine: Machine, host: str, *, is_alone: bool, is_own: bool) -> tuple[Level, str] | None:
-    """Return why other nodes cannot use an address; nothing without other nodes.
+    """Return why other nodes cannot use an address; None if they can, or there are none.
 
-    `is_own`: whether it has to be one of this machine's.
+    `is_own`: whether the address has to be one of this machine's.
     """
     try:
         found = machine.resolve(host)
@@ -154,13 +155,13 @@ def _listeners(machine: Machine) -> list[Listener]:
 
 
 def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Convert the kernel's addresses: 32-bit words in the processor's order."""
+    """Return the address in the kernel's form: 32-bit words in the processor's byte order."""
     words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
     return ipaddress.ip_address(b"".join(words))
 
 
 def _meet(place: ListenAddress, listener: Listener) -> bool:
-    """Return whether both cannot listen at the same time. A name may be any address."""
+    """Return whether both cannot listen at the same time. A host name counts as any address."""
     if place.port != listener.port:
         return False
     try:

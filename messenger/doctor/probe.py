@@ -25,13 +25,14 @@ from mooncake.errors import TransferError
 from mooncake.security.keys import ClusterKey
 
 _TIMEOUT_S = 5.0
-"""Seconds for a connection, and for an acknowledgement."""
+"""Seconds for a connection, and again for an acknowledgement."""
 _PIECE_BYTES = 2 << 20
 """Bytes of one probe: half of a frame, so that two are in flight."""
 
 
 class ProbeClient:
-    """Client of one messenger's port. Every call makes a new connection. Raises OSError or TransferError."""
+    """A client of one messenger's port. Every call makes a new connection. Raises OSError or
+    TransferError."""
 
     def __init__(self, host: str, port: int, key: ClusterKey, tls: Tls | None, cards: Cards) -> None:
         self._path = Path(Transport.TCP, (host, port))
@@ -40,12 +41,13 @@ class ProbeClient:
         self._cards = cards
 
     async def handshake(self) -> str:
-        """Return the instance that answers, after both sides have proved that they have the cluster key."""
+        """Return the answering instance's name, after both sides have proved that they have the cluster
+        key."""
         async with self._connected() as (_, welcome):
             return welcome.identity.instance
 
     async def bandwidth(self, num_bytes: int) -> float:
-        """Return the bytes per second of a stream of `num_bytes`."""
+        """Return the measured bytes a second of a stream of `num_bytes`."""
         peer = OutgoingSession(str(self._path), Traffic())
         payload = memoryview(bytearray(_PIECE_BYTES))
         async with self._connected() as (frames, welcome):
@@ -65,11 +67,12 @@ class ProbeClient:
 
     @property
     def nics(self) -> Sequence[str]:
-        """RDMA devices of this side."""
+        """The names of this side's RDMA devices."""
         return self._cards.names
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Return the bytes per second of `num_bytes` written by RDMA, into memory that is never read."""
+        """Return the measured bytes a second of `num_bytes` written by RDMA, into memory that is never
+        read."""
         card = await self._cards.card(nic)
         with contextlib.closing(card.endpoint(str(self._path))) as endpoint:
             async with self._connected(endpoint.local_info()) as (_, welcome):

@@ -20,10 +20,10 @@ CONTAINER_FLAGS = "--network host --device /dev/infiniband --cap-add IPC_LOCK --
 _MELLANOX = "0x15b3"
 _ROCE_V2 = "RoCE v2"
 _ROCE_HEADER_BYTES = 96
-"""Largest headers that drivers leave room for between the MTU of the interface and that of RoCE."""
+"""Bytes of the largest headers for which drivers leave room between the MTUs of the interface and of RoCE."""
 _ROCE_MTUS = (4096, 2048, 1024, 512, 256)
 _WANTED_INTERFACE_MTU = 4200
-"""Bytes that leave room for 4,096 of payload and RoCE's headers."""
+"""Bytes of an interface's MTU that leave room for 4,096 bytes of payload and RoCE's headers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Port:
     link_layer: str
     rate: str
     addresses: tuple[tuple[int, ipaddress.IPv6Address], ...]
-    """RoCEv2 GIDs with their indices; of InfiniBand all GIDs."""
+    """RoCEv2 GIDs with their indices; for InfiniBand all GIDs."""
     interface: str | None
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Port:
 
     @property
     def best_address(self) -> tuple[int, ipaddress.IPv6Address] | None:
-        """Best address: an IPv4 one if there is one, a link-local one last."""
+        """The preferred address: an IPv4 one if there is one, a link-local one last; None without any."""
         return min(
             self.addresses,
             key=lambda entry: (entry[1].ipv4_mapped is None, entry[1].is_link_local, entry[0]),
@@ -61,7 +61,7 @@ class Port:
 
 
 def devices(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether there are devices, and whether the kernel offers them to programs."""
+    """Yield findings about RDMA devices, and about the kernel's interface to them."""
     names = machine.names(DEVICES)
     modules = [name for name in ("ib_uverbs", "mlx5_ib", "rdma_rxe") if machine.exists(f"sys/module/{name}")]
     cards = [
@@ -89,7 +89,7 @@ def devices(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def access(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check the files in /dev/infiniband through which programs reach devices."""
+    """Yield findings about the files in /dev/infiniband, through which programs use devices."""
     missing, closed = [], []
     for node in machine.names("sys/class/infiniband_verbs"):
         device = machine.read(f"sys/class/infiniband_verbs/{node}/ibdev")
@@ -117,8 +117,10 @@ def access(machine: Machine, config: Config) -> Iterator[Finding]:
 def verbs(
     machine: Machine, config: Config, find: Callable[[], tuple[list[str], list[str]]]
 ) -> Iterator[Finding]:
-    """Check which ports the transport itself can use. `find` returns these in words, and the reasons against
-    others."""
+    """Yield findings about the ports that the transport itself can use.
+
+    `find` returns their descriptions, and the reasons against others.
+    """
     if not machine.names(DEVICES):
         return
     try:
@@ -135,8 +137,10 @@ def verbs(
 
 
 def ports(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check state and addresses of ports. One good port is enough; others may be without a cable on
-    purpose."""
+    """Yield findings about the state and addresses of ports.
+
+    One good port is enough, as others may have no cable on purpose.
+    """
     found = read_ports(machine)
     if not found:
         return
@@ -150,7 +154,7 @@ def ports(machine: Machine, config: Config) -> Iterator[Finding]:
 
 
 def mtu(machine: Machine) -> Iterator[Finding]:
-    """Check whether RoCE packets can be as large as RDMA allows, 4096 bytes, by the MTU of the interface."""
+    """Yield findings about RoCE packets: whether the interface's MTU allows 4096 bytes, RDMA's maximum."""
     small: list[tuple[str, str]] = []
     large: list[tuple[str, str]] = []
     for port in read_ports(machine):
@@ -172,8 +176,10 @@ def mtu(machine: Machine) -> Iterator[Finding]:
 
 
 def locked_memory(machine: Machine, config: Config) -> Iterator[Finding]:
-    """Check whether a messenger may register its pool, which locks it in memory. Without RDMA nothing is
-    locked."""
+    """Yield findings about locked memory, which a messenger needs to register its pool.
+
+    Without RDMA nothing is locked.
+    """
     if not machine.names(DEVICES):
         return
     limit = machine.limit("Max locked memory")
@@ -221,7 +227,7 @@ def read_ports(machine: Machine) -> list[Port]:
 def _gids(
     machine: Machine, folder: str, *, only_roce_v2: bool
 ) -> tuple[tuple[int, ipaddress.IPv6Address], ...]:
-    """Return indices and values, without the empty ones."""
+    """Return the indices and values of a port's GIDs, without the empty ones."""
     found = []
     for index in sorted(map(int, filter(str.isdecimal, machine.names(f"{folder}/gids")))):
         value = ipaddress.IPv6Address(machine.read(f"{folder}/gids/{index}") or "::")
@@ -238,7 +244,7 @@ def _describe(port: Port) -> str:
 
 
 def _trouble(port: Port) -> tuple[str, str] | None:
-    """Return what is wrong with a port, and what to do."""
+    """Return the fault of a port and its remedy; None without a fault."""
     if not port.is_active and port.link_layer == "InfiniBand" and "INIT" in port.state:
         return f"{port} waits for a subnet manager", "start opensm on one host, or the switch's manager"
     if not port.is_active:

@@ -18,28 +18,31 @@ from mooncake.errors import ConfigError, MooncakeError
 NUM_CONNECTS = 5
 """Number of connections for the median time."""
 CONNECT_TIMEOUT_S = 1.5
-"""Seconds for one connection: a lost first packet is sent again after one."""
+"""Seconds for one connection: a lost first packet is sent again after one second."""
 HANDSHAKE_TIMEOUT_S = 5.0
-"""Seconds for a handshake, as `messenger.connect_timeout_s` by default."""
+"""Seconds for a handshake, the default of `messenger.connect_timeout_s`."""
 BANDWIDTH_TIMEOUT_S = 10.0
-"""Seconds for one measurement, which takes half a second on a path that carries anything."""
+"""Seconds for one measurement, which takes half a second on a working path."""
 FIRST_BYTES = 8 << 20
-"""Bytes of the first measurement, by which the size of the second is chosen."""
+"""Bytes of the first measurement, whose result sets the size of the second."""
 MOST_BYTES = 1 << 30
-"""Most bytes of a measurement."""
+"""Bytes of a measurement at most."""
 _MEASURED_S = 0.5
-"""Target duration of a path's second measurement, in seconds."""
+"""Seconds that a path's second measurement should take."""
 _USUAL_MTU = 1500
 _LARGEST_ETHERNET_MTU = 16 << 10
-"""Largest MTU for which the segment size tells the MTU of the other side. Above it windows limit segments."""
+"""Bytes of the largest MTU for which the segment size reveals the other side's MTU.
+
+Above it windows limit segments.
+"""
 _IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux that Python does not name
 _TCP_HEADER_BYTES = {socket.AF_INET: 20 + 20 + 12, socket.AF_INET6: 40 + 20 + 12}
-"""TCP's headers with the IP header and the time stamps, in bytes."""
+"""Bytes of the TCP header with the IP header and the time stamps, by address family."""
 _ICMP_HEADER_BYTES = {socket.AF_INET: 20 + 8, socket.AF_INET6: 40 + 8}
 
 
 class PeerAddress(NamedTuple):
-    """Address where the other messenger listens for transfers."""
+    """The address at which the other messenger listens for transfers."""
 
     host: str
     port: int
@@ -49,27 +52,30 @@ class PeerAddress(NamedTuple):
 
 
 class PeerProbe(Protocol):
-    """A client of the data plane, connected to a peer. Its errors are MooncakeError and OSError."""
+    """The interface of a client of the data plane, connected to a peer.
+
+    Its errors are MooncakeError and OSError.
+    """
 
     async def handshake(self) -> str:
-        """Return which host answers, in words."""
+        """Return a text that says which host answers."""
 
     async def bandwidth(self, num_bytes: int) -> float:
-        """Return the bytes per second of one transfer of `num_bytes` over TCP."""
+        """Return the bytes a second of one transfer of `num_bytes` over TCP."""
 
     @property
     def nics(self) -> Sequence[str]:
-        """RDMA devices of this side that may be used."""
+        """The names of this side's usable RDMA devices."""
 
     async def rdma_bandwidth(self, nic: str, num_bytes: int) -> float:
-        """Return the bytes per second by RDMA, from one device."""
+        """Return the bytes a second of `num_bytes` by RDMA, from the device `nic`."""
 
 
 OpenProbe = Callable[[], Awaitable[PeerProbe]]
 
 
 def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
-    """Check whether the peer's name can be resolved."""
+    """Yield findings about the resolution of the peer's name."""
     try:
         addresses = machine.resolve(peer.host)
     except OSError as error:
@@ -81,7 +87,7 @@ def name(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Finding]:
-    """Check the connection, and if there is one its bandwidth."""
+    """Yield findings about the connection, and about its bandwidth if there is one."""
     is_open = True
     for finding in connection(machine, peer):
         is_open &= finding.level is not Level.FAIL
@@ -91,7 +97,7 @@ def way(machine: Machine, peer: PeerAddress, open_it: OpenProbe) -> Iterator[Fin
 
 
 def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
-    """Check the time to connect to the peer's port, and the largest packets on the way."""
+    """Yield findings about the time to connect to the peer's port, and the largest packets on the path."""
     times_s = []
     try:
         for _ in range(NUM_CONNECTS):
@@ -110,7 +116,8 @@ def connection(machine: Machine, peer: PeerAddress) -> Iterator[Finding]:
 
 
 def data_plane(open_it: OpenProbe) -> list[Finding]:
-    """Check which host answers, and how fast bytes travel over TCP, and by each RDMA device of this side."""
+    """Return findings about the answering host, and the bandwidth over TCP and each RDMA device of this
+    side."""
     return asyncio.run(_probe(open_it))
 
 
@@ -139,7 +146,7 @@ def _refused(peer: PeerAddress, error: OSError) -> Finding:
 
 
 def _sizes(connected: socket.socket) -> tuple[int, int]:
-    """Return the MTU of the route as this side knows it, and the bytes that a segment may have."""
+    """Return the MTU of the route as this side knows it, and the payload bytes of a segment."""
     if connected.family == socket.AF_INET6:
         mtu = connected.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
     else:
@@ -150,7 +157,10 @@ def _sizes(connected: socket.socket) -> tuple[int, int]:
 def _packets(
     machine: Machine, family: socket.AddressFamily, address: str, mtu: int, segment_bytes: int
 ) -> Iterator[Finding]:
-    """Check for large packets that are lost on the path. Then transfers hang while everything small works."""
+    """Yield findings about large packets that are lost on the path.
+
+    Transfers then hang while everything small works.
+    """
     title = "peer mtu"
     other_mtu = segment_bytes + _TCP_HEADER_BYTES[family]
     if _USUAL_MTU < mtu < _LARGEST_ETHERNET_MTU and other_mtu + _TCP_HEADER_BYTES[family] < mtu:
@@ -210,7 +220,7 @@ async def _rdma_bandwidth(probe: PeerProbe, nic: str) -> Finding:
 
 
 async def _measure(bandwidth: Callable[[int], Awaitable[float]]) -> float:
-    """Measure bytes per second: with few bytes first, then with so many that it takes about half a second."""
+    """Return bytes a second, measured with few bytes first, then with as many as take about half a second."""
     async with asyncio.timeout(BANDWIDTH_TIMEOUT_S):
         bytes_per_s = await bandwidth(FIRST_BYTES)
         num_bytes = int(bytes_per_s * _MEASURED_S) // FIRST_BYTES * FIRST_BYTES

@@ -1,4 +1,4 @@
-"""C++ of the messenger; each file is compiled and loaded by the module that has its name."""
+"""C++ sources of the messenger; the module of the same name compiles and loads each file."""
 
 from pathlib import Path
 

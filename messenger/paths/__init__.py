@@ -1,1 +1,1 @@
-"""Choice among several connections and paths: their load, their speed, their health."""
+"""The choice among several connections and paths: load, speed, health."""

@@ -13,7 +13,7 @@ from typing import Final
 from messenger.rdma.errors import Remedy
 
 MOST_USELESS_LANES: Final = 3
-"""Lanes in a row without an answer after which a path backs off. One or two may be chance."""
+"""Lost lanes in a row without an answer after which a path backs off. One or two may be chance."""
 FIRST_PAUSE_S: Final = 2.0
 """Seconds of the first backoff. The restart of a switch or driver takes longer than the loss of a lane."""
 LONGEST_PAUSE_S: Final = 60.0
@@ -24,29 +24,31 @@ _MOST_BACKOFFS: Final = math.ceil(math.log2(LONGEST_PAUSE_S / FIRST_PAUSE_S))
 
 @dataclass(slots=True)
 class PathHealth:
-    """Health of one path, which its lanes share. All times are of one clock."""
+    """The health of one path, shared by its lanes. All times are of one clock."""
 
     num_useless: int = 0
     """Lanes in a row that were lost with requests in flight and had answered none."""
     num_backoffs: int = 0
-    """Backoffs in a row."""
+    """The number of backoffs in a row."""
     until_s: float = 0.0
-    """End of the present backoff, in seconds of the caller's clock."""
+    """The end of the present backoff, in seconds of the caller's clock."""
 
     def pause_s(self, now_s: float) -> float:
         """Return the seconds until the path may be used."""
         return max(0.0, self.until_s - now_s)
 
     def failed(self, now_s: float) -> None:
-        """Record that no connection could be made, or that nothing could be written to it."""
+        """Record that a connection failed, or that nothing could be written to it."""
         if not self.pause_s(now_s):
             self._back_off(now_s)
 
     def lost(
         self, now_s: float, held_s: float, remedy: Remedy | None, *, was_asked: bool, has_answered: bool
     ) -> bool:
-        """Record a lane that was lost after `held_s`; `remedy` is set if its queue pair broke. Returns
-        whether the path backs off now."""
+        """Record the loss of a lane `held_s` seconds after its beginning.
+
+        Returns whether the path backs off now. `remedy` is set if the lane's queue pair broke.
+        """
         if self.pause_s(now_s):
             return False  # it fell with others, which have been judged
         if has_answered:

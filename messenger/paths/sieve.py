@@ -1,4 +1,4 @@
-"""The choice of the connection to give up among many: SIEVE (Zhang et al., NSDI'24).
+"""The choice of a connection to close among many: SIEVE (Zhang et al., NSDI'24).
 
 A hand goes over the connections from the oldest to the newest. It spares those that were used since it last
 passed, and takes the first one that was not.
@@ -21,7 +21,7 @@ class _Entry(Generic[Value]):
 
 
 class Sieve(Generic[Key, Value]):
-    """A mapping in order of age."""
+    """A mapping in order of age, with SIEVE's marks of use."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry[Value]] = {}
@@ -35,7 +35,7 @@ class Sieve(Generic[Key, Value]):
         return (entry.value for entry in self._entries.values())
 
     def get(self, key: Key) -> Value | None:
-        """Return the value of `key` and mark it as used."""
+        """Return the value of `key`, marked as used; None without an entry."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -54,7 +54,7 @@ class Sieve(Generic[Key, Value]):
             del self._entries[key]
 
     def evict(self, may_go: Callable[[Value], bool]) -> Value | None:
-        """Remove one entry and return its value; None if none may go."""
+        """Remove an entry that `may_go`, and return its value; None if there is none."""
         keys = list(self._entries)
         start = keys.index(self._hand) if self._hand in self._entries else 0
         for step in range(2 * len(keys)):  # the first round may only take marks away

@@ -1,4 +1,4 @@
-"""Bytes in flight to or from one messenger, their latest speed, and their sums.
+"""Bytes in flight to or from one messenger, their recent bandwidth, and their sums.
 
 The Conductor estimates transfer times from it (Algorithm 1 of the Mooncake paper).
 
@@ -12,19 +12,21 @@ from messenger.transport.transports import PeerTraffic, Traffic, Transport
 _SAMPLE_S = 0.05
 """Seconds of traffic in one sample, so that a single late wake-up does not look like a slow path."""
 _LEAST_SAMPLE_BYTES = 1 << 20
-"""Least bytes of a sample, as small messages measure latency."""
+"""Bytes of a sample at least, as small messages measure latency."""
 _WEIGHT = 0.3
-"""Weight of the latest sample."""
+"""The weight of the latest sample, from 0 to 1."""
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Throughput of one session. Only time with bytes in flight counts, so an idle path does not look
-    slow."""
+    """The throughput of one session.
+
+    Only time with bytes in flight counts, so an idle path does not look slow.
+    """
 
     in_flight_bytes: int = 0
     bandwidth_bytes_per_s: float | None = None
-    """Average of the samples, later ones counting more; None before the first sample."""
+    """The weighted mean of the samples in bytes a second, later ones counting more; None before the first."""
     total_busy_s: float = 0.0
     """Seconds with bytes in flight, up to the last end."""
     _since_s: float = 0.0
@@ -39,7 +41,7 @@ class Throughput:
         self.in_flight_bytes += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
-        """Record the end of `num_bytes`, of which `moved_bytes` have arrived; the others did not."""
+        """Record the end of a request for `num_bytes`, of which `moved_bytes` have arrived."""
         self.in_flight_bytes -= num_bytes
         self._moved_bytes += moved_bytes
         self._busy_s += now_s - self._since_s
@@ -60,7 +62,7 @@ class Throughput:
 
 
 class TransferCounters:
-    """Counters of one session. They add to the totals in `traffic` and in `own`."""
+    """The counters of one session, which add to the totals in `traffic` and in `own`."""
 
     def __init__(self, traffic: Traffic, own: PeerTraffic) -> None:
         self.throughput = Throughput()
@@ -71,13 +73,13 @@ class TransferCounters:
         """Transport that moved bytes last."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, on the other side or here."""
+        """Count bytes that have been placed and verified, on this side if `received`, else on the other."""
         self._last_transport = transport
         for traffic in (self._traffic, self._own):
             (traffic.received_bytes if received else traffic.sent_bytes)[transport] += num_bytes
 
     def ended(self, num_bytes: int, now_s: float, *, moved_bytes: int) -> None:
-        """Record the end of `num_bytes` in flight, of which `moved_bytes` have arrived."""
+        """Record the end of a request for `num_bytes` in flight, of which `moved_bytes` have arrived."""
         self.throughput.ended(num_bytes, now_s, moved_bytes=moved_bytes)
         if moved_bytes:
             busy_s = self.throughput.total_busy_s

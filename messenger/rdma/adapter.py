@@ -1,4 +1,4 @@
-"""An opened device: the protection domain in which its memory and queue pairs live.
+"""An opened RDMA device: the protection domain of its memory and queue pairs.
 
 Owns: context, protection domain, registrations. Does not know: peers.
 """
@@ -23,7 +23,7 @@ _WINDOW_TYPE_2: Final = 1 << 23 | 1 << 24  # IBV_DEVICE_MEM_WINDOW_TYPE_2A, _2B
 
 
 class Adapter:
-    """An opened device. Close it last, after the endpoints that use it."""
+    """An opened RDMA device. To be closed after the endpoints that use it."""
 
     def __init__(self, device: RdmaDevice) -> None:
         verbs = load_verbs()
@@ -47,8 +47,9 @@ class Adapter:
         self._dmabufs: list[RdmaMemory] = []
 
     def register(self, buffer: memoryview) -> RdmaMemory:
-        """Register writable memory. Its remote key opens nothing, as peers reach the memory only by grants
-        (`windows`).
+        """Return writable memory, registered.
+
+        Its remote key opens nothing, as peers reach memory only by grants (`windows`).
 
         The same range is registered once. The buffer cannot be unmapped before `close`. Raises
         RdmaUnavailableError.
@@ -63,7 +64,7 @@ class Adapter:
         return memory
 
     def register_dmabuf(self, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-        """Register device memory that `fd` (a dma-buf) exports; its addresses begin at `offset`.
+        """Return device memory that `fd` (a dma-buf) exports, registered. Its addresses begin at `offset`.
 
         Raises RdmaUnavailableError if card or driver cannot. Then a pinned staging buffer is needed.
         """
@@ -72,7 +73,7 @@ class Adapter:
         return memory
 
     def chain(self, opcode: int) -> Chain:
-        """Return requests to fill in and post at once; all endpoints of this adapter share them."""
+        """Return the reusable requests of a chain, shared by all endpoints of this adapter."""
         return self._chains[opcode]
 
     def close(self) -> None:

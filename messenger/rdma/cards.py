@@ -1,4 +1,4 @@
-"""RDMA devices that a messenger uses, with its segment registered on each of them.
+"""The RDMA devices that a messenger uses, with its segment registered on each of them.
 
 Devices are opened when the process starts, so that a demanded device that is missing is noticed then. The
 segment is registered later, when its memory does not move any more.
@@ -27,15 +27,16 @@ from mooncake.errors import ConfigError, TransferError
 SCRATCH_BYTES: Final = 1 << 20
 _SEGMENT_LOCATION = "cpu:0"
 _TRIED_BYTES: Final = 64 << 10
-"""Bytes with which a path is tried, in packets of any size: small ones may pass where large ones are lost."""
+"""Bytes with which a path is tried, in full packets, as small packets may pass where large ones are lost."""
 _REGISTERED_WITHIN_S = 2.0
-"""Seconds that a connection waits for the registration of the segment."""
+"""Seconds for which a connection waits for the registration of the segment."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device with the registered segment, which only grants open to a peer, and with scratch memory."""
+    """A device with the registered segment, of which only grants are open to peers, and with scratch
+    memory."""
 
     adapter: Adapter
     memory: RdmaMemory
@@ -43,30 +44,32 @@ class Card:
 
     @classmethod
     def of(cls, adapter: Adapter, segment: memoryview) -> "Card":
-        """Register the segment, and scratch memory, with a device. No other Python thread runs meanwhile,
-        because pyverbs holds the GIL. Raises RdmaUnavailableError."""
+        """Return a device with the segment, and scratch memory, registered.
+
+        No other Python thread runs meanwhile, as pyverbs holds the GIL. Raises RdmaUnavailableError.
+        """
         scratch = adapter.register(memoryview(mmap.mmap(-1, SCRATCH_BYTES)))
         return cls(adapter, adapter.register(segment), scratch)
 
     def endpoint(self, peer: str) -> Endpoint:
-        """Make a queue pair that is not connected yet. Raises RdmaUnavailableError."""
+        """Return a queue pair that is not connected yet. Raises RdmaUnavailableError."""
         return Endpoint(self.adapter, self.memory, peer)
 
     async def open_scratch(self, endpoint: Endpoint) -> Scratch:
-        """Open scratch memory to the peer of a connected endpoint, for as long as the endpoint lives. Raises
-        RdmaError."""
+        """Open scratch memory to the peer of a connected endpoint for the endpoint's life, and return its
+        address and key. Raises RdmaError."""
         opened = await grant(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
 
     async def write_scratch(self, endpoint: Endpoint, theirs: Scratch, num_bytes: int = _TRIED_BYTES) -> None:
-        """Write to the peer's scratch memory, to see whether the path carries anything. Raises RdmaError."""
+        """Write to the peer's scratch memory, as a trial of the path. Raises RdmaError."""
         piece_bytes = max(1, min(num_bytes, theirs.num_bytes, self.scratch.size_bytes))
         slices = [(0, theirs.address, piece_bytes)] * (num_bytes // piece_bytes)
         await endpoint.write(slices, theirs.remote_key, memory=self.scratch)
 
 
 class Cards:
-    """All devices, the preferred ones first; none without RDMA."""
+    """All opened devices, the preferred ones first; none without RDMA."""
 
     def __init__(self, adapters: Sequence[Adapter], *, is_demanded: bool = False) -> None:
         self._adapters = {str(adapter.device): adapter for adapter in adapters}
@@ -78,11 +81,11 @@ class Cards:
 
     @property
     def names(self) -> list[str]:
-        """Name (device and port) of each card."""
+        """The name (device and port) of each card."""
         return list(self._adapters)
 
     async def register(self, segment: memoryview) -> None:
-        """Register the segment with all devices, for good.
+        """Register the segment with all devices, until the process ends.
 
         A device that fails to register it is not used. Raises ConfigError if RDMA is demanded and all devices
         fail.
@@ -100,15 +103,17 @@ class Cards:
             raise ConfigError(f"messenger.transport: rdma, but {'; '.join(reasons)}")
 
     async def card(self, name: str) -> Card:
-        """Return a card. Raises TransferError if the segment is not registered with it."""
+        """Return the card of this name. Raises TransferError if the segment is not registered with it."""
         await self._until_registered()
         if name not in self._cards:
             raise TransferError(f"RDMA device {name} is not in use here")
         return self._cards[name]
 
     async def answering(self, remote: EndpointInfo) -> Card:
-        """Choose the card for a peer's queue pair: on its network if one is, else in turn. Raises
-        TransferError."""
+        """Return a card for a peer's queue pair: on its network if one is, else in turn.
+
+        Raises TransferError.
+        """
         await self._until_registered()
         cards = list(self._cards.values())
         if not cards:
@@ -128,7 +133,7 @@ class Cards:
 
 
 def open_cards(settings: MessengerConfig) -> Cards:
-    """Open the devices near the segment, or all working devices if none is near.
+    """Return the devices near the segment, opened, or all working devices if none is near.
 
     Logs once why devices cannot be used. Raises ConfigError for an invalid topology, or if RDMA is demanded
     and missing.
@@ -152,7 +157,7 @@ def open_cards(settings: MessengerConfig) -> Cards:
 
 
 def _open(names: Sequence[str], gid_index: int | None, reasons: list[str]) -> list[Adapter]:
-    """Open devices, and add to `reasons` why others are not used."""
+    """Return the opened devices, and append to `reasons` why others are not used."""
     found = find_devices(names, gid_index)
     reasons += found.reasons
     adapters = []

@@ -1,4 +1,4 @@
-"""RDMA devices of this machine: the ports that are up, and the address of each.
+"""The RDMA devices of this machine: the active ports, and the address of each.
 
 Owns: discovery, choice of the GID. Does not know: memory, connections.
 """
@@ -30,13 +30,13 @@ class GidEntry(NamedTuple):
     gid_index: int
     gid: ipaddress.IPv6Address
     kind: int
-    """Value of enum ibv_gid_type."""
+    """The value of enum ibv_gid_type."""
     interface: str | None
-    """Name of the Ethernet interface."""
+    """The name of the Ethernet interface; None for InfiniBand."""
 
 
 class RdmaDevice(msgspec.Struct, frozen=True):
-    """An active port of a device. `gid` is the address for peers, `gid_index` its index in the device's
+    """An active port of a device. `gid` is the address for peers, `gid_index` its index in the port's
     table."""
 
     name: str
@@ -48,10 +48,10 @@ class RdmaDevice(msgspec.Struct, frozen=True):
     gid_index: int
     max_message_bytes: int
     network: str | None
-    """Network of `gid`; None if the kernel does not tell."""
+    """The network of `gid`; None if the kernel does not tell."""
 
     def is_on_network_of(self, gid: str) -> bool:
-        """Return whether another port's address is on the same network."""
+        """Return whether another port's address `gid` is on the same network."""
         try:
             return self.network is not None and ipaddress.IPv6Address(gid) in ipaddress.IPv6Network(
                 self.network
@@ -64,14 +64,14 @@ class RdmaDevice(msgspec.Struct, frozen=True):
 
 
 class FoundDevices(NamedTuple):
-    """Devices, and `reasons` why others are left out or there are none. Log these once."""
+    """Usable devices, and `reasons` against others, or why there are none, to be logged once."""
 
     devices: list[RdmaDevice]
     reasons: list[str]
 
 
 def find_devices(names: Collection[str] | None = None, gid_index: int | None = None) -> FoundDevices:
-    """Find all active ports. `names` restricts the devices, `gid_index` overrides the choice of address."""
+    """Return all active ports. `names` restricts the devices, `gid_index` overrides the choice of address."""
     try:
         verbs = load_verbs()
     except RdmaUnavailableError as error:
@@ -103,8 +103,10 @@ def find_devices(names: Collection[str] | None = None, gid_index: int | None = N
 
 
 def choose_gid(link_layer: LinkLayer, entries: Sequence[GidEntry]) -> GidEntry | None:
-    """Choose the address to use. Over Ethernet only RoCEv2 addresses count; IPv4 is preferred, link-local
-    ones come last."""
+    """Return the address to use; None without one.
+
+    Over Ethernet only RoCEv2 addresses count; IPv4 is preferred, link-local ones come last.
+    """
     if link_layer is LinkLayer.INFINIBAND:
         return min(entries, key=lambda entry: entry.gid_index, default=None)
 

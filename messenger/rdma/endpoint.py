@@ -31,32 +31,32 @@ from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 log = logging.getLogger(__name__)
 
 MAX_BYTES_IN_FLIGHT: Final = 8 << 20
-"""Most bytes that the device has at once, as a small transfer waits behind them."""
+"""Bytes that the device has in flight at most, as a small transfer waits behind them."""
 _QUEUE_DEPTH: Final = 128
-"""Work requests that the device holds at once."""
+"""Work requests that the device holds at most."""
 _MAX_READS: Final = 16
 """Reads that the card serves at once in one direction of a queue pair."""
 _NUM_RETRIES: Final = 6
-"""Retries without an answer. (Soft-RoCE takes 7 for infinity.)"""
+"""Retries after no answer. (Soft-RoCE takes 7 for infinity.)"""
 _DEAD_PEER_S: Final = 1.0
-"""Seconds without an answer after which a peer counts as dead, as exactly as the device can count."""
+"""Seconds without an answer after which a peer counts as dead, as exactly as devices can count."""
 _RNR_DELAY_CODE: Final = 12
-"""Code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
+"""The verbs' code of the delay after which a peer that was not ready is asked again: 0.64 ms."""
 _HOP_LIMIT: Final = 64
-"""Routers that a packet may pass, as the kernel's default for IP."""
+"""Routers that a packet may pass, the kernel's default for IP."""
 _MTU_CODES: Final = {256: 1, 512: 2, 1024: 3, 2048: 4, 4096: 5}  # enum ibv_mtu
 _RELIABLE_CONNECTION: Final = 2  # enum ibv_qp_type
 
 
 class Operation(Protocol):
-    """A read or a write, posted one chain at a time."""
+    """The interface of a read or a write, posted one chain at a time."""
 
     def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
-        """Post a chain whose last request is signalled. Returns its number of requests and of bytes."""
+        """Post a chain, whose last request is signalled. Returns the numbers of posted requests and bytes."""
 
     @property
     def is_posted(self) -> bool:
-        """Whether nothing is left to post."""
+        """Whether no request is left to post."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Call:
     operation: Operation
     done: "asyncio.Future[RdmaError | None]"
     num_chains: int = 0
-    """Chains that are posted and not completed."""
+    """Posted chains that are not completed."""
     is_cancelled: bool = False
 
     @property
@@ -74,7 +74,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Transfer:
-    """One write or read."""
+    """One write or read in progress."""
 
     adapter: Adapter
     opcode: int
@@ -95,16 +95,19 @@ class _Transfer:
 
 
 class Endpoint:
-    """A queue pair. Call `connect` before use. A queue pair with a `failure` stays broken; both sides must
-    make a new one."""
+    """A queue pair, to be connected before use.
+
+    After a `failure` it stays broken; both sides must make a new one.
+    """
 
     def __init__(
         self, adapter: Adapter, memory: RdmaMemory, peer: str, *, dead_peer_s: float = _DEAD_PEER_S
     ) -> None:
-        """Make a queue pair. Slices refer to `memory` unless a call names another one. `peer` is a name for
-        messages.
+        """Make a queue pair. Slices refer to `memory` unless a call names another.
 
-        A peer that does not answer for at most `dead_peer_s` fails all calls. Devices may be slower: the
+        `peer` is the peer's name for messages.
+
+        A peer that does not answer for `dead_peer_s` seconds fails all calls. Devices may be slower: the
         standard allows them four times that.
         """
         self.peer = peer
@@ -143,7 +146,7 @@ class Endpoint:
         )
 
     def connect(self, remote: EndpointInfo) -> None:
-        """Join this queue pair to the peer's. Raises RdmaError; the endpoint is closed then."""
+        """Connect this queue pair to the peer's. Raises RdmaError; the endpoint is closed then."""
         if self.failure is not None:
             raise RdmaError(str(self.failure), self.failure.remedy)
         verbs, device = load_verbs(), self.adapter.device
@@ -185,10 +188,10 @@ class Endpoint:
         self._is_connected = True
 
     async def write(self, slices: Slices, remote_key: Keys, *, memory: RdmaMemory | None = None) -> None:
-        """Write local slices to their remote addresses; returns when all of them are in the peer's memory.
+        """Write local slices to their remote addresses; return when all of them are in the peer's memory.
 
-        `remote_key` is one key for all slices, or a sequence with a key for each. Raises RdmaError; it is
-        unknown then how much has arrived.
+        `remote_key` is one key for all slices, or a sequence with a key for each. Raises RdmaError, after
+        which the amount that has arrived is unknown.
         """
         await self._transfer(RDMA_WRITE, slices, remote_key, memory or self._memory)
 
@@ -197,13 +200,13 @@ class Endpoint:
         await self._transfer(RDMA_READ, slices, remote_key, memory or self._memory)
 
     def check_usable(self) -> None:
-        """Raise the failure, if there is one."""
+        """Check that the endpoint has not failed. Raises its failure."""
         if self.failure is not None:
             raise _of_others(self.failure)
         assert self._is_connected, "connect first"
 
     def revoke(self, reason: str = "revoked") -> None:
-        """Close the endpoint to the peer immediately.
+        """Close the endpoint to the peer at once.
 
         Afterwards no write of the peer arrives through this queue pair, and all calls on it have failed. The
         peer gets no answer any more.
@@ -211,7 +214,7 @@ class Endpoint:
         self._fail(RdmaError(f"RDMA with {self.peer}: the queue pair was {reason}", Remedy.RETRY))
 
     def close(self) -> None:
-        """Free everything. Calls in progress end with an error."""
+        """Free the queue pair. Calls in progress end with an error."""
         self.revoke("closed")
 
     async def perform(self, operation: Operation) -> None:
@@ -309,7 +312,7 @@ class Endpoint:
             call.done.set_result(None)
 
     def _cancel(self, call: _Call) -> None:
-        """Post no more chains of a transfer. It is done when its posted chains are."""
+        """Post no more chains of a transfer, which is done when its posted chains are."""
         if call.done.done():
             return
         call.is_cancelled = True
@@ -319,8 +322,10 @@ class Endpoint:
             call.done.set_result(None)
 
     def _fail(self, error: RdmaError, cause: _Call | None = None) -> None:
-        """End all calls with errors. A refusal of one call, the `cause`, does not mean that the others would
-        be refused."""
+        """End all calls with errors.
+
+        A refusal of the call `cause` does not mean that the others would be refused.
+        """
         if self.failure is not None:
             return
         self.failure = error
@@ -341,13 +346,14 @@ class Endpoint:
 
 
 def _of_others(failure: RdmaError) -> RdmaError:
-    """Return the error of calls that have not caused the failure."""
+    """Return the error for calls that have not caused the failure."""
     is_refusal = failure.remedy is Remedy.GIVE_UP
     return RdmaError(str(failure), Remedy.RETRY if is_refusal else failure.remedy)
 
 
 def _timeout_code(dead_peer_s: float) -> int:
-    """Return the verbs' code n, for 4.096 us * 2^n, with which all tries together take at most that long."""
+    """Return the verbs' code n, for 4.096 us * 2^n, with which all retries together take at most
+    `dead_peer_s` seconds."""
     each_s = dead_peer_s / (_NUM_RETRIES + 1)
     return max(1, min(31, math.floor(math.log2(each_s / 4.096e-6))))
 

@@ -1,4 +1,4 @@
-"""Errors of an RDMA path, and what the caller can do about them.
+"""Errors of an RDMA path, and their remedies.
 
 Owns: the meaning of completion statuses. Does not know: queue pairs, retries.
 """
@@ -10,18 +10,18 @@ from mooncake.errors import TransferError
 
 
 class Remedy(Enum):
-    """Remedy that may help after a failed transfer."""
+    """The remedy that may help after a failed transfer."""
 
     RETRY = "retry"
-    """Try the same path with a new queue pair."""
+    """The same path may work with a new queue pair."""
     OTHER_PATH = "other path"
-    """Try another device or transport: the peer did not answer on this one, or the device has failed."""
+    """Another device or transport may work: the peer did not answer on this one, or the device has failed."""
     GIVE_UP = "give up"
-    """Try nothing by RDMA: the request itself was refused and would be again."""
+    """Nothing helps by RDMA: the request itself was refused and would be again."""
 
 
 class RdmaError(TransferError):
-    """A device, a queue pair or a peer refused; `remedy` says what to try next."""
+    """A device, a queue pair or a peer has refused; `remedy` says which attempt may help."""
 
     def __init__(self, message: str, remedy: Remedy) -> None:
         super().__init__(message)
@@ -29,7 +29,10 @@ class RdmaError(TransferError):
 
 
 class RdmaUnavailableError(RdmaError):
-    """The machine, device or driver does not support the operation. The message says why, and what to do."""
+    """The machine, device or driver does not support the operation.
+
+    The message has the reason and the remedy.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Remedy.OTHER_PATH)

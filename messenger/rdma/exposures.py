@@ -20,7 +20,7 @@ from messenger.wire.messages import ExposedPage
 
 @dataclass(slots=True)
 class _Opened:
-    """Pages of one transfer."""
+    """The open pages of one transfer."""
 
     grant: OpenRanges
     on_closed: Callable[[], None]
@@ -28,7 +28,7 @@ class _Opened:
 
 
 class Exposures:
-    """Openings of one connected endpoint."""
+    """The open ranges of one connected endpoint."""
 
     def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
         self._endpoint = endpoint
@@ -38,7 +38,9 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Open pages for writes. `on_closed` is called once, when they cannot be written any more.
+        """Open pages for writes, and return their addresses and keys.
+
+        `on_closed` is called once, when they cannot be written any more.
 
         Raises RdmaError.
         """
@@ -64,8 +66,8 @@ class Exposures:
             opened.on_closed()
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer unless the peer, which was told to stop, confirms within
-        `timeout_s`."""
+        """Close the pages of a transfer after `timeout_s` seconds, unless the peer, which was told to stop,
+        confirms before."""
         opened = self._by_transfer.get(transfer_id)
         if opened is not None and opened.deadline is None:
             loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Memory that a device may read and write by itself.
+"""Memory that an RDMA device may read and write by itself.
 
 Host memory is registered by address. Device memory (a GPU's) is registered by the dma-buf descriptor that
 its driver exports; end to end this needs a machine with both a GPU and an RDMA card.
@@ -24,8 +24,11 @@ OPEN: Final = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
 
 @dataclass(slots=True)
 class RdmaMemory:
-    """A registered range. Remote ranges are counted from `address`. The `remote_key` of open memory gives any
-    peer with a connected queue pair access to all of it: send it only to trusted peers."""
+    """A registered memory range. Remote ranges are counted from `address`.
+
+    The `remote_key` of open memory gives any peer with a connected queue pair access to all of it, so only
+    trusted peers may get it.
+    """
 
     address: int
     size_bytes: int
@@ -33,7 +36,7 @@ class RdmaMemory:
     remote_key: int
     region: Any = field(repr=False)
     pin: c_char | None = field(repr=False)
-    """Buffer that is kept mapped."""
+    """The buffer, which is kept mapped; None for device memory."""
 
     def close(self) -> None:
         self.region.close()
@@ -41,7 +44,7 @@ class RdmaMemory:
 
 
 def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, rights: int) -> RdmaMemory:
-    """Register `size_bytes` from `pin` on. Raises RdmaUnavailableError, with what to do."""
+    """Return the registered `size_bytes` from `pin` on. Raises RdmaUnavailableError with the remedy."""
     verbs = load_verbs()
     try:
         region = verbs.mr.MR(domain, size_bytes, rights, address=addressof(pin))
@@ -53,7 +56,8 @@ def register_range(domain: Any, device: str, pin: c_char, size_bytes: int, right
 
 
 def register_dmabuf(domain: Any, device: str, fd: int, offset: int, size_bytes: int) -> RdmaMemory:
-    """Register a range of a dma-buf; its addresses begin at `offset`. Raises RdmaUnavailableError."""
+    """Return the registered range of a dma-buf; its addresses begin at `offset`. Raises
+    RdmaUnavailableError."""
     verbs = load_verbs()
     try:
         region = verbs.mr.DmaBufMR(domain, size_bytes, OPEN, dmabuf=fd, offset=offset)

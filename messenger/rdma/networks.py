@@ -16,9 +16,9 @@ _SIOCGIFNETMASK: Final = 0x891B
 _IFREQ: Final = struct.Struct("16sHH4s16x")  # name, then a sockaddr_in
 _IF_INET6: Final = Path("/proc/net/if_inet6")
 _SUBNET_BITS: Final = 64
-"""Bits of an InfiniBand address that name its subnet."""
+"""Bits of an InfiniBand address that are its subnet."""
 _MAPPED_BITS: Final = 96
-"""Bits before an IPv4 address that is written as IPv6."""
+"""Bits before the IPv4 address in an IPv4-mapped IPv6 address."""
 
 
 def network_of(gid: IPv6Address, link_layer: LinkLayer, interface: str | None) -> IPv6Network | None:

@@ -1,4 +1,4 @@
-"""Writing to pages that a peer has opened, and reading blocks that it has found.
+"""Writes to pages that a peer has opened, and reads of blocks that a peer has found.
 
 A range is opened for one transfer and one queue pair, so each lane asks for its own.
 
@@ -19,8 +19,10 @@ from mooncake.messages.blocks import KVLayout
 
 
 class RemotePages:
-    """Places the bytes of one lane in the peer's pages. `ask` sends a message to the peer, whose blocks have
-    `layout`."""
+    """The placement of one lane's bytes in the peer's pages.
+
+    `ask` sends a message to the peer, whose blocks have `layout`.
+    """
 
     def __init__(self, endpoint: Endpoint, layout: KVLayout, ask: Callable[[Message], None]) -> None:
         self._endpoint = endpoint
@@ -31,17 +33,17 @@ class RemotePages:
 
     @property
     def failure(self) -> RdmaError | None:
-        """Reason why nothing can be written any more; None while writes are possible."""
+        """The reason why nothing can be written any more; None while writes are possible."""
         return self._endpoint.failure
 
     def close(self) -> None:
-        """Fail all writes. None of their bytes moves after that."""
+        """Fail all writes, none of whose bytes moves afterwards."""
         self._endpoint.close()
         for transfer_id in list(self._opened):
             self.forget(transfer_id)
 
     async def write(self, write: Write, layer_bytes: int) -> None:
-        """Place the bytes of all entries, `layer_bytes` of each layer. Raises TransferError."""
+        """Place the bytes of all entries, `layer_bytes` bytes of each layer. Raises TransferError."""
         if write.transfer_id not in self._opened:
             self._opened[write.transfer_id] = asyncio.get_running_loop().create_future()
             self._ask(Expose(write.transfer_id, write.grant_id))
@@ -75,14 +77,14 @@ class RemotePages:
             opened.set_result({page.page: page for page in answer.pages})
 
     def forget(self, transfer_id: int) -> None:
-        """Drop the pages of a transfer that has ended."""
+        """Forget the open pages of a transfer that has ended."""
         opened = self._opened.pop(transfer_id, None)
         if opened is not None:
             opened.cancel()
 
 
 class RemoteReads:
-    """An inlet that reads found blocks into this side's segment."""
+    """The inlet that reads found blocks into this side's segment."""
 
     transport, has_payload, is_mapped = Transport.RDMA, False, False
 
@@ -112,8 +114,10 @@ class RemoteReads:
 
 
 class InPlace:
-    """The receiver's inlet for writes by RDMA: the peer has placed the bytes before its frame comes, so they
-    are only verified."""
+    """The receiver's inlet for writes by RDMA.
+
+    The bytes are in place before the frame arrives, so they are only verified.
+    """
 
     transport, has_payload, is_mapped = Transport.RDMA, False, False
 

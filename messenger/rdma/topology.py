@@ -1,4 +1,4 @@
-"""NICs that a memory location should use: a matrix of preferred and secondary ones, read from sysfs.
+"""The NICs for each memory location: a matrix of preferred and secondary ones, read from sysfs.
 
     {"cpu:0": [["mlx5_0"], ["mlx5_1"]], "cuda:0": [["mlx5_1"], ["mlx5_0"]]}
 
@@ -29,14 +29,14 @@ _FORM = '{"cpu:0": [["mlx5_0"], ["mlx5_1"]]}: preferred, then secondary NICs of 
 
 
 class NicKind(Enum):
-    """Kind of NICs of a topology matrix. The value is the name of their folder in sysfs."""
+    """The kinds of NICs of a topology matrix. The value is the name of their folder in sysfs."""
 
     RDMA = "infiniband"
     ETHERNET = "net"
 
 
 class Choice(NamedTuple):
-    """NICs of one location, the nearest first."""
+    """The NICs of one location, the nearest first."""
 
     preferred: tuple[str, ...]
     secondary: tuple[str, ...]
@@ -44,14 +44,14 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A NIC that could carry something now."""
+    """A NIC that could carry transfers now."""
 
     name: str
     numa_node: int | None
     pci_path: tuple[str, ...]
-    """PCI addresses from the root port down to the device; empty for a virtual device."""
+    """The PCI addresses from the root port down to the device; empty for a virtual device."""
     speed_mbps: int | None
-    """Speed of an Ethernet interface in Mbit/s, where the driver tells it."""
+    """The speed of an Ethernet interface in Mbit/s; None if the driver does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The matrix. Invariant: no NIC stands twice in one location."""
+    """The matrix of NICs by location. Invariant: no NIC is twice in one location."""
 
     matrix: Mapping[str, Choice]
 
@@ -75,9 +75,9 @@ class Topology:
         environ: Mapping[str, str] | None = None,
         kind: NicKind = NicKind.RDMA,
     ) -> "Topology":
-        """Find the matrix of this machine. Without NICs all of its lists are empty.
+        """Return the matrix of this machine. Without NICs all of its lists are empty.
 
-        `environ` is asked for CUDA_VISIBLE_DEVICES, which counts if it is numeric. Ethernet interfaces that
+        CUDA_VISIBLE_DEVICES in `environ` counts if it is numeric. Ethernet interfaces that
         are much slower than the fastest one are secondary, wherever they are.
         """
         nics = find_nics(kind, sys_root)
@@ -93,7 +93,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, sys_root: Path = SYS_ROOT, kind: NicKind = NicKind.RDMA) -> "Topology":
-        """Read a configured matrix. Raises ConfigError, which says what is wrong with it.
+        """Return a configured matrix. Raises ConfigError that names its fault.
 
         Locations that this machine lacks are allowed, so that equal nodes can share a text; NICs are not.
         """
@@ -121,7 +121,7 @@ class Topology:
 
 
 def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
-    """Find the NICs that could carry something now, by name.
+    """Return the NICs that could carry transfers now, by name.
 
     RDMA devices need an active port. Ethernet interfaces must be up; loopback is left out, and so are members
     of a bond or bridge, which stands for them.
@@ -132,7 +132,7 @@ def find_nics(kind: NicKind, sys_root: Path = SYS_ROOT) -> list[Nic]:
 
 
 def find_gpus(sys_root: Path = SYS_ROOT) -> list[Gpu]:
-    """Find all NVIDIA GPUs, in the order of their PCI addresses.
+    """Return all NVIDIA GPUs, in the order of their PCI addresses.
 
     CUDA counts in this order if all GPUs are of one model, or with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
@@ -158,7 +158,8 @@ def read_line(path: Path) -> str | None:
 
 
 def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: int | None) -> Choice:
-    """Prefer the nearest NICs. Distance: slowness, then switches that are not shared, then the node."""
+    """Return the NICs, nearest first. Distance: slowness, then switches that are not shared, then the
+    node."""
 
     def distance(nic: Nic) -> tuple[bool, int, bool]:
         return nic.name in slow, -_num_shared(pci_path, nic.pci_path), node is None or nic.numa_node != node
@@ -170,7 +171,7 @@ def _choose(nics: Iterable[Nic], slow: Set[str], pci_path: Sequence[str], node: 
 
 
 def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """Count the root ports and switches above both devices."""
+    """Return the number of root ports and switches above both devices."""
     num_shared = 0
     for ours, theirs in zip(one, other, strict=False):
         if ours != theirs:
@@ -180,8 +181,10 @@ def _num_shared(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _visible(gpus: Sequence[Gpu], listed: str | None) -> list[Gpu]:
-    """Return the GPUs that CUDA shows, up to the first invalid index. UUIDs cannot be resolved here, so with
-    them all GPUs are returned."""
+    """Return the GPUs that CUDA shows, up to the first invalid index.
+
+    UUIDs cannot be resolved, and mean all GPUs.
+    """
     if listed is None or not re.fullmatch(r"\s*(-?\d+\s*(,\s*-?\d+\s*)*)?", listed):
         return list(gpus)
     visible: list[Gpu] = []
@@ -250,7 +253,7 @@ def _nic(folder: Path) -> Nic:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Return the NUMA node of the PCI device below a device, as of virtio; -1 if the firmware is silent."""
+    """Return the NUMA node of the PCI device below a device, as of virtio; None if unknown."""
     place = device.resolve()
     told = (read_line(folder / "numa_node") for folder in (place, *place.parents))
     node = next((line for line in told if line is not None), None)
@@ -278,7 +281,7 @@ def _has_active_port(device: Path) -> bool:
 
 
 def _is_up(interface: Path) -> bool:
-    """Return whether an interface is up. A virtual one may not tell ("unknown")."""
+    """Return whether an interface is up. A virtual one may report "unknown", which counts as up."""
     return (
         read_line(interface / "type") != _LOOPBACK
         and read_line(interface / "operstate") in ("up", "unknown")

@@ -1,4 +1,4 @@
-"""Import of pyverbs, which is part of rdma-core and not of PyPI's usual packages.
+"""The import of pyverbs, which is part of rdma-core and not of PyPI's usual packages.
 
 Debian and Ubuntu install it for their own Python 3 (package python3-pyverbs). It works in a virtual
 environment of the same Python version, but is not on its path; then it is looked up where they put it.
@@ -21,7 +21,7 @@ SYSTEM_PACKAGES: Final = Path("/usr/lib/python3/dist-packages")
 
 @dataclass(frozen=True, slots=True)
 class Verbs:
-    """Modules of pyverbs, which have no types."""
+    """The modules of pyverbs, which have no types."""
 
     addr: Any
     cq: Any
@@ -36,7 +36,7 @@ class Verbs:
 
 @functools.cache
 def load_verbs() -> Verbs:
-    """Import pyverbs. Raises RdmaUnavailableError if it cannot be imported."""
+    """Return the modules of pyverbs. Raises RdmaUnavailableError if they cannot be imported."""
     try:
         return _import()
     except ImportError as error:

@@ -25,14 +25,14 @@ _SIGNALED: Final = 2
 
 
 class Access(IntFlag):
-    """Rights of a peer in a window (values of enum ibv_access_flags)."""
+    """The rights of a peer in a window (values of enum ibv_access_flags)."""
 
     WRITE = 2
     READ = 4
 
 
 class Range(NamedTuple):
-    """Bytes [offset, offset + size_bytes) of a registered memory."""
+    """The bytes `[offset, offset + size_bytes)` of a registered memory."""
 
     offset: int
     size_bytes: int
@@ -44,13 +44,16 @@ class OpenRanges:
 
     remote_keys: list[int]
     openings: list[Any]
-    """Windows or regions of pyverbs."""
+    """The pyverbs windows or regions of the ranges."""
 
 
 async def grant(
     endpoint: Endpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
 ) -> OpenRanges:
-    """Open `ranges`, and nothing else, to the peer of a connected endpoint. Raises RdmaError."""
+    """Open `ranges`, and nothing else, to the peer of a connected endpoint, and return their keys.
+
+    Raises RdmaError.
+    """
     for each in ranges:
         if each.offset < 0 or not 0 < each.size_bytes <= memory.size_bytes - each.offset:
             raise RdmaError(
@@ -75,10 +78,10 @@ async def grant(
 
 
 def revoke(endpoint: Endpoint, granted: OpenRanges) -> None:
-    """Revoke a grant. Afterwards its keys open nothing.
+    """Revoke a grant, whose keys open nothing afterwards. Idempotent.
 
-    A peer that still uses them gets an error, which breaks the endpoint. Does nothing the second time, or
-    when the endpoint is closed.
+    A peer that still uses them gets an error, which breaks the endpoint. Does nothing when the endpoint is
+    closed.
     """
     try:
         for opening in granted.openings:
@@ -115,7 +118,7 @@ async def _bind_windows(
 
 @dataclass(slots=True)
 class _Binding:
-    """The requests that give windows their ranges."""
+    """The requests that bind windows to their ranges."""
 
     granted: OpenRanges
     memory: RdmaMemory

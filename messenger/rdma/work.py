@@ -18,7 +18,7 @@ from messenger.rdma.errors import RdmaError, Remedy
 from messenger.rdma.verbs import load_verbs
 
 Slices = Sequence[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]
-"""Slices of an operation: (offset in the local memory, remote address, number of bytes) each."""
+"""The slices of an operation: (offset in the local memory, remote address, number of bytes) each."""
 Keys = int | Sequence[int]
 """The remote key of all slices, or one for each."""
 
@@ -31,15 +31,14 @@ _SIGNALED: Final = 2  # enum ibv_send_flags
 
 
 class Span(Protocol):
-    """Address, size and key of local memory, to which slices refer."""
+    """The address, size and key of local memory, to which slices refer."""
 
     address: int
     size_bytes: int
 
 
 class Pieces(NamedTuple):
-    """Pieces that become work requests: the local and the remote address of each, its length, its remote
-    key."""
+    """Pieces that become work requests: local and remote address, length and remote key of each."""
 
     local_addresses: list[int]
     remote_addresses: list[int]
@@ -47,7 +46,8 @@ class Pieces(NamedTuple):
     remote_keys: list[int]
 
     def chain_end(self, begin: int, max_pieces: int) -> int:
-        """Return one after the last piece of the chain that starts with piece `begin`."""
+        """Return the half-open end of the chain that starts with piece `begin` and has at most
+        `max_pieces`."""
         end, chain_bytes = begin, 0
         limit = min(begin + min(max_pieces, MAX_CHAIN), len(self.num_bytes))
         while end < limit and (end == begin or chain_bytes + self.num_bytes[end] <= MAX_CHAIN_BYTES):
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
 
 
 def cut(slices: Slices, keys: Keys, memory: Span, max_piece_bytes: int) -> Pieces:
-    """Join slices that are adjacent on both sides, cut long ones, and leave empty ones out.
+    """Return the pieces of slices: adjacent ones joined, long ones cut, empty ones left out.
 
     Raises RdmaError for a slice outside the local memory, or an invalid key.
     """
@@ -99,7 +99,7 @@ def cut(slices: Slices, keys: Keys, memory: Span, max_piece_bytes: int) -> Piece
 
 
 class Chain:
-    """Requests of one kind, filled in for one posting at a time."""
+    """Reusable requests of one kind, filled in for one posting at a time."""
 
     def __init__(self, opcode: int) -> None:
         verbs = load_verbs()

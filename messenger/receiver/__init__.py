@@ -1,2 +1,1 @@
-"""The receiving side of a messenger: admission of peers, their writes to this pool and their reads from
-it."""
+"""The receiving side of a messenger: admission of peers, writes to this pool, and reads from it."""

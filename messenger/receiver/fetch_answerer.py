@@ -1,4 +1,4 @@
-"""Answers to the fetches of one connection, in their order: at once, or one after the other.
+"""Answers to the fetches of one connection, in order: at once, or one after the other.
 
 Owns: which blocks are being read over the connection. Does not know: how requests arrive, the pool.
 """
@@ -21,7 +21,7 @@ from mooncake.errors import MooncakeError, TransferError
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer whose blocks the sender is reading."""
+    """An answer whose blocks the sender has yet to read."""
 
     fetch: Fetch
     end_lease: Callable[[], None] = lambda: None
@@ -29,11 +29,14 @@ class _Answer:
 
 
 MOST_FETCHES = 64
-"""Most fetches of one lane that are being answered or read."""
+"""Fetches of one lane that are being answered or read at most."""
 
 
 class FetchAnswerer:
-    """Answers the fetches of one connection. `run` it while the connection lasts, then `close` it."""
+    """The answers to the fetches of one connection.
+
+    `run` lasts as long as the connection, then `close` follows.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class FetchAnswerer:
         """Answers whose blocks are being read, the oldest first."""
 
     def fetch(self, fetch: Fetch) -> None:
-        """Answer a fetch, now or after earlier fetches: the sender tells answers apart by their order
+        """Answer a fetch, now or after earlier fetches, as the sender identifies answers by their order
         alone."""
         if fetch.is_read:
             self._count_read(fetch)
@@ -78,7 +81,7 @@ class FetchAnswerer:
         self._fetches.put_nowait(self._answer(fetch))
 
     def _count_read(self, fetch: Fetch) -> None:
-        """Count blocks that the sender has read in our segment, which it has mapped."""
+        """Count blocks that the sender has read in this side's segment, which it has mapped."""
         if not self._inlet.is_mapped:
             raise TransferError("blocks are said to be read where nobody can see them")
         layers, heads = self._check_fetch(fetch)
@@ -91,7 +94,7 @@ class FetchAnswerer:
         self._traffic.sent_bytes[self._inlet.transport] += num_blocks * len(layers) * self._layout.layer_bytes
 
     async def run(self) -> None:
-        """Answer fetches that could not be answered at once."""
+        """Answer, until cancelled, the fetches that could not be answered at once."""
         try:
             while True:
                 await (await self._fetches.get())
@@ -100,7 +103,7 @@ class FetchAnswerer:
             self._replies.shut_down()  # nobody else would answer
 
     def close(self) -> None:
-        """End all leases. `run` has ended."""
+        """End all leases, after `run` has ended."""
         while not self._fetches.empty():
             self._fetches.get_nowait().close()
         for answer in self._read:
@@ -108,7 +111,7 @@ class FetchAnswerer:
 
     def fetched(self, damaged: Sequence[int]) -> None:
         """End the lease of the oldest answer, which the sender has read, and verify the blocks that it found
-        damaged.
+        `damaged`.
 
         Raises TransferError if there is no such answer, or no such block.
         """
@@ -141,7 +144,7 @@ class FetchAnswerer:
             self._refuse_fetch(fetch, error)
 
     def _check_fetch(self, fetch: Fetch) -> tuple[range, range | None]:
-        """Return the wanted layers, and the wanted heads of each (None: all). Raises TransferError."""
+        """Return the wanted layers, and the wanted heads of each (None: all heads). Raises TransferError."""
         layers = range(fetch.layer_begin, fetch.layer_end)
         heads, layer_bytes = self._parts.of(fetch.heads)
         try:
@@ -166,7 +169,7 @@ class FetchAnswerer:
         self._replies.post(encode_frame(Found([], brief(str(error)))))
 
     def _send_found(self, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]) -> None:
-        """Send blocks. They stay in their pages until the reader has confirmed that it has them."""
+        """Send blocks, which stay in their pages until the reader has confirmed their arrival."""
         num_bytes = sum([len(block.view) for block in blocks])
         self._read.append(_Answer(fetch, end_lease, num_bytes))
         found = Found([FoundBlock(b.index, b.checksums, b.source_offset) for b in blocks])
@@ -178,7 +181,7 @@ class FetchAnswerer:
     async def _open_found(
         self, exposures: Exposures, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]
     ) -> None:
-        """Open blocks to the reader, which fetches them by RDMA."""
+        """Open blocks to the reader, which reads them by RDMA."""
         places = [Range(block.source_offset, len(block.view)) for block in blocks]
         try:
             addresses, keys, close = await exposures.open_to_read(places)

@@ -40,15 +40,15 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 _ANSWERED_BYTES = 2 << 20
-"""Most bytes of writes whose acknowledgements leave together: the sender waits for these before it sends
+"""Bytes of writes whose acknowledgements leave together at most, as the sender waits for them before it sends
 more."""
 _MOST_ACKS = 16
-"""Most writes, placed by the sender itself, whose acknowledgements leave together."""
+"""Writes placed by the sender itself whose acknowledgements leave together at most."""
 _ACK = encode_frame(WriteAck())
 
 
 class IncomingLane:
-    """One connection, after its handshake."""
+    """One connection of a sender after its handshake."""
 
     def __init__(
         self,
@@ -59,8 +59,9 @@ class IncomingLane:
         layout: KVLayout | None,
         slot: CopySlot | None = None,
     ) -> None:
-        """Make the lane of a sender whose blocks have this `layout`; None if the sender has no blocks and may
-        only probe. `slot`: the copy slot with which the sender writes to granted pages itself."""
+        """Prepare the lane of a sender whose blocks have `layout`; None if the sender has no blocks and may
+        only probe. `slot`: the copy slot with which the sender writes to granted pages itself; None without
+        one."""
         self.ended = asyncio.Event()
         """Set when no more bytes from this lane will be placed."""
         self._served_pool = served_pool
@@ -116,7 +117,7 @@ class IncomingLane:
             self._exposures.conceal_within(transfer_id, self._served_pool.settings.ack_timeout_s)
 
     async def run(self, session: IncomingSession) -> str:
-        """Serve the connection until it is lost. Returns the reason."""
+        """Serve the connection until it is lost. Returns the reason of the loss."""
         self._session = session
         session.had_copy_slot |= self._copy_slot is not None
         answering = asyncio.create_task(self._answerer.run())
@@ -151,8 +152,8 @@ class IncomingLane:
                 self._answerer.close()
 
     def _hear(self) -> bool:
-        """Handle frames that have come. Returns whether to wait: for the rest of a frame, or for a turn of
-        others."""
+        """Handle received frames. Returns whether to wait: for the rest of a frame, or for other tasks'
+        turn."""
         while (frame := self._frames.ready()) is not None:
             self._rest = self._handle(frame)
             if self._rest is not None or (self._stream.is_turn_over and self._stream.num_ahead):
@@ -164,8 +165,8 @@ class IncomingLane:
         return frame is not None
 
     def _handle(self, frame: Frame) -> Coroutine[None, None, None] | None:
-        """Handle one frame as far as possible at once, and return the rest of the work. An exception of
-        either ends the connection."""
+        """Handle one frame as far as possible at once, and return a coroutine for the rest; None if nothing
+        is left. An exception of either ends the connection."""
         session = self._session
         if self._may_only_probe and not isinstance(frame.message, Probe):
             raise TransferError(f"a probe sent {type(frame.message).__name__}")
@@ -192,7 +193,7 @@ class IncomingLane:
         return None
 
     async def _abandon(self, lane: SessionLane) -> None:
-        """End `lane`, and wait until no more bytes from it will be placed."""
+        """End `lane`, and wait until no more of its bytes will be placed."""
         lane.shut_down()
         waiting: SessionLane | None = lane
         while waiting is not None:
@@ -204,8 +205,10 @@ class IncomingLane:
         self.awaited = None
 
     async def _expose(self, transfer_id: int, grant_id: int) -> None:
-        """Open the pages of a grant to the sender. If the device cannot, the connection ends, and other lanes
-        carry the writes."""
+        """Open the pages of a grant to the sender.
+
+        If the device fails, the connection ends, and other lanes carry the writes.
+        """
         if self._exposures is None:
             raise TransferError("pages are to be opened on a connection without RDMA")
         try:
@@ -225,7 +228,7 @@ class IncomingLane:
     # -- writes -----------------------------------------------------------------------------------
 
     def _write(self, write: Write, payload_bytes: int) -> Coroutine[None, None, None] | None:
-        """Place one write, all of it or none."""
+        """Place one write, all of it or none. Returns a coroutine if its bytes must be awaited."""
         entries = write.entries
         heads, layer_bytes = self._parts.of(write.heads)
         if not 0 < len(entries) <= MAX_FRAME_ENTRIES:
@@ -264,7 +267,7 @@ class IncomingLane:
         self._placed(placing, checksums, num_bytes)
 
     def _placed(self, placing: PendingWrite, checksums: Sequence[bytes], num_bytes: int) -> None:
-        """Verify a write whose bytes have come, and acknowledge it."""
+        """Verify a write whose bytes have arrived, and acknowledge it."""
         write = placing.write
         try:
             for entry, actual in zip(placing.entries, checksums, strict=True):

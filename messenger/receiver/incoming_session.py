@@ -18,45 +18,47 @@ from mooncake.errors import TransferError
 log = logging.getLogger(__name__)
 
 MOST_TRANSFERS = 4096
-"""Most open transfers of one session."""
+"""Open transfers of one session at most."""
 _MOST_GIVEN_UP = 1024
-"""Most given up transfers that are remembered, against late writes."""
+"""Given up transfers that are remembered at most, against late writes."""
 
 
 class SessionLane(Protocol):
-    """Connection of a session."""
+    """A connection of a session, as the session sees it."""
 
     ended: asyncio.Event
-    """Set when no more bytes that came over this lane will be placed."""
+    """The event that no more bytes of this lane will be placed."""
     awaited: "SessionLane | None"
-    """The lane whose end this one awaits."""
+    """The lane whose end this one awaits; None without one."""
 
     def shut_down(self) -> None:
         """End the connection."""
 
     def post(self, *buffers: bytes | memoryview) -> None:
-        """Send frames. Never waits."""
+        """Send frames without waiting."""
 
     def conceal(self, transfer_id: int) -> None:
         """Close the pages of this transfer to writes by RDMA."""
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        """Close the pages of this transfer to writes by RDMA when the sender has closed it, or after
-        `ack_timeout_s`."""
+        """Close the pages of this transfer to writes by RDMA, once the sender has closed it, or
+        `ack_timeout_s` seconds have passed."""
 
 
 @dataclass(slots=True, eq=False)
 class IncomingSession:
-    """All lanes of one sender. It is the `GrantWriter` that grants tell to stop."""
+    """All lanes of one sender: the `GrantWriter` that grants tell to stop."""
 
     name: str
     target: WriteTarget
     lanes: dict[int, "SessionLane"] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
-    """Grant of each open transfer."""
+    """The grant of each open transfer."""
     had_copy_slot: bool = False
-    """Whether a lane has had a copy slot. Writes that it placed may be announced on another lane, which has
-    no slot."""
+    """Whether a lane has had a copy slot.
+
+    Writes placed with it may be announced on another lane, without a slot.
+    """
     given_up: dict[int, None] = field(default_factory=dict)
     """The latest transfers that were given up. A late write does not open them again."""
 
@@ -68,10 +70,10 @@ class IncomingSession:
             self.post(TransferEnded(transfer_id, brief(str(error))))
 
     def ensure_open(self, transfer_id: int, grant_id: int) -> None:
-        """Open a transfer unless it is open: a write may arrive before its `Open`.
+        """Open a transfer unless it is open, as a write may arrive before its `Open`.
 
         Raises WriteRefused, and TransferError if the transfer is open for another grant, which would not
-        learn of its end.
+        learn of the transfer's end.
         """
         opened = self.grants.get(transfer_id)
         if opened is None:
@@ -85,13 +87,18 @@ class IncomingSession:
             raise TransferError(f"transfer {transfer_id} is open for grant {opened}, it names {grant_id}")
 
     def close(self, transfer_id: int, reason: str | None) -> None:
-        """Close a transfer that the sender has completed or given up: none of its bytes is in flight."""
+        """Close a transfer that the sender has completed or given up, so that none of its bytes is in flight.
+
+        `reason`: why given up, or None.
+        """
         self.conceal(transfer_id)
         self._end(transfer_id, reason)
 
     def fail(self, transfer_id: int, reason: str) -> None:
-        """Fail a transfer, of which the caller tells the sender. The sender closes the transfer when it has
-        stopped writing."""
+        """Fail a transfer, after which the caller tells the sender.
+
+        The sender closes the transfer when it has stopped writing.
+        """
         self._conceal_in_time(transfer_id)
         self._end(transfer_id, reason)
 
@@ -120,8 +127,10 @@ class IncomingSession:
             self._conceal_in_time(transfer_id)
 
     def completed(self, grant_id: int) -> None:
-        """Close the pages of a complete grant to writes by RDMA. Its transfers stay open: a write may come
-        again."""
+        """Close the pages of a complete grant to writes by RDMA.
+
+        Its transfers stay open, as a write may be repeated.
+        """
         for transfer_id in [t for t, g in self.grants.items() if g == grant_id]:
             self.conceal(transfer_id)
 

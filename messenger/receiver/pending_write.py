@@ -1,4 +1,4 @@
-"""A write whose bytes are being received, and the heads of each layer that it has.
+"""A write whose bytes are being received, with the heads of each layer that it has.
 
 Owns: that a write is placed as a whole or not at all. Does not know: how bytes arrive, acknowledgements.
 """
@@ -10,7 +10,7 @@ from mooncake.messages.blocks import KVLayout
 
 
 class HeadRanges:
-    """Heads of each layer that a sender and this side both have."""
+    """The heads of each layer that a sender and this side have in common."""
 
     def __init__(self, ours: KVLayout, theirs: KVLayout | None) -> None:
         """Compare both layouts; `theirs` is None if the sender has no blocks."""
@@ -38,8 +38,10 @@ class HeadRanges:
 
 
 class PendingWrite:
-    """A write whose bytes are being received. `complete` or `abandon` ends it; a later `abandon` does
-    nothing."""
+    """A write whose bytes are being received, ended by `complete` or `abandon`.
+
+    A later `abandon` does nothing.
+    """
 
     def __init__(self, target: WriteTarget, write: Write, heads: range | None, layer_bytes: int) -> None:
         self.write = write
@@ -53,8 +55,10 @@ class PendingWrite:
         self._begun: list[WriteEntry] = []
 
     def begin(self, *, is_on_wire: bool) -> None:
-        """Find the pages. Bytes that are in their pages already are received and discarded. Raises
-        WriteRefused."""
+        """Find the pages of the write. Bytes already in their pages are received and discarded.
+
+        Raises WriteRefused.
+        """
         for entry in self.write.entries:
             if entry.num_layers < 1:
                 raise WriteRefused(f"layers [{entry.layer_begin}, {entry.layer_end}) are no layers")

@@ -1,4 +1,4 @@
-"""Admission of other messengers: their handshake, their resources, the session they belong to.
+"""Admission of other messengers: handshake, resources, sessions.
 
 Owns: which peers are connected. Does not know: messages after the handshake.
 """
@@ -28,7 +28,7 @@ from mooncake.security.waiting_peers import WaitingPeers
 log = logging.getLogger(__name__)
 
 MOST_UNKNOWN = 256
-"""Most unauthenticated connections at one port."""
+"""Unauthenticated connections at one port at most."""
 _SILENT = "it said nothing in time"
 
 
@@ -40,7 +40,7 @@ class UnauthenticatedPeers:
 
     @contextlib.contextmanager
     def entered(self, stream: Stream) -> Iterator[None]:
-        """Make a context that counts a connection while its peer authenticates itself."""
+        """Make a context that counts a connection while its peer authenticates."""
         self._crowd.enter(stream)
         try:
             yield
@@ -49,7 +49,7 @@ class UnauthenticatedPeers:
 
 
 class Sessions:
-    """Sessions of all senders that are connected. Every connection is handed to `serve`."""
+    """The sessions of all connected senders. Every accepted connection is passed to `serve`."""
 
     def __init__(self, served_pool: ServedPool) -> None:
         self._served_pool = served_pool
@@ -144,7 +144,7 @@ class Sessions:
 
 
 async def _shake_hands(stream: Stream) -> None:
-    """Shake hands by TLS, if there is TLS. Raises AuthenticationError."""
+    """Complete the TLS handshake, if there is TLS. Raises AuthenticationError."""
     try:
         await stream.shake_hands()
     except OSError as error:
@@ -160,7 +160,7 @@ async def refuse_connection(
     *,
     timeout_s: float,
 ) -> None:
-    """Authenticate a sender and refuse it for this reason."""
+    """Authenticate a sender, and refuse it for `reason`."""
     try:
         with unauthenticated.entered(stream):
             async with asyncio.timeout(timeout_s):

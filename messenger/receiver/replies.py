@@ -1,24 +1,24 @@
 """Replies to a sender over one connection.
 
-Owns: replies that wait to be sent, and their limit. Does not know: their content.
+Owns: waiting replies, and their limit. Does not know: their content.
 """
 
 from messenger.transport.outbox import Outbox
 from messenger.transport.stream import Stream
 
 _MOST_WAITING = 1024
-"""Most waiting messages of one connection."""
+"""Waiting messages of one connection at most."""
 
 
 class Replies:
-    """The only way to send over an accepted connection."""
+    """The sender of replies over an accepted connection; nothing else may send over it."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._outbox = Outbox(stream)
 
     def post(self, *buffers: bytes | memoryview) -> None:
-        """Send frames. Never waits. A lost connection is noticed by the task that receives."""
+        """Send frames without waiting. The receiving task notices a lost connection."""
         try:
             self._outbox.post(*buffers)
         except OSError:
@@ -31,5 +31,5 @@ class Replies:
         self._stream.shut_down()
 
     async def close(self) -> None:
-        """Stop sending. Waiting replies are not sent."""
+        """Stop sending, and drop waiting replies."""
         await self._outbox.close()

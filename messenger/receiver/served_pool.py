@@ -19,11 +19,11 @@ from mooncake.security.keys import ClusterKey
 
 
 class WriteRefused(Exception):
-    """A write may not be placed; the message is the reason the sender gets."""
+    """A write may not be placed. The message is the reason that the sender gets."""
 
 
 class GrantWriter(Protocol):
-    """A peer that has opened a transfer, as its target sees it."""
+    """The interface of a peer with an open transfer, as its target sees it."""
 
     name: str
 
@@ -35,7 +35,7 @@ class GrantWriter(Protocol):
 
 
 class WriteTarget(Protocol):
-    """Owner of the pages that remote writes go to.
+    """The interface of the owner of pages to which remote writes go.
 
     Every `begin` that returns a view is followed by exactly one `complete` or `abandon`, and the page must
     not be given to another owner in between. `heads`, the same in all three: the heads that `entry` has of
@@ -43,10 +43,10 @@ class WriteTarget(Protocol):
     """
 
     def add_writer(self, grant_id: int, writer: GrantWriter) -> None:
-        """Record a writer that has announced itself. Idempotent. Raises WriteRefused."""
+        """Record a writer of the grant. Idempotent. Raises WriteRefused."""
 
     def begin(self, grant_id: int, entry: WriteEntry, heads: range | None) -> memoryview | None:
-        """Return the memory to which the bytes of `entry` go; None if they are there already.
+        """Return the memory for the bytes of `entry`; None if they are in place already.
 
         (Bytes come again if their acknowledgement was lost with a connection.)
 
@@ -54,20 +54,23 @@ class WriteTarget(Protocol):
         """
 
     def expose(self, grant_id: int) -> tuple[list[tuple[int, Range]], Callable[[], None]]:
-        """Return the incomplete pages of the grant with their places in the segment, and a callback.
+        """Return the incomplete pages of the grant with their ranges in the segment, and a callback.
 
         The pages are given to no other owner until the callback is called. Raises WriteRefused.
         """
 
     def is_open(self, grant_id: int) -> bool:
-        """Return whether the grant lacks bytes still, and has not failed."""
+        """Return whether the grant still lacks bytes, and has not failed."""
 
     def complete(self, grant_id: int, entry: WriteEntry, heads: range | None) -> bool:
-        """Record that the bytes of `entry` are placed and verified. Returns whether the grant is complete
-        now; then its writers have been told. Raises WriteRefused if the bytes are not wanted any more."""
+        """Record that the bytes of `entry` are placed and verified.
+
+        Returns whether the grant is complete now, in which case its writers have been told. Raises
+        WriteRefused if the bytes are not wanted any more.
+        """
 
     def abandon(self, grant_id: int, entry: WriteEntry, heads: range | None) -> None:
-        """Give up `entry`: no more of its bytes will be placed, and those in the page are invalid."""
+        """Give up `entry`, of which no more bytes will be placed. Its bytes in the page are invalid."""
 
     def remove_writer(self, grant_id: int, writer: GrantWriter, reason: str | None) -> None:
         """Record that the writer has ended. `reason`: why its writes were not all completed; None if they
@@ -76,17 +79,17 @@ class WriteTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """Layers of a block, or a part of one, that stay where they are until their lease ends."""
+    """Layers of a block, or a part of one layer, that stay in place until their lease ends."""
 
     index: int
-    """Index into the keys that were asked for."""
+    """The index of the block in the requested keys."""
     view: memoryview
     source_offset: int
     checksums: bytes
 
 
 class ReadSource(Protocol):
-    """Owner of the blocks that others may read.
+    """The interface of the owner of blocks that other messengers may read.
 
     `layers` and `heads` are numbered as in the model, and exist here. `heads` is None for all heads;
     otherwise `layers` is a single layer.
@@ -95,7 +98,7 @@ class ReadSource(Protocol):
     async def lease(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]]:
-        """Lease the `keys` that are there, and return them with the callback that ends the lease.
+        """Lease those of `keys` that the pool has. Returns them with the callback that ends the lease.
 
         Raises MooncakeError.
         """
@@ -103,33 +106,39 @@ class ReadSource(Protocol):
     def lease_now(
         self, keys: Sequence[bytes], layers: range, heads: range | None
     ) -> tuple[list[Readable], Callable[[], None]] | None:
-        """Lease blocks at once; None if that would take a while. Raises MooncakeError."""
+        """Lease blocks as `lease` does, but at once; None if that would take a while. Raises
+        MooncakeError."""
 
     def count_read(self, keys: Sequence[bytes]) -> int:
-        """Record that a peer of this host has read these blocks in place. Returns how many of them are there
-        still. Raises MooncakeError."""
+        """Count blocks that a peer of this host has read in place. Returns how many of them are still stored.
+
+        Raises MooncakeError.
+        """
 
     def verify(self, keys: Sequence[bytes], layers: range) -> None:
-        """Compare layers of these blocks with their checksums: a reader has got other bytes. Damaged blocks
-        are dropped."""
+        """Compare layers of these blocks with their checksums, after a reader has got other bytes.
+
+        Damaged blocks are dropped.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSegment:
-    """Our segment with its copy table: peers of this host write granted pages, and read sealed ones."""
+    """This side's segment with its copy table, in which peers of this host write granted pages and read
+    sealed ones."""
 
     copy_table: CopyTable
     fd: int
-    """Descriptor of the segment, writable."""
+    """The writable descriptor of the segment."""
     copy_table_offset: int
     pages_offset: int
     page_stride: int
     num_pages: int
     page_table: PageTableOffsets | None = None
-    """Place of the page table, by which peers find sealed blocks; None if they cannot."""
+    """The offsets of the page table, by which peers find sealed blocks; None if they cannot."""
 
     def take_slot(self, pid: int) -> CopySlot | None:
-        """Return a copy slot for a lane of that process; None if there is none left."""
+        """Return a copy slot for a lane of the process `pid`; None if there is none left."""
         number = self.copy_table.take_slot(pid)
         if number is None:
             return None
@@ -141,7 +150,7 @@ class SharedSegment:
 
 @dataclass(frozen=True, slots=True)
 class ServedPool:
-    """Everything that the lanes of a messenger serve and need: identity, key, pages, blocks."""
+    """Everything that a messenger's lanes serve and need: identity, key, pages, blocks."""
 
     identity: Identity
     key: ClusterKey
@@ -152,4 +161,4 @@ class ServedPool:
     settings: MessengerConfig
     cards: Cards
     shared_segment: SharedSegment | None
-    """Segment for peers of this host; None if this side has to copy what they write over shared memory."""
+    """The segment for peers of this host; None if this side copies their writes over shared memory."""

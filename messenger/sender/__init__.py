@@ -1,1 +1,1 @@
-"""The sending side of a messenger: connections to other messengers, writes to them and fetches from them."""
+"""The sending side of a messenger: connections to other messengers, writes and fetches."""

@@ -14,20 +14,20 @@ from mooncake.errors import TransferError
 
 
 class AnswerListener(Protocol):
-    """The session with a peer, as the answers of its lanes see it."""
+    """The interface of the session with a peer, for the answers of its lanes."""
 
     name: str
-    """Name of the peer."""
+    """The name of the peer."""
 
     def moved(self, transport: Transport, num_bytes: int, *, received: bool) -> None:
-        """Count bytes that have been placed and verified, at the other side or here."""
+        """Count bytes that have been placed and verified, on this side if `received`, else on the other."""
 
     def damaged(self) -> None:
         """Count a block that did not match its checksums."""
 
 
 class AnswerHandler:
-    """Completes the requests in `outstanding`.
+    """The handler of a lane's answers, which complete the requests in `outstanding`.
 
     An answer that fits no request raises TransferError, which ends the connection.
     """
@@ -38,7 +38,7 @@ class AnswerHandler:
         self._listener = listener
 
     def acknowledged(self, ack: WriteAck) -> None:
-        """Complete the oldest write."""
+        """Complete the oldest write with its acknowledgement."""
         if not self._outstanding.writes:
             raise TransferError("an acknowledgement came for no write")
         request = self._outstanding.take_write()
@@ -57,7 +57,7 @@ class AnswerHandler:
     def found_now(self, found: Found, payload_bytes: int) -> list[int] | None:
         """Complete the oldest fetch, and return the indices of its damaged blocks.
 
-        Returns None, and nothing has happened, if the payload must be awaited.
+        Returns None, without any effect, if the payload must be awaited.
         """
         views = self._views_of(found, payload_bytes)
         checksums = self._inlet.place_now(found.blocks, views, self._outstanding.fetches[0].layer_bytes)
@@ -66,17 +66,17 @@ class AnswerHandler:
         return self._found(found, views, checksums)
 
     async def found(self, found: Found, payload_bytes: int) -> list[int]:
-        """Complete the oldest fetch when all of its payload has come; return as `found_now` does."""
+        """Complete the oldest fetch when its whole payload has arrived. Returns as `found_now`."""
         views = self._views_of(found, payload_bytes)
         layer_bytes = self._outstanding.fetches[0].layer_bytes
         return self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
 
     def moved(self, request: Request, *, received: bool) -> None:
-        """Count all bytes of a request."""
+        """Count all bytes of a request as moved."""
         self._listener.moved(self._inlet.transport, request.num_bytes, received=received)
 
     def _views_of(self, found: Found, payload_bytes: int) -> list[memoryview]:
-        """Return the views of the blocks that were found."""
+        """Return the views of the found blocks."""
         if not self._outstanding.fetches:
             raise TransferError("blocks came that nobody has asked for")
         wanted = self._outstanding.fetches[0].views

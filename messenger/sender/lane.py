@@ -23,40 +23,40 @@ from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
 _SENT_BYTES = 256 << 10
-"""Bytes of small frames that leave by one system call."""
+"""Bytes of small frames that one system call sends at most."""
 _COPYING_SPEED = 8
 """Speed of copying between segments, as a multiple of the speed through a socket. It bounds the copying
 before other tasks have a turn to 4 MiB."""
 _FETCH_DONE = encode_frame(FetchDone())
 _MOST_OUTSTANDING = 256
-"""Most requests in flight on one lane, requests whose bytes are placed already included."""
+"""Requests in flight on one lane at most, including those whose bytes are placed."""
 
 
 class Owner(AnswerListener, Protocol):
-    """The session with a peer, as its lanes see it."""
+    """The interface of the session with a peer, for its lanes."""
 
     @property
     def has_more(self) -> bool:
         """Whether a request waits in the queues."""
 
     def next_request(self, lane: "Lane") -> Request | None:
-        """Take the request that `lane` should send now; None if there is none for it."""
+        """Return the request that `lane` should send now, taken from the queues; None if there is none."""
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """Return how many bytes of this class may be moved before other tasks have their turn."""
+        """Return how many bytes of this class may be moved before other tasks run."""
 
     def should_yield(self) -> bool:
-        """Return whether a caller that has just been served should go on before more bulk is copied."""
+        """Return whether a caller that has just been served should run before more bulk is copied."""
 
     def ended(self, transfer_id: int, reason: str) -> None:
-        """Record that the receiver gave a transfer up."""
+        """Record that the receiver has given a transfer up for `reason`."""
 
     def written(self, transfer_id: int) -> None:
         """Record that a write of this transfer is no longer in flight beside the connection."""
 
 
 class Lane:
-    """A connection after its handshake. `run` it; it ends when the connection does."""
+    """One connection to a peer after its handshake. `run` ends with the connection."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class Lane:
 
     @property
     def remedy(self) -> Remedy | None:
-        """Remedy for the failure of RDMA that has ended the lane; None if it was none."""
+        """The remedy for the RDMA failure that ended the lane; None if it ended otherwise."""
         return self._outlet.remedy
 
     @property
     def refused(self) -> Request | None:
-        """A request that the transport cannot carry, and that would fail again if it were retried."""
+        """A request that the transport cannot carry, and that would fail again; None without one."""
         return self._outlet.refused
 
     @property
@@ -129,7 +129,7 @@ class Lane:
 
     @property
     def num_received_bytes(self) -> int:
-        """Bytes of any kind that have come over the connection: the peer is alive while the number grows."""
+        """The bytes of any kind received over the connection: while the number grows, the peer is alive."""
         return self._stream.num_received_bytes
 
     @property
@@ -141,7 +141,7 @@ class Lane:
 
     @property
     def num_outstanding(self) -> int:
-        """Requests in flight on this lane."""
+        """The number of requests in flight on this lane."""
         return self._outstanding.num_begun - self._outstanding.num_answered
 
     @property
@@ -150,24 +150,26 @@ class Lane:
         return self.num_outstanding < _MOST_OUTSTANDING
 
     def wake(self, urgency: Urgency = Urgency.LATENCY) -> None:
-        """Look for requests to send. Bulk that this side copies gets turns of its own, so that other tasks
-        run in between."""
+        """Send queued requests.
+
+        Bulk that this side copies gets turns of its own, so that other tasks run in between.
+        """
         if self._outlet.copies and urgency is Urgency.BULK:
             self._pump_soon()
         else:
             self._pump()
 
     async def take_turns(self, request: Request) -> None:
-        """Let other tasks have a turn now and then, after a `request` that this side has copied."""
+        """Let other tasks run if due, after a `request` that this side has copied."""
         if not request.moving_bytes:
             self._stream.moved(request.num_bytes // _COPYING_SPEED)
         await self._stream.take_turns()
 
     def post(self, message: Message, *, may_wait: bool = False) -> None:
-        """Send a message that has no answer, before all requests that have not been sent yet.
+        """Send a message without an answer, ahead of all unsent requests.
 
-        It leaves with the next request; without one at the end of this turn of the event loop, or within
-        `NOT_URGENT_S` if it `may_wait`.
+        The message leaves with the next request; without one at the end of this turn of the event loop, or
+        within `NOT_URGENT_S` if it `may_wait`.
         """
         self._send_queue.keep(encode_frame(message))
         if isinstance(message, Close):
@@ -177,7 +179,7 @@ class Lane:
             self._pump_soon()
 
     async def run(self) -> str:
-        """Send and receive until the connection is lost. Returns the reason."""
+        """Send and receive until the connection is lost. Returns the reason of the loss."""
         try:
             await self._receive()
         except (OSError, TransferError) as error:
@@ -194,7 +196,7 @@ class Lane:
             await self._send_queue.close()
 
     def send(self, request: Request) -> None:
-        """Send `request` now, behind messages that were posted before, whatever waits in the queues."""
+        """Send `request` now, behind posted messages, whatever waits in the queues."""
         self._send_queue.send(*self._outlet.begin(request, is_next=True))
 
     def forget(self, transfer_id: int) -> None:
@@ -202,20 +204,21 @@ class Lane:
         self._outlet.forget(transfer_id)
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Return whether bytes of this transfer are in flight beside the connection: its pages must stay open
-        for them."""
+        """Return whether bytes of this transfer are in flight beside the connection, so that its pages must
+        stay open."""
         return self._outlet.is_writing(transfer_id)
 
     def take_outstanding(self) -> list[Request]:
-        """Take the requests that were in flight when the lane was lost."""
+        """Return, and forget, the requests in flight when the lane was lost."""
         return [*self._outstanding.take_all(), *self._outlet.take_all()]
 
     def take_closes(self) -> list[Close]:
-        """Take the `Close` messages that may not have arrived: no later request was answered."""
+        """Return, and forget, the `Close` messages that may not have arrived, as no later request was
+        answered."""
         return self._outstanding.take_closes()
 
     def give_up(self, reason: str) -> None:
-        """End the connection for this reason."""
+        """End the connection for `reason`."""
         self._given_up = self._given_up or reason
         self._stream.shut_down()
 
@@ -228,7 +231,7 @@ class Lane:
             self._send_queue.send()
 
     def _send_requests(self) -> None:
-        """Send requests. Frames that need no answer leave with them, but not without any request."""
+        """Send requests, with the waiting frames that have no answer. Without a request such frames wait."""
         if not self._is_running or self._send_queue.is_stopped:
             return
         begun: list[bytes | memoryview] = []
@@ -260,7 +263,7 @@ class Lane:
             self._pump()
 
     def _copied_share(self, request: Request) -> int:
-        """Return how much of a turn of `_SENT_BYTES` a copied request takes.
+        """Return the bytes of a turn of `_SENT_BYTES` that a copied request counts for.
 
         A latency request takes the whole turn: its caller goes on before more is copied. Bulk of
         `frame_bytes` makes one turn.
@@ -283,8 +286,8 @@ class Lane:
                 await self._stream.take_turns()
 
     def _hear(self) -> bool:
-        """Handle frames that have come. Returns whether to wait: for the rest of a frame, or for a turn of
-        others."""
+        """Handle received frames. Returns whether to wait: for the rest of a frame, or for other tasks'
+        turn."""
         while (frame := self._frames.ready()) is not None:
             if not self._take(frame):
                 self._left = frame
@@ -295,8 +298,10 @@ class Lane:
         return frame is not None
 
     def _take(self, frame: Frame) -> bool:
-        """Handle one frame. Returns False, and nothing has happened, if its payload must be awaited. An
-        exception ends the connection."""
+        """Handle one frame. Returns False, without any effect, if its payload must be awaited.
+
+        An exception ends the connection.
+        """
         match frame.message:
             case WriteAck() as ack:
                 self._answers.acknowledged(ack)
@@ -314,10 +319,11 @@ class Lane:
         return True
 
     def _end_fetch(self, damaged: list[int]) -> None:
-        """Tell the holder that it need not keep the blocks of its oldest answer, and which were damaged."""
+        """Tell the holder that the blocks of its oldest answer have been read, and which were damaged."""
         self._send_queue.keep(encode_frame(FetchDone(damaged)) if damaged else _FETCH_DONE)
 
 
 def _may_wait(request: Request) -> bool:
-    """Return whether the peer may hear of `request` later: waking it up takes as long as copying a MiB."""
+    """Return whether the peer may be told of `request` later, as waking the peer takes as long as copying a
+    MiB."""
     return request.urgency is Urgency.BULK and not request.moving_bytes

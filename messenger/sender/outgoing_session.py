@@ -39,20 +39,19 @@ from mooncake.messages.blocks import KVLayout
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 16
-"""Requests of one class in flight or queued. Further callers wait."""
+"""Requests of one class in flight or queued at most. Further callers wait."""
 _NUM_LOST_LANES = 64
-"""Lost lanes that are remembered, as the receiver may not have noticed their end yet."""
+"""Lost lanes that are remembered, as the receiver may not have noticed their loss."""
 _YIELDED_TURNS = 2
-"""Turns of the event loop that are left to a served caller: one until it runs, one for what it starts."""
+"""Turns of the event loop left to a served caller: one until it runs, one for the work that it starts."""
 _MOST_LANES_LOST = 4
-"""Number of lanes lost in a row with the same request in flight, after which the request is taken to be the
-cause."""
+"""Lanes lost in a row with the same request in flight after which the request counts as the cause."""
 SESSION_BYTES = 16
-"""Length of the random name of a session."""
+"""Bytes of the random name of a session."""
 
 
 class OutgoingSession:
-    """One session. It ends with its last lane; the next caller begins another."""
+    """A session with one messenger. The session ends with its last lane; the next caller begins another."""
 
     def __init__(self, name: str, traffic: Traffic) -> None:
         self.name = name
@@ -84,25 +83,25 @@ class OutgoingSession:
 
     @property
     def layout(self) -> KVLayout:
-        """Layout of the peer's blocks. Raises TransferError if there is no lane any more."""
+        """The layout of the peer's blocks. Raises TransferError if no lane is left."""
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
         return self._lanes[0].layout
 
     def frame_bytes(self, urgency: Urgency) -> int:
-        """Return how many bytes to ask for at once. For bulk it is so few that latency requests are not held
-        up."""
+        """Return how many bytes to request at once. For bulk the number is small, so that latency requests
+        are not held up."""
         return self._queues.frame_bytes(urgency, self._now_s())
 
     @property
     def num_received_bytes(self) -> int:
-        """Bytes that have arrived over the present connections. Blocks over shared memory and RDMA are not
-        among them; there a request is quick or stuck."""
+        """The bytes that have arrived over the present connections. Blocks over shared memory and RDMA do not
+        count; such a request is quick or stuck."""
         return sum(lane.num_received_bytes for lane in self._lanes)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no transfer or request needs the session now."""
+        """Whether no transfer or request uses the session now."""
         return not self._transfers and not self.throughput.in_flight_bytes
 
     # -- what is asked of the peer ----------------------------------------------------------------
@@ -115,8 +114,9 @@ class OutgoingSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> Transfer:
-        """Make a transfer to `grant_id`, for a `with` statement. An exception in it gives the transfer up and
-        tells the peer why.
+        """Return a transfer to the grant `grant_id`, for a `with` statement.
+
+        An exception in the block gives the transfer up and tells the peer the reason.
 
         `on_change` is called when a frame is complete or the transfer has failed. `heads`: the heads of the
         model that are written of each layer; None if both sides have the same heads, and all are written.
@@ -126,7 +126,7 @@ class OutgoingSession:
         return Transfer(self, opening, urgency, on_change, part)
 
     def transfer_begun(self, transfer: Transfer) -> None:
-        """Record a transfer that begins. Raises TransferError if the session has ended."""
+        """Record the beginning of a transfer. Raises TransferError if the session has ended."""
         if self.closed_reason is not None:
             raise TransferError(self.closed_reason)
         self._transfers[transfer.opening.transfer_id] = transfer
@@ -134,7 +134,7 @@ class OutgoingSession:
             self._announcement = asyncio.get_running_loop().call_later(NOT_URGENT_S, self._announce)
 
     def transfer_ended(self, transfer: Transfer, reason: str | None) -> None:
-        """Record a transfer that ends. `reason`: why it is given up, None if it is complete."""
+        """Record the end of a transfer. `reason`: why it was given up; None if it is complete."""
         transfer_id = transfer.opening.transfer_id
         self._transfers.pop(transfer_id, None)
         for lane in self._lanes:
@@ -145,16 +145,18 @@ class OutgoingSession:
             self._send_close(Close(transfer_id, None if reason is None else brief(reason)))
 
     def _send_close(self, close: Close) -> None:
-        """Send a `Close` as soon as no byte of the transfer is in flight beside the connections: the peer
-        closes its pages then, and a write to closed pages breaks the queue pair for all transfers."""
+        """Send a `Close` once no byte of the transfer is in flight beside the connections.
+
+        The peer then closes its pages, and a write to closed pages breaks the queue pair for all transfers.
+        """
         if any(lane.is_writing(close.transfer_id) for lane in self._lanes):
             self._delayed_closes[close.transfer_id] = close
         elif self._lanes:
             self._lanes[0].post(close, may_wait=close.reason is None)
 
     def _announce(self) -> None:
-        """Tell the peer of transfers that have not written yet. From then on the loss of this session fails
-        their grants."""
+        """Tell the peer of transfers that have not written yet, so that a loss of this session fails their
+        grants."""
         self._announcement = None
         for transfer in self._transfers.values():
             self._announce_one(transfer)
@@ -172,13 +174,15 @@ class OutgoingSession:
         urgency: Urgency = Urgency.LATENCY,
         heads: range | None = None,
     ) -> dict[int, bytes]:
-        """Read `layers` of those of the blocks `keys` that the peer has, into `views`.
+        """Read `layers` of those blocks among `keys` that the peer has into `views`.
 
-        Returns by index each layer's xxh3-64, little-endian, with which the bytes in the view have been
-        compared. With `heads` (of the model) only these are read: of a single layer, unless they are all
-        heads of the peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at
-        once. Raises TransferError. If it is cancelled, it first waits until nothing will be written to
-        `views` any more.
+        Returns the checksums by index.
+
+        The checksums are each layer's little-endian xxh3-64, which the bytes in the view match. With
+        `heads`\n        (of the model) only these are read: of a single layer, unless they are all heads of
+        the peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at once.
+        Raises TransferError. If it is cancelled, it first waits until nothing will be written to `views` any
+        more.
         """
         if not keys:
             return {}
@@ -213,8 +217,10 @@ class OutgoingSession:
             raise TransferError(answer.failure)
 
     async def submit(self, request: Request) -> None:
-        """Send or queue a request, waiting while too many of its class are in flight. Its `done` is called in
-        any case."""
+        """Send or queue a request, waiting while too many of its class are in flight.
+
+        The request's `done` is called in any case.
+        """
         limit = self._limits[request.urgency]
         try:
             await limit.acquire()
@@ -233,7 +239,7 @@ class OutgoingSession:
             await lane.take_turns(request)
 
     def _track(self, request: Request, limit: asyncio.Semaphore) -> None:
-        """Count a request as in flight until it is done, and then free its place in its class."""
+        """Count a request as in flight until it is done, and then release its slot in its class."""
         done, num_bytes, begun_s = request.done, request.num_bytes, self._now_s()
         self.throughput.begun(num_bytes, begun_s)
         self._queues.begun(request, begun_s)
@@ -254,7 +260,7 @@ class OutgoingSession:
         request.done = finish
 
     def _served(self, urgency: Urgency) -> None:
-        """Record that a request was completed, and let its caller go on before bulk does."""
+        """Record that a request was completed, so that its caller runs before bulk is sent."""
         if urgency is Urgency.LATENCY:
             self._has_served = True
             if self._queues.has_bulk:  # the caller that waited for this goes on first
@@ -263,7 +269,7 @@ class OutgoingSession:
     # -- lanes ------------------------------------------------------------------------------------
 
     async def run_lane(self, lane: Lane) -> str:
-        """Use `lane` until it is lost. Returns the reason."""
+        """Use `lane` until it is lost. Returns the reason of the loss."""
         self._lanes.append(lane)
         self._queues.set_lanes(self._lanes)
         for number in self._lost_lanes:  # what was on them may come again over this one
@@ -279,7 +285,7 @@ class OutgoingSession:
         return reason
 
     def _fail_over(self, lane: Lane, reason: str) -> None:
-        """Hand the requests of a lost lane to the others, or end the session."""
+        """Requeue the requests of a lost lane for the other lanes, or end the session without one."""
         unanswered = lane.take_outstanding()
         if not self._lanes:
             self._close(reason, unanswered)
@@ -303,8 +309,7 @@ class OutgoingSession:
             other.wake()
 
     def _detour(self, request: Request, lost: Lane, reason: str) -> None:
-        """Send a request over a path that stands by, before it fails: the lost one may be unable to carry
-        it."""
+        """Send a request over a standby path before it fails, as the lost path may be unable to carry it."""
         others = [lane for lane in self._lanes if lane.path.is_standby]
         is_wanted = not isinstance(request, WriteRequest) or request.is_wanted()
         if not lost.path.is_standby and others and is_wanted:
@@ -313,7 +318,7 @@ class OutgoingSession:
             request.fail(reason)
 
     def give_up_path(self, path: Path, reason: str) -> None:
-        """End the lanes of a path if there are others, which take over their requests."""
+        """End the lanes of a path if there are others, which take its requests."""
         its_lanes = [lane for lane in self._lanes if lane.path == path]
         if len(its_lanes) < len(self._lanes):
             for lane in its_lanes:
@@ -336,7 +341,7 @@ class OutgoingSession:
         return lane
 
     def _look_after_bulk(self) -> None:
-        """Set a timer that sends waiting bulk in time, even if latency requests are still in flight."""
+        """Set a timer that sends waiting bulk in time, even while latency requests are in flight."""
         if self._queues.has_bulk and self._bulk_timer is None:
             self._bulk_timer = asyncio.get_running_loop().call_later(BULK_WAITS_S, self._wake_bulk)
 
@@ -358,7 +363,7 @@ class OutgoingSession:
         return None
 
     def _is_wanted(self, request: Request) -> bool:
-        """Return whether a request is still wanted; else it is lost."""
+        """Return whether a request is still wanted; otherwise complete it as lost."""
         if isinstance(request, WriteRequest):
             if not request.is_wanted():
                 request.fail("not wanted any more")

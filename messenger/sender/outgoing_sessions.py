@@ -1,4 +1,4 @@
-"""Sessions with other messengers, made on demand and kept until their last lane is lost.
+"""Sessions with other messengers, opened on demand, and kept until their last lane is lost.
 
 Every path to a messenger has some streams, each kept up by a task: a lost connection is made again, with
 growing pauses, while the others carry on. If there are many sessions, idle ones are given up.
@@ -39,9 +39,9 @@ from mooncake.security.keys import ClusterKey
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 1.0
-"""Seconds after which a lost connection is first made again."""
+"""Seconds of the first pause before a lost connection is made again."""
 _LONGEST_PAUSE_S = 5.0
-"""Longest pause between two attempts, in seconds. A peer that comes back is noticed that late."""
+"""Seconds of the longest pause between two attempts. A returning peer is noticed that late."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +51,15 @@ class _Keeping:
     peer: OutgoingSession
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Reasons why first connections failed, or the session ended."""
+    """The reasons why first connections failed, or why the session ended."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def may_come_up(self) -> bool:
-        """Whether no lane is up yet, and one may still come up. (A first lane that was lost at once has ended
-        the session.)"""
+        """Whether no lane has been up yet, and one still may be.
+
+        (A first lane that was lost at once has ended the session.)
+        """
         peer = self.peer
         return not peer.lanes and peer.closed_reason is None and len(self.failures) < len(self.tasks)
 
@@ -67,7 +69,7 @@ class _Keeping:
 
 
 class OutgoingSessions:
-    """Sessions by address, shared by all transfers to it."""
+    """The sessions by address, shared by all transfers to it."""
 
     def __init__(
         self,
@@ -94,11 +96,11 @@ class OutgoingSessions:
 
     @property
     def all(self) -> Sequence[OutgoingSession]:
-        """Open sessions."""
+        """The open sessions."""
         return [keeping.peer for keeping in self._sessions.values() if keeping.peer.closed_reason is None]
 
     async def peer(self, address: MessengerAddress) -> OutgoingSession:
-        """Return the session with the messenger at `address`. Raises TransferError if there can be none."""
+        """Return the session with the messenger at `address`. Raises TransferError if none can be made."""
         lock = self._connecting.setdefault(address, asyncio.Lock())
         async with lock:
             keeping = self._sessions.get(address)
@@ -126,7 +128,7 @@ class OutgoingSessions:
         )
 
     async def _begin_over(self, group: Sequence[Path], address: MessengerAddress) -> _Keeping:
-        """Begin a session. Returns when its first lane is up, or none of them will be."""
+        """Begin a session over a group of paths. Returns when its first lane is up, or all have failed."""
         keeping = _Keeping(OutgoingSession(address.instance, self._traffic))
         numbers = itertools.count()
         for path in group:
@@ -153,8 +155,10 @@ class OutgoingSessions:
         address: MessengerAddress,
         numbers: "itertools.count[int]",
     ) -> None:
-        """Keep one lane up until the session ends, with pauses after failures. A path through an RDMA device
-        is not tried while it is backed off. Others have no `standing`, as they stand by for it."""
+        """Keep one lane up until the session ends, with pauses after failures.
+
+        A backed off RDMA path is not tried. `standing` is None for paths that stand by for RDMA.
+        """
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
         while True:
@@ -201,7 +205,7 @@ class OutgoingSessions:
     async def _connect(
         self, peer: OutgoingSession, path: Path, address: MessengerAddress, number: int
     ) -> Lane:
-        """Connect a lane. Raises OSError or TransferError."""
+        """Return a connected lane. Raises OSError or TransferError."""
         timeout_s = self._settings.connect_timeout_s
         with contextlib.ExitStack() as on_failure:
             try:
@@ -217,7 +221,7 @@ class OutgoingSessions:
             return lane
 
     async def _opening(self, path: Path, stream: Stream, peer: str) -> Opening:
-        """Return the part of the path's transport in a handshake. Raises TransferError."""
+        """Return the transport's part in the handshake over a path. Raises TransferError."""
         match path.transport:
             case Transport.SHM:
                 return ShmOpening(stream, self._source, self._identity.layout.heads)
@@ -253,7 +257,7 @@ class OutgoingSessions:
 
 
 def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSession, reason: str) -> None:
-    """Record what the loss of `lane` means for the other lanes of its path."""
+    """Record the loss of `lane`, `held_s` seconds after its beginning, for the other lanes of its path."""
     now_s = asyncio.get_running_loop().time()
     facts = {"was_asked": lane.was_asked, "has_answered": lane.has_answered}
     if standing.lost(now_s, held_s, lane.remedy, **facts):
@@ -262,7 +266,7 @@ def _judge(standing: PathHealth, lane: Lane, held_s: float, peer: OutgoingSessio
 
 
 def _check_who(met: Identity, address: MessengerAddress) -> None:
-    """Raise TransferError if the messenger is not the one that the address names."""
+    """Check that the messenger is the one that the address names. Raises TransferError."""
     if (met.instance, met.incarnation) != (address.instance, address.incarnation):
         raise TransferError(
             f"expected messenger {address.instance} (incarnation {address.incarnation}), but"

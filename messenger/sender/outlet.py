@@ -1,6 +1,6 @@
 """The outlet of a lane: how the bytes of requests reach the peer, behind the lane's frames or beside them.
 
-An outlet is for sending what an inlet (`messenger.transport.transports`) is for receiving. Each transport has
+An outlet is the sending counterpart of an inlet (`messenger.transport.transports`). Each transport has
 its own, and an opening that agrees with the peer on both in the handshake.
 
 Owns: what is the same over all transports. Does not know: the queues, other lanes.
@@ -25,18 +25,18 @@ from mooncake.errors import TransferError
 
 
 class BulkPace(NamedTuple):
-    """Most bulk in flight on a lane while latency requests are expected, as a latency request waits behind
-    it."""
+    """The limit of bulk in flight on a lane while latency requests are expected, as such a request waits
+    behind it."""
 
     piece_bytes: int
     num_writes: int = 2
-    """Pieces of writes in flight."""
+    """Pieces of writes in flight at most."""
     num_fetches: int = 2
-    """Pieces of fetches in flight."""
+    """Pieces of fetches in flight at most."""
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing: the lane has ended."""
+    """Do nothing, as the lane has ended."""
 
 
 @dataclass(slots=True)
@@ -49,13 +49,13 @@ class LaneParts:
     send_queue: SendQueue
     answer_timeout_s: float
     post: Callable[[Message], None]
-    """Sends a message that has no answer."""
+    """A function that sends a message without an answer."""
     pump: Callable[[], None]
-    """Sends requests for which there is room now."""
+    """A function that sends the requests for which there is room now."""
     give_up: Callable[[str], None]
-    """Ends the lane for this reason."""
+    """A function that ends the lane for a reason."""
     written: Callable[[int], None]
-    """Called when a write of this transfer is no longer in flight beside the connection."""
+    """A callback for a transfer of which a write is no longer in flight beside the connection."""
 
     def end(self) -> None:
         """Drop the callbacks, so that no reference cycle is left."""
@@ -63,26 +63,26 @@ class LaneParts:
 
 
 class Outlet:
-    """An outlet whose writes are frames alone: the receiver gets the bytes by itself."""
+    """The outlet of a lane whose writes are frames alone, as the receiver gets the bytes by itself."""
 
     bulk_pace: ClassVar[BulkPace]
     copies: bool = False
-    """Whether this side may move bytes by itself, at once. Then bulk gets turns of its own, so that other
-    tasks run in between."""
+    """Whether this side may move bytes itself, at once, in which case bulk gets turns of its own, so that
+    other tasks run in between."""
     has_read: bool = False
-    """Whether a fetch was completed so, without an answer."""
+    """Whether a fetch was completed by this side's copy, without an answer."""
     refused: Request | None = None
-    """A request that the transport cannot carry, and that would fail again if it were retried."""
+    """A request that the transport cannot carry, and that would fail again; None without one."""
     remedy: Remedy | None = None
-    """Remedy for the failure that has ended the lane, if it was one of RDMA."""
+    """The remedy for the RDMA failure that ended the lane; None if it ended otherwise."""
 
     def __init__(self, lane: LaneParts) -> None:
         self._lane = lane
 
     def begin(self, request: Request, *, is_next: bool) -> Sequence[bytes | memoryview]:
-        """Mark `request` as in flight and return the bytes to send for it; none if there are none yet.
+        """Mark `request` as in flight, and return the bytes to send for it; none if there are none yet.
 
-        `is_next`: only frames that the send queue keeps leave before them.
+        `is_next`: only kept frames of the send queue leave before these bytes.
         """
         self._lane.outstanding.begin(request)
         self._lane.outstanding.sent(request)
@@ -98,47 +98,51 @@ class Outlet:
         return [encode_frame(request.write)]
 
     def exposed(self, answer: Exposed) -> None:
-        """Record which pages the peer has opened. Raises TransferError if it was not asked to open any."""
+        """Record the pages that the peer has opened.
+
+        Raises TransferError if this side has not asked for them.
+        """
         raise TransferError(f"{type(answer).__name__} came without RDMA")
 
     def blame(self, request: Request, error: BaseException | None) -> None:
-        """Record that the lane ends with this error, which came of `request`."""
+        """Record that the lane ends with this error, caused by `request`."""
 
     def is_writing(self, transfer_id: int) -> bool:
-        """Return whether bytes of this transfer are in flight beside the connection: the peer's pages must
-        stay open for them."""
+        """Return whether bytes of this transfer are in flight beside the connection, so that the peer's pages
+        must stay open."""
         return False
 
     def forget(self, transfer_id: int) -> None:
         """Stop writing a transfer that has ended."""
 
     async def close(self) -> None:
-        """Stop, and wait until no byte moves any more. `take_all` then returns the requests in flight."""
+        """Stop, and wait until no byte moves any more. Afterwards `take_all` returns the requests in
+        flight."""
 
     def take_all(self) -> Sequence[Request]:
-        """Take the requests whose bytes were in flight beside the connection."""
+        """Return, and forget, the requests whose bytes were in flight beside the connection."""
         return []
 
 
 class LaneEnds(NamedTuple):
-    """The ends of a lane whose handshake is complete."""
+    """The outlet and the inlet of a lane whose handshake is complete."""
 
     inlet: Inlet
     make_outlet: Callable[[LaneParts], Outlet]
 
 
 class Opening:
-    """The part of a transport in the handshake of one lane. `close` it if no lane comes of it."""
+    """The part of a transport in the handshake of one lane. To be closed if no lane comes of it."""
 
     segment: OfferedSegment | None = None
-    """This side's segment, for the peer to map."""
+    """This side's segment, for the peer to map; None if it is not offered."""
     endpoint: EndpointInfo | None = None
-    """This side's queue pair, for the peer to connect to."""
+    """This side's queue pair, for the peer to connect to; None without RDMA."""
     takes_copy_slot: bool = False
 
     async def join(self, welcome: Welcome) -> LaneEnds:
-        """Take up what the peer offers in its answer. Raises TransferError."""
+        """Return the ends of the lane, made with the peer's answer. Raises TransferError."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Free what was offered."""
+        """Free the offered resources."""

@@ -1,6 +1,6 @@
-"""Requests of a lane that have begun and have not been answered.
+"""The requests of a lane that have begun and have not been answered.
 
-Writes are answered in their order, fetches in an order of their own. Each answer must come in time.
+Writes are answered in order, and so are fetches. Each answer has a deadline.
 
 Owns: those requests, the deadlines of their answers. Does not know: connections.
 """
@@ -13,11 +13,11 @@ from messenger.transport.deadline import Deadline
 from messenger.wire.messages import Close
 
 _MOST_CLOSES = 1024
-"""Most `Close` messages that are remembered until a later request has been answered."""
+"""`Close` messages that are remembered until a later request is answered."""
 
 
 class Outstanding:
-    """Requests in flight on one lane. `missed` is called when an answer does not come in time."""
+    """The requests in flight on one lane. `missed` is called when an answer is late."""
 
     def __init__(self, answer_timeout_s: float, missed: Callable[[], None]) -> None:
         self.num_bytes = dict.fromkeys(Urgency, 0)
@@ -38,12 +38,12 @@ class Outstanding:
         self.num_begun += 1
 
     def give_up(self, request: Request) -> None:
-        """Take back a request that was not sent."""
+        """Remove a request that was not sent."""
         self.num_bytes[request.urgency] -= request.moving_bytes
         self.num_begun -= 1
 
     def sent(self, request: Request) -> None:
-        """Await the answer to `request` from now on."""
+        """Start to await the answer to `request`."""
         if isinstance(request, FetchRequest):
             self.fetches.append(request)
             if len(self.fetches) == 1:
@@ -54,13 +54,13 @@ class Outstanding:
                 self._write_deadline.set()
 
     def take_write(self) -> WriteRequest | ProbeRequest:
-        """Take the oldest write, which has been answered."""
+        """Remove and return the oldest write, which has been answered."""
         request = self.writes.popleft()
         self._answered(request, self._write_deadline, has_more=bool(self.writes))
         return request
 
     def take_fetch(self) -> FetchRequest:
-        """Take the oldest fetch, which has been answered."""
+        """Remove and return the oldest fetch, which has been answered."""
         request = self.fetches.popleft()
         self._answered(request, self._fetch_deadline, has_more=bool(self.fetches))
         return request
@@ -76,7 +76,8 @@ class Outstanding:
             deadline.clear()
 
     def take_all(self) -> list[Request]:
-        """Take all requests without an answer from a lost lane: writes, then fetches, the oldest first."""
+        """Remove and return all unanswered requests of a lost lane: writes, then fetches, the oldest
+        first."""
         requests = [*self.writes, *self.fetches]
         self.writes.clear()
         self.fetches.clear()
@@ -84,11 +85,12 @@ class Outstanding:
         return requests
 
     def closed(self, close: Close) -> None:
-        """Record a `Close` that is going to be sent."""
+        """Record a `Close` that is about to be sent."""
         self._closes.append((self.num_begun, close))
 
     def take_closes(self) -> list[Close]:
-        """Take the `Close` messages that may not have arrived: no later request was answered."""
+        """Remove and return the `Close` messages that may not have arrived, as no later request was
+        answered."""
         closes = [close for _, close in self._closes]
         self._closes.clear()
         return closes

@@ -1,4 +1,4 @@
-"""Queues of requests to one messenger, and the choice of lanes for them: latency goes before bulk.
+"""Queues of requests to one messenger, and the choice of lanes for them: latency before bulk.
 
 A frame that has been sent cannot be overtaken. So little bulk is in flight while latency requests are
 expected, and one of several lanes is kept free of it.
@@ -16,24 +16,27 @@ from messenger.transport.transports import Path
 from messenger.wire.protocol import MAX_FRAME_BYTES
 
 BULK_WAITS_S = 0.01
-"""Most seconds that bulk waits for latency requests in flight. Then a piece of bulk is sent between them."""
+"""Seconds that bulk waits for latency requests in flight at most. Then a piece of bulk is sent between
+them."""
 BULK_LETS_BY_S = 0.1
-"""Most seconds for which waiting latency requests go first. Then a piece of bulk goes, so that bulk does not
-starve."""
+"""Seconds for which waiting latency requests go first at most.
+
+Then a piece of bulk goes, so that bulk does not starve.
+"""
 _WINDOW_BYTES = 8 << 20
-"""Most bytes of one class in flight on one lane."""
+"""Bytes of one class in flight on one lane at most."""
 _LATENCY_EXPECTED_S = 1.0
 """Seconds after a latency request for which another one is expected."""
 
 
 class Carrier(Protocol):
-    """A lane, as the queues see it."""
+    """The interface of a lane, for the queues."""
 
     path: Path
 
     @property
     def bulk_pace(self) -> BulkPace:
-        """Most bulk in flight on the lane while latency requests are expected."""
+        """The limit of bulk in flight on the lane while latency requests are expected."""
 
     @property
     def has_capacity(self) -> bool:
@@ -44,14 +47,14 @@ class Carrier(Protocol):
 
     @property
     def outstanding_bytes(self) -> int:
-        """Bytes of both classes in flight on the lane."""
+        """The bytes of both classes in flight on the lane."""
 
 
 CarrierT = TypeVar("CarrierT", bound=Carrier)
 
 
 class Queues(Generic[CarrierT]):
-    """Queues of one peer. Callers pass the time."""
+    """The queues of one peer's requests. Callers pass the time."""
 
     def __init__(self) -> None:
         self._queues: dict[Urgency, deque[Request]] = {urgency: deque() for urgency in Urgency}
@@ -66,7 +69,7 @@ class Queues(Generic[CarrierT]):
         self._bulk_sent_s = 0.0
 
     def set_lanes(self, lanes: Sequence[CarrierT]) -> None:
-        """Set the lanes that are up. Those of standby paths carry nothing while there are others."""
+        """Set the lanes that are up. Lanes of standby paths carry nothing while there are others."""
         self._has_main = any(not lane.path.is_standby for lane in lanes)
         self._lanes = [lane for lane in lanes if not self._is_standby(lane)]
         self._kept_free = self._lanes[0] if len(self._lanes) > 1 else None
@@ -82,14 +85,16 @@ class Queues(Generic[CarrierT]):
         return bool(self._queues[Urgency.BULK])
 
     def frame_bytes(self, urgency: Urgency, now_s: float) -> int:
-        """Return how many bytes to ask for at once. For bulk it is so few that latency requests are not held
-        up."""
+        """Return how many bytes to request at once.
+
+        For bulk the number is small, so that latency requests are not held up.
+        """
         if urgency is Urgency.LATENCY or not self._lanes or now_s >= self._latency_until_s:
             return MAX_FRAME_BYTES
         return min(lane.bulk_pace.piece_bytes for lane in self._lanes)
 
     def begun(self, request: Request, now_s: float) -> None:
-        """Count a request until `ended` is called."""
+        """Count a request as in flight until `ended` is called."""
         if request.urgency is Urgency.LATENCY:
             self._num_latency += 1
             self._latency_until_s = now_s + _LATENCY_EXPECTED_S
@@ -104,7 +109,7 @@ class Queues(Generic[CarrierT]):
         self._queues[request.urgency].append(request)
 
     def put_back(self, request: Request) -> None:
-        """Put a request before all others of its class."""
+        """Insert a request before all others of its class."""
         self._queues[request.urgency].appendleft(request)
 
     def remove(self, request: Request) -> bool:
@@ -116,14 +121,14 @@ class Queues(Generic[CarrierT]):
         return True
 
     def take_all(self) -> list[Request]:
-        """Empty the queues."""
+        """Remove and return all queued requests."""
         requests = [request for queue in self._queues.values() for request in queue]
         for queue in self._queues.values():
             queue.clear()
         return requests
 
     def take(self, lane: CarrierT, now_s: float) -> Request | None:
-        """Take the request that `lane` should send now; None if there is none for it."""
+        """Remove and return the request that `lane` should send now; None if there is none."""
         bulk = self._queues[Urgency.BULK]
         may_take_bulk = bool(bulk) and self._may_take(lane, Urgency.BULK, now_s)
         is_overdue = may_take_bulk and now_s >= self._bulk_sent_s + BULK_LETS_BY_S
@@ -136,7 +141,8 @@ class Queues(Generic[CarrierT]):
         return bulk.popleft()
 
     def lane_for(self, urgency: Urgency, now_s: float) -> CarrierT | None:
-        """Return the lane with the fewest bytes in flight that may take a request of this class, or None."""
+        """Return the lane with the fewest bytes in flight that may take a request of this class; None without
+        one."""
         if not self._queues[urgency]:
             return None
         chosen, least_bytes = None, 0
@@ -150,7 +156,7 @@ class Queues(Generic[CarrierT]):
         return chosen
 
     def _may_take(self, lane: CarrierT, urgency: Urgency, now_s: float) -> bool:
-        """Return whether `lane` may be given the next request of this class. There must be one."""
+        """Return whether `lane` may take the next request of this class, which must exist."""
         if self._is_standby(lane) or not lane.has_capacity:
             return False
         in_flight_bytes = lane.outstanding_bytes_of(urgency)

@@ -1,4 +1,4 @@
-"""The outlet over RDMA: the peer is told of each write when its bytes are in the peer's memory.
+"""The outlet over RDMA, which tells the peer of each write when the bytes are in the peer's memory.
 
 Owns: which writes are in flight beside the connection. Does not know: what else is sent over the connection.
 """
@@ -19,12 +19,12 @@ from mooncake.messages.blocks import KVLayout
 
 
 class RdmaOutlet(Outlet):
-    """The outlet of a lane whose device writes the bytes to pages that the peer has opened."""
+    """The outlet of a lane whose device writes bytes to pages that the peer has opened."""
 
     bulk_pace = BulkPace(512 << 10)
 
     def __init__(self, lane: LaneParts, endpoint: Endpoint, layout: KVLayout) -> None:
-        """Write through `endpoint`, which is connected; the peer's blocks have this `layout`."""
+        """Prepare writes through the connected `endpoint`; the peer's blocks have this `layout`."""
         super().__init__(lane)
         self._pages = RemotePages(endpoint, layout, lambda message: lane.post(message))
         self._in_flight: dict[WriteRequest, asyncio.Task[None]] = {}
@@ -50,7 +50,7 @@ class RdmaOutlet(Outlet):
         return any(request.write.transfer_id == transfer_id for request in self._in_flight)
 
     def forget(self, transfer_id: int) -> None:
-        """Stop writing a transfer that has ended. The device completes the writes that it has already."""
+        """Stop writing a transfer that has ended. The device completes the writes already posted."""
         self._pages.forget(transfer_id)
         for request, placing in self._in_flight.items():
             if request.write.transfer_id == transfer_id:
@@ -87,7 +87,7 @@ class RdmaOutlet(Outlet):
             self._placed(request, error)
 
     def _placed(self, request: WriteRequest, error: BaseException | None) -> None:
-        """Tell the peer that the bytes are in its memory, or complete the request with the error."""
+        """Tell the peer that the bytes are in its memory, or complete the request with `error`."""
         if error is None:
             self._lane.outstanding.sent(request)
             self._lane.post(request.write)
@@ -101,7 +101,7 @@ class RdmaOutlet(Outlet):
 
 
 class RdmaOpening(Opening):
-    """The handshake of a lane whose bytes go through a queue pair of `card` to `peer`."""
+    """The opening of a lane whose bytes go through a queue pair of `card` to `peer`."""
 
     def __init__(self, card: Card, peer: str) -> None:
         self._card, self._peer = card, peer

@@ -12,18 +12,19 @@ from messenger.wire.messages import Fetch, Write
 
 
 class WriteOutcome(Enum):
-    """Result of a write."""
+    """The result of a write."""
 
     PLACED = auto()
-    """Verified, in its page; and acknowledged by the receiver, unless the request `is_placed`."""
+    """The bytes are verified and in their page, and acknowledged by the receiver unless the request
+    `is_placed`."""
     CORRUPT = auto()
-    """Refused, because the bytes did not match their checksums."""
+    """The write was refused, because the bytes did not match their checksums."""
     FAILED = auto()
-    """Refused for another reason, lost with the last lane, or never sent."""
+    """The write was refused for another reason, lost with the last lane, or never sent."""
 
 
 class Urgency(IntEnum):
-    """Class of a transfer: latency goes before bulk. An integer, as it is looked up for every request."""
+    """The class of a transfer: latency goes before bulk. An integer, as it is looked up for every request."""
 
     LATENCY = auto()
     """A request waits for the transfer."""
@@ -33,7 +34,7 @@ class Urgency(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class WriteRequest:
-    """One frame of writes. `done` is called exactly once.
+    """A request to place one frame of writes. `done` is called exactly once.
 
     After that no byte of the source is read for the request. (If a TCP lane was lost, the kernel may still
     send bytes; if these have changed, they are refused for their checksum.)
@@ -44,14 +45,14 @@ class WriteRequest:
     urgency: Urgency
     done: Callable[[WriteOutcome, str], None]
     is_wanted: Callable[[], bool]
-    """Returns whether the request still needs to be sent."""
+    """A function that returns whether the request still needs to be sent."""
     confirmed: Callable[[str | None], None]
-    """Called once if the write was done before the receiver was told of it: with None when the receiver has
-    acknowledged it, or with the reason of a failure."""
+    """A callback, called once for a write done before the receiver was told of it: with None after the
+    acknowledgement, or with the reason of a failure."""
     num_lanes_lost: int = 0
     """Lanes in a row that were lost with this request in flight."""
     is_placed: bool = False
-    """Whether the bytes are in their pages, and only the receiver is still to be told."""
+    """Whether the bytes are in their pages, and only the receiver has yet to be told."""
 
     @property
     def layer_bytes(self) -> int:
@@ -59,7 +60,7 @@ class WriteRequest:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes of the request that the lane still has to move; other requests wait for them."""
+        """The bytes of the request that the lane still has to move, for which other requests wait."""
         return 0 if self.is_placed else self.num_bytes
 
     def fail(self, reason: str) -> None:
@@ -72,10 +73,10 @@ class WriteRequest:
 
 @dataclass(slots=True, eq=False)
 class FetchRequest:
-    """A fetch of layers of some blocks into `views`, which nothing else uses until `done`.
+    """A request to fetch layers of some blocks into `views`, which have no other user until `done`.
 
     `done` is called exactly once: with the verified checksums of each block that has arrived, by its index;
-    or with the reason why none has.
+    or with the reason why none has arrived.
     """
 
     fetch: Fetch
@@ -86,7 +87,7 @@ class FetchRequest:
     num_lanes_lost: int = 0
     """Lanes in a row that were lost with this request in flight."""
     is_read: bool = False
-    """Whether the request is done, because this side has copied the blocks."""
+    """Whether the request is done because this side has copied the blocks."""
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class FetchRequest:
 
 @dataclass(slots=True, eq=False)
 class ProbeRequest:
-    """Bytes that the peer discards."""
+    """A request whose bytes the peer discards."""
 
     payload: memoryview
     urgency: Urgency
@@ -126,6 +127,6 @@ Request = WriteRequest | FetchRequest | ProbeRequest
 
 
 def done_already(*_: Any) -> NoReturn:
-    """Replace a request's `done` once it has been called. So the request does not keep a reference cycle
-    through its owner."""
+    """Stand in for a request's `done` after its call, so that no reference cycle through its owner is
+    left."""
     raise AssertionError("a request is done once")

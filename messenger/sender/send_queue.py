@@ -1,6 +1,6 @@
 """The queue of frames that leave over a lane, in order.
 
-A frame that has no answer waits a moment for a request, so that one system call sends both.
+A frame without an answer waits a moment for a request, so that one system call sends both.
 
 Owns: unsent frames, when they must leave, the deadline by which the peer must take them. Does not know:
 requests, answers.
@@ -15,14 +15,14 @@ from messenger.wire.protocol import NOT_URGENT_S
 
 
 def _nothing() -> None:
-    """Do nothing: the lane has ended."""
+    """Do nothing, as the lane has ended."""
 
 
 class SendQueue:
-    """Send queue of one lane.
+    """The send queue of one lane.
 
     `pump` is called when more may be sent: all waiting bytes have left, or a kept frame is due. `stuck` is
-    called when the peer has taken nothing for `timeout_s`.
+    called when the peer has taken nothing for `timeout_s` seconds.
     """
 
     def __init__(
@@ -43,24 +43,24 @@ class SendQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the kernel takes no more for now."""
+        """Whether the kernel takes no more bytes for now."""
         return bool(self._outbox)
 
     def keep(self, *frames: bytes) -> None:
-        """Keep frames. They leave with the next frames that are sent, or when they are due."""
+        """Keep frames, which leave with the next sent frames, or when they are due."""
         if not self._kept:
             self._waiting.set()
         self._kept += frames
 
     def take_kept(self) -> bytes:
-        """Take the kept frames for a caller that sends them itself."""
+        """Remove and return the kept frames, for a caller that sends them itself."""
         kept, self._kept = self._kept, []
         self.is_due = False
         self._waiting.clear()
         return b"".join(kept)
 
     def send(self, *buffers: bytes | memoryview) -> None:
-        """Send all kept frames, and then these buffers."""
+        """Send all kept frames, and then `buffers`."""
         kept, self._kept = self._kept, []
         self.is_due = False
         self._waiting.clear()
@@ -78,7 +78,7 @@ class SendQueue:
         self._waiting.close()
 
     async def close(self) -> None:
-        """Stop sending. Waiting frames are not sent."""
+        """Stop sending, and drop waiting frames."""
         await self._outbox.close()
 
     def _become_due(self) -> None:

@@ -1,5 +1,5 @@
 """The outlet over shared memory: this side completes requests by copying, writes to granted pages and reads
-of blocks that it finds. The receiver does what this side cannot copy.
+of blocks that it finds. The receiver copies where this side cannot.
 
 The peer is told of a latency write in the call that copies it, of everything else within `NOT_URGENT_S`.
 
@@ -29,10 +29,11 @@ class ShmOutlet(Outlet):
     """The outlet of a lane to a peer on the same host, whose segment this side has mapped."""
 
     bulk_pace = BulkPace(1 << 20, num_fetches=1)
-    """A fetch is copied by this side, before it can ask for anything else."""
+    """The limit of bulk in flight: one fetch, as this side copies a fetch before it can ask for anything
+    else."""
 
     def __init__(self, lane: LaneParts, pages: SharedPages | None, catalogue: Catalogue | None) -> None:
-        """Copy writes if there are `pages`, and reads if there is a `catalogue`."""
+        """Prepare copies of writes if there are `pages`, and of reads if there is a `catalogue`."""
         super().__init__(lane)
         self.pages, self._catalogue = pages, catalogue
         self.copies = pages is not None or catalogue is not None
@@ -49,15 +50,17 @@ class ShmOutlet(Outlet):
         return super().begin(request, is_next=is_next)
 
     async def close(self) -> None:
-        """Give the copy slot back to its owner."""
+        """Return the copy slot to its owner."""
         if self.pages is not None:
             self.pages.leave()
 
     def _place(
         self, request: WriteRequest, pages: SharedPages, *, tells: bool
     ) -> Sequence[bytes | memoryview]:
-        """Write the blocks, unless only the receiver can. With `tells`, tell the receiver in the same
-        call."""
+        """Write the blocks, unless only the receiver can, and return the frames to send.
+
+        With `tells`, the receiver is told in the same call.
+        """
         placed = msgspec.structs.replace(request.write, is_placed=True)
         kept = self._lane.send_queue.take_kept() if tells else b""
         frame = kept + encode_frame(placed)
@@ -75,8 +78,10 @@ class ShmOutlet(Outlet):
         return [] if tells else [frame]
 
     def _read(self, request: FetchRequest, checksums: dict[int, bytes]) -> None:
-        """Complete a read: the blocks are in their views. Their holder is told later, for the order of
-        eviction."""
+        """Complete a read whose blocks are in their views.
+
+        The holder is told later, for the order of eviction.
+        """
         request.is_read = self.has_read = True
         self._lane.send_queue.keep(encode_frame(msgspec.structs.replace(request.fetch, is_read=True)))
         self._lane.answers.moved(request, received=True)
@@ -84,7 +89,7 @@ class ShmOutlet(Outlet):
 
 
 class ShmOpening(Opening):
-    """The handshake of a lane between two segments on one host."""
+    """The opening of a lane between two segments on one host."""
 
     def __init__(self, stream: Stream, source: SourceSegment, heads: range) -> None:
         """Offer `source`, whose layers have these heads of the model."""

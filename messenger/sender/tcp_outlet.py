@@ -1,4 +1,4 @@
-"""The outlet over TCP: a write's bytes follow its frame.
+"""The outlet over TCP, by which a write's bytes follow its frame.
 
 Owns: where these bytes are. Does not know: the connection.
 """
@@ -15,7 +15,7 @@ from messenger.wire.protocol import encode_frame
 
 
 class TcpOutlet(Outlet):
-    """The outlet of a lane that writes blocks from `source`."""
+    """The outlet of a lane that sends blocks from `source` behind their frames."""
 
     bulk_pace = BulkPace(512 << 10)
 
@@ -32,7 +32,7 @@ class TcpOutlet(Outlet):
 
 
 class TcpOpening(Opening):
-    """The handshake over TCP, which needs nothing more."""
+    """The opening of a lane over TCP, which offers nothing more."""
 
     def __init__(self, stream: Stream, source: memoryview) -> None:
         self._stream, self._source = stream, source

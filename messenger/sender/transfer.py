@@ -1,4 +1,4 @@
-"""A transfer and an answer, for the callers that wait for them.
+"""Transfers and results, for the callers that wait for them.
 
 Owns: how a transfer fails and ends, the result of a request. Does not know: lanes, queues.
 """
@@ -15,16 +15,16 @@ from mooncake.errors import TransferError
 
 
 class TransferOwner(Protocol):
-    """The session that a transfer belongs to."""
+    """The interface of the session to which a transfer belongs."""
 
     async def submit(self, request: Request) -> None:
-        """Queue a request."""
+        """Send or queue a request."""
 
     def transfer_begun(self, transfer: "Transfer") -> None:
-        """Record a transfer that begins. Raises TransferError if it cannot."""
+        """Record the beginning of a transfer. Raises TransferError if the session has ended."""
 
     def transfer_ended(self, transfer: "Transfer", reason: str | None) -> None:
-        """Record a transfer that ends: given up for `reason`, or complete."""
+        """Record the end of a transfer. `reason`: why it was given up; None if it is complete."""
 
 
 class Transfer:
@@ -67,7 +67,7 @@ class Transfer:
         self._owner.transfer_ended(self, reason)
 
     def check(self) -> None:
-        """Raise TransferError once this transfer has failed."""
+        """Check that the transfer has not failed. Raises TransferError."""
         if self.failure is not None:
             raise TransferError(self.failure)
 
@@ -77,7 +77,7 @@ class Transfer:
         """Submit one frame, waiting while too many of its class wait already.
 
         `done` is called once, when no byte of the source will be read for this frame any more (see
-        WriteRequest). The bytes may be in their pages then before the peer has been told. Raises
+        WriteRequest). The peer may be told of the bytes in its pages later. Raises
         TransferError if the transfer has failed; `done` is called then too.
         """
 
@@ -114,7 +114,7 @@ class Transfer:
 
 
 class RequestResult:
-    """Result of a request, for the caller that waits for it."""
+    """The result of a request, for its waiting caller."""
 
     def __init__(self) -> None:
         self.checksums: dict[int, bytes] = {}
@@ -127,8 +127,11 @@ class RequestResult:
         self.is_there.set()
 
     async def settled(self) -> None:
-        """Wait for the result. Cancellations of the waiter meanwhile are swallowed: who calls this is being
-        cancelled already, and raises that itself."""
+        """Wait for the result.
+
+        Cancellations during the wait are swallowed, as the caller is being cancelled already and raises that
+        itself.
+        """
         while not self.is_there.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await self.is_there.wait()

@@ -1,1 +1,1 @@
-"""Shared memory: pages of messengers on the same host, copied by the sender itself."""
+"""Shared memory: copies by the sender itself to pages of messengers on the same host."""

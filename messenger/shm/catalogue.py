@@ -21,7 +21,7 @@ from mooncake.messages.blocks import KEY_BYTES, KVLayout
 from mooncake.native import load_or_do_without
 
 PLACES = 4
-"""Hints of the catalogue for each page, four bytes each."""
+"""The number of hints of the catalogue for each page, four bytes each."""
 
 
 class _Arrays(Structure):
@@ -35,7 +35,7 @@ class _Arrays(Structure):
 
 @functools.cache
 def native() -> CDLL | None:
-    """Load the compiled code. Returns None without a compiler; then readers ask the owner."""
+    """Return the compiled code; None without a compiler, when readers ask the owner."""
     library = load_or_do_without(SOURCES / "catalogue.cpp", "blocks on this host are asked for")
     if library is None:
         return None
@@ -60,13 +60,15 @@ def native() -> CDLL | None:
 
 
 class Catalogue:
-    """Catalogue of a segment that is mapped here."""
+    """The catalogue of a segment that is mapped into this process."""
 
     def __init__(
         self, library: CDLL, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout
     ) -> None:
-        """Open the catalogue of a segment whose blocks have this `layout`. Raises TransferError unless the
-        catalogue is inside the segment."""
+        """Open the catalogue of a segment whose blocks have `layout`.
+
+        Raises TransferError unless the catalogue is inside the segment.
+        """
         num_pages = page_table.num_pages
         ends = (
             page_table.pages_offset + num_pages * page_table.page_stride,
@@ -100,18 +102,18 @@ class Catalogue:
 
     @classmethod
     def at(cls, segment: memoryview, page_table: PageTableOffsets, layout: KVLayout) -> "Catalogue | None":
-        """Open a catalogue; None where nothing can be compiled."""
+        """Return the opened catalogue; None where nothing can be compiled. Raises TransferError."""
         library = native()
         return None if library is None else cls(library, segment, page_table, layout)
 
     def note(self, pages: Sequence[int]) -> None:
-        """Make the blocks in these pages, which the owner has sealed, findable."""
+        """Enter the blocks in these pages, which the owner has sealed."""
         self._native.note_pages(self._address, (c_int64 * len(pages))(*pages), len(pages))
 
     def read(self, fetch: Fetch, views: Sequence[memoryview]) -> dict[int, bytes] | None:
-        """Copy whole layers of each block to its view.
+        """Copy whole layers of each block to its view, and return their checksums by index.
 
-        Returns by index their checksums, with which the bytes have been compared. Returns None, with
+        The bytes match the checksums. Returns None, with
         undefined views, unless all blocks were there.
         """
         layout, num_layers = self._layout, fetch.layer_end - fetch.layer_begin

@@ -29,20 +29,20 @@ from mooncake.native import load_or_do_without
 log = logging.getLogger(__name__)
 
 COPY_TABLE_BYTES = 2048
-"""Size of the table in the segment: 16 bytes a slot, 8 an open grant (static_assert in copy_table.cpp)."""
+"""Bytes of the table in the segment: 16 bytes a slot, 8 an open grant (static_assert in copy_table.cpp)."""
 NUM_COPY_SLOTS = 64
-"""Slots of a table: one bit each in the masks of copy_table.cpp."""
+"""The slots of a table: one bit each in the masks of copy_table.cpp."""
 _PID_BITS, _SERIAL_BITS = 32, 31
 _PID_MASK = (1 << _PID_BITS) - 1
 _FIRST_LOOK_S = 0.001
 """Seconds until the first check whether a copy has ended: about the time of a copy of 4 MiB."""
 _LONGEST_PAUSE_S = 0.05
-"""Longest pause between two checks, in seconds. A stopped process may copy for hours."""
+"""Seconds of the longest pause between two checks. A stopped process may copy for hours."""
 
 
 @functools.cache
 def native() -> CDLL | None:
-    """Load the compiled code. Returns None without a compiler; then no copy slot is used."""
+    """Return the compiled code; None without a compiler, when no copy slot is used."""
     library = load_or_do_without(
         SOURCES / "copy_table.cpp", "blocks from this host are copied by who receives them"
     )
@@ -89,18 +89,20 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True)
 class _Awaited:
-    """Copies to closed grants whose end is awaited."""
+    """The copies to closed grants whose end is awaited."""
 
     copies: list[Copy]
     on_quiet: Callable[[], None]
 
 
 class CopyTable:
-    """The owner's side of the copy table. No grant is open at first. Slots of an earlier life stay taken for
-    now."""
+    """The owner's side of the copy table. No grant is open at first.
+
+    Slots of an earlier life stay taken at first.
+    """
 
     def __init__(self, library: CDLL, copy_table: memoryview) -> None:
-        """Open a table in `copy_table`: COPY_TABLE_BYTES, zeros when they are new."""
+        """Open a table in `copy_table`: COPY_TABLE_BYTES bytes, zeros in a new segment."""
         assert len(copy_table) == COPY_TABLE_BYTES
         self._native = library
         self._copy_table = copy_table  # keeps it mapped
@@ -130,15 +132,15 @@ class CopyTable:
 
     @classmethod
     def at(cls, copy_table: memoryview) -> "CopyTable | None":
-        """Open a table. Returns None if the code cannot be compiled."""
+        """Return the opened table; None if the code cannot be compiled."""
         library = native()
         return None if library is None else cls(library, copy_table)
 
     # -- slots ------------------------------------------------------------------------------------
 
     def take_slot(self, pid: int) -> int | None:
-        """Return a slot for a lane of this process; None if all are taken, or the end of the process could
-        not be noticed."""
+        """Return a slot for a lane of the process `pid`; None if all are taken, or the end of the process
+        could not be noticed."""
         slot = next((slot for slot in range(NUM_COPY_SLOTS) if self._is_free(slot)), None)
         if slot is None:
             return None
@@ -171,8 +173,10 @@ class CopyTable:
             self.leave(slot)
 
     def leave(self, slot: int) -> None:
-        """Record that a lane has ended. Its slot becomes free when the process has left it or ended, or if
-        the process has never taken it."""
+        """Record that a lane has ended.
+
+        Its slot becomes free when the process has left it or ended, or has never taken it.
+        """
         self._left.add(slot)
         self._look_soon()
 
@@ -183,8 +187,10 @@ class CopyTable:
         return bool(self._native.open_grant(self._address, grant_id))
 
     def close(self, grant_id: int, on_quiet: Callable[[], None]) -> bool:
-        """Close a grant, so that no copy to it begins any more. Returns True if no copy is in progress; else
-        `on_quiet` is called when all copies have ended."""
+        """Close a grant, so that no copy to it begins any more.
+
+        Returns True if no copy is in progress; otherwise `on_quiet` is called when all copies have ended.
+        """
         busy = self._native.close_grant(self._address, grant_id)
         copies = [Copy(slot, grant_id) for slot in _slots_of(busy)]
         if copies:
@@ -195,11 +201,11 @@ class CopyTable:
 
     @property
     def former_copiers(self) -> list[int]:
-        """Processes that were copying to the pages when this life began."""
+        """The processes that were copying to the pages when this life began."""
         return list(self._former)
 
     def await_former(self, pid: int, on_quiet: Callable[[], None]) -> None:
-        """Call `on_quiet` when the copies of a process of an earlier life, or the process itself, have
+        """Call `on_quiet` when the copies of the earlier life's process `pid`, or the process itself, have
         ended."""
         self._await(self._former.get(pid, []), on_quiet)
 
@@ -264,8 +270,10 @@ def _slots_of(mask: int) -> list[int]:
 
 
 def _watch(pid: int) -> int | None:
-    """Return a descriptor of the process; None if there is no such process here. Raises OSError if it cannot
-    be watched."""
+    """Return a descriptor of the process; None if there is no such process here.
+
+    Raises OSError if it cannot be watched.
+    """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

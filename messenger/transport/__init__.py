@@ -1,1 +1,1 @@
-"""Bytes between two messengers over sockets: TCP with and without TLS, frames, congestion control."""
+"""Bytes between two messengers over sockets: TCP, with or without TLS, frames, congestion control."""

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from selectors import EpollSelector, SelectorKey
 
 _MOST_SKIPPED = 64
-"""Most sleeps in a row without a busy poll, after many polls without an event."""
+"""Sleeps in a row without a busy poll at most, after many polls without an event."""
 _CROWDED_S = 1e-3
 """Seconds by which a busy poll must end late to show that other processes have had the processor."""
 _CROWDED_GROWTH = 4
-"""Factor by which the number of sleeps without a busy poll grows where other processes want the processor."""
+"""The factor by which sleeps without a busy poll grow where other processes want the processor."""
 
 
 class Backoff:
-    """Decides before which sleeps to busy poll: half as often after each poll without an event.
+    """The decision before which sleeps to busy poll: half as often after each poll without an event.
 
-    Where other processes want the processor it polls even less often: the scheduler runs a process that polls
+    Where other processes want the processor, polls are even rarer: the scheduler runs a process that polls
     after the others, but one that is woken up before them.
     """
 
@@ -37,7 +37,7 @@ class Backoff:
         return True
 
     def polled(self, *, was_useful: bool, late_s: float) -> None:
-        """Record the end of a busy poll, `late_s` after its deadline (negative: before it)."""
+        """Record the end of a busy poll, `late_s` seconds after its deadline (negative: before it)."""
         self._is_crowded = late_s > _CROWDED_S
         if self._is_crowded:
             self._num_to_skip = min(_CROWDED_GROWTH * (self._num_to_skip + 1), _MOST_SKIPPED)
@@ -47,13 +47,13 @@ class Backoff:
             self._num_to_skip = min(2 * self._num_to_skip + 1, _MOST_SKIPPED)
 
     def slept_briefly(self) -> None:
-        """Record that a busy poll in place of a sleep would have been of use."""
+        """Record that a busy poll in place of a sleep would have met an event."""
         if not self._is_crowded:
             self._num_to_skip = 0
 
 
 class BusyPollSelector(EpollSelector):
-    """A selector that busy polls for `poll_s` before it sleeps; 0: never."""
+    """A selector that busy polls for `poll_s` seconds before it sleeps; 0: never."""
 
     def __init__(self, poll_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
@@ -84,5 +84,6 @@ class BusyPollSelector(EpollSelector):
 
 
 def event_loop(poll_s: float) -> asyncio.SelectorEventLoop:
-    """Make an event loop for a process whose answers other processes wait for."""
+    """Return an event loop for a process whose answers other processes wait for, with busy polls of `poll_s`
+    seconds."""
     return asyncio.SelectorEventLoop(BusyPollSelector(poll_s))

@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 
 def _nothing() -> None:
-    """Do nothing: the deadline is closed."""
+    """Do nothing, as the deadline is closed."""
 
 
 class Deadline:
-    """Deadline after which `missed` is called. As a context manager, limits the time of its body."""
+    """A deadline after which `missed` is called.
+
+    As a context manager, the deadline limits the time of its body.
+    """
 
     def __init__(self, timeout_s: float, missed: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
@@ -22,13 +25,13 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def set(self) -> None:
-        """Expect the event within `timeout_s` from now."""
+        """Expect the event within `timeout_s` seconds from now."""
         self._due_s = self._loop.time() + self._timeout_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._due_s, self._look)
 
     def clear(self) -> None:
-        """Expect nothing for now."""
+        """Expect no event for now."""
         self._due_s = None
 
     def close(self) -> None:

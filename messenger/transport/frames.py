@@ -1,4 +1,4 @@
-"""Frames off a stream.
+"""The frames of a stream, one at a time.
 
 Owns: where one frame ends and the next begins. Does not know: the meaning of frames. The caller, which knows
 the place of the payload, must take it off the stream before it asks for the next frame.
@@ -11,7 +11,7 @@ from messenger.wire.protocol import Frame, FrameReader, Side
 
 
 class Frames:
-    """Frames that arrive on one side of a connection.
+    """The frames that arrive on one side of a connection.
 
     Raises ConnectionError when the connection ends, TransferError for a peer that does not speak the
     protocol.
@@ -22,7 +22,7 @@ class Frames:
         self._reader = FrameReader(side)
 
     async def next(self) -> Frame:
-        """Return the next frame as soon as it is there."""
+        """Wait for the next frame and return it."""
         while (frame := self.ready()) is None:
             await self.stream.more(lambda: True)
         return frame
@@ -33,7 +33,7 @@ class Frames:
             await self.stream.more(hear)
 
     def ready(self) -> Frame | None:
-        """Return the next frame if its head has been received; None otherwise. Its payload may still be
+        """Return the next frame if its head has been received, else None. Its payload may still be
         missing."""
         stream, reader = self.stream, self._reader
         frame = reader.read(stream.ahead) if stream.num_ahead >= reader.wanted_bytes else None

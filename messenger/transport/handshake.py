@@ -1,4 +1,4 @@
-"""Handshake of two messengers: each proves that it knows the cluster key, then they exchange identities.
+"""The handshake of two messengers: each proves that it knows the cluster key, then they exchange identities.
 
 Owns: the handshake on either side. Does not know: messages after it.
 """
@@ -40,7 +40,7 @@ class OfferedSegment:
 
 
 async def read_message(frames: Frames) -> Message:
-    """Return the next frame, which has no payload. Raises OSError or TransferError if none comes."""
+    """Return the next message, which has no payload. Raises OSError or TransferError if none arrives."""
     frame = await frames.next()
     if frame.payload_bytes:
         raise TransferError("a greeting came with a payload")
@@ -58,7 +58,7 @@ async def introduce(
     endpoint: EndpointInfo | None = None,
     takes_copy_slot: bool = False,
 ) -> Welcome:
-    """Authenticate to a receiver, and introduce this side.
+    """Authenticate to a receiver, introduce this side, and return the receiver's welcome.
 
     Raises TransferError if the receiver refuses, AuthenticationError if the receiver has another key.
     """
@@ -96,7 +96,10 @@ async def introduce(
 
 
 async def admit(frames: Frames, key: ClusterKey) -> Introduction:
-    """Authenticate a sender. Raises AuthenticationError, or MismatchError if there is no common version."""
+    """Authenticate a sender, and return its introduction.
+
+    Raises AuthenticationError, or MismatchError without a common version.
+    """
     stream = frames.stream
     try:
         hello = await read_message(frames)
@@ -119,7 +122,7 @@ async def admit(frames: Frames, key: ClusterKey) -> Introduction:
 
 
 async def check_introduction(stream: Stream, ours: Identity, introduction: Introduction) -> None:
-    """Check that bytes may be exchanged. Raises MismatchError otherwise, after telling the sender."""
+    """Check that bytes may be exchanged. Raises MismatchError, after telling the sender."""
     if introduction.identity is not None:
         try:
             check_identity(ours, introduction.identity)
@@ -137,7 +140,7 @@ async def welcome(
     endpoint: EndpointInfo | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """Admit the sender."""
+    """Tell the sender that it is admitted, with this side's identity and offers."""
     fd = None if segment is None else segment.fd
     num_bytes = None if segment is None else segment.num_bytes
     await stream.send([encode_frame(Welcome(ours, num_bytes, slot, page_table, endpoint, scratch))], fd=fd)

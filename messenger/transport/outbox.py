@@ -1,4 +1,4 @@
-"""Messages that leave over one connection, in their order.
+"""Messages that leave over one connection, in order.
 
 Owns: bytes that the kernel has not taken yet. Does not know: the meaning of bytes, sockets.
 """
@@ -11,7 +11,7 @@ from messenger.transport.stream import Stream
 
 
 class Outbox:
-    """Sends whole messages in order, as far as the kernel takes them at once.
+    """The outgoing messages of one connection, sent in order as far as the kernel takes them at once.
 
     `on_empty` is called when all waiting messages have left. Nothing else may send over the stream.
     """
@@ -23,7 +23,7 @@ class Outbox:
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Return the number of messages that wait."""
+        """Return the number of waiting messages."""
         return len(self._waiting)
 
     def post(self, *buffers: bytes | memoryview) -> None:
@@ -38,7 +38,7 @@ class Outbox:
             self._task = asyncio.create_task(self._flush())
 
     async def close(self) -> None:
-        """Stop sending. Waiting messages are not sent."""
+        """Stop sending, and drop waiting messages."""
         self._on_empty = lambda: None  # whose it is may hold mappings, and goes at once with no circle left
         if self._task is not None:
             self._task.cancel()

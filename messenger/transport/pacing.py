@@ -19,7 +19,7 @@ _NAME_BYTES = 16  # TCP_CA_NAME_MAX
 
 
 class PacedSocket(Protocol):
-    """A socket, or a TLS socket."""
+    """The interface of a socket, or a TLS socket, for the choice of congestion control."""
 
     def getsockname(self) -> tuple[str, int]: ...
 
@@ -31,13 +31,16 @@ class PacedSocket(Protocol):
 
 
 def begin_unpaced(sock: PacedSocket) -> None:
-    """Begin a connection with Reno, before it connects or listens. Accepted connections inherit it."""
+    """Set the congestion control of a socket to Reno, before it connects or listens.
+
+    Accepted connections inherit it.
+    """
     if _system_paces():
         _change(sock, UNPACED)
 
 
 def choose_by_peer(sock: PacedSocket) -> None:
-    """Choose the congestion control of a new connection, before anything is sent.
+    """Set the congestion control of a new connection by its peer, before anything is sent.
 
     Between hosts, the choice of a route or another program is not changed.
     """
@@ -53,7 +56,7 @@ def choose_by_peer(sock: PacedSocket) -> None:
 
 @functools.cache
 def systems_own() -> bytes:
-    """Return the name of the congestion control that sockets have by default."""
+    """Return the name of the system's default congestion control."""
     with socket.socket() as sock:
         return congestion_control_of(sock)
 

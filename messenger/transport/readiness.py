@@ -27,7 +27,7 @@ class Readiness:
         remove: Callable[[int], bool],
         had_turns: Callable[[], None],
     ) -> None:
-        """Make it for `sock`. `had_turns` is called when other tasks have had their turn."""
+        """Prepare waits on `sock`. `had_turns` is called when other tasks have run."""
         self._sock = sock
         self._add = add
         self._remove = remove
@@ -37,8 +37,10 @@ class Readiness:
         self._result: asyncio.Future[Any] | None = None
 
     async def first(self, attempt: Callable[[], Result]) -> Result:
-        """Call `attempt` at the next event and later ones, until it raises no BlockingIOError. Returns its
-        result."""
+        """Call `attempt` at the next event and later ones, until it raises no BlockingIOError.
+
+        Returns its result.
+        """
         if self._sock.fileno() < 0:
             raise ConnectionResetError("connection closed")
         if not self._is_registered:
@@ -53,7 +55,7 @@ class Readiness:
             self._result = self._attempt = None
 
     def end(self) -> None:
-        """End a wait with ConnectionResetError. Call this before the socket is closed."""
+        """End a wait with ConnectionResetError. To be called before the socket is closed."""
         self.rest()
         if self._result is not None and not self._result.done():
             self._result.set_exception(ConnectionResetError("connection closed"))

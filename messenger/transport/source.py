@@ -1,4 +1,4 @@
-"""Memory that blocks are sent from.
+"""The memory from which blocks are sent.
 
 Owns: a descriptor of the memory's file. Does not know: its content.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceSegment:
-    """The memory from which a messenger sends: a shared mapping of its whole segment file.
+    """The memory from which a messenger sends blocks: a shared mapping of its whole segment file.
 
     The descriptor of the file, which is passed to peers on this host, stays open for as long as anything is
     sent.

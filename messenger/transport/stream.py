@@ -25,18 +25,18 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TURN_BYTES = 2 << 20
-"""Bytes that are moved before other tasks have their turn: half a millisecond over loopback."""
+"""Bytes that are moved before other tasks run: half a millisecond over loopback."""
 _LEAST_BYTES = 16 * 1024
-"""Least number of bytes as which a piece counts, as small pieces take processor time too."""
+"""Bytes as which a piece counts at least, as small pieces take processor time too."""
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 2, 1, 3
 """Seconds of silence before TCP probes, seconds between probes, and number of probes, after which a vanished
 host is given up."""
 _UNACKNOWLEDGED_MS = 1000 * _KEEPALIVE_INTERVAL_S * _NUM_KEEPALIVES
 """Milliseconds after which the connection is lost if the peer's kernel takes nothing."""
 _GLANCE_BYTES = 8 * 1024
-"""Most bytes that are received before a frame's head is read, as payload among them is copied twice."""
+"""Bytes received before a frame's head is read at most, as payload among them is copied twice."""
 AHEAD_BYTES = 64 * 1024 + _GLANCE_BYTES
-"""Size of the receive buffer, from which a frame of many small blocks is taken."""
+"""Bytes of the receive buffer, from which a frame of many small blocks is taken."""
 _LARGE_BYTES = 64 * 1024
 """Bytes of a payload whose copy into the kernel takes about as long as reading the frame's head."""
 
@@ -53,7 +53,7 @@ class Stream:
     """
 
     def __init__(self, sock: "socket.socket | TlsSocket") -> None:
-        """Take `sock` over. Call `shake_hands` before anything else."""
+        """Take ownership of `sock`. `shake_hands` comes before anything else."""
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -81,7 +81,7 @@ class Stream:
         """Bytes received over the socket since the beginning."""
 
     async def shake_hands(self) -> None:
-        """Shake hands by TLS, if there is TLS. Raises OSError."""
+        """Complete the TLS handshake, if there is TLS. Raises OSError."""
         if isinstance(self._sock, TlsSocket):
             try:
                 self._sock.do_handshake()
@@ -89,7 +89,7 @@ class Stream:
                 await self._readable.first(self._sock.do_handshake)
 
     def close(self) -> None:
-        """Close the socket. Waiting users get a ConnectionError."""
+        """Close the socket. Waiting calls get a ConnectionError."""
         for readiness in (self._readable, self._writable):
             readiness.end()
         self._sock.close()
@@ -99,25 +99,25 @@ class Stream:
             self._fd = None
 
     def shut_down(self) -> None:
-        """End both directions: waiting users of `receive_into` and `send` get a ConnectionError."""
+        """End both directions: waiting calls of `receive_into` and `send` get a ConnectionError."""
         with contextlib.suppress(OSError):  # already disconnected
             self._sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def fileno(self) -> int:
-        """Descriptor of the socket; negative once it is closed."""
+        """The descriptor of the socket; negative once it is closed."""
         return self._fileno
 
     @property
     def peer_pid(self) -> int:
-        """The process that has connected this Unix socket; 0 if it cannot be seen from here."""
+        """The process id of the Unix socket's other end; 0 if it cannot be seen from this namespace."""
         assert isinstance(self._sock, socket.socket)
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid: int = _CREDENTIALS.unpack(credentials)[0]
         return pid
 
     def take_fd(self) -> int | None:
-        """Take the received descriptor, if there is one. The caller owns it then."""
+        """Return the received descriptor, which the caller then owns; None without one."""
         fd, self._fd = self._fd, None
         return fd
 
@@ -127,11 +127,11 @@ class Stream:
 
     @property
     def is_turn_over(self) -> bool:
-        """Whether it is the turn of other tasks."""
+        """Whether other tasks should run now."""
         return self._num_moved >= TURN_BYTES
 
     async def take_turns(self) -> None:
-        """Let other tasks have their turn, if it is time."""
+        """Let other tasks run, if due."""
         if self._num_moved >= TURN_BYTES:
             await asyncio.sleep(0)
             self._had_turns()
@@ -143,16 +143,16 @@ class Stream:
 
     @property
     def ahead(self) -> memoryview:
-        """Bytes that have been received and not taken yet."""
+        """The bytes that have been received and not taken."""
         return self._buffer[self._begin : self._end]
 
     @property
     def num_ahead(self) -> int:
-        """Number of bytes `ahead`."""
+        """The number of bytes in `ahead`."""
         return self._end - self._begin
 
     def take(self, num_bytes: int) -> None:
-        """Drop the first `num_bytes` of `ahead`, which the caller has used."""
+        """Drop the first `num_bytes` bytes of `ahead`, which the caller has used."""
         self._begin += num_bytes
         if self._begin == self._end:
             self._begin = self._end = 0
@@ -160,7 +160,7 @@ class Stream:
                 self._buffer = _new_buffer(AHEAD_BYTES)
 
     def take_into(self, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` in order from `ahead`. Returns how many bytes were taken."""
+        """Fill `buffers` in order from `ahead`. Returns the number of bytes taken."""
         begin = self._begin
         for buffer in buffers:
             piece = self._buffer[self._begin : min(self._begin + len(buffer), self._end)]
@@ -171,7 +171,7 @@ class Stream:
         return num_bytes
 
     async def more(self, is_enough: Callable[[], bool]) -> None:
-        """Wait until more is `ahead` and `is_enough` returns True, or until other tasks have their turn.
+        """Wait until more is `ahead` and `is_enough` returns True, or until other tasks have run.
 
         `is_enough` is called whenever bytes have arrived, and may take some of them. So small frames are
         handled immediately, without waking the waiting task.
@@ -224,18 +224,21 @@ class Stream:
         self._end += self._receive_now([self._buffer[self._end : end]])
 
     def receive_now(self, buffers: Sequence[memoryview]) -> int:
-        """Receive at least one byte into `buffers`, in order. Raises BlockingIOError if none is there yet."""
+        """Receive at least one byte into `buffers`, in order, and return the number.
+
+        Raises BlockingIOError if none is there yet.
+        """
         return self.take_into(buffers) if self.num_ahead else self._receive_now(_piece(buffers))
 
     async def receive_some(self, buffers: Sequence[memoryview]) -> int:
-        """Receive at least one byte into `buffers`, in order."""
+        """Wait for at least one byte, received into `buffers` in order, and return the number."""
         if self.num_ahead:
             return self.take_into(buffers)
         return await self._first(self._readable, lambda: self.receive_now(buffers))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the socket receives the bytes that were sent: there is no TLS."""
+        """Whether the socket receives the bytes as they were sent, without TLS."""
         return not isinstance(self._sock, TlsSocket)
 
     async def receive_with(self, receive: Callable[[], Result]) -> Result:
@@ -243,18 +246,21 @@ class Stream:
         return await self._first(self._readable, receive)
 
     def received(self, num_bytes: int) -> None:
-        """Count bytes that the caller has received over `fileno` itself; nothing was `ahead` then."""
+        """Count bytes that the caller has received over `fileno` itself, while nothing was `ahead`."""
         self.num_received_bytes += num_bytes
         self.moved(num_bytes)
 
     async def receive_into(self, buffers: Sequence[memoryview]) -> None:
-        """Fill all `buffers`."""
+        """Fill all `buffers`. Raises ConnectionError if the connection ends before."""
         rest = list(buffers)
         while rest:
             rest = without(rest, await self.receive_some(rest))
 
     def _receive_now(self, buffers: Sequence[memoryview]) -> int:
-        """Receive from the socket. Raises BlockingIOError if nothing is there yet."""
+        """Receive from the socket, and return the number of bytes.
+
+        Raises BlockingIOError if nothing is there yet.
+        """
         num_bytes, ancillary, _flags, _peer = self._sock.recvmsg_into(buffers, self._ancillary_bytes)
         for _level, _kind, data in ancillary:
             self._keep_fds(data)
@@ -275,7 +281,7 @@ class Stream:
     # -- out --------------------------------------------------------------------------------------
 
     async def send(self, buffers: Sequence[bytes | memoryview], fd: int | None = None) -> None:
-        """Send all of `buffers`; `fd` travels beside their first byte."""
+        """Send all of `buffers`. The descriptor `fd` travels beside their first byte."""
         rest = [memoryview(buffer) for buffer in buffers]
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
         while rest:
@@ -299,12 +305,12 @@ class Stream:
 
 
 def _new_buffer(num_bytes: int) -> memoryview:
-    """Make a buffer outside the heap, which would become fragmented when many connections come and go."""
+    """Return a buffer outside the heap, which would become fragmented when many connections come and go."""
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
-    """Return the buffers for one system call: so few bytes that other tasks have their turn soon.
+    """Return the buffers for one system call, of so few bytes that other tasks run soon.
 
     Frames before a large payload leave separately, so that the other end reads them while the payload is
     copied.
@@ -317,7 +323,7 @@ def _piece(buffers: Sequence[memoryview]) -> Sequence[memoryview]:
 
 
 def without(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the rest of `buffers` after their first `num_bytes`."""
+    """Return the rest of `buffers` after their first `num_bytes` bytes."""
     for position, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[position + 1 :]]

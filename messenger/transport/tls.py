@@ -19,15 +19,17 @@ from mooncake.security.certificates import node_context
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS contexts of either end of a connection."""
+    """The TLS contexts for either end of a connection."""
 
     connecting: ssl.SSLContext
     accepting: ssl.SSLContext
 
     @classmethod
     def of(cls, security: SecurityConfig) -> "Tls | None":
-        """Load the configured certificates; None if there are none. Raises ConfigError for files that cannot
-        be used."""
+        """Return the contexts with the configured certificates; None if there are none.
+
+        Raises ConfigError for unusable files.
+        """
         if security.tls_cert is None:
             return None
         files = security.tls_cert, security.tls_key, security.tls_ca
@@ -36,7 +38,7 @@ class Tls:
         )
 
     def good_until_s(self) -> float:
-        """Return when this node's certificate ends, in seconds of `time.time`.
+        """Return the end of this node's certificate, in seconds of `time.time`.
 
         For this, both ends shake hands with each other in this process. Raises ConfigError if that fails, as
         it would fail with other nodes.
@@ -55,11 +57,11 @@ class Tls:
         return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
 
     def connect(self, sock: socket.socket) -> "TlsSocket":
-        """Wrap the connecting end of `sock`, which is connected."""
+        """Return the connecting TLS end of `sock`, which is connected."""
         return TlsSocket(self.connecting, sock, server_side=False)
 
     def accept(self, sock: socket.socket) -> "TlsSocket":
-        """Wrap the accepting end of `sock`."""
+        """Return the accepting TLS end of `sock`."""
         return TlsSocket(self.accepting, sock, server_side=True)
 
 
@@ -67,7 +69,7 @@ class TlsSocket:
     """A non-blocking socket with TLS, and with those methods of a plain socket that `Stream` uses.
 
     Like a plain socket it raises BlockingIOError instead of waiting; ssl's own errors say in which direction
-    it would wait, which may be the other one during a handshake. It owns the socket that it is made of.
+    it would wait, which may be the other one during a handshake. The TLS socket owns the plain one.
     """
 
     def __init__(self, context: ssl.SSLContext, sock: socket.socket, *, server_side: bool) -> None:
@@ -79,8 +81,8 @@ class TlsSocket:
         self.setblocking = self._ssl.setblocking
 
     def shutdown(self, how: int) -> None:
-        """Shut the plain socket down: ssl's own shutdown would end the decryption too, and later reads would
-        be ciphertext."""
+        """Shut down the plain socket, as ssl's own shutdown would end the decryption too, and later reads
+        would be ciphertext."""
         socket.socket.shutdown(self._ssl, how)
 
     def do_handshake(self) -> None:
@@ -90,13 +92,15 @@ class TlsSocket:
     def recvmsg_into(
         self, buffers: Sequence[memoryview], ancillary_bytes: int
     ) -> tuple[int, list[tuple[int, int, bytes]], int, None]:
-        """Receive into the first buffer only, with nothing beside the bytes."""
+        """Receive into the first buffer only. Returns as `socket.recvmsg_into`, without ancillary data."""
         with _blocking():
             return self._ssl.recv_into(buffers[0]), [], 0, None
 
     def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[object] = ()) -> int:
-        """Send bytes of the first buffer only. After a BlockingIOError it must be called with the same buffer
-        again."""
+        """Send bytes of the first buffer only, and return their number.
+
+        After a BlockingIOError the next call must have the same buffer.
+        """
         assert not ancillary
         with _blocking():
             return self._ssl.send(buffers[0])

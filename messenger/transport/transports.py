@@ -35,11 +35,12 @@ from mooncake.node.mapping import MappedFile
 _DISCARD_BYTES = 1 << 18
 """Bytes of an unwanted payload that are received at a time."""
 _COPYING_SPEED = 2
-"""Speed of copying between segments, as a multiple of the speed through a socket."""
+"""The speed of copying between segments, as a multiple of the speed through a socket."""
 _PIECE_BYTES = 1 << 18
 """Bytes received and hashed at a time, while they are in the processor's cache."""
 _SMALL_VIEW_BYTES = 16 << 10
-"""Views of fewer bytes on average are received by one system call, larger ones each by a call of its own."""
+"""Bytes of a view on average below which all views are received by one system call, larger ones each by its
+own."""
 
 
 Number = TypeVar("Number", int, float)
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Transport(StrEnum):
-    """Kind of a connection, which decides how payload moves."""
+    """The kind of a connection, which decides how payload moves."""
 
     SHM = "shm"
     RDMA = "rdma"
@@ -65,7 +66,7 @@ class PeerTraffic:
     sent_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     received_bytes: dict[Transport, int] = field(default_factory=lambda: _of_each(0))
     busy_s: dict[Transport, float] = field(default_factory=lambda: _of_each(0.0))
-    """Seconds in which requests were in flight."""
+    """Seconds in which requests were in flight, by transport."""
 
 
 @dataclass(slots=True)
@@ -81,8 +82,11 @@ class Traffic:
     _unauthenticated_lines: Doubling = field(default_factory=lambda: Doubling(1))
 
     def count_unauthenticated(self, reason: str) -> None:
-        """Count an unauthenticated connection. It is logged only each time that the number has doubled, as
-        anybody who reaches a port can connect any number of times."""
+        """Count an unauthenticated connection.
+
+        It is logged only when the count has doubled, as anybody who reaches a port can connect any number of
+        times.
+        """
         self.num_unauthenticated += 1
         if self._unauthenticated_lines.is_due(self.num_unauthenticated):
             log.info(
@@ -93,14 +97,14 @@ class Traffic:
 
 
 class Path(NamedTuple):
-    """One way to a messenger: a transport and the address where it listens."""
+    """A path to a messenger: a transport, and the address at which the messenger listens."""
 
     transport: Transport
     place: str | tuple[str, int]
     nic: str | None = None
-    """RDMA device of this side."""
+    """The RDMA device of this side; None for other transports."""
     is_standby: bool = False
-    """Whether the path carries requests only while no other one is up."""
+    """Whether the path carries requests only while no other path is up."""
 
     def __str__(self) -> str:
         place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
@@ -132,8 +136,10 @@ def paths(
 
 
 async def connect(path: Path, tls: Tls | None) -> Stream:
-    """Connect a stream. Raises OSError, or TransferError for an invalid address or a peer without the same
-    TLS."""
+    """Return a connected stream.
+
+    Raises OSError, or TransferError for an invalid address or a peer without the same TLS.
+    """
     try:
         family, address = await _resolved(path.place)
     except ValueError as error:
@@ -177,48 +183,52 @@ async def _resolved(place: str | tuple[str, int]) -> tuple[int, str | tuple[str,
 
 
 class Source(Protocol):
-    """The sender's description of some layers of a block: `WriteEntry` or `FoundBlock`."""
+    """The interface of the sender's description of some layers of a block: `WriteEntry` or `FoundBlock`."""
 
     @property
     def source_offset(self) -> int: ...
 
 
 class Inlet(Protocol):
-    """Receiving end of the payload of one connection. For the side that asks there is an `Outlet` beside it
-    (`messenger.sender.outlet`)."""
+    """The receiving end of one connection's payload.
+
+    The asking side has an `Outlet` beside it (`messenger.sender.outlet`).
+    """
 
     transport: Transport
     has_payload: bool
     """Whether bytes follow their frame over the connection, in both directions."""
     is_mapped: bool
-    """Whether each side sees the other's segment."""
+    """Whether each side has mapped the other's segment."""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
-        """Raise TransferError if the payload does not fit a frame that brings `num_bytes`."""
+        """Check that the payload fits a frame with `num_bytes` of layers. Raises TransferError."""
 
     async def place(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        """Fill `views`, each some layers of a block. Returns the checksums of the received bytes."""
+        """Fill `views`, each some layers of a block, and return the xxh3-64 checksums of the received
+        layers."""
 
     def place_now(
         self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        """Fill `views` without waiting. Returns None if that is not possible; then `place` must be called."""
+        """Fill `views` without waiting, and return as `place`; None if that is impossible, so that `place`
+        must be called."""
 
     async def discard(self, payload_bytes: int) -> None:
         """Receive and drop an unwanted payload. Raises TransferError if the frame must not have one."""
 
 
 class ShmInlet:
-    """Copies out of the peer's segment, which it maps. Takes `fd` over."""
+    """The inlet that copies out of the peer's segment, which it maps. Takes ownership of `fd`."""
 
     transport, has_payload, is_mapped = Transport.SHM, False, True
 
     def __init__(
         self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
     ) -> None:
-        """Map the segment, and with `is_writable` for writing too."""
+        """Map the peer's segment, with `is_writable` for writing too. Raises TransferError."""
         self._stream = stream
         if fd is None:
             raise TransferError("a segment is announced, but no descriptor came along")
@@ -260,7 +270,7 @@ class ShmInlet:
 
 
 class TcpInlet:
-    """Receives from the stream straight into the pages."""
+    """The inlet that receives from the stream straight into the pages."""
 
     transport, has_payload, is_mapped = Transport.TCP, True, False
 
@@ -326,6 +336,6 @@ class TcpInlet:
 
 
 def expect_payload(expected_bytes: int, payload_bytes: int) -> None:
-    """Raise TransferError if a payload has another length than expected."""
+    """Check that a payload has the expected length. Raises TransferError."""
     if payload_bytes != expected_bytes:
         raise TransferError(f"a frame came with {payload_bytes} bytes of payload, expected {expected_bytes}")

@@ -23,24 +23,25 @@ Digests = np.ndarray[Any, np.dtype[np.uint64]]
 
 CHECKSUM_BYTES = 8
 PIECE_BYTES = 256 * 1024
-"""Bytes that are copied at a time, and hashed while they are still in the processor's cache."""
+"""Bytes that are copied at a time, and hashed while still in the processor's cache."""
 _FEW_BYTES = 64 * 1024
-"""Bytes up to which neither a compiled call nor hashing in pieces pays."""
+"""Bytes up to which neither a compiled call nor hashing in pieces pays off."""
 _STREAMED_BYTES = 512 * 1024
 """Bytes from which on a copy bypasses the caches."""
 _SPIN_NS = 200_000
-"""Nanoseconds that a call waits for more of a block before other tasks have their turn."""
+"""Nanoseconds for which a call waits for more of a block before other tasks run."""
 SHORT_LAYER_BYTES = 240
 """Bytes of a layer up to which xxh3 uses another algorithm. The library hashes such layers."""
 
 
 def prepare() -> None:
-    """Compile the code unless that has been done, so that no request waits for it."""
+    """Compile the code, so that no request waits for the compiler."""
     _native()
 
 
 def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
-    """Return the checksums of consecutive `layers` of `layer_bytes` each, in order."""
+    """Return the little-endian xxh3-64 of consecutive `layers` of `layer_bytes` bytes each, concatenated in
+    order."""
     assert len(layers) % layer_bytes == 0
     native = _native() if len(layers) > _FEW_BYTES and layer_bytes > SHORT_LAYER_BYTES else None
     if native is None:
@@ -53,7 +54,10 @@ def layer_checksums(layers: memoryview, layer_bytes: int) -> bytes:
 
 
 def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
-    """Copy whole layers and return their checksums. Other threads run meanwhile, if the block is large."""
+    """Copy whole layers, and return their checksums as `layer_checksums`.
+
+    Other threads run meanwhile if the block is large.
+    """
     assert len(source) == len(target)
     assert len(target) % layer_bytes == 0
     assert not target.readonly
@@ -78,7 +82,8 @@ def copy_layers(source: memoryview, target: memoryview, layer_bytes: int) -> byt
 def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> Digests:
     """Copy one layer of each of n blocks, between addresses `[n]` that the caller keeps mapped.
 
-    Returns their checksums `[n]`. Other threads run meanwhile, as it is one call for all of them.
+    Returns the xxh3-64 of each layer, uint64 `[n]`. Other threads run meanwhile, as it is one call for all of
+    them.
     """
     digests = np.empty(len(sources), np.uint64)
     native = _native() if layer_bytes > SHORT_LAYER_BYTES else None
@@ -96,7 +101,8 @@ def copy_scattered(sources: Addresses, targets: Addresses, layer_bytes: int) -> 
 
 
 class LayerChecksums:
-    """Computes the xxh3-64 of each layer of `block`, whose bytes arrive in order, in pieces of any size.
+    """The computation of the xxh3-64 of each layer of `block`, whose bytes arrive in order, in pieces of any
+    size.
 
     Bytes are hashed when they arrive, while they are in the processor's cache.
     """
@@ -115,7 +121,7 @@ class LayerChecksums:
         """The library's hash of a layer that has begun, where nothing is compiled."""
 
     def advance(self, num_bytes: int) -> None:
-        """Hash up to the first `num_bytes` of the block, which are there."""
+        """Hash up to the first `num_bytes` bytes of the block, which have arrived."""
         self.num_there = num_bytes
         if self._native is None:
             self._num_hashed.value = self._hash_arrived(num_bytes, self._num_hashed.value)
@@ -131,7 +137,7 @@ class LayerChecksums:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the block is there."""
+        """Whether all bytes of the block have arrived."""
         return self.num_there == len(self.block)
 
     @property
@@ -140,7 +146,8 @@ class LayerChecksums:
         return self._native is not None
 
     def receive(self, fd: int, num_wanted: int) -> int:
-        """Receive from a stream socket until `num_wanted` bytes are there, or a moment after a first wait.
+        """Receive from a stream socket until `num_wanted` bytes have arrived, or for a moment after a first
+        wait.
 
         Returns the number of received bytes. Raises BlockingIOError or ConnectionError if there are none.
         """
@@ -165,7 +172,7 @@ class LayerChecksums:
         return num_bytes
 
     def _hash_arrived(self, num_bytes: int, num_hashed: int) -> int:
-        """Hash as the compiled code does."""
+        """Hash arrived bytes as the compiled code does, and return the number of hashed bytes."""
         while (layer_end := (num_hashed // self._layer_bytes + 1) * self._layer_bytes) <= num_bytes:
             rest = self.block[num_hashed:layer_end]
             if self._begun is None:
@@ -183,7 +190,7 @@ class LayerChecksums:
         return num_hashed
 
     def packed(self) -> bytes:
-        """Return the checksums of all complete layers, in order, 8 bytes each."""
+        """Return the little-endian checksums of all complete layers, in order, 8 bytes each."""
         return self._digests[: self._num_hashed.value // self._layer_bytes].tobytes()
 
 

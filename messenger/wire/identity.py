@@ -1,4 +1,4 @@
-"""Identity of a messenger: the facts that two messengers compare before they exchange bytes.
+"""The identity of a messenger: the facts that two messengers compare before they exchange bytes.
 
 Owns: host identity. Does not know: connections.
 """
@@ -12,7 +12,7 @@ from mooncake.messages.blocks import KVLayout
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The name of a messenger, and the meaning of its KV bytes.
+    """The name of a messenger, and the facts that give its KVCache bytes their meaning.
 
     Messengers with equal `fingerprint` may exchange bytes if their `layout`s are shards of the same blocks.
     """
@@ -25,7 +25,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def host_id() -> str:
-    """Name the set of processes that can reach each other's Unix sockets by path.
+    """Return a name for the set of processes that can reach each other's Unix sockets by path.
 
     The boot id alone would let two containers of one machine pretend to share a file system, so the
     mount namespace is part of it.

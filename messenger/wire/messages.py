@@ -43,16 +43,16 @@ from mooncake.messages.blocks import KVLayout
 
 _MOST_CHARS = 1000
 Text = Annotated[str, msgspec.Meta(max_length=2 * _MOST_CHARS)]
-"""Text for people; see `brief`."""
+"""A text for messages to people, shortened by `brief`."""
 
 
 def brief(text: str) -> str:
-    """Shorten a text to half of what messages may carry, so that a peer can add words to it."""
+    """Return a text shortened to half of what messages may carry, so that a peer can add words to it."""
     return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First frame of the sender: the versions of this protocol that it speaks, and its nonce.
+    """The first frame of the sender: the versions of this protocol that it speaks, and its nonce.
 
     A `newest_version` of None: the oldest one. Senders of version 6 name one version, by its other name.
     """
@@ -63,9 +63,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True):
-    """The receiver's answer. `proof` covers both nonces: see `handshake`.
+    """The receiver's answer to `Hello`. `proof` covers both nonces: see `handshake`.
 
-    `version` is the newest that both speak; receivers of version 6 do not tell it.
+    `version` is the newest that both sides speak; receivers of version 6 do not send it.
     """
 
     nonce: bytes
@@ -74,7 +74,7 @@ class Challenge(msgspec.Struct, tag=True, frozen=True):
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True):
-    """The sender's identity. `segment_bytes` is set when its segment comes along.
+    """The sender's identity. `segment_bytes` is set when its segment's descriptor is passed.
 
     Lanes of one `session` (random, of the sender's choice) are numbered by `lane`. Without an `identity` the
     sender has no blocks and may only probe.
@@ -86,20 +86,20 @@ class Introduction(msgspec.Struct, tag=True, frozen=True):
     lane: int
     segment_bytes: int | None = None
     endpoint: EndpointInfo | None = None
-    """The sender's queue pair, if bytes are to go by RDMA."""
+    """The sender's queue pair, for bytes by RDMA; None without RDMA."""
     takes_copy_slot: bool = False
-    """Whether the sender can write to pages that it has mapped."""
+    """Whether the sender can write to mapped pages."""
 
 
 class CopySlot(msgspec.Struct, frozen=True, array_like=True):
-    """Entry of the receiver's copy table, by which the sender writes granted pages itself.
+    """An entry of the receiver's copy table, by which the sender writes granted pages itself.
 
     The shard of the block in page p begins at `pages_offset + p * page_stride`.
     """
 
     number: int
     token: int
-    """Token that is valid for one sender, until the receiver has given the lane up."""
+    """The token that is valid for one sender, until the receiver has given the lane up."""
     copy_table_offset: int
     pages_offset: int
     page_stride: int
@@ -107,7 +107,7 @@ class CopySlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
-    """Offsets of the receiver's page table, by which the sender finds sealed blocks itself: see
+    """The offsets of the receiver's page table, by which the sender finds sealed blocks itself: see
     `messenger.shm.catalogue`.
 
     Byte offsets of arrays with one entry for each page, multiples of 8; pages as in `CopySlot`.
@@ -124,8 +124,10 @@ class PageTableOffsets(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The receiver's identity. `segment_bytes` is set when its segment comes along, writable with a
-    `slot`."""
+    """The receiver's identity.
+
+    `segment_bytes` is set when its segment's descriptor is passed, writable with a `slot`.
+    """
 
     identity: Identity
     segment_bytes: int | None = None
@@ -133,17 +135,17 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     page_table: PageTableOffsets | None = None
     endpoint: EndpointInfo | None = None
     scratch: Scratch | None = None
-    """Memory by which the sender can see whether its queue pair carries anything."""
+    """The memory on which the sender can try its queue pair; None without RDMA."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The receiver does not admit this sender."""
+    """The refusal to admit this sender."""
 
     message: str
 
 
 class Open(msgspec.Struct, tag=True, frozen=True):
-    """A transfer begins. `transfer_id` is the sender's, unique in its session."""
+    """The beginning of a transfer. `transfer_id` is the sender's, unique in its session."""
 
     transfer_id: int
     grant_id: int
@@ -170,11 +172,11 @@ class WriteEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Write(msgspec.Struct, tag=True, frozen=True):
-    """Bytes to be placed. Answered by exactly one `WriteAck`, whatever happens to the transfer.
+    """A write of bytes. Answered by exactly one `WriteAck`, whatever happens to the transfer.
 
-    Names the grant again: on another lane this may come before the `Open`. `heads`: `[begin, end)` of the
-    model, the part of each layer that is sent; None: all, and both sides have the same. `is_placed`: they
-    have been written and compared with their checksums; nobody waits for the answer.
+    The grant is named again, as on another lane a write may arrive before the `Open`. `heads`: `[begin, end)`
+    of the model, the part of each layer that is sent; None: all, and both sides have the same. `is_placed`:
+    the bytes have been written and compared with their checksums, and the answer is not awaited.
     """
 
     transfer_id: int
@@ -184,24 +186,24 @@ class Write(msgspec.Struct, tag=True, frozen=True):
     is_placed: bool = False
 
     def skipped_bytes(self, layout: KVLayout) -> int:
-        """Return the offset in a page at which the sent part of the model's layer 0 would begin; negative if
-        that layer is not there."""
+        """Return the byte offset in a page at which the sent part of the model's layer 0 would begin;
+        negative if that layer is not in the shard."""
         skipped_heads = 0 if self.heads is None else self.heads[0] - layout.first_head
         return skipped_heads * layout.head_bytes - layout.first_layer * layout.layer_bytes
 
 
 class Close(msgspec.Struct, tag=True, frozen=True):
-    """The sender has ended a transfer; `reason` says why if it gave up."""
+    """The end of a transfer; `reason` says why the sender gave up, or is None."""
 
     transfer_id: int
     reason: Text | None
 
 
 class Fetch(msgspec.Struct, tag=True, frozen=True):
-    """Request for layers `[layer_begin, layer_end)` of the model of the named blocks that are there.
+    """A request for layers `[layer_begin, layer_end)` of the model of those named blocks that the holder has.
 
     `heads` as in `Write`. Unless they are all of the holder's heads, only one layer can be fetched at a time.
-    `is_read`: the sender has found all of them and read them where they are; nobody waits for an answer.
+    `is_read`: the sender has found all blocks and read them in place, and awaits no answer.
     """
 
     keys: list[bytes]
@@ -212,7 +214,7 @@ class Fetch(msgspec.Struct, tag=True, frozen=True):
 
 
 class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A block of a `Found`: `index` into the keys of the `Fetch`; `checksums` and `source_offset` as in
+    """A block in a `Found`: `index` into the keys of the `Fetch`; `checksums` and `source_offset` as in
     `WriteEntry`."""
 
     index: int
@@ -220,18 +222,21 @@ class FoundBlock(msgspec.Struct, frozen=True, array_like=True):
     source_offset: int
     address: int = 0
     remote_key: int = 0
-    """Remote key by which the sender may read the block over RDMA until `FetchDone`."""
+    """The remote key by which the sender may read the block over RDMA until `FetchDone`."""
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
-    """Blocks that are there. They stay where they are until `FetchDone`. `failure`: why there are none."""
+    """The answer to a fetch: the found blocks, which stay in place until `FetchDone`.
+
+    `failure`: why there are none.
+    """
 
     blocks: list[FoundBlock]
     failure: Text | None = None
 
 
 class FetchDone(msgspec.Struct, tag=True, frozen=True):
-    """The blocks of the oldest `Found` have been read, or are not wanted any more.
+    """The report that the blocks of the oldest `Found` have been read, or are not wanted any more.
 
     `damaged`: indices, into the keys of the `Fetch`, of blocks that did not match their checksums. The holder
     must suspect its own copies.
@@ -241,14 +246,14 @@ class FetchDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class Expose(msgspec.Struct, tag=True, frozen=True):
-    """Request to open the pages of this grant to the queue pair of this lane."""
+    """The request to open the pages of this grant to the queue pair of this lane."""
 
     transfer_id: int
     grant_id: int
 
 
 class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
-    """The receiver's shard of the block in `page` begins at its `address`."""
+    """An opened page: the receiver's shard of the block in `page` begins at `address`."""
 
     page: int
     address: int
@@ -256,7 +261,7 @@ class ExposedPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Exposed(msgspec.Struct, tag=True, frozen=True):
-    """Pages that are open until the transfer ends, or the `failure` to open them."""
+    """The pages opened until the transfer ends, or the `failure` to open them."""
 
     transfer_id: int
     pages: list[ExposedPage]
@@ -264,7 +269,7 @@ class Exposed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
-    """A lane of this session is dead, whether the receiver has noticed or not."""
+    """The report that a lane of this session is dead, whether the receiver has noticed or not."""
 
     lane: int
 
@@ -274,21 +279,21 @@ class Probe(msgspec.Struct, tag=True, frozen=True):
 
 
 class RefusalKind(Enum):
-    """Reason why a write was refused. After CORRUPT the sender must suspect its own copy."""
+    """The reason why a write was refused. After CORRUPT the sender must suspect its own copy."""
 
     STALE = "stale"
     CORRUPT = "corrupt"
 
 
 class WriteAck(msgspec.Struct, tag=True, frozen=True):
-    """The oldest unacknowledged write is placed and verified, or refused as a whole."""
+    """The acknowledgement of the oldest unacknowledged write: placed and verified, or refused as a whole."""
 
     refusal: RefusalKind | None = None
     message: Text = ""
 
 
 class TransferEnded(msgspec.Struct, tag="Ended", frozen=True):
-    """The receiver needs no more of this transfer: its grant is revoked or unknown."""
+    """The report that the receiver needs no more of this transfer, as its grant is revoked or unknown."""
 
     transfer_id: int
     reason: Text

@@ -36,39 +36,41 @@ from mooncake.errors import MismatchError, TransferError
 from mooncake.versions import Versions
 
 SPOKEN = Versions(6, 7)
-"""Versions of this protocol that messengers speak (`mooncake.versions`)."""
+"""The versions of this protocol that messengers speak (`mooncake.versions`)."""
 MAX_META_BYTES = 1 << 20
-"""Most bytes of a message: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
+"""Bytes of a message at most: several times those of a write of `MAX_FRAME_ENTRIES` entries."""
 MAX_GREETING_BYTES = 4096
-"""Most bytes of a message from an unauthenticated peer."""
+"""Bytes of a message from an unauthenticated peer at most."""
 MAX_FRAME_ENTRIES = 1024
-"""Most blocks of one frame."""
+"""Blocks of one frame at most."""
 MAX_FRAME_BYTES = 4 << 20
-"""Most payload bytes of one frame, unless a single layer is larger. This bounds how long other frames wait
-behind it."""
+"""Payload bytes of one frame at most, unless a single layer is larger.
+
+This limits how long other frames wait behind a frame.
+"""
 
 NOT_URGENT_S = 0.002
 """Seconds for which a message may wait to leave together with another one."""
 
 SAME_TLS = "give security.tls_cert, tls_key and tls_ca to all nodes, signed by one authority, or to none"
-"""Advice where only one side speaks TLS."""
+"""The advice where only one side speaks TLS."""
 
 _HEADER = struct.Struct("<II")
 _MOST_REASON_CHARS = 200
 """Characters of a decoder's error that are reported, as it may quote the frame."""
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")
-"""First bytes of a TLS alert and of a TLS handshake. Read as a greeting, both would be too long."""
+"""The first bytes of a TLS alert and of a TLS handshake. Read as a greeting, both would be too long."""
 
 
 class Side(Enum):
-    """End of a connection."""
+    """The two ends of a connection."""
 
     SENDER = auto()
     RECEIVER = auto()
 
 
 class Phase(Enum):
-    """State of a connection, moved by the messages that arrive."""
+    """The state of a connection, changed by the messages that arrive."""
 
     GREETING = auto()
     INTRODUCTION = auto()
@@ -99,7 +101,7 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode_frame(message: Message, payload_bytes: int = 0) -> bytes:
-    """Return header and message of a frame, behind which the caller sends `payload_bytes` of payload."""
+    """Return header and message of a frame; the caller then sends `payload_bytes` bytes of payload."""
     meta = _encoder.encode(message)
     assert len(meta) <= MAX_META_BYTES
     return _HEADER.pack(len(meta), payload_bytes) + meta
@@ -111,11 +113,12 @@ class Frame(msgspec.Struct, frozen=True):
     message: Message
     payload_bytes: int
     num_bytes: int
-    """Bytes of header and message together."""
+    """The bytes of header and message together."""
 
 
 class FrameReader:
-    """Reads frames of one side of a connection, and checks that the protocol's table allows them."""
+    """The reader of frames at one side of a connection, which checks that the protocol's table allows
+    them."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -126,7 +129,8 @@ class FrameReader:
         """Bytes of the next frame that `read` needs to make progress."""
 
     def read(self, data: memoryview) -> Frame | None:
-        """Return the frame that `data` begins with, without its payload; None while it lacks `wanted_bytes`.
+        """Return the frame at the beginning of `data`, without its payload; None while `wanted_bytes` are
+        missing.
 
         Raises TransferError if the peer does not speak this protocol.
         """
@@ -167,7 +171,10 @@ class FrameReader:
 
 
 def common_version(hello: Hello) -> int:
-    """Return the newest version that both sides speak. Raises MismatchError, naming both sides', if none."""
+    """Return the newest version that both sides speak.
+
+    Raises MismatchError, naming both sides' versions, if none.
+    """
     theirs = Versions.named(hello.oldest_version, hello.newest_version)
     version = SPOKEN.common(theirs)
     if version is None:
@@ -177,7 +184,7 @@ def common_version(hello: Hello) -> int:
 
 
 def check_identity(ours: Identity, theirs: Identity) -> None:
-    """Raise MismatchError, naming both values, unless bytes may be exchanged."""
+    """Check that two messengers may exchange bytes. Raises MismatchError, naming both values."""
     if theirs.fingerprint != ours.fingerprint:
         raise MismatchError(
             "model fingerprint", ours.fingerprint, theirs.fingerprint, "serve the same checkpoint and dtype"

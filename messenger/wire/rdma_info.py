@@ -1,4 +1,4 @@
-"""Facts that two sides exchange to join their queue pairs.
+"""The facts that two sides exchange to connect their queue pairs.
 
 Owns: the form of these facts. Does not know: how the sides exchange them, verbs.
 """
@@ -9,7 +9,7 @@ import msgspec
 
 
 class LinkLayer(StrEnum):
-    """Link layer of a port."""
+    """The link layer of a port."""
 
     INFINIBAND = "infiniband"
     ETHERNET = "ethernet"
@@ -24,7 +24,7 @@ class Scratch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EndpointInfo(msgspec.Struct, frozen=True):
-    """Facts by which the other side connects to this queue pair."""
+    """The facts by which the other side connects to this queue pair."""
 
     qp_num: int
     psn: int
