@@ -23,7 +23,7 @@ _NUM_TERMS = 1000
 
 
 class Terms(NamedTuple):
-    """The terms on which a request queues. Requests keep headroom only for requests on equal terms."""
+    """The tenant, priority and TTFT SLO of a request. Headroom is kept only for requests on equal terms."""
 
     tenant: str
     priority: int

@@ -93,8 +93,7 @@ class ModuleMove(NamedTuple):
 
 
 def plan(devices: Sequence[Device], thresholds: Thresholds) -> list[ModuleMove]:
-    """Return the moves that level the utilisation of devices: returning modules first, then the largest gap
-    first."""
+    """Return the moves that level the utilisation of devices: first returns, then the largest gaps."""
     loads = {device.name: device.used.utilisation for device in devices}
     moves = list(_returns(devices, loads, thresholds))
     settled = {name for move in moves for name in (move.owner, move.helper)}

@@ -141,7 +141,7 @@ class ComingPrefixes:
             del self._roots[prompt.priority]
 
     def stored(self, prompt: ComingPrompt, now_s: float) -> None:
-        """Record that a prompt's prefill has ended, so that it is removed once KV events must have reported
+        """Record that a prompt's prefill has ended. The prompt is removed when KV events must have reported
         its blocks."""
         self._ended.append((now_s + EVENT_DELAY_S, prompt))
 
@@ -153,8 +153,8 @@ class ComingPrefixes:
     def match(self, keys: Sequence[BlockKey], priority: int, now_s: float) -> Coming:
         """Return the leading blocks of a prompt that are coming, with the slots that will hold them.
 
-        Only prompts that go before this one count. It goes before prompts of higher priority numbers, and
-        computes their common prefix itself.
+        Only prompts that are computed before this one count: of prompts with higher priority numbers the
+        prompt computes the common prefix itself.
         """
         while self._ended and self._ended[0][0] <= now_s:
             self.remove(self._ended.popleft()[1])

@@ -1,4 +1,4 @@
-"""One HTTP request as Envoy tells of it, message by message, and the answer to each.
+"""One HTTP request in Envoy's external processing: its messages, and the answer to each.
 
 The front is chosen when the headers have come: the Conductor looks at the prompt. Bodies go on unchanged.
 

@@ -1,4 +1,4 @@
-"""Finds the fronts of each cluster by its name, and asks each every second whether it is ready.
+"""The discovery of each cluster's fronts by name, and the check every second whether each is ready.
 
 Owns: names, their addresses, /ready. Does not know: what is made of it (`conductor.picker.fronts`).
 """

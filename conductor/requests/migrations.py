@@ -245,7 +245,7 @@ class Migrations:
         return self._give_up(tracked, MigrationOutcome.REFUSED)
 
     def lose(self, lost: list[Instance]) -> list[Effect]:
-        """End the migrations to lost instances. Returns the orders to their sources."""
+        """End the migrations to lost instances, and return the messages that follow."""
         outcome = MigrationOutcome.DESTINATION_LOST
         return [effect for tracked in self._to(lost) for effect in self._give_up(tracked, outcome)]
 

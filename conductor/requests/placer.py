@@ -21,7 +21,7 @@ from mooncake.messages.workers import STAGES
 
 
 class Placer:
-    """The component that decides about the requests of the registry."""
+    """The component that places, queues, preempts and rejects the requests of the registry."""
 
     def __init__(self, requests: Requests, scheduler: Scheduler, admission: Admission) -> None:
         self._requests, self._scheduler, self._admission = requests, scheduler, admission

@@ -265,7 +265,7 @@ def migration_metrics(migrations: MigrationStats, num_in_progress: int) -> Itera
 
 
 def index_metrics(prefixes: PrefixIndex, streams: Mapping[str, EventStream]) -> Iterator[Metric]:
-    """Yield the blocks of each pool that the prefix index has, and the KV events that it has got."""
+    """Yield the number of each pool's blocks in the prefix index, and of received KV events."""
     yield GaugeMetricFamily(
         "mooncake_index_keys", "different blocks in the prefix index", prefixes.num_blocks
     )

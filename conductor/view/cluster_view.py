@@ -346,7 +346,7 @@ class ClusterView:
         return self.tbt_s(slot, num_requests, num_kv_tokens)
 
     def tbt_s(self, slot: int, num_requests: float, num_kv_tokens: float) -> float:
-        """Predict the TBT in seconds of requests that share an instance's batch, of `num_kv_tokens`."""
+        """Predict the TBT in seconds of an instance's batch with these numbers of requests and KV tokens."""
         batched, delay = batch_share(num_requests, self.loads.max_batch.item(slot))
         return delay * self.decode_costs.predict_s(slot, batched * num_requests, batched * num_kv_tokens)
 

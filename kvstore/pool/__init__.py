@@ -1,1 +1,1 @@
-"""The DRAM tier of a pool: pages, who uses them, and which go first when room is short."""
+"""The DRAM tier of a pool: pages, their users, and the order of eviction."""

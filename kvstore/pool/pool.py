@@ -139,9 +139,8 @@ class Pool:
         """Reserve a page for each key and `num_private` pages without a key, all or none.
 
         Pages of sealed blocks are claimed. `writer` will write the pages through its own mapping. Pages count
-        to the share of `tenant`; empty: to none. Raises
-        PoolFullError if not enough pages are free or can be evicted now, PoolError if the pool has not enough
-        pages at all.
+        to the share of `tenant`; empty: to none. Raises PoolFullError if not enough pages are free or can be
+        evicted now, PoolError if the pool has not enough pages at all.
         """
         self._check_size(len(keys) + num_private)
         number = self.allocator.shares.enter(tenant)  # before others' blocks are evicted for it

@@ -161,7 +161,7 @@ def _as_address(raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _meet(place: ListenAddress, listener: Listener) -> bool:
-    """Return whether both cannot listen at the same time. A host name counts as any address."""
+    """Return whether a configured address is taken by a listening socket. A host name may be any address."""
     if place.port != listener.port:
         return False
     try:

@@ -49,9 +49,9 @@ class GrantedPage(msgspec.Struct, frozen=True, array_like=True):
 class Grant(msgspec.Struct, frozen=True):
     """The permission to write the blocks that the decode side lacks to pages of its pool.
 
-    Every member of the prefill group may use the grant, each other layers or heads.
-    A grant ends when all of its pages have arrived or it is revoked. In a tensor-parallel group each rank
-    grants its own KV heads: `others` are the grants of the later ranks.
+    Every member of the prefill group may use the grant, for its own layers or heads. A grant ends when all of
+    its pages have arrived or it is revoked. In a tensor-parallel group each rank grants its own KV heads:
+    `others` are the grants of the later ranks.
     """
 
     grant_id: int

@@ -107,7 +107,7 @@ class ModelConfig(GenerationDefaults):
     """
 
     architecture: str
-    """A name in `ARCHITECTURES`."""
+    """The class of the model in transformers, a name in `ARCHITECTURES`."""
     hidden_size: Width
     intermediate_size: Width
     num_hidden_layers: NumLayers

@@ -143,7 +143,7 @@ class Sequence:
         return extended_keys(known, self.tokens[: num_blocks * block_size], block_size, request.root_key)
 
     def continue_behind(self, request: Request) -> None:
-        """Continue behind the output of `request`, which another instance has drawn."""
+        """Replace request and tokens by those of `request`, whose output another instance has drawn."""
         self.request, self.tokens = request, list(request.token_ids)
 
     def check_copy(self) -> None:

@@ -47,7 +47,7 @@ class ListenerState:
 def listening(address: str, model_name: str, status: ListenerState) -> Iterator[int]:
     """Make a context in which requests at `address` (host:port) are answered. Yields the port.
 
-    Raises ConfigError if it cannot.
+    Raises ConfigError if the address cannot be used.
     """
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

@@ -1,1 +1,1 @@
-"""Access: the API keys of clients, their limits, and who may look after the cluster."""
+"""Access: the API keys of clients and administrators, and their limits."""

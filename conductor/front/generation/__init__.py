@@ -1,1 +1,1 @@
-"""Generation: the link to the cluster, and from its tokens to answers, whole or streamed."""
+"""Generation: the link to the cluster, and the answers made of its tokens, whole or streamed."""

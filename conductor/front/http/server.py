@@ -1,4 +1,4 @@
-"""An HTTP server within an event loop that others share: it accepts connections until it is closed.
+"""An HTTP server in a shared event loop, which accepts connections until it is closed.
 
 Owns: the listening socket's use, TLS handshakes, the end of connections when the server ends. Does not know:
 HTTP (`connection`), signals.

@@ -11,9 +11,9 @@ Owns: the models of one device. Does not know: the clock, requests, limits.
 from typing import NamedTuple
 
 DECAY = 0.995
-"""The weight of an iteration relative to the next one: some 200 iterations count."""
+"""The weight of an iteration relative to the next one, by which some 200 iterations count."""
 PROMPT_DECAY = 0.9
-"""The weight of an iteration with prompts relative to the next such one: some ten count."""
+"""The weight of an iteration with prompts relative to the next such iteration, by which some ten count."""
 MIN_ITERATIONS = 8
 """Measured iterations before the first prediction."""
 MAX_MIXED_IN_A_ROW = 64
