@@ -1,4 +1,4 @@
-"""`python -m mooncake` is `mooncake-serve`."""
+"""The command `python -m mooncake`, the same as `mooncake-serve`."""
 
 from mooncake.cli.main import main
 

@@ -1,1 +1,1 @@
-"""Instances that come, change their role, and go, and what that does to their requests."""
+"""The membership of instances: joining, changes of role, leaving, and the effects on their requests."""

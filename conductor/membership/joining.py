@@ -1,4 +1,4 @@
-"""Instances that come and are lost, and what that does to their requests.
+"""Instances that join and are lost, and the effects on their requests.
 
 Owns: an instance's way into the cluster, and its end. Does not know: sockets, how a request is placed, how an
 instance drains (`conductor.membership.leaving`).

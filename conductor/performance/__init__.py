@@ -1,1 +1,1 @@
-"""The performance of instances: BanaServe's model of it, and the utilisation that heartbeats tell."""
+"""The performance of instances: BanaServe's model, and the utilisation that heartbeats report."""

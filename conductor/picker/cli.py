@@ -1,4 +1,4 @@
-"""`mooncake-picker`: the command line of the endpoint picker.
+"""The command line of the endpoint picker, `mooncake-picker`.
 
 Owns: its options. Does not know: what they do.
 """

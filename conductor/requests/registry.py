@@ -1,4 +1,4 @@
-"""The owner of accepted requests: every change of a request's state, and of its pair, is made here.
+"""The owner of accepted requests, which makes every change of a request's state and pair.
 
 Owns: the accepted requests, the admission queue, the orders that a change of state needs. Does not know:
 which pair is chosen, why a request ends, what fronts and workers say.

@@ -1,4 +1,4 @@
-"""`kvcache_balancing_threshold`, given or adapted (Mooncake, section 6.2).
+"""The setting `kvcache_balancing_threshold`, given or adapted (Mooncake, section 6.2).
 
 A copied prefix takes DRAM from blocks that may be wanted again. (Its TTFT is estimated, so it is no cost
 here.) The pools report how many lookups missed a block that had been evicted a short while ago. If these are

@@ -1,4 +1,4 @@
-"""Layers and buffers as a program gives them to the pool's library.
+"""The layers and buffers that a program passes to the pool's library.
 
 Owns: what is refused of them. Does not know: keys, connections.
 """

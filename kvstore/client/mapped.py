@@ -1,4 +1,4 @@
-"""A pool on this host: calls over a Unix socket, blocks in the pool's own memory, mapped here.
+"""A pool on this host: calls over a Unix socket, blocks in the pool's own memory, mapped by the client.
 
 A page is written only between its reservation and the answer to `Release`, by the thread that uses the
 connection. So pages of a closed connection are written no more, and a client that connects again under the

@@ -1,4 +1,4 @@
-"""Listening sockets of a messenger, and connections as they come.
+"""The listening sockets of a messenger, and the acceptance of connections.
 
 Owns: listening sockets. Does not know: messages.
 """

@@ -1,4 +1,4 @@
-"""`mooncake-doctor`: checks this machine and a peer, and says what is wrong and what to do.
+"""The command `mooncake-doctor`, which checks this machine and a peer, and reports faults and remedies.
 
 machine       what the checks may ask: files of the kernel, commands, sockets
 findings      what a check says; checks that neither raise nor hang

@@ -1,4 +1,4 @@
-"""`mooncake-doctor`: which checks are made, and what a person sees of them.
+"""The command line of `mooncake-doctor`: the choice of checks, and the report.
 
 Owns: the command line, the order of checks, the report. Does not know: how anything is checked.
 """

@@ -1,4 +1,4 @@
-"""One-sided transfers over RDMA network cards, on libibverbs as pyverbs gives it to Python.
+"""One-sided transfers over RDMA network cards, by libibverbs through pyverbs.
 
     devices   which cards and ports there are        verbs    finds pyverbs, or says why not
     adapter   one of them, opened                    errors   what failed, and what helps

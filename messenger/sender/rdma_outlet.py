@@ -1,4 +1,4 @@
-"""The outlet over RDMA, which tells the peer of each write when the bytes are in the peer's memory.
+"""The outlet over RDMA, which announces each write to the peer when the bytes are in the peer's memory.
 
 Owns: which writes are in flight beside the connection. Does not know: what else is sent over the connection.
 """

@@ -1,4 +1,4 @@
-"""Text to token ids: by fastokens where it gives the ids that `tokenizers` gives, else by `tokenizers`.
+"""The encoder of text to token ids: fastokens where it gives the ids of `tokenizers`, else `tokenizers`.
 
 fastokens takes a fifth of the time. It refuses most of what it does not know of a tokenizer.json, but not
 all; so both are compared on texts of all kinds before it is trusted with a tokenizer.
@@ -59,7 +59,7 @@ class Encoder:
         return self._quick is not None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids that `Backend.encode` gives, for valid Unicode.
+        """Return the token ids of a text, the same as `Backend.encode` for valid Unicode.
 
         Raises RequestError if it cannot be encoded.
         """

@@ -1,4 +1,4 @@
-"""The incarnations of a supervised process: the end of each, and what the next one is told of it.
+"""The incarnations of a supervised process: the end of each, and what the next one learns of it.
 
 Owns: which ends are a process's own fault. Does not know: the work of processes.
 """

@@ -44,7 +44,7 @@ Send = Callable[
 ]
 """A callback that sends a message to the Conductor."""
 Record = Callable[[Sequence, str], None]
-"""A callback that gets each sequence whose time here ends, and the reason for an early end; empty for
+"""A callback that gets each sequence that leaves the instance, and the reason for an early end; empty for
 none."""
 
 

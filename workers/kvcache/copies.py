@@ -38,8 +38,7 @@ class BlockCopy(Protocol):
     def pool_page(self) -> int: ...
 
     def stored_checksum(self, layer: int) -> int | None:
-        """Return the xxh3-64 of a layer that was stored here and is not committed yet; None if the pool has
-        it."""
+        """Return the xxh3-64 of a stored and uncommitted layer; None if the pool has the checksum."""
 
 
 Mark = torch.cuda.Event | None

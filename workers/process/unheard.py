@@ -1,4 +1,4 @@
-"""First tokens that a Conductor may not have received, to be told to its successor.
+"""First tokens that a Conductor may not have received, to be sent to its successor.
 
 Messages arrive in order, so the answer to a heartbeat shows that the messages before it were received. A
 prompt leaves the prefill instance as soon as its KVCache is sent. If its first token were lost, its decode

@@ -1,4 +1,4 @@
-"""Tokens that arrive for one request, and how far they have come.
+"""The tokens that arrive for one request, and the progress of their arrival.
 
 Source and destination of a migration send over two connections, so the first tokens of the destination may
 overtake the last ones of the source. Tokens that come early wait for those before them, of

@@ -19,11 +19,12 @@ class ToolFormat(StrEnum):
     """The format in which a family of models writes tool calls; values of `http.tool_parser`."""
 
     HERMES = "hermes"
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen"""
+    """The format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     LLAMA3_JSON = "llama3_json"
-    """The whole text is `{"name": ..., "parameters": {...}}`, several with semicolons: Llama 3"""
+    """The format of Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, several with
+    semicolons."""
     MISTRAL = "mistral"
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`"""
+    """The format of Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`."""
 
     @property
     def begin(self) -> str:

@@ -1,4 +1,4 @@
-"""Grammars of answers: of `response_format`, and of tool calls that must come.
+"""Grammars of answers: of `response_format`, and of required tool calls.
 
 Owns: the texts of grammars. Does not know: how they are compiled (`mooncake.model.grammar`).
 """

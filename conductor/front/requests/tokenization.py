@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's formats: the token ids of a prompt, and back.
+"""The endpoints `/tokenize` and `/detokenize`, in vLLM's formats: the token ids of a prompt, and back.
 
 Owns: their bodies and answers. Does not know: HTTP. Its functions are plain ones, which may run in another
 process.

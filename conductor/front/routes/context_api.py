@@ -1,4 +1,4 @@
-"""`/v1/context_caches`: a prompt's beginning is computed once, kept for a while, and used by id or name.
+"""The endpoint `/v1/context_caches`: a prefix is computed once, kept for a while, and used by id or name.
 
 Owns: these routes, their bodies and answers. Does not know: which caches there are (`context_caches`), where
 their blocks are kept (the Conductor's `contexts`).

@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the description of the routes' bodies and answers.
+"""The route `GET /openapi.json`: the description of the routes' bodies and answers.
 
 Owns: the document. Does not know: what routes do. Bodies are described from the models that parse them.
 """

@@ -1,4 +1,4 @@
-"""`MooncakeServeConnector`: vLLM's hooks, passed on to the two sides of the connector.
+"""The vLLM connector `MooncakeServeConnector`, which passes vLLM's hooks to its two sides.
 
 vLLM makes one object in the scheduler's process and one in the worker's, which may be the same process. The
 scheduler's side makes a plan for each step, which reaches the worker's side as the step's metadata.

@@ -38,7 +38,7 @@ def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
 
 
 class CpuLayers:
-    """`workers.engine.model.Layers` and `RankLayers` by the CPU's kernels.
+    """Decoder layers by the CPU's kernels: `workers.engine.model.Layers` and `RankLayers`.
 
     Takes the weights out of `weights`, so that they are not held twice.
     """

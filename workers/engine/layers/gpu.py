@@ -42,7 +42,8 @@ class LayerInputs:
 
 
 class TritonLayers:
-    """`workers.engine.model.Layers`, over weights as they were loaded."""
+    """Decoder layers by the GPU's kernels, over weights as they were loaded:
+    `workers.engine.model.Layers`."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights

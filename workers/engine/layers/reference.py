@@ -18,7 +18,8 @@ from workers.engine.weights import Weights
 
 
 class TorchLayers:
-    """`workers.engine.model.Layers` and `RankLayers`, over weights as they were loaded."""
+    """Decoder layers in torch, over weights as they were loaded: `workers.engine.model.Layers` and
+    `RankLayers`."""
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._spec, self._weights = spec, weights
