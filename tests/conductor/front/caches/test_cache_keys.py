@@ -238,4 +238,4 @@ async def test_a_long_cache_does_not_hold_up_the_loop(
         await caches.put(cache(1, token_ids=token_ids))
         await caches.extend(cache(1, token_ids=token_ids, ttl_s=10.0))
         await caches.load(MODEL)
-        assert longest_s < 0.03
+        assert longest_s < 0.05
