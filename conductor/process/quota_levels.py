@@ -85,7 +85,7 @@ class LevelKeys:
 
     async def load(self) -> list[Level]:
         """Waits until etcd answers. Levels that this release does not understand are full ones."""
-        for value in (await self._keys.read(_FOLDER)).values():
+        for value in (await self._keys.read(_FOLDER, 1)).values():
             with contextlib.suppress(msgspec.MsgspecError):
                 self._levels |= {
                     level.tenant: level for level in msgspec.json.decode(value, type=list[Level])
@@ -111,7 +111,7 @@ class QuotaLevels:
     def __init__(self, store: LevelStore, quotas: Quotas) -> None:
         self._store, self._quotas = store, quotas
         self._num_saved: dict[str, int] = {}
-        """Tokens that each tenant had been charged at the latest write."""
+        """Tokens that each tenant had used at the latest write: charged, and not refunded."""
 
     async def restore(self) -> None:
         """Restore what was saved. Raises ConfigError."""
@@ -129,13 +129,13 @@ class QuotaLevels:
                 await self.save()
 
     async def save(self) -> None:
-        """Save the tokens of tenants that were charged since the latest write. Raises NotStoredError."""
+        """Save the tokens of tenants that have used others since the latest write. Raises NotStoredError."""
         since_1970_s = time.time() - time.monotonic()
-        changed = {
-            tenant: tokens.num_charged
+        used = {
+            tenant: tokens.num_charged - tokens.num_refunded
             for tenant, tokens in self._quotas.by_tenant.items()
-            if tokens.num_charged != self._num_saved.get(tenant, 0)
         }
+        changed = {tenant: num for tenant, num in used.items() if num != self._num_saved.get(tenant, 0)}
         if changed:
             levels = []
             for tenant in changed:

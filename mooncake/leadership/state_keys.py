@@ -21,8 +21,6 @@ WRITERS = "writers"
 """Behind the prefix of the cluster, the prefix of keys that change with each change of their leader."""
 MAX_KEYS = 100
 """Most keys of a change; etcd takes 128, if it is not told otherwise."""
-_PAGE = 4
-"""Keys that are read at once: etcd begins to answer within a second, as they have 1.5 MiB at most."""
 LATE_S = 0.5
 """Seconds after which a failure is late."""
 log = logging.getLogger(__name__)
@@ -37,16 +35,17 @@ class StateKeys:
         self._changing = asyncio.Lock()
         self._fails, self._num_late = False, 0
 
-    async def read(self, folder: str) -> dict[str, bytes]:
+    async def read(self, folder: str, at_once: int) -> dict[str, bytes]:
         """Return the values of all keys in a folder, by name; waits until etcd answers.
 
-        Raises ConfigError.
+        `at_once`: the number of keys in an answer, which etcd must begin within a few seconds. Raises
+        ConfigError.
         """
         prefix = f"{self._prefix}/{folder}".encode()
         found, last, is_whole = dict[str, bytes](), prefix + b"/", False
         while not is_whole:
             try:
-                page = await self._etcd.page(prefix, last, _PAGE)
+                page = await self._etcd.page(prefix, last, at_once)
             except RefusedError as error:
                 raise ConfigError(f"cluster.etcd_endpoints: {error}") from None
             except UnreachableError as error:
@@ -54,7 +53,7 @@ class StateKeys:
                 await asyncio.sleep(RETRY_S)
                 continue
             found |= {key[len(prefix) + 1 :].decode(): value for key, value in page}
-            is_whole = len(page) < _PAGE
+            is_whole = len(page) < at_once
             last = page[-1][0] if page else last
         return found
 

@@ -116,7 +116,7 @@ class ModelConfig(GenerationDefaults):
     head_dim: HeadDim | None = None
     vocab_size: _VocabSize
     max_position_embeddings: NumPositions
-    hidden_act: Literal["silu", "relu"] = "silu"
+    hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-6
     rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
@@ -210,6 +210,8 @@ class ModelConfig(GenerationDefaults):
         num_matrices = 2 if self.implied.is_opt else 3
         layer = attention + num_matrices * self.hidden_size * self.intermediate_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        if self.implied.is_opt:
+            embeddings += (self.max_position_embeddings + 2) * self.hidden_size
         return self.num_hidden_layers * layer + embeddings
 
     @model_validator(mode="after")
@@ -224,9 +226,6 @@ class ModelConfig(GenerationDefaults):
         partial = self.rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         if not math.isclose(partial, 1.0):
             raise ValueError(f"partial_rotary_factor must be 1.0, got {partial:g}")
-        activation = "relu" if self.implied.is_opt else "silu"
-        if self.hidden_act != activation:
-            raise ValueError(f"hidden_act is {shown(self.hidden_act)}, expected {activation!r}")
         # Properties that refuse what they cannot express.
         _ = self.window, self.native_dtype
         if self.quantization_config:
@@ -280,10 +279,11 @@ class _OptFields(Fields):
     ffn_dim: Width
     hidden_size: Width
     word_embed_proj_dim: Width | None = None
-    activation_function: str = "relu"
+    activation_function: Literal["relu"] = "relu"
     do_layer_norm_before: Literal[True] = True
     enable_bias: Literal[True] = True
     layer_norm_elementwise_affine: Literal[True] = True
+    keeps_no_final_layer_norm: Literal[False] = Field(False, alias="_remove_final_layer_norm")
     tie_word_embeddings: bool = True
 
     @model_validator(mode="after")
@@ -301,7 +301,6 @@ def _as_llama(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **config,
         "intermediate_size": fields.ffn_dim,
-        "hidden_act": fields.activation_function,
         "rms_norm_eps": _OPT_NORM_EPS,
         "tie_word_embeddings": fields.tie_word_embeddings,
         "head_dim": None,

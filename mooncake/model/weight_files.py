@@ -19,7 +19,8 @@ from mooncake.model.config import ModelConfig
 from mooncake.model.files import opened
 from mooncake.model.safetensors_file import DTYPE_BITS, read_safetensors_header
 
-_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d{1,9})\.")
+LAYER_NAME = re.compile(r"(?:(?:model\.)?(?:decoder\.)?layers|blk)\.(\d{1,9})\.")
+"""The beginning of a layer's tensor names, in safetensors and GGUF."""
 _UNSCALED_DTYPES = frozenset(DTYPE_BITS) - {"F64", "F32", "F16", "BF16"}
 """Dtypes of safetensors that need no scales; GGUF's integers have the same names."""
 # Old Llama checkpoints carry the rotary frequencies, which are computed instead.
@@ -103,7 +104,7 @@ def check_tensors(path: Path, tensors: Iterable[Tensor], model: ModelConfig) -> 
     is taken for it. Raises ModelError.
     """
     for name, dtype, shape in tensors:
-        layer = _LAYER.match(name)
+        layer = LAYER_NAME.match(name)
         if layer is not None and int(layer[1]) >= model.num_hidden_layers:
             raise ModelError(
                 f"{path}: tensor {name!r} is of a layer beyond the {model.num_hidden_layers} that the"

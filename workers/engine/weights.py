@@ -25,10 +25,8 @@ _PACKED_PARTS = {
 # Old Llama checkpoints carry the rotary frequencies as a tensor; they are computed from the spec instead.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 _POSITIONS = "model.embed_positions.weight"
-_ENDS = ("model.embed_tokens.weight", _POSITIONS, "model.norm.weight", "model.norm.bias", "lm_head.weight")
-"""Tensors of the first and of the last stage."""
-NUM_PADDING_POSITIONS = 2
-"""Rows before the first position in OPT's checkpoints."""
+_FIRST_POSITION = 2
+"""The row of the first position in OPT's checkpoints."""
 _OPT_MODULES = {
     "input_layernorm": "self_attn_layer_norm",
     "self_attn.o_proj": "self_attn.out_proj",
@@ -127,16 +125,16 @@ class Weights:
         self.layers = {layer: self._layer(layer) for layer in layers}
         self.embedding: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
-        """Learned positions, without the rows of padding that a checkpoint begins with."""
+        """Learned positions, from the first position on."""
         self.final_norm: torch.Tensor | None = None
         self.final_norm_bias: torch.Tensor | None = None
         self.lm_head: torch.Tensor | None = None
         if is_first or (is_last and spec.tie_word_embeddings):
             self.embedding = self._vocab_rows("model.embed_tokens.weight")
         if is_first and spec.learned_positions:
-            num_rows = NUM_PADDING_POSITIONS + spec.max_position
+            num_rows = _FIRST_POSITION + spec.max_position
             rows = _Cut(num_rows, range(num_rows))
-            self.positions = self._stacked([_POSITIONS], [rows], spec.hidden_size)[NUM_PADDING_POSITIONS:]
+            self.positions = self._stacked([_POSITIONS], [rows], spec.hidden_size)[_FIRST_POSITION:]
         if is_last:
             self.final_norm, self.final_norm_bias = self._norm_of_hidden("model.norm")
             is_tied = spec.tie_word_embeddings
@@ -190,7 +188,9 @@ class Weights:
         is_elsewhere = (
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers
         )
-        is_end = name in map(self._named, _ENDS)
+        ends = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+        ends += [_POSITIONS] * self.spec.learned_positions + ["model.norm.bias"] * self.spec.layer_norm
+        is_end = name in map(self._named, ends)
         if not (is_elsewhere or is_end or name.endswith(_COMPUTED_SUFFIX)):
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
 

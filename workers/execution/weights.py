@@ -4,7 +4,6 @@ Owns: safetensors (memory-mapped) and GGUF (dequantized) -> torch tensors under 
 know: which tensors a model needs, their device or final dtype.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from mooncake.model.checkpoint import Checkpoint, CheckpointKind
 from mooncake.model.gguf_file import GGUFHeader, GGUFTensor, read_gguf_header
 from mooncake.model.gguf_model import hf_tensor_name, in_hf_row_order
 from mooncake.model.safetensors_file import read_safetensors_header
-
-_LAYER = re.compile(r"(?:model\.)?(?:decoder\.)?layers\.(\d+)\.")
+from mooncake.model.weight_files import LAYER_NAME
 
 Progress = Callable[[int, int], None]
 
@@ -45,7 +43,7 @@ def iter_weights(
 
 
 def _wanted(name: str, layers: range) -> bool:
-    match = _LAYER.match(name)
+    match = LAYER_NAME.match(name)
     return match is None or int(match[1]) in layers
 
 

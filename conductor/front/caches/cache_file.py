@@ -64,13 +64,12 @@ class CacheFile:
         """Add a cache."""
         row = _row_of(cache)
         places = ", ".join("?" * len(row))
-        adding = (f"INSERT INTO context_caches VALUES ({places})", row)
+        adding = (f"INSERT OR REPLACE INTO context_caches VALUES ({places})", row)
         await self._file.write((_FORGET_EXPIRED, (time.time(),)), adding)
 
     async def extend(self, cache: StoredCache) -> None:
-        """Set the end of a cache."""
-        setting = ("UPDATE context_caches SET expires_at = ? WHERE id = ?", (cache.expires_at, cache.id))
-        await self._file.write(setting)
+        """Set the end of a cache, which may have ended meanwhile."""
+        await self.put(cache)
 
     async def remove(self, cache_id: str) -> None:
         """Remove a cache. Idempotent."""

@@ -21,6 +21,8 @@ from mooncake.errors import NotStoredError
 from mooncake.leadership.state_keys import MAX_KEYS, StateKeys
 
 _CONTENTS, _ENDS = "context_caches", "context_cache_ends"
+_CONTENTS_AT_ONCE, _ENDS_AT_ONCE = 4, 1000
+"""Keys in an answer of etcd: contents have up to 1.5 MiB."""
 _NEVER = 0.0
 """The end of a cache that is not to be in etcd: deleted, or never told to its client."""
 _FASTEST = 1
@@ -44,7 +46,8 @@ class CacheKeys:
 
         Of two with one name, the earlier was never told to its client, and is removed.
         """
-        contents, ends = await self._keys.read(_CONTENTS), await self._keys.read(_ENDS)
+        contents = await self._keys.read(_CONTENTS, _CONTENTS_AT_ONCE)
+        ends = await self._keys.read(_ENDS, _ENDS_AT_ONCE)
         self._ends, stored = await asyncio.to_thread(_understood, contents, ends)
         now, by_name = time.time(), dict[tuple[str, str], StoredCache]()
         for cache in sorted(stored, key=lambda cache: cache.created_at):

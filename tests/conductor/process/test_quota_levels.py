@@ -74,6 +74,10 @@ async def test_debts_and_what_was_used_outlive_the_conductor(open_store: OpenSto
         quotas.charge("used", 5, now_s)
         await levels.save()
         await levels.save()  # nothing new
+        assert use(quotas, "rejected", 60_000, now_s)
+        await levels.save()
+        quotas.refund("rejected", 60_000)
+        await levels.save()
     async with conductor(open_store) as (quotas, levels):
         assert sorted(quotas.by_tenant) == ["in-debt", "used"]
         left = {tenant: tokens.left(now_s) for tenant, tokens in quotas.by_tenant.items()}

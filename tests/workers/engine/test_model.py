@@ -175,6 +175,11 @@ class TestLoadWeights:
         with pytest.raises(WeightsError, match=r"layers.0.self_attn.q_proj.bias: .* has no such tensor"):
             self.load_changed(model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
 
+    @pytest.mark.parametrize("name", ["model__norm__bias", "model__embed_positions__weight"])
+    def test_refuses_tensors_of_other_architectures(self, name: str) -> None:
+        with pytest.raises(WeightsError, match="has no such tensor"):
+            self.load_changed(**{name: torch.zeros(64)})
+
     def test_skips_other_stages_and_computed_frequencies(self) -> None:
         self.load_changed(
             model__layers__3__mlp__up_proj__weight=None,

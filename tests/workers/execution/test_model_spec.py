@@ -146,8 +146,8 @@ OPT = {
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim must be hidden_size, 64, got 32"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before is False, expected True"),
         ({"enable_bias": False}, "enable_bias is False"),
-        ({"activation_function": "gelu"}, "hidden_act is 'gelu'"),
-        ({"activation_function": "silu"}, "hidden_act is 'silu', expected 'relu'"),
+        ({"activation_function": "gelu"}, "activation_function is 'gelu', expected 'relu'"),
+        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True, expected False"),
         ({"ffn_dim": None}, "ffn_dim is None, expected a valid integer"),
     ],
 )

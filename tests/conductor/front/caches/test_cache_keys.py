@@ -105,7 +105,7 @@ async def test_of_two_with_one_name_the_later_counts(server: EtcdServer) -> None
 
 async def kept(keys: StateKeys) -> tuple[list[str], list[str]]:
     """The ids of all contents, and of all ends."""
-    return list(await keys.read("context_caches")), list(await keys.read("context_cache_ends"))
+    return list(await keys.read("context_caches", 2)), list(await keys.read("context_cache_ends", 9))
 
 
 async def test_what_has_ended_is_removed(server: EtcdServer) -> None:
