@@ -45,7 +45,7 @@ class Reach:
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """What all Conductors of a cluster have in common with its fronts and workers."""
+    """The properties that all Conductors of a cluster share with its fronts and workers."""
 
     versions: Versions
     """Versions of the protocol."""

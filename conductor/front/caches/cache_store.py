@@ -1,4 +1,4 @@
-"""What stores context caches beyond the life of a process: a file of this host, or etcd.
+"""The store of context caches that outlives a process: a file of this host, or etcd.
 
 A cache is stored before its client is told of it, and stays until it is deleted or its time to live has
 passed, whatever becomes of the process. Its times are seconds since 1970, as the clock of a process ends with

@@ -1,4 +1,4 @@
-"""What modules that move between devices can bring at most: BanaServe, Figures 1, 2(b) and 8 to 11."""
+"""The most that modules which move between devices can bring: BanaServe, Figures 1, 2(b) and 8 to 11."""
 
 import dataclasses
 import math
