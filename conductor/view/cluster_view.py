@@ -31,11 +31,12 @@ from conductor.view.placement import Placement
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs, batch_share, prefill_quantities
-from mooncake.messages.pools import PoolStats
 from mooncake.messages.workers import DecodeStats, Heartbeat, Role
 
 _SAME_PASS = 0.2
 """Prefills that end within this share of a prefill's predicted time were computed in one pass."""
+COSTS_HOLD_S = 30.0
+"""Seconds for which costs hold that nothing confirms, where equal instances have learned others."""
 
 
 class _Computed(NamedTuple):
@@ -76,8 +77,10 @@ class _Occupant:
     """The instance in a slot, and the measurements from which its costs are learned."""
 
     instance: Instance
-    checked_s: float
+    prefill_checked_s: float
     """The time at which a prefill last allowed a comparison with its predicted costs."""
+    decode_checked_s: float
+    """The time at which iterations last allowed one."""
     decode: DecodeStats = field(default_factory=DecodeStats)
     computed: _Computed | None = None
 
@@ -167,26 +170,17 @@ class ClusterView:
         messengers = [shard.messenger.instance for shard in registration.shards]
         slot = self.prefixes.add_instance(instance.name, messengers)
         checked_s = now_s if self._is_profiled else -math.inf
-        self._occupants[slot], self._slots[instance.name] = _Occupant(instance, checked_s), slot
+        self._occupants[slot], self._slots[instance.name] = _Occupant(instance, checked_s, checked_s), slot
         self._slot_of_messenger |= dict.fromkeys(messengers, slot)
         self.num_changes += 1
         self.layout, self.block_bytes = registration.layout, registration.layout.block_bytes
         self._reset_loads(slot, instance)
         for estimator in (self.prefill_costs, self.decode_costs):
-            estimator.reset(slot, self._alike(slot))
+            estimator.reset(slot, instance.kind)
         self.transfers.reset(slot)
         missing = np.zeros((3, self.loads.num_slots - len(self.next_step_s)))
         self._set_next(np.append(self._next, missing, axis=1))
         self.decode_changed(slot)
-
-    def _alike(self, slot: int) -> list[int]:
-        """Return the slots of other instances with equal devices and kernels."""
-        kind = _kind(self._occupants[slot].instance)
-        return [
-            other
-            for other, occupant in self._occupants.items()
-            if other != slot and _kind(occupant.instance) == kind
-        ]
 
     def _reset_loads(self, slot: int, instance: Instance) -> None:
         """Reset the loads of a slot to those of an instance without requests, in its role."""
@@ -208,6 +202,8 @@ class ClusterView:
         self.coming.forget(slot)
         self.num_changes += 1
         self.loads.reset(slot, None)
+        for estimator in (self.prefill_costs, self.decode_costs):
+            estimator.doubt(slot)
         self._decode_pool = None
         self.transfers.reset(slot)
         self.utilisation.forget(instance.name)
@@ -233,16 +229,31 @@ class ClusterView:
         assert not instance.requests
         slot = self._slots[instance.name]
         self._reset_loads(slot, instance)
-        for estimator in (self.prefill_costs, self.decode_costs):
-            estimator.adopt(slot, self._alike(slot))
         self.num_changes += 1
         self._occupants[slot].computed = None
+        self._adopt_costs(slot)
+
+    def _adopt_costs(self, slot: int) -> None:
+        """Adopt the costs that equal instances have learned, where this instance has none of its own."""
+        for estimator in (self.prefill_costs, self.decode_costs):
+            estimator.adopt(slot)
+        self._decode_pool = None
         self.decode_changed(slot)
+
+    def _doubt_costs(self, slot: int, now_s: float) -> None:
+        """Doubt costs that nothing has confirmed lately."""
+        occupant = self._occupants[slot]
+        if now_s - occupant.prefill_checked_s > COSTS_HOLD_S:
+            self.prefill_costs.doubt(slot)
+        if now_s - occupant.decode_checked_s > COSTS_HOLD_S:
+            self.decode_costs.doubt(slot)
 
     def learn(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         """Update loads, costs and traffic from the heartbeat of an instance."""
         slot = self._slots[instance.name]
-        self._learn_decode(slot, heartbeat.decode)
+        self._learn_decode(slot, heartbeat.decode, now_s)
+        self._doubt_costs(slot, now_s)
+        self._adopt_costs(slot)
         self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
         used = self.utilisation.learn(
             instance.name, instance.role, heartbeat, instance.num_device_pages, self.full_batch_token_s, now_s
@@ -252,7 +263,7 @@ class ClusterView:
         self.balancing.learn(slot, pools)
         self.transfers.learn(slot, pools, self._slot_of_messenger)
         if pools:
-            self.loads.set_room(slot, min(_room_blocks(instance, pool) for pool in pools))
+            self.loads.set_room(slot, min(instance.room_blocks(pool) for pool in pools))
 
     def decode_pool(self) -> DecodePool | None:
         """Return the decode instances that take requests; None if there is none."""
@@ -303,7 +314,7 @@ class ClusterView:
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """Return the seconds since a prefill on this instance last allowed a comparison with its predicted
         costs."""
-        return now_s - self._occupants[slot].checked_s
+        return now_s - self._occupants[slot].prefill_checked_s
 
     # -- what is learned ----------------------------------------------------------------------------
 
@@ -317,7 +328,7 @@ class ClusterView:
         """
         num_new, num_pairs = prefill_quantities(num_tokens - num_cached_tokens, num_cached_tokens)
         occupant = self._occupants[slot]
-        occupant.checked_s = now_s
+        occupant.prefill_checked_s = now_s
         before, occupant.computed = occupant.computed, _Computed(num_new, num_pairs, seconds, now_s)
         if before is not None:
             predicted_s = self.prefill_costs.predict_s(slot, num_new, num_pairs)
@@ -367,7 +378,7 @@ class ClusterView:
         if computed.seconds > 0:
             self.prefill_costs.learn(slot, computed.num_new_tokens, computed.num_pairs, computed.seconds)
 
-    def _learn_decode(self, slot: int, decode: DecodeStats) -> None:
+    def _learn_decode(self, slot: int, decode: DecodeStats, now_s: float) -> None:
         """Learn from the iterations since the last heartbeat that carried no prompt."""
         occupant, loads = self._occupants[slot], self.loads
         before, occupant.decode = occupant.decode, decode
@@ -380,21 +391,4 @@ class ClusterView:
             batch_size = num_tokens / num_steps
             num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)
             self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
-            self._decode_pool = None
-            self.decode_changed(slot)
-
-
-def _kind(instance: Instance) -> tuple[str, str, int]:
-    """Return the facts that are equal for instances of equal speed: device, kernels, number of stages or
-    ranks."""
-    registration = instance.registration
-    return registration.device, registration.engine, len(registration.shards)
-
-
-def _room_blocks(instance: Instance, pool: PoolStats) -> int:
-    """Return the blocks of the longest sequence that fits when all assigned requests have ended. Pages in use
-    by pins and pool clients are subtracted."""
-    layout = instance.registration.layout
-    num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in instance.requests.values())
-    num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)
-    return min(instance.max_sequence_blocks, pool.num_pages - num_used_by_others)
+            occupant.decode_checked_s = now_s

@@ -10,7 +10,7 @@ Owns: coefficients by slot. Does not know: requests, queues, the clock.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,39 +75,50 @@ class CostEstimator:
         """The rows of the matrix: each coefficient by slot."""
         self._covariances: list[_Covariance] = []
         self._has_scale: list[bool] = []
-        self._has_learned: list[bool] = []
+        self._has_learned = np.zeros(0, np.bool_)
+        self._kind_at = np.zeros(0, np.int64)
+        self._kinds: dict[Hashable, int] = {}
         self._num_surprises: list[int] = []  # in a row; negative: less than expected
 
-    def reset(self, slot: int, alike: Sequence[int] = ()) -> None:
+    def reset(self, slot: int, kind: Hashable = None) -> None:
         """Reset the costs of a slot for another instance. Slots are added as needed.
 
         Args:
             slot: The slot of the instance.
-            alike: Slots of instances on equal devices. The new costs are the mean of theirs.
+            kind: What is equal for instances of equal speed, whose costs `adopt` copies.
         """
         while len(self._has_scale) <= slot:
             self._has_scale.append(False)
-            self._has_learned.append(False)
             self._num_surprises.append(0)
             self._covariances.append(self._covariance((0.0, 0.0, 0.0)))
-        num_slots = len(self._has_scale)
-        missing = np.ones((3, num_slots - len(self.constant_s)))
-        self._coefficients = np.append(self._coefficients, missing, axis=1)
-        self.constant_s, self.first_s, self.second_s = self._coefficients
+            self._has_learned = np.append(self._has_learned, False)
+            self._kind_at = np.append(self._kind_at, 0)
+            self._coefficients = np.append(self._coefficients, np.ones((3, 1)), axis=1)
+            self.constant_s, self.first_s, self.second_s = self._coefficients
         self._begin_at(slot, self._start)
         self._has_scale[slot], self._has_learned[slot] = self._is_profiled, False
-        self.adopt(slot, alike)
+        self._kind_at[slot] = self._kinds.setdefault(kind, len(self._kinds))
+        self.adopt(slot)
 
-    def adopt(self, slot: int, alike: Sequence[int]) -> None:
-        """Copy the costs that instances on equal devices have learned, if this instance has learned nothing.
+    def adopt(self, slot: int) -> None:
+        """Copy the costs that instances of the same kind have learned, if this instance has learned nothing.
 
         Generic costs are too low: an instance that joins others would be given all prompts that come before
-        it has computed one.
+        it has computed one. Without others that have learned, the costs stay.
         """
-        learned = [other for other in alike if self._has_learned[other]]
-        if learned and not self._has_learned[slot]:
-            self._begin_at(slot, self._coefficients[:, learned].mean(axis=1).tolist())
+        if self._has_learned[slot]:
+            return
+        learned = self._has_learned & (self._kind_at == self._kind_at[slot])
+        if learned.any():
+            self._begin_at(slot, self.mean(learned))
             self._has_scale[slot] = True
+
+    def doubt(self, slot: int) -> None:
+        """Regard the costs of a slot as not learned, as nothing has confirmed them lately.
+
+        An instance that is wrongly believed to be slow gets no requests, and could not show that it is not.
+        """
+        self._has_learned[slot] = False
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
         """Predict seconds on one instance, from the polynomial's first and second variable."""

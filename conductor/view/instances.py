@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from conductor.rules import Rules
 from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.messages.pools import PoolStats
 from mooncake.messages.workers import SPOKEN, STAGES, Heartbeat, InstanceState, Register, Role
 
 _NEXT = {
@@ -79,6 +80,13 @@ class Instance:
         return version
 
     @property
+    def kind(self) -> tuple[str, str, int]:
+        """The facts that are equal for instances of equal speed: device, kernels, number of stages or
+        ranks."""
+        registration = self.registration
+        return registration.device, registration.engine, len(registration.shards)
+
+    @property
     def num_assigned_tokens(self) -> int:
         """The prompt tokens of all assigned requests."""
         return sum(self.requests.values())
@@ -89,6 +97,14 @@ class Instance:
         may return at any time."""
         capacity = self.registration.capacity
         return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
+
+    def room_blocks(self, pool: PoolStats) -> int:
+        """Return the blocks of the longest sequence that fits when all assigned requests have ended. Pages of
+        `pool` that pins and pool clients use are subtracted."""
+        layout = self.registration.layout
+        num_assigned = sum(layout.num_blocks(num_tokens) for num_tokens in self.requests.values())
+        num_used_by_others = max(0, pool.num_used + pool.num_quarantined - num_assigned)
+        return min(self.max_sequence_blocks, pool.num_pages - num_used_by_others)
 
     @property
     def heads(self) -> HeadsPlace:

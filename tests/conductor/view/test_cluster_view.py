@@ -1,8 +1,10 @@
-"""What the view learns from the steps of decode instances."""
+"""What the view learns from the iterations of decode instances."""
 
 import pytest
 
-from conductor.view.cluster_view import ClusterView
+from conductor.rules import Rules
+from conductor.scheduling.algorithm1 import Decoding, Scheduler
+from conductor.view.cluster_view import COSTS_HOLD_S, ClusterView
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Prediction
 from mooncake.messages.costs import Costs
@@ -68,6 +70,63 @@ def test_steps_of_requests_that_have_all_ended_teach_nothing() -> None:
     view.loads.assign_decode(slot, LONG)
     view.learn(instance, Heartbeat(0, 0, 50, {}, decode=DecodeStats(10, 40, forward_s=1.0)), 0.0)
     assert learned(view, slot) == DECODE_COSTS
+
+
+class TwoAlike:
+    """Two equal decode instances, the second of which joins later; heartbeats tell of iterations."""
+
+    def __init__(self) -> None:
+        self.view = ClusterView()
+        self._now_s = 100.0
+        self._stats: list[DecodeStats] = []
+        self.join("d0")
+
+    def join(self, name: str) -> None:
+        instance = Instance(registration(name, Role.DECODE), name.encode(), self._now_s)
+        self.view.add(instance, self._now_s)
+        self._stats.append(DecodeStats())
+
+    def decode(self, slot: int, iteration_s: float, num_heartbeats: int) -> None:
+        """Decode a short prompt on one instance for so many seconds, and end it there."""
+        self.view.loads.assign_decode(slot, SHORT)
+        self.view.loads.begin_decode(slot, SHORT)
+        for _ in range(num_heartbeats):
+            self._now_s += 1.0
+            before = self._stats[slot]
+            self._stats[slot] = DecodeStats(
+                before.num_iterations + 10, before.num_tokens + 10, before.forward_s + 10 * iteration_s
+            )
+            for other, stats in enumerate(self._stats):
+                heartbeat = Heartbeat(0, 0, 50, {}, decode=stats)
+                self.view.learn(self.view.instance_at(other), heartbeat, self._now_s)
+        self.view.loads.end_decode(slot, SHORT, has_begun=True)
+
+    def least_tbt_beside(self, slot: int) -> int:
+        """The instance that Algorithm 1 chooses for one more request beside one on `slot`."""
+        self.view.loads.assign_decode(slot, SHORT)
+        self.view.decode_changed(slot)
+        found = Scheduler(self.view, Rules()).select_decoding_instance(Decoding(SHORT, 1, ()))
+        self.view.loads.end_decode(slot, SHORT, has_begun=False)
+        assert found is not None
+        return found[0]
+
+
+def test_what_an_equal_instance_learns_holds_for_one_that_has_learned_nothing() -> None:
+    both = TwoAlike()
+    both.decode(0, iteration_s=0.02, num_heartbeats=5)
+    both.join("d1")
+    both.decode(0, iteration_s=0.01, num_heartbeats=5)
+    assert both.least_tbt_beside(0) == 1, "it joined at a slow moment"
+
+
+def test_an_instance_that_was_slow_at_its_only_request_is_tried_again() -> None:
+    both = TwoAlike()
+    both.join("d1")
+    both.decode(1, iteration_s=0.1, num_heartbeats=1)
+    both.decode(0, iteration_s=0.01, num_heartbeats=int(COSTS_HOLD_S) - 1)
+    assert both.least_tbt_beside(0) == 0
+    both.decode(0, iteration_s=0.01, num_heartbeats=2)
+    assert both.least_tbt_beside(0) == 1
 
 
 def test_late_inlined_prompts_say_nothing_about_pairs() -> None:
