@@ -36,7 +36,7 @@ from mooncake.messages.workers import DecodeStats, Heartbeat, Role
 _SAME_PASS = 0.2
 """Prefills that end within this share of a prefill's predicted time were computed in one pass."""
 COSTS_HOLD_S = 30.0
-"""Seconds for which costs hold that nothing confirms, where equal instances have learned others."""
+"""Seconds without an iteration after which an idle decode instance is tried as the quickest of its kind."""
 
 
 class _Computed(NamedTuple):
@@ -80,7 +80,9 @@ class _Occupant:
     prefill_checked_s: float
     """The time at which a prefill last allowed a comparison with its predicted costs."""
     decode_checked_s: float
-    """The time at which iterations last allowed one."""
+    """The time at which iterations last allowed a comparison with theirs."""
+    has_stale_costs: bool = False
+    """Whether this was longer ago than `COSTS_HOLD_S`."""
     decode: DecodeStats = field(default_factory=DecodeStats)
     computed: _Computed | None = None
 
@@ -203,7 +205,7 @@ class ClusterView:
         self.num_changes += 1
         self.loads.reset(slot, None)
         for estimator in (self.prefill_costs, self.decode_costs):
-            estimator.doubt(slot)
+            estimator.release(slot)
         self._decode_pool = None
         self.transfers.reset(slot)
         self.utilisation.forget(instance.name)
@@ -240,19 +242,12 @@ class ClusterView:
         self._decode_pool = None
         self.decode_changed(slot)
 
-    def _doubt_costs(self, slot: int, now_s: float) -> None:
-        """Doubt costs that nothing has confirmed lately."""
-        occupant = self._occupants[slot]
-        if now_s - occupant.prefill_checked_s > COSTS_HOLD_S:
-            self.prefill_costs.doubt(slot)
-        if now_s - occupant.decode_checked_s > COSTS_HOLD_S:
-            self.decode_costs.doubt(slot)
-
     def learn(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         """Update loads, costs and traffic from the heartbeat of an instance."""
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode, now_s)
-        self._doubt_costs(slot, now_s)
+        occupant = self._occupants[slot]
+        occupant.has_stale_costs = now_s - occupant.decode_checked_s > COSTS_HOLD_S
         self._adopt_costs(slot)
         self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
         used = self.utilisation.learn(
@@ -293,14 +288,19 @@ class ClusterView:
         return self.prefill_costs.mean(slots) if slots.any() else None
 
     def decode_changed(self, slot: int) -> None:
-        """Update the predicted iteration of a slot, after a change of its requests or its costs."""
-        loads = self.loads
-        num_requests = loads.batch_size.item(slot) + 1
-        batched, self.next_delay[slot] = batch_share(num_requests, loads.max_batch.item(slot))
-        self.next_step_s[slot] = self.decode_costs.predict_s(
-            slot, batched * num_requests, batched * loads.num_kv_tokens.item(slot)
-        )
-        self.next_token_s[slot] = batched * self.decode_costs.second_s.item(slot)
+        """Update the predicted iteration of a slot, after a change of its requests or its costs.
+
+        An instance that is wrongly believed to be slow gets no requests, and could not show that it is not.
+        So the next request of an idle one with stale costs is predicted as on the quickest of its kind.
+        """
+        loads, costs = self.loads, self.decode_costs
+        num_others = loads.batch_size.item(slot)
+        batched, self.next_delay[slot] = batch_share(num_others + 1, loads.max_batch.item(slot))
+        quantities = batched * (num_others + 1), batched * loads.num_kv_tokens.item(slot)
+        is_tried = num_others == 0 and self._occupants[slot].has_stale_costs
+        predicted_by = costs.quickest_alike(slot, *quantities) if is_tried else slot
+        self.next_step_s[slot] = costs.predict_s(predicted_by, *quantities)
+        self.next_token_s[slot] = batched * costs.second_s.item(predicted_by)
 
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
         """Predict the mean seconds between two tokens of one more request with `num_tokens` of prompt.

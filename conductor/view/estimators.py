@@ -106,19 +106,30 @@ class CostEstimator:
         Generic costs are too low: an instance that joins others would be given all prompts that come before
         it has computed one. Without others that have learned, the costs stay.
         """
-        if self._has_learned[slot]:
-            return
-        learned = self._has_learned & (self._kind_at == self._kind_at[slot])
-        if learned.any():
+        if not self._has_learned[slot] and (learned := self._learned_alike(slot)).any():
             self._begin_at(slot, self.mean(learned))
             self._has_scale[slot] = True
 
-    def doubt(self, slot: int) -> None:
-        """Regard the costs of a slot as not learned, as nothing has confirmed them lately.
+    def _learned_alike(self, slot: int) -> NDArray[np.bool_]:
+        """Return by slot whether an instance of the slot's kind is there and has learned."""
+        is_alike: NDArray[np.bool_] = self._kind_at == self._kind_at[slot]
+        return self._has_learned & is_alike
 
-        An instance that is wrongly believed to be slow gets no requests, and could not show that it is not.
-        """
+    def release(self, slot: int) -> None:
+        """Leave the slot without an instance, so that nobody adopts its costs."""
         self._has_learned[slot] = False
+
+    def quickest_alike(self, slot: int, first: float, second: float) -> int:
+        """Return the slot of this kind, of those that have learned, with the shortest predicted duration.
+
+        That may be `slot`, which also stands for none.
+        """
+        constant_s, first_s, second_s = self._coefficients
+        seconds = np.where(
+            self._learned_alike(slot), constant_s + first * first_s + second * second_s, math.inf
+        )
+        quickest = int(seconds.argmin())
+        return quickest if seconds[quickest] < math.inf else slot
 
     def predict_s(self, slot: int, first: float, second: float) -> float:
         """Predict seconds on one instance, from the polynomial's first and second variable."""

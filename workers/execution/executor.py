@@ -61,8 +61,8 @@ class Executor:
 
     @property
     def engine(self) -> str:
-        """The device and its kernels as text: `cuda:0 (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
-        return f"{self.kv.device} ({self.model.computed_by})"
+        """The device and its kernels as text: `cuda (triton)`, `cpu (avx512_bf16)`, `cpu (torch)`."""
+        return f"{self.kv.device.type} ({self.model.computed_by})"
 
     @property
     def has_helper_for_layers(self) -> bool:

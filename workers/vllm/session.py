@@ -25,6 +25,7 @@ from mooncake.messages.workers import (
     WorkFailed,
 )
 from mooncake.node.process_config import WorkerProcess
+from workers.execution.device_name import CPUINFO, processor_name
 from workers.execution.jobs import Jobs
 from workers.kvcache.latest_stats import LatestStats
 from workers.process.block_orders import BlockOrders
@@ -150,7 +151,7 @@ class VllmSession:
             (PoolShard(self._pool.address, self._pool.segment.layout),),
             Capacity(self._pool.num_pages, self._load.num_pages, self._process.config.worker.max_batch),
             _ENGINE,
-            device=_ENGINE,
+            device=processor_name(CPUINFO),
             newest_version=SPOKEN.newest,
             least_chunk_tokens=CHUNK_TOKENS,
         )

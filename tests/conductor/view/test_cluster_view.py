@@ -1,6 +1,7 @@
 """What the view learns from the iterations of decode instances."""
 
 import pytest
+from msgspec.structs import replace
 
 from conductor.rules import Rules
 from conductor.scheduling.algorithm1 import Decoding, Scheduler
@@ -72,24 +73,32 @@ def test_steps_of_requests_that_have_all_ended_teach_nothing() -> None:
     assert learned(view, slot) == DECODE_COSTS
 
 
-class TwoAlike:
-    """Two equal decode instances, the second of which joins later; heartbeats tell of iterations."""
+class Instances:
+    """Decode instances whose heartbeats tell of iterations."""
 
     def __init__(self) -> None:
         self.view = ClusterView()
         self._now_s = 100.0
         self._stats: list[DecodeStats] = []
-        self.join("d0")
 
-    def join(self, name: str) -> None:
-        instance = Instance(registration(name, Role.DECODE), name.encode(), self._now_s)
-        self.view.add(instance, self._now_s)
+    def join(self, device: str = "A800") -> None:
+        name = f"d{len(self._stats)}"
+        joining = replace(registration(name, Role.DECODE), device=device)
+        self.view.add(Instance(joining, name.encode(), self._now_s), self._now_s)
         self._stats.append(DecodeStats())
 
-    def decode(self, slot: int, iteration_s: float, num_heartbeats: int) -> None:
-        """Decode a short prompt on one instance for so many seconds, and end it there."""
+    def begin(self, slot: int) -> None:
+        """A short prompt is assigned, and decoded from now on."""
         self.view.loads.assign_decode(slot, SHORT)
         self.view.loads.begin_decode(slot, SHORT)
+        self.view.decode_changed(slot)
+
+    def end(self, slot: int) -> None:
+        self.view.loads.end_decode(slot, SHORT, has_begun=True)
+        self.view.decode_changed(slot)
+
+    def compute(self, slot: int, iteration_s: float, num_heartbeats: int) -> None:
+        """One instance computes iterations for so many seconds, and the others nothing."""
         for _ in range(num_heartbeats):
             self._now_s += 1.0
             before = self._stats[slot]
@@ -99,34 +108,70 @@ class TwoAlike:
             for other, stats in enumerate(self._stats):
                 heartbeat = Heartbeat(0, 0, 50, {}, decode=stats)
                 self.view.learn(self.view.instance_at(other), heartbeat, self._now_s)
-        self.view.loads.end_decode(slot, SHORT, has_begun=True)
 
-    def least_tbt_beside(self, slot: int) -> int:
-        """The instance that Algorithm 1 chooses for one more request beside one on `slot`."""
-        self.view.loads.assign_decode(slot, SHORT)
-        self.view.decode_changed(slot)
+    def chosen(self) -> int:
+        """The instance with the least predicted TBT of one more request."""
         found = Scheduler(self.view, Rules()).select_decoding_instance(Decoding(SHORT, 1, ()))
-        self.view.loads.end_decode(slot, SHORT, has_begun=False)
         assert found is not None
         return found[0]
 
 
-def test_what_an_equal_instance_learns_holds_for_one_that_has_learned_nothing() -> None:
-    both = TwoAlike()
-    both.decode(0, iteration_s=0.02, num_heartbeats=5)
-    both.join("d1")
-    both.decode(0, iteration_s=0.01, num_heartbeats=5)
-    assert both.least_tbt_beside(0) == 1, "it joined at a slow moment"
+def test_an_instance_follows_its_equals_until_it_has_learned_itself() -> None:
+    instances = Instances()
+    instances.join()
+    instances.begin(0)
+    instances.compute(0, iteration_s=0.02, num_heartbeats=5)
+    instances.join()
+    assert learned(instances.view, 1) == learned(instances.view, 0)
+    instances.compute(0, iteration_s=0.01, num_heartbeats=5)
+    assert learned(instances.view, 1) == learned(instances.view, 0)
+    assert instances.chosen() == 1
 
 
-def test_an_instance_that_was_slow_at_its_only_request_is_tried_again() -> None:
-    both = TwoAlike()
-    both.join("d1")
-    both.decode(1, iteration_s=0.1, num_heartbeats=1)
-    both.decode(0, iteration_s=0.01, num_heartbeats=int(COSTS_HOLD_S) - 1)
-    assert both.least_tbt_beside(0) == 0
-    both.decode(0, iteration_s=0.01, num_heartbeats=2)
-    assert both.least_tbt_beside(0) == 1
+def slow_and_quick(slow_device: str = "A800") -> Instances:
+    """An instance was slow at its only request; another one has been decoding one for 29 s since."""
+    instances = Instances()
+    instances.join(slow_device)
+    instances.begin(0)
+    instances.compute(0, iteration_s=0.1, num_heartbeats=1)
+    instances.end(0)
+    instances.join()
+    instances.begin(1)
+    instances.compute(1, iteration_s=0.01, num_heartbeats=int(COSTS_HOLD_S))
+    return instances
+
+
+def test_an_instance_that_was_slow_once_is_tried_again() -> None:
+    instances = slow_and_quick()
+    assert instances.chosen() == 1
+    instances.compute(1, iteration_s=0.01, num_heartbeats=1)
+    assert instances.chosen() == 0
+
+
+def test_an_instance_that_is_tried_again_gets_one_request_not_all() -> None:
+    instances = slow_and_quick()
+    instances.compute(1, iteration_s=0.01, num_heartbeats=1)
+    instances.begin(0)
+    assert instances.chosen() == 1
+    instances.compute(0, iteration_s=0.1, num_heartbeats=1)
+    assert instances.chosen() == 1
+    instances.end(0)
+    assert instances.chosen() == 1, "its costs have been confirmed"
+
+
+def test_an_instance_is_not_tried_as_one_of_another_device() -> None:
+    instances = slow_and_quick(slow_device="T4")
+    instances.compute(1, iteration_s=0.01, num_heartbeats=1)
+    assert instances.chosen() == 1
+
+
+def test_an_instance_with_requests_keeps_its_costs_however_long_it_computes_no_iteration() -> None:
+    instances = slow_and_quick()
+    instances.begin(0)
+    before = learned(instances.view, 0)
+    instances.compute(1, iteration_s=0.01, num_heartbeats=60)
+    assert learned(instances.view, 0) == before
+    assert instances.chosen() == 1
 
 
 def test_late_inlined_prompts_say_nothing_about_pairs() -> None:
