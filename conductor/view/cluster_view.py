@@ -236,11 +236,14 @@ class ClusterView:
         self._adopt_costs(slot)
 
     def _adopt_costs(self, slot: int) -> None:
-        """Adopt the costs that equal instances have learned, where this instance has none of its own."""
-        for estimator in (self.prefill_costs, self.decode_costs):
-            estimator.adopt(slot)
-        self._decode_pool = None
-        self.decode_changed(slot)
+        """Adopt the costs that equal instances have learned, as far as the instance's role needs them."""
+        loads = self.loads
+        if loads.is_prefill.item(slot) or loads.inlines.item(slot):
+            self.prefill_costs.adopt(slot)
+        if loads.is_decode.item(slot):
+            self.decode_costs.adopt(slot)
+            self._decode_pool = None
+            self.decode_changed(slot)
 
     def learn(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> None:
         """Update loads, costs and traffic from the heartbeat of an instance."""

@@ -19,6 +19,7 @@ Owns: each tenant's service, virtual time among its answers. Does not know: prio
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from mooncake.messages.requests import Flow
@@ -37,6 +38,7 @@ class Waiting(Protocol):
 
 
 T = TypeVar("T", bound=Waiting)
+_START = attrgetter("start")
 
 
 @dataclass(slots=True)
@@ -90,7 +92,9 @@ class FairOrder:
 
     def ordered(self, prompts: Iterable[T]) -> list[T]:
         """Return entered prompts, given in order of arrival, in the order of computation."""
-        in_turn = sorted(prompts, key=lambda prompt: prompt.start)
+        in_turn = sorted(prompts, key=_START)
+        if len(self._tenants) == 1:
+            return in_turn
         num_expected: Counter[str] = Counter()
         for prompt in in_turn:
             num_expected[prompt.flow.tenant] += prompt.num_expected

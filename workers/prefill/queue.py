@@ -22,7 +22,7 @@ Owns: order, admission, the prompts of a pass. Does not know: time, pages, where
 """
 
 import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -225,7 +225,7 @@ class PrefillQueue:
         `admitted` is a prompt that waits for its memory, which may take long. Then the returned prompt must
         come before it, be of a tenant with little to compute, and take little memory.
         """
-        num_ahead, num_expected = 0, self._num_expected()
+        num_ahead = 0
         computing = list(self._storing)
         for prompt in self._in_order():
             if prompt is admitted or num_ahead >= _PASSES_AHEAD * self._prefill_chunk:
@@ -233,9 +233,8 @@ class PrefillQueue:
             if prompt.state is PromptState.WAITING:
                 if any(self._computes_for(other, prompt) for other in computing):
                     continue
-                is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
                 is_small = prompt.num_tokens <= self._prefill_chunk
-                return prompt if admitted is None or (is_light and is_small) else None
+                return prompt if admitted is None or (is_small and self._is_light(prompt)) else None
             computing.append(prompt)
             num_ahead += prompt.num_left
         return None
@@ -259,8 +258,7 @@ class PrefillQueue:
         It has prompts of tenants with little to compute that come before all of `running`. Nothing cuts into
         a pass of such tenants, which is short.
         """
-        num_expected = self._num_expected()
-        is_short = all(num_expected[prompt.flow.tenant] <= self._saturating_tokens for prompt in running)
+        is_short = all(self._is_light(prompt) for prompt in running)
         if is_short or any(prompt.is_alone for prompt in running):
             return []
         return self._charged(self._plan_light(running))
@@ -270,34 +268,37 @@ class PrefillQueue:
 
         The prompts of a tenant with more to compute would make the pass longer and end no sooner.
         """
-        num_expected = self._num_expected()
         chunks, room = list[QueuedChunk](), self._saturating_tokens
         for prompt in self._in_order():
             if prompt in running:
                 break
             if prompt.state is not PromptState.READY:
                 continue
-            is_light = num_expected[prompt.flow.tenant] <= self._saturating_tokens
             fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
-            if not is_light or not fits_whole or prompt.is_alone:
+            if prompt.is_alone or not fits_whole or not self._is_light(prompt):
                 break
             chunks.append(QueuedChunk(prompt, prompt.num_left))
             room -= prompt.num_left
         return chunks
 
-    def _num_expected(self) -> Counter[str]:
-        """Return the tokens that are still to be computed, by tenant."""
-        num_expected: Counter[str] = Counter()
-        for prompt in self._prompts:
-            num_expected[prompt.flow.tenant] += prompt.num_expected
-        return num_expected
+    def _is_light(self, prompt: QueuedPrompt) -> bool:
+        """Return whether the prompt's tenant has little to compute: at most `saturating_tokens`."""
+        num_expected, tenant = 0, prompt.flow.tenant
+        for other in self._prompts:
+            if other.flow.tenant == tenant:
+                num_expected += other.num_expected
+                if num_expected > self._saturating_tokens:
+                    return False
+        return True
 
     def _plan_full(self) -> list[QueuedChunk]:
         chunks, num_taken = list[QueuedChunk](), 0
         for prompt in self._in_order():
+            if num_taken >= self._saturating_tokens:
+                break
             if chunks and (prompt.is_alone or chunks[0].prompt.is_alone):
                 continue
-            if prompt.state is PromptState.READY and num_taken < self._saturating_tokens:
+            if prompt.state is PromptState.READY:
                 most = self._saturating_tokens if chunks else self._prefill_chunk
                 num_tokens = self._num_next(prompt, most - num_taken)
                 if num_tokens:
