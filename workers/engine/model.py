@@ -129,7 +129,7 @@ class DecoderModel:
 
     @property
     def why_not_helped(self) -> str:
-        """The reason why a helper cannot have some of the KV heads or layers; empty if it can."""
+        """The reason why a helper cannot have some of the modules; empty if it can."""
         if self._library is None:
             return (
                 f"{self.computed_by} computes on {self.device.type}; the CPU's own kernels alone can do that"
@@ -262,9 +262,9 @@ class DecoderModel:
         On CUDA, decode steps over the pages of one cache are captured graphs: their logits are valid until
         the next pass. Raises HelperLost.
         """
-        handed_over = self.hand_over(batch, kv)
-        if handed_over is not None:
-            return self.finish(handed_over, batch, kv)
+        sent = self.send_to_helper(batch, kv)
+        if sent is not None:
+            return self.receive_from_helper(sent, batch, kv)
         graphs = self._graphs_over(kv)
         if graphs is not None and graphs.can_compute(batch):
             return graphs.forward(batch)
@@ -272,7 +272,7 @@ class DecoderModel:
         return self.logits(hidden[batch.last_rows])
 
     @torch.inference_mode()
-    def hand_over(self, batch: Batch, kv: DeviceKVCache) -> PassAtHelper | None:
+    def send_to_helper(self, batch: Batch, kv: DeviceKVCache) -> PassAtHelper | None:
         """Compute the layers before a helper's, and send the pass to the helper.
 
         Returns None if no helper has layers.
@@ -285,12 +285,12 @@ class DecoderModel:
         return PassAtHelper(hosted, _ask(hosted, hosted.layers, hidden, batch))
 
     @torch.inference_mode()
-    def finish(self, handed_over: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
-        """Return the logits of a handed over pass, as `forward` does, after the helper's answer.
+    def receive_from_helper(self, sent: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
+        """Return the logits of a pass that was sent to a helper, as `forward` does, after its answer.
 
         Raises HelperLost.
         """
-        hosted, number = handed_over
+        hosted, number = sent
         behind = range(hosted.layers.stop, self.layers.stop)
         hidden = self.forward_layers(behind, hosted.owner.take(number), batch, kv)
         return self.logits(hidden[batch.last_rows])

@@ -162,14 +162,17 @@ class Executor:
         """Build the batch of a pass on the caller's thread, without using the device."""
         return Batch.build(chunks, self.kv)
 
-    def hand_over(self, batch: Batch) -> PassAtHelper | None:
-        """Compute one iteration up to the layers of a helper, and hand it over; None if no helper has
+    def send_to_helper(self, batch: Batch) -> PassAtHelper | None:
+        """Compute one iteration up to the layers of a helper, and send it there; None if no helper has
         layers."""
-        return self.model.hand_over(batch, self.kv)
+        return self.model.send_to_helper(batch, self.kv)
 
-    def finish(self, handed_over: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:
-        """Compute the rest of an iteration that was handed over, and return its draws. Raises HelperLost."""
-        return draws.draw(self.model.finish(handed_over, batch, self.kv))
+    def receive_from_helper(self, sent: PassAtHelper, batch: Batch, draws: Draws) -> Drawn:
+        """Compute the rest of an iteration that was sent to a helper, and return its draws.
+
+        Raises HelperLost.
+        """
+        return draws.draw(self.model.receive_from_helper(sent, batch, self.kv))
 
     def decode(self, batch: Batch, draws: Draws) -> Drawn:
         """Compute one iteration, and return the next token of every sequence. Raises HelperLost."""

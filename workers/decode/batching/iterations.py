@@ -88,9 +88,9 @@ class Iteration:
         self.num_prompt_tokens = sum(chunk.num_tokens for chunk in planned if chunk.of_prompt)
         """Tokens of inlined prompts in this iteration."""
         self.began_s = self.forward_began_s = self.ended_s = self.forward_s = 0.0
-        self._handed_over: PassAtHelper | None = None
+        self._sent: PassAtHelper | None = None
         self.is_lost = False
-        """Whether the iteration has no results, as the helper that has some of the heads did not answer."""
+        """Whether the iteration has no results, as the helper that has some of the modules did not answer."""
         self._tokens: list[int] = []
         """Drawn tokens by draw; empty until the iteration has ended."""
         self._logprobs: dict[int, TokenLogprobs] = {}
@@ -121,7 +121,7 @@ class Iteration:
         self.before = None
         self.forward_began_s = time.perf_counter()
 
-    def hand_over(self) -> bool:
+    def send_to_helper(self) -> bool:
         """Compute, after `begin`, the layers before those that a helper has.
 
         Returns whether the helper has the pass now; if so, `run` computes the rest and is the next call.
@@ -130,12 +130,12 @@ class Iteration:
             return False
         began_s = time.perf_counter()
         with self._computing():
-            self._handed_over = self._executor.hand_over(self._batch)
+            self._sent = self._executor.send_to_helper(self._batch)
         self.forward_s += time.perf_counter() - began_s
-        return self._handed_over is not None
+        return self._sent is not None
 
     def run(self) -> None:
-        """Compute the iteration, after `begin` or `hand_over`, on the device thread.
+        """Compute the iteration, after `begin` or `send_to_helper`, on the device thread.
 
         The other ranks begin on a message.
         """
@@ -153,9 +153,9 @@ class Iteration:
         self.forward_s += self.ended_s - began_s
 
     def _drawn(self) -> Drawn:
-        if self._handed_over is None:
+        if self._sent is None:
             return self._executor.decode(self._batch, self._draws)
-        return self._executor.finish(self._handed_over, self._batch, self._draws)
+        return self._executor.receive_from_helper(self._sent, self._batch, self._draws)
 
     def _computing(self) -> AbstractContextManager[None]:
         refs = [sequence.ref for sequence in self.sequences]
@@ -300,7 +300,7 @@ class Iterations:
         if iteration is not None:
             iteration.begin()
             loop.call_soon_threadsafe(self._on_turn)
-            if iteration.hand_over():
+            if iteration.send_to_helper():
                 with self._lock:
                     self._at_helper.append(iteration)
                     self._call(loop)

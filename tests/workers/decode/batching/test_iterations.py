@@ -45,7 +45,7 @@ class FakeExecutor:
         self.record = PassRecord()
         self.may_go_on = threading.Semaphore(0)
         self.loses_helper = False
-        self.handed_over: list[list[int]] | None = None
+        self.sent: list[list[int]] | None = None
         """Tokens of the passes that a helper of some layers has got; None without one."""
         self.batches: list[tuple[list[int], list[int]]] = []
         """tokens and positions that were computed"""
@@ -58,14 +58,14 @@ class FakeExecutor:
 
     @property
     def has_helper_for_layers(self) -> bool:
-        return self.handed_over is not None
+        return self.sent is not None
 
-    def hand_over(self, batch: FakeBatch) -> object | None:
-        if self.handed_over is not None:
-            self.handed_over.append(batch.token_ids)
-        return self.handed_over
+    def send_to_helper(self, batch: FakeBatch) -> object | None:
+        if self.sent is not None:
+            self.sent.append(batch.token_ids)
+        return self.sent
 
-    def finish(self, handed_over: object, batch: FakeBatch, draws: Draws) -> Drawn:
+    def receive_from_helper(self, sent: object, batch: FakeBatch, draws: Draws) -> Drawn:
         return self.decode(batch, draws)
 
     def decode(self, batch: FakeBatch, draws: Draws) -> Drawn:
@@ -98,9 +98,9 @@ class Lab:
             while len(self.executor.batches) < num_batches:
                 await asyncio.sleep(0.001)
 
-    async def until_handed_over(self, num_passes: int) -> None:
+    async def until_sent(self, num_passes: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while len(self.executor.handed_over or ()) < num_passes:
+            while len(self.executor.sent or ()) < num_passes:
                 await asyncio.sleep(0.001)
 
     async def receive(self) -> list[list[int | None]]:
@@ -272,16 +272,16 @@ async def test_two_halves_of_a_batch_take_turns_where_a_helper_has_layers(
 ) -> None:
     monkeypatch.setattr(iterations, "_PLANNING_S", DEADLINE_S)
     lab, sequences = Lab(), [sequence(number, 10, 20 * number) for number in range(1, 4)]
-    lab.executor.handed_over = []
+    lab.executor.sent = []
 
-    async def plan(expected: list[DecodedSequence], num_handed_over: int) -> None:
+    async def plan(expected: list[DecodedSequence], num_sent: int) -> None:
         assert lab.iterations.receive() == []
         turn = lab.iterations.turn(sequences)
         assert turn == expected
         lab.iterations.plan(decoded(*turn))
-        if num_handed_over > 2:
+        if num_sent > 2:
             lab.executor.may_go_on.release()  # the helper's answer, with the tokens that the next half needs
-        await lab.until_handed_over(num_handed_over)
+        await lab.until_sent(num_sent)
 
     halves = sequences[:2], sequences[2:]
     await plan(halves[0], 1)
@@ -289,7 +289,7 @@ async def test_two_halves_of_a_batch_take_turns_where_a_helper_has_layers(
     for number, tokens in enumerate(([21, 41], [61], [22, 42], [62])):
         await plan(halves[number % 2], 3 + number)
         assert await lab.receive() == [tokens]
-    assert lab.executor.handed_over == [[20, 40], [60], [21, 41], [61], [22, 42], [62]]
+    assert lab.executor.sent == [[20, 40], [60], [21, 41], [61], [22, 42], [62]]
     lab.executor.may_go_on.release(2)
     await lab.iterations.close()
     assert [len(iteration.sequences) for iteration in lab.iterations.receive()] == [2, 1]
@@ -297,16 +297,16 @@ async def test_two_halves_of_a_batch_take_turns_where_a_helper_has_layers(
 
 async def test_the_only_sequence_waits_for_its_token_from_the_helper() -> None:
     lab, a = Lab(), sequence(0, 10, 20)
-    lab.executor.handed_over = []
+    lab.executor.sent = []
     lab.iterations.plan(decoded(a))
     for number in range(3):
-        await lab.until_handed_over(1 + number)
+        await lab.until_sent(1 + number)
         assert lab.iterations.receive() == []
         assert lab.iterations.turn([a]) == [a]
         lab.iterations.plan(decoded(a))
         lab.executor.may_go_on.release()
-        await lab.until_handed_over(2 + number)
+        await lab.until_sent(2 + number)
         assert await lab.receive() == [[21 + number]]
     lab.executor.may_go_on.release()
     await lab.iterations.close()
-    assert lab.executor.handed_over == [[20], [21], [22], [23]]
+    assert lab.executor.sent == [[20], [21], [22], [23]]
