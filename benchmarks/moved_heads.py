@@ -19,13 +19,13 @@ import torch
 
 from benchmarks.engine import SMOLLM2
 from workers.engine.batch import Batch, Chunk
-from workers.engine.head_move import HeadMove
 from workers.engine.kvcache import DeviceKVCache
+from workers.engine.kvcache_move import KVCacheMove
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
-from workers.heads.helper_link import HelperLink
-from workers.heads.hosting import HeadsHost
-from workers.heads.link_messages import LINK_VERSION, HostHeads
+from workers.modules.helper_link import HelperLink
+from workers.modules.hosting import ModulesHost
+from workers.modules.link_messages import LINK_VERSION, HostModules
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -60,7 +60,7 @@ def help_owners(shape: str, num_pages: int, path: str) -> None:
     """Be the helper, until killed."""
     torch.set_num_threads(1)
     model, kv = empty(shape, num_pages)
-    asyncio.run(HeadsHost("helper", path, FINGERPRINT, model, kv, lambda: 0, lambda: False).run())
+    asyncio.run(ModulesHost("helper", path, FINGERPRINT, model, kv, lambda: 0, lambda: False).run())
 
 
 def wait_for(path: Path) -> None:
@@ -94,7 +94,7 @@ class Steps:
     async def move(self, path: str, num_heads: int) -> HelperLink:
         """Move heads to the helper at `path`."""
         kv, num_sequences = self.kv, len(self.chunks)
-        request = HostHeads(
+        request = HostModules(
             LINK_VERSION,
             "owner",
             FINGERPRINT,
@@ -106,7 +106,7 @@ class Steps:
             num_sequences,
         )
         link = await HelperLink.connect(path, request, self.model, kv, TIMEOUT_S, lambda: None)
-        move = HeadMove(kv, link.num_pages, link.helped)
+        move = KVCacheMove(kv, link.num_pages, link.helped)
         move.copy(kv.used_pages())
         move.complete()
         return link

@@ -16,9 +16,9 @@ from conductor.effects import Effect, ToConductor
 from conductor.elasticity.control import Elasticity
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
-from conductor.membership.heads import Heads
 from conductor.membership.joining import Membership
 from conductor.membership.leaving import Leaving
+from conductor.membership.modules import Modules
 from conductor.membership.operators import Operators
 from conductor.membership.roles import Roles
 from conductor.replication.contexts import Contexts
@@ -50,7 +50,7 @@ from mooncake.messages.fronts import (
     Submit,
     Unknown,
 )
-from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate, MoveHeads
+from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate, MoveModules
 from mooncake.messages.workers import (
     STAGES,
     Finished,
@@ -106,12 +106,12 @@ class Conductor:
         )
         self.evacuation = Evacuation(self.view, self.contexts, self.replication)
         self._emptier = emptier = Emptier(self._requests, self._placer, self.migrations)
-        self._heads = Heads(epoch, self.instances)
-        self.roles = Roles(self._requests, self._placer, emptier, self._fronts, self._heads)
+        self._modules = Modules(epoch, self.instances)
+        self.roles = Roles(self._requests, self._placer, emptier, self._fronts, self._modules)
         self._leaving = Leaving(
-            self._requests, emptier, self.evacuation, self.roles, self._fronts, self._heads
+            self._requests, emptier, self.evacuation, self.roles, self._fronts, self._modules
         )
-        self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations, self._heads)
+        self._operators = Operators(self.instances, self._leaving, self.roles, self.migrations, self._modules)
         self._membership = Membership(
             fingerprint,
             profiled_device,
@@ -122,7 +122,7 @@ class Conductor:
             self._resumption,
             self.roles,
         )
-        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, self._heads, rules)
+        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, self._modules, rules)
         self._last_tick_s: float | None = None
 
     # -- what telemetry reads -----------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Conductor:
                 return self._on_continue(sender, message, now_s)
             case Cancel():
                 return self._on_cancel(sender, message, now_s)
-            case Drain() | ChangeRole() | MoveHeads() | ListInstances() | Migrate():
+            case Drain() | ChangeRole() | MoveModules() | ListInstances() | Migrate():
                 return self._operators.on_order(sender, message, now_s)
             case KeepContext(context_id, keys, ttl_s):
                 return self.contexts.keep(context_id, keys, ttl_s, now_s)
@@ -375,7 +375,7 @@ class Conductor:
 
     def _on_heartbeat(self, instance: Instance, heartbeat: Heartbeat, now_s: float) -> list[Effect]:
         before, instance.heartbeat, instance.last_seen_s = instance.heartbeat, heartbeat, now_s
-        is_resized = self._heads.heard(instance, before)
+        is_resized = self._modules.heard(instance, before)
         self.view.learn(instance, heartbeat, now_s)
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:

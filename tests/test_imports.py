@@ -32,10 +32,10 @@ LAYERS = {
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
     "kvstore": "events | pool | protocol, ssd | client, transfer | connectors, server",
     "kernels": "head_norms | attention, cpu, cuda | kv_copy",
-    "workers": "engine, errors | kvcache | execution | groups, heads | decode, prefill | process | vllm",
+    "workers": "engine, errors | kvcache | execution | groups, modules | decode, prefill | process | vllm",
     "workers.engine": """
         logit_changes, spec, upload | kvcache, rotary, sampling, tensor_parallel
-        | batch, head_move, process_group, weights | layers | decode_graphs | cuda | model | warm_up
+        | batch, kvcache_move, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
         effects, index, performance | rules | view | admission, fronts, replication, scheduling | requests

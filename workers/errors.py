@@ -18,5 +18,5 @@ class EngineLostError(MooncakeError):
     """The engine of an instance, which is a separate process, has ended or gives invalid answers."""
 
 
-class HeadsStayError(MooncakeError):
-    """KV heads or layers cannot move, to a helper or back; the message says why."""
+class ModulesStayError(MooncakeError):
+    """Modules cannot move, to a helper or back; the message says why."""

@@ -30,9 +30,9 @@ from mooncake.messages.migration import (
     FromMigration,
     HandedOver,
     HandOver,
-    HeadsPlace,
     LayerRange,
-    PlaceHeads,
+    ModulesPlace,
+    PlaceModules,
     PreCopied,
     PreCopy,
     Prepare,
@@ -75,8 +75,8 @@ class Instance:
 
     def __init__(self, register: Register, identity: bytes) -> None:
         self.register, self.identity = register, identity
-        self.place = HeadsPlace()
-        """The latest place of its KV heads and layers that it has told."""
+        self.place = ModulesPlace()
+        """The latest place of its modules that it has told."""
         self.placed = asyncio.Event()
         self.token_times_s: list[float] = []
         """Arrival times of its tokens here, those of streams that are `counts`."""
@@ -143,7 +143,7 @@ class Rig:
                         await self._router.send(sender, HeartbeatAck(True, 1))
                         for instance in self.instances.values():
                             if instance.identity == sender:
-                                instance.place = message.heads
+                                instance.place = message.modules
                                 instance.placed.set()
                     case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():
                         self._answers[message.ref].put_nowait(message)
@@ -250,11 +250,11 @@ class Rig:
         stream.at = destination
         await self._tell(destination, Reserve(stream.ref, request, inline=True))
 
-    async def place(self, owner: Instance, layers: LayerRange | None) -> HeadsPlace:
+    async def place(self, owner: Instance, layers: LayerRange | None) -> ModulesPlace:
         """Have layers of an instance at the other one; None: have them back. Return when that is told."""
         self._num_orders += 1
         helper = self.other(owner).register
-        order = PlaceHeads(1, self._num_orders, helper.instance, helper.heads.socket, layers=layers)
+        order = PlaceModules(1, self._num_orders, helper.instance, helper.modules.socket, layers=layers)
         await self._tell(owner, order)
         async with asyncio.timeout(DEADLINE_S):
             while owner.place.number != order.number or owner.place.is_moving:

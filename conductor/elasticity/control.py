@@ -5,7 +5,7 @@ and modules move between instances of one host when neither does.
 
 Owns: when the rules are asked, and what follows from their answers. Does not know: the rules themselves, how
 a request moves (`conductor.requests.migrations`), how an instance changes its role
-(`conductor.membership.roles`), how modules move (`conductor.membership.heads`).
+(`conductor.membership.roles`), how modules move (`conductor.membership.modules`).
 """
 
 import math
@@ -23,7 +23,7 @@ from conductor.elasticity.priorities import keep_headroom
 from conductor.elasticity.rebalancer import Rebalancer, State
 from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
-from conductor.membership.heads import Heads, place_of
+from conductor.membership.modules import Modules, place_of
 from conductor.membership.roles import Roles
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
@@ -31,7 +31,7 @@ from conductor.requests.registry import Requests
 from conductor.rules import Rules
 from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.migration import LayerRange
-from mooncake.messages.operators import MoveHeads
+from mooncake.messages.operators import MoveModules
 from mooncake.messages.workers import InstanceState
 
 RULES = (relieve, keep_headroom, defragment)
@@ -55,16 +55,16 @@ class Elasticity:
         requests: The registry.
         migrations: The component that moves requests.
         roles: The component that changes roles.
-        heads: The component that moves layers and KV heads.
+        modules: The component that moves modules.
         rules: The settings: which of these is on.
     """
 
     def __init__(
-        self, requests: Requests, migrations: Migrations, roles: Roles, heads: Heads, rules: Rules
+        self, requests: Requests, migrations: Migrations, roles: Roles, modules: Modules, rules: Rules
     ) -> None:
-        self._requests, self._migrations, self._roles, self._heads = requests, migrations, roles, heads
+        self._requests, self._migrations, self._roles, self._modules = requests, migrations, roles, modules
         self._rules, self._view, self._instances = rules, requests.view, requests.instances
-        self._survey = Survey(requests, migrations, heads)
+        self._survey = Survey(requests, migrations, modules)
         self._recent = RecentMoves()
         self.demand = Demand()
         self.rebalancer = Rebalancer() if rules.has_rebalancing else None
@@ -169,14 +169,14 @@ class Elasticity:
         return self._roles.switch(instance, change.after, now_s)
 
     def _move_modules(self, now_s: float) -> list[Effect]:
-        """Return the orders to move an instance's layers or KV heads, or to return them; none while a
-        request, role or module moves."""
+        """Return the orders to move an instance's modules, or to return them; none while a request,
+        role or module moves."""
         if now_s - self._modules_looked_s < MODULES_PERIOD_S or self._requests.migrating:
             return []
         if any(of.state is InstanceState.SWITCHING or place_of(of).is_moving for of in self._instances):
             return []
         self._modules_looked_s = now_s
-        for devices in devices_by_host(self._view, self._instances, self._heads):
+        for devices in devices_by_host(self._view, self._instances, self._modules):
             for move in plan(devices, THRESHOLDS):
                 if effects := self._order(move, now_s):
                     return effects
@@ -191,11 +191,11 @@ class Elasticity:
         num_layers = owner.registration.layout.num_layers
         layers = LayerRange(num_layers - move.num, num_layers) if move.kind is Kind.LAYERS else None
         num_heads = move.num if move.kind is Kind.HEADS else 0
-        if self._heads.why_not(owner, helper, MoveHeads(0, owner.name, helper.name, num_heads, layers)):
+        if self._modules.why_not(owner, helper, MoveModules(0, owner.name, helper.name, num_heads, layers)):
             return []
         if move.kind is not None:
             self._given_s[move.owner] = now_s
-        return self._heads.order(owner, helper, num_heads, layers)
+        return self._modules.order(owner, helper, num_heads, layers)
 
     def _state(self, now_s: float) -> State:
         tbt_slo_s = self._requests.strictest_tbt_slo_s or self._requests.limits.tbt_slo_s

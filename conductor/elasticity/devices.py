@@ -8,32 +8,32 @@ Owns: the translation of view and heartbeats into devices. Does not know: which 
 
 from collections import defaultdict
 
-from conductor.elasticity.modules import Away, Device, Kind, Modules
-from conductor.membership.heads import Heads, host_of, place_of
+from conductor.elasticity.modules import Away, Device, Kind, MovableModules
+from conductor.membership.modules import Modules, host_of, place_of
 from conductor.performance.utilisation import Used
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.workers import InstanceState, Role
 
 
-def devices_by_host(view: ClusterView, instances: Instances, heads: Heads) -> list[list[Device]]:
+def devices_by_host(view: ClusterView, instances: Instances, modules: Modules) -> list[list[Device]]:
     """Return the devices of each host whose modules may move; instances without measurements are left out."""
     by_host = defaultdict[str, list[Instance]](list)
     for instance in instances:
         is_able = instance.role is not Role.PREFILL and instance.state is InstanceState.SERVING
-        if is_able and not instance.registration.heads.why_not:
+        if is_able and not instance.registration.modules.why_not:
             by_host[host_of(instance)].append(instance)
-    return [_devices(view, of_host, heads) for of_host in by_host.values()]
+    return [_devices(view, of_host, modules) for of_host in by_host.values()]
 
 
-def _devices(view: ClusterView, instances: list[Instance], heads: Heads) -> list[Device]:
+def _devices(view: ClusterView, instances: list[Instance], modules: Modules) -> list[Device]:
     hosted = defaultdict[str, float](float)
     """Compute of modules of others, by helper."""
     found = []
     for instance in instances:
         used = view.utilisation.of(instance.name)
         if used is not None:
-            device, computed_away = _device(view, instance, used, heads)
+            device, computed_away = _device(view, instance, used, modules)
             found.append(device)
             if device.away is not None:
                 hosted[device.away.helper] += computed_away
@@ -45,7 +45,7 @@ def _with_hosted(device: Device, compute: float) -> Device:
     return Device(device.name, used, device.modules, device.away, sync_s=device.sync_s)
 
 
-def _device(view: ClusterView, instance: Instance, used: Used, heads: Heads) -> tuple[Device, float]:
+def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules) -> tuple[Device, float]:
     """Return an instance as a device without other instances' modules, and the share of its computing that
     its helper does."""
     slot, layout, place = view.slot_of(instance.name), instance.registration.layout, place_of(instance)
@@ -58,13 +58,13 @@ def _device(view: ClusterView, instance: Instance, used: Used, heads: Heads) -> 
     num_bytes = (num_pages - instance.heartbeat.num_free_device_pages) * layout.block_bytes
     transfer_s = num_bytes * view.transfers.costs(slot, 0.0)[1]
     num_layers, num_heads = layout.num_layers, layout.num_kv_heads
-    modules = {
-        Kind.LAYERS: Modules(
+    movable = {
+        Kind.LAYERS: MovableModules(
             num_layers - 1,
             Used(used.compute / num_layers, used.memory / num_layers),
             transfer_s / num_layers,
         ),
-        Kind.HEADS: Modules(
+        Kind.HEADS: MovableModules(
             num_heads - 1,
             Used(attention * used.compute / num_heads, used.memory / num_heads),
             transfer_s / num_heads,
@@ -77,5 +77,5 @@ def _device(view: ClusterView, instance: Instance, used: Used, heads: Heads) -> 
         beyond = num_pages / max(1, instance.registration.capacity.num_device_pages) - 1
         away = Away(place.helper, Used(computed_away, max(0.0, beyond) * used.memory))
     here = used._replace(compute=used.compute - computed_away)
-    may_give = not place.are_elsewhere and not heads.owners_at(instance)
-    return Device(instance.name, here, modules if may_give else {}, away, sync_s=step_s), computed_away
+    may_give = not place.are_elsewhere and not modules.owners_at(instance)
+    return Device(instance.name, here, movable if may_give else {}, away, sync_s=step_s), computed_away

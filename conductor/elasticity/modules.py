@@ -29,7 +29,7 @@ class Kind(Enum):
     HEADS = "KV heads"
 
 
-class Modules(NamedTuple):
+class MovableModules(NamedTuple):
     """Modules of one kind that may leave a device, all alike."""
 
     num: int
@@ -54,7 +54,7 @@ class Device:
     name: str
     used: Used
     """The shares of the device that are in use, for modules of other instances too."""
-    modules: dict[Kind, Modules]
+    modules: dict[Kind, MovableModules]
     """The modules that may leave the device, without kinds that the device does not support."""
     away: Away | None = None
     sync_s: float = 0.0

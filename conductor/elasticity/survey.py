@@ -9,7 +9,7 @@ from conductor.elasticity.answers import AnswerKind, RunningAnswer
 from conductor.elasticity.batches import Coming, InstanceBatch, Resident
 from conductor.elasticity.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
-from conductor.membership.heads import Heads
+from conductor.membership.modules import Modules
 from conductor.performance.model import DecodeCapacity
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migrations import Migrations
@@ -30,8 +30,8 @@ _SANE = (0.5, 2.0)
 class Survey:
     """Reader of the registry's cluster state for the rules of elasticity."""
 
-    def __init__(self, requests: Requests, migrations: Migrations, heads: Heads) -> None:
-        self._requests, self._migrations, self._heads = requests, migrations, heads
+    def __init__(self, requests: Requests, migrations: Migrations, modules: Modules) -> None:
+        self._requests, self._migrations, self._modules = requests, migrations, modules
         self._view, self._instances = requests.view, requests.instances
 
     def batches(self, now_s: float) -> list[InstanceBatch]:
@@ -125,7 +125,7 @@ class Survey:
             if of.role is not Role.BOTH
             and of.registration.can_decode
             and not holding[of.role] <= {of.name}
-            and not self._heads.why_busy(of)
+            and not self._modules.why_busy(of)
         }
 
     def running(self, now_s: float) -> list[RunningAnswer]:

@@ -1,5 +1,5 @@
-"""Draining of instances: their requests and the blocks that only they hold go to other instances, and KV
-heads back to their owners; then they leave.
+"""Draining of instances: their requests and the blocks that only they hold go to other instances, and
+modules back to their owners; then they leave.
 
     SERVING, SWITCHING ──> DRAINING ──> RETIRED, when nothing is left
                                     ──> SERVING, if the order is taken back
@@ -12,7 +12,7 @@ are copied.
 from conductor.effects import Effect
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
-from conductor.membership.heads import Heads
+from conductor.membership.modules import Modules
 from conductor.membership.roles import Roles
 from conductor.replication.evacuation import Evacuation
 from conductor.requests.registry import Requests
@@ -30,9 +30,9 @@ class Leaving:
         evacuation: Evacuation,
         roles: Roles,
         fronts: Fronts,
-        heads: Heads,
+        modules: Modules,
     ) -> None:
-        self._heads = heads
+        self._modules = modules
         self._emptier, self._evacuation, self._roles, self._fronts = emptier, evacuation, roles, fronts
         self._instances = requests.instances
 
@@ -72,23 +72,22 @@ class Leaving:
         return self._emptier.end(instance, now_s) + self.go_on(now_s) + self._fronts.tell()
 
     def go_on(self, now_s: float) -> list[Effect]:
-        """Order copies of leaving instances' blocks, as far as there is room, and the return of KV heads that
+        """Order copies of leaving instances' blocks, as far as there is room, and the return of modules that
         draining ones host. To be called about twice a second."""
         leaving = [instance for instance in self._instances.emptying if self._is_to_leave(instance)]
         effects = self._evacuation.go_on(leaving, now_s)
         for instance in self._instances.emptying:
-            effects += self._heads.call_back(instance)
+            effects += self._modules.call_back(instance)
         return effects
 
     def settle(self) -> list[Effect]:
-        """Retire the leaving instances that have no requests, no blocks to copy, and no KV heads of
-        others."""
+        """Retire the leaving instances that have no requests, no blocks to copy, and no modules of others."""
         effects: list[Effect] = []
         for instance in self._instances.emptying:
             emptying = instance.emptying
             if emptying is None or not self._is_to_leave(instance):
                 continue
-            if instance.requests or emptying.num_blocks_left or self._heads.owners_at(instance):
+            if instance.requests or emptying.num_blocks_left or self._modules.owners_at(instance):
                 continue
             if self._instances.retire(instance):
                 self._roles.forget(instance.name)

@@ -1,11 +1,11 @@
-"""Orders of operators: to drain an instance, to change its role, to move a request, KV heads or layers.
+"""Orders of operators: to drain an instance, to change its role, to move a request or modules.
 
 Owns: which orders are refused, the answers to operators. Does not know: how an order is carried out.
 """
 
 from conductor.effects import Effect
-from conductor.membership.heads import Heads, place_of
 from conductor.membership.leaving import Leaving
+from conductor.membership.modules import Modules, place_of
 from conductor.membership.roles import Roles
 from conductor.requests.migrations import Migrations
 from conductor.view.instances import Emptying, Instance, Instances
@@ -16,7 +16,7 @@ from mooncake.messages.operators import (
     InstanceStatus,
     ListInstances,
     Migrate,
-    MoveHeads,
+    MoveModules,
     OperatorOrder,
     Ordered,
 )
@@ -27,10 +27,10 @@ class Operators:
     """The component that carries out or refuses the orders of operators."""
 
     def __init__(
-        self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations, heads: Heads
+        self, instances: Instances, leaving: Leaving, roles: Roles, migrations: Migrations, modules: Modules
     ) -> None:
         self._instances, self._leaving, self._roles = instances, leaving, roles
-        self._migrations, self._heads = migrations, heads
+        self._migrations, self._modules = migrations, modules
 
     def on_order(self, sender: bytes, order: OperatorOrder, now_s: float) -> list[Effect]:
         """Carry out or refuse an order of an operator from the front `sender`.
@@ -45,19 +45,19 @@ class Operators:
         instance = self._instances.get(order.instance)
         if instance is None:
             return [Effect(sender, Ordered(order.order, None, self._instances.why_unknown(order.instance)))]
-        if isinstance(order, MoveHeads):
-            refusal, effects = self._move_heads(instance, order)
+        if isinstance(order, MoveModules):
+            refusal, effects = self._move_modules(instance, order)
         else:
             refusal = self._why_not(instance, order)
             effects = [] if refusal else self._obey(instance, order, now_s)
         return [*effects, Effect(sender, Ordered(order.order, status_of(instance, now_s), refusal))]
 
-    def _move_heads(self, owner: Instance, order: MoveHeads) -> tuple[str, list[Effect]]:
+    def _move_modules(self, owner: Instance, order: MoveModules) -> tuple[str, list[Effect]]:
         helper = self._instances.get(order.helper)
         if helper is None:
             return self._instances.why_unknown(order.helper), []
-        refusal = self._heads.why_not(owner, helper, order)
-        return refusal, [] if refusal else self._heads.order(owner, helper, order.num_heads, order.layers)
+        refusal = self._modules.why_not(owner, helper, order)
+        return refusal, [] if refusal else self._modules.order(owner, helper, order.num_heads, order.layers)
 
     def _why_not(self, instance: Instance, order: Drain | ChangeRole) -> str:
         if isinstance(order, ChangeRole):

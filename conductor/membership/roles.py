@@ -17,7 +17,7 @@ from enum import StrEnum
 from conductor.effects import Effect
 from conductor.fronts import Fronts
 from conductor.membership.emptying import Emptier
-from conductor.membership.heads import Heads
+from conductor.membership.modules import Modules
 from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.view.instances import Instance
@@ -42,9 +42,9 @@ class Roles:
     """The roles of the registry's instances, and the switches between them."""
 
     def __init__(
-        self, requests: Requests, placer: Placer, emptier: Emptier, fronts: Fronts, heads: Heads
+        self, requests: Requests, placer: Placer, emptier: Emptier, fronts: Fronts, modules: Modules
     ) -> None:
-        self._placer, self._emptier, self._fronts, self._heads = placer, emptier, fronts, heads
+        self._placer, self._emptier, self._fronts, self._modules = placer, emptier, fronts, modules
         self._instances, self._view, self._limits = requests.instances, requests.view, requests.limits
         self._given: dict[str, Role] = {}
         """Roles that the Conductor has given to instances, by name, the latest last."""
@@ -61,7 +61,7 @@ class Roles:
             return f"the role of {instance.name} is {role.value} already"
         if role is not Role.PREFILL and not instance.registration.can_decode:
             return f"{instance.name} has not all layers of the model on its device, so it cannot decode"
-        if why_busy := self._heads.why_busy(instance):
+        if why_busy := self._modules.why_busy(instance):
             return why_busy
         stage = None if force else self._instances.stage_of_none_but(instance, role)
         if stage is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from conductor.rules import Rules
-from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.messages.migration import ModulesPlace, PlaceModules
 from mooncake.messages.pools import PoolStats
 from mooncake.messages.workers import SPOKEN, STAGES, Heartbeat, InstanceState, Register, Role
 
@@ -61,8 +61,8 @@ class Instance:
     """The progress of draining or switching; None exactly while `state` is SERVING."""
     requests: dict[str, int] = field(default_factory=dict)
     """The prompt length in tokens of each request assigned to the instance, as prefill or decode, by id."""
-    heads_order: PlaceHeads | None = None
-    """The latest order that moves the instance's heads or layers, until a heartbeat reports the result."""
+    modules_order: PlaceModules | None = None
+    """The latest order that moves the instance's modules, until a heartbeat reports the result."""
 
     def __post_init__(self) -> None:
         self.role = self.registration.role
@@ -93,7 +93,7 @@ class Instance:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """Blocks of the longest sequence that fits into the idle instance, wherever its KV heads are, as they
+        """Blocks of the longest sequence that fits into the idle instance, wherever its modules are, as they
         may return at any time."""
         capacity = self.registration.capacity
         return min(capacity.num_pool_pages, capacity.num_device_pages, self.num_device_pages)
@@ -107,14 +107,14 @@ class Instance:
         return min(self.max_sequence_blocks, pool.num_pages - num_used_by_others)
 
     @property
-    def heads(self) -> HeadsPlace:
-        """The place of the instance's KV heads and layers, as the latest heartbeat tells."""
-        return HeadsPlace() if self.heartbeat is None else self.heartbeat.heads
+    def modules(self) -> ModulesPlace:
+        """The place of the instance's modules, as the latest heartbeat tells."""
+        return ModulesPlace() if self.heartbeat is None else self.heartbeat.modules
 
     @property
     def num_device_pages(self) -> int:
-        """The number of device pages, which changes with heads and layers that leave or come."""
-        now = self.heads.num_device_pages
+        """The number of device pages, which changes with modules that leave or come."""
+        now = self.modules.num_device_pages
         return self.registration.capacity.num_device_pages if now is None else now
 
     def shares_cores(self, other: "Instance") -> bool:

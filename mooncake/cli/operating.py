@@ -177,7 +177,7 @@ def migrate(client: AdminClient, name: str, helper: str, wanted: int | LayerRang
     def end_of(status: InstanceStatus | None) -> str | None:
         if status is None:
             raise MooncakeError(f"{name} is lost; all KV heads and layers are there when it comes back")
-        place = status.heads
+        place = status.modules
         if place.is_moving:
             return None
         if (place.num_heads, place.layers, place.helper) != (num_heads, layers, helper if wanted else ""):

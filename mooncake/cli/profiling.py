@@ -69,7 +69,7 @@ def _child(config: Config) -> Child:
         instance="profile",
         incarnation=0,
         messenger_socket="",
-        heads_socket="",
+        modules_socket="",
         num_local_workers=num_workers,
     )
     spec = ChildSpec("profile", "workers.process.profile", lambda _: process.model_dump_json())

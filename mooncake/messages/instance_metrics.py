@@ -156,7 +156,7 @@ def _modules(reports: Iterable[InstanceReport]) -> list[Family]:
         "mooncake_module_pause_seconds", "histogram", "Pauses between two iterations in these moves"
     )
     for instance, _, heartbeat in reports:
-        name, place, totals = labels(instance=instance), heartbeat.heads, heartbeat.moves
+        name, place, totals = labels(instance=instance), heartbeat.modules, heartbeat.moves
         away = f"{name},{labels(helper=place.helper)}"
         heads.add(away, place.num_heads)
         layers.add(away, 0 if place.layers is None else place.layers.count)

@@ -1,4 +1,4 @@
-"""The messages of migrations: a running request moves from one decode instance to another, or KV heads do.
+"""The messages of migrations: a running request moves from one decode instance to another, or modules do.
 
     Conductor                 source                      destination
     PreCopy           ->      stores full blocks, now or when there is one more
@@ -13,11 +13,11 @@
 All pass through the Conductor, so the request always has one owner: the source until the Conductor has
 `HandedOver`, the destination from then on. Whatever fails before ends the migration, not the request.
 
-KV heads or layers move to a helper, and back, by order of operators (BanaServe, section 4.1):
+Modules (KV heads or layers) move to a helper, and back, by order of operators (BanaServe, section 4.1):
 
-    MoveHeads         operator, through a front -> Conductor  (`mooncake.messages.operators`)
-    PlaceHeads        Conductor -> owner of them, which agrees with the helper (`workers.heads`)
-    HeadsPlace        owner -> Conductor, in each heartbeat
+    MoveModules       operator, through a front -> Conductor  (`mooncake.messages.operators`)
+    PlaceModules      Conductor -> owner of them, which agrees with the helper (`workers.modules`)
+    ModulesPlace      owner -> Conductor, in each heartbeat
 
 Owns: this vocabulary. Does not know: sockets, why anything moves.
 """
@@ -126,7 +126,7 @@ MigrationOrder = PreCopy | Prepare | HandOver | TakeOver
 """The orders to source and destination."""
 
 
-# -- KV heads and layers ----------------------------------------------------------------------------
+# -- modules: KV heads and layers -------------------------------------------------------------------
 
 
 LAYERS_PATTERN = "^([0-9]{1,5}):([0-9]{1,5})$"
@@ -160,18 +160,17 @@ class LayerRange(msgspec.Struct, frozen=True):
         return f"{self.start}:{self.stop}"
 
 
-class HeadsSupport(msgspec.Struct, frozen=True):
-    """The support of an instance for heads and layers elsewhere, and for being a helper."""
+class ModulesSupport(msgspec.Struct, frozen=True):
+    """The support of an instance for modules elsewhere, and for being a helper."""
 
     socket: str = ""
-    """The Unix socket at which the instance listens for owners of heads or layers on its host; empty for
-    none."""
+    """The Unix socket at which the instance listens for owners of modules on its host; empty for none."""
     why_not: str = "it has no support for that"
-    """The reason why heads and layers can neither leave nor come; empty if they can."""
+    """The reason why modules can neither leave nor come; empty if they can."""
 
 
-class HeadsPlace(msgspec.Struct, frozen=True):
-    """The place of an instance's KV heads and layers, with the outcome of the latest order."""
+class ModulesPlace(msgspec.Struct, frozen=True):
+    """The place of an instance's modules, with the outcome of the latest order."""
 
     epoch: int = 0
     number: Count = 0
@@ -182,10 +181,10 @@ class HeadsPlace(msgspec.Struct, frozen=True):
     num_heads: Count = 0
     layers: LayerRange | None = None
     is_moving: bool = False
-    """Whether the order is being carried out, or heads or layers return because the helper is lost."""
+    """Whether the order is being carried out, or modules return because the helper is lost."""
     error: str = ""
-    """The reason why the latest order was not carried out, or why heads or layers have returned without an
-    order; else empty."""
+    """The reason why the latest order was not carried out, or why modules have returned without an order;
+    else empty."""
     num_device_pages: Count | None = None
     """The present number of the instance's device pages; None: the registered number."""
 
@@ -196,15 +195,15 @@ class HeadsPlace(msgspec.Struct, frozen=True):
 
     @property
     def are_elsewhere(self) -> bool:
-        """Whether heads or layers are at a helper, or moving there."""
+        """Whether modules are at a helper, or moving there."""
         return self.helper != "" or self.is_moving
 
 
-class PlaceHeads(msgspec.Struct, tag=True, frozen=True):
+class PlaceModules(msgspec.Struct, tag="PlaceHeads", frozen=True):
     """Order to a decode instance: move `layers`, or the last `num_heads` KV heads, to a helper; without
     either, move all back.
 
-    `HeadsPlace` with this number reports the result.
+    `ModulesPlace` with this number reports the result.
     """
 
     epoch: int
@@ -224,7 +223,7 @@ PAUSE_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 
 
 class MovesStats(msgspec.Struct, frozen=True):
-    """Totals of an instance's moves of KV heads and layers in this session."""
+    """Totals of an instance's moves of modules in this session."""
 
     num_moves: dict[str, Count] = {}
     """The number of moves by outcome (`MOVE_OUTCOMES`)."""

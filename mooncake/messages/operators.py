@@ -1,4 +1,4 @@
-"""The messages by which operators take instances out of service, change their roles, move requests and heads.
+"""The messages of operators, who take instances out of service, change roles, move requests and modules.
 
 Fronts pass them on (`conductor.front.routes.admin`). An order is answered under its number, so that several
 operators may order at once.
@@ -8,7 +8,7 @@ Owns: this vocabulary. Does not know: who may order, how an instance drains.
 
 import msgspec
 
-from mooncake.messages.migration import HeadsPlace, LayerRange
+from mooncake.messages.migration import LayerRange, ModulesPlace
 from mooncake.messages.quantities import Count, Seconds
 from mooncake.messages.workers import InstanceState, Role
 
@@ -59,7 +59,7 @@ class Migrate(msgspec.Struct, tag=True, frozen=True):
     instance: str | None = None
 
 
-class MoveHeads(msgspec.Struct, tag=True, frozen=True):
+class MoveModules(msgspec.Struct, tag="MoveHeads", frozen=True):
     """Order of an operator to move `layers`, or the last `num_heads` KV heads, of an instance to a helper;
     without either, to move all back. Answered by `Ordered`."""
 
@@ -71,7 +71,7 @@ class MoveHeads(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def is_back(self) -> bool:
-        """Whether the order is to move all heads and layers back."""
+        """Whether the order is to move all modules back."""
         return self.num_heads == 0 and self.layers is None
 
 
@@ -96,14 +96,14 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """Seconds for which the instance has been draining or switching."""
     stays: bool = False
     """Whether the drained instance stays in the cluster until it is ordered to serve again."""
-    heads: HeadsPlace = HeadsPlace()
-    """The place of the instance's KV heads and layers."""
+    modules: ModulesPlace = msgspec.field(default=ModulesPlace(), name="heads")
+    """The place of the instance's modules."""
     num_device_pages: Count = 0
 
 
 class Ordered(msgspec.Struct, tag=True, frozen=True):
-    """Answer to `Drain`, `ChangeRole` and `MoveHeads`: the present status of the instance, or the reason of a
-    refusal."""
+    """Answer to `Drain`, `ChangeRole` and `MoveModules`: the present status of the instance, or the
+    reason of a refusal."""
 
     order: Count
     status: InstanceStatus | None
@@ -129,5 +129,5 @@ class Migrates(msgspec.Struct, tag=True, frozen=True):
     refusal: str = ""
 
 
-OperatorOrder = Drain | ChangeRole | MoveHeads | ListInstances | Migrate
+OperatorOrder = Drain | ChangeRole | MoveModules | ListInstances | Migrate
 OperatorAnswer = Ordered | InstanceList | Migrates

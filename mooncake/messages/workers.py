@@ -16,11 +16,11 @@ from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.migration import (
     FromMigration,
-    HeadsPlace,
-    HeadsSupport,
     MigrationOrder,
+    ModulesPlace,
+    ModulesSupport,
     MovesStats,
-    PlaceHeads,
+    PlaceModules,
 )
 from mooncake.messages.pools import Capacity, Grant, PoolShard, PoolStats, PrefixSource
 from mooncake.messages.quantities import Count, Seconds, Span, TokenId
@@ -96,7 +96,7 @@ class Register(msgspec.Struct, tag=True, frozen=True):
     num_connections: Count = 1
     """The number of the worker's connections to Conductors so far. A registration repeated over another
     connection is refused, too."""
-    heads: HeadsSupport = HeadsSupport()
+    modules: ModulesSupport = msgspec.field(default=ModulesSupport(), name="heads")
     newest_version: int | None = None
     """The newest version that the worker speaks; None: the oldest one."""
     least_chunk_tokens: Count = 0
@@ -191,7 +191,7 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     decode_load: DecodeLoad = DecodeLoad()
     joining: list[Joining] = []
     """The requests' progress into the batch since the last heartbeat, in order."""
-    heads: HeadsPlace = HeadsPlace()
+    modules: ModulesPlace = msgspec.field(default=ModulesPlace(), name="heads")
     moves: MovesStats = MovesStats()
 
 
@@ -402,7 +402,7 @@ ToWorker = (
     | Prefill
     | Decode
     | MigrationOrder
-    | PlaceHeads
+    | PlaceModules
     | SwitchRole
     | Abort
     | BlockOrder

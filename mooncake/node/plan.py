@@ -106,7 +106,7 @@ def plan_node(config: Config, run_dir: RunDirectory) -> list[ChildSpec]:
         # Sockets are numbered: a host's name may be longer than a socket's path.
         sockets = {
             kind: run_dir.socket(f"{kind}-{index}")
-            for kind in ("worker", "peers", "events", "replay", "heads")
+            for kind in ("worker", "peers", "events", "replay", "modules")
         }
         if config.kvcache.socket is not None:
             sockets["worker"] = _own_socket(config.kvcache.socket, index, sockets["worker"])
@@ -292,7 +292,7 @@ def _worker(
             instance=part.instance,
             incarnation=life.incarnation,
             messenger_socket=sockets["worker"],
-            heads_socket=sockets["heads"],
+            modules_socket=sockets["modules"],
             num_local_workers=num_local_workers,
             stage=part.stage,
             rank=part.rank,

@@ -113,10 +113,10 @@ PASS_RECORD_BYTES = 1 << 16
 class WorkerProcess(_Process):
     """The arguments of a worker process. `incarnation` grows with every start.
 
-    `instance` names all stages or ranks together, `messenger_socket` is this one's own. At `heads_socket` it
-    listens for other workers of this host whose KV heads it shall host. `previous_end` is the
-    cause of the previous incarnation's end, None for the first one. `pass_record_fd` is inherited:
-    `PASS_RECORD_BYTES` of memory that outlives the process.
+    `instance` names all stages or ranks together, `messenger_socket` is this one's own. At `modules_socket`
+    it listens for other workers of this host whose modules it shall host. `previous_end` is the cause of the
+    previous incarnation's end, None for the first one. `pass_record_fd` is inherited: `PASS_RECORD_BYTES` of
+    memory that outlives the process.
     """
 
     config: Config
@@ -124,7 +124,7 @@ class WorkerProcess(_Process):
     instance: str
     incarnation: int
     messenger_socket: str
-    heads_socket: str
+    modules_socket: str
     num_local_workers: int
     stage: StageConfig = StageConfig()
     rank: RankConfig = RankConfig()

@@ -18,10 +18,10 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
 from mooncake.messages.migration import (
     HandOver,
-    HeadsPlace,
     MigrationOrder,
+    ModulesPlace,
     MovesStats,
-    PlaceHeads,
+    PlaceModules,
     PreCopy,
     Prepare,
     TakeOver,
@@ -38,7 +38,7 @@ from workers.decode.blocks.reserving_turns import ReservingTurns
 from workers.decode.blocks.sequence_blocks import SequenceBlocks
 from workers.decode.meter import DecodeMeter
 from workers.decode.migration.destination import MigrationDestination
-from workers.decode.migration.head_moves import HeadMoves
+from workers.decode.migration.module_moves import ModuleMoves
 from workers.decode.migration.source import MigrationSource
 from workers.decode.sequence import Sequence
 from workers.decode.sequence_runs import Send, SequenceRuns
@@ -118,10 +118,10 @@ class DecodeRunner:
             self.meter,
             changed,
             self._recheck,
-            lambda iteration: self._head_moves.iteration_ended(iteration),
+            lambda iteration: self._module_moves.iteration_ended(iteration),
             emit,
         )
-        self._head_moves = HeadMoves(
+        self._module_moves = ModuleMoves(
             pool.address.instance,
             fingerprint,
             executor,
@@ -178,14 +178,14 @@ class DecodeRunner:
         return self._batch.num_running
 
     @property
-    def heads(self) -> HeadsPlace:
-        """The place of this instance's KV heads."""
-        return self._head_moves.place
+    def modules(self) -> ModulesPlace:
+        """The place of this instance's modules."""
+        return self._module_moves.place
 
     @property
     def moves(self) -> MovesStats:
-        """Totals of the moves of KV heads and layers."""
-        return self._head_moves.meter.stats
+        """Totals of the moves of modules."""
+        return self._module_moves.meter.stats
 
     @property
     def most_pages(self) -> int:
@@ -246,16 +246,16 @@ class DecodeRunner:
             case Prepare():
                 self._jobs.start(order.ref, lambda: self._answered(order.ref, self._destination.serve(order)))
 
-    def place_heads(self, order: PlaceHeads) -> None:
-        """Move KV heads or layers to a helper, or back. The property `heads` shows the result."""
-        self._head_moves.order(order)
+    def place_modules(self, order: PlaceModules) -> None:
+        """Move modules to a helper, or back. The property `modules` shows the result."""
+        self._module_moves.order(order)
 
     async def run(self) -> None:
         """Run the batch until cancelled."""
         try:
             # Both are cancelled at once: the loop's end may wait for an iteration that waits for a helper.
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._head_moves.run())
+                group.create_task(self._module_moves.run())
                 group.create_task(self._loop.run())
         finally:
             for sequence in self._sequences.values():
@@ -271,13 +271,13 @@ class DecodeRunner:
     def _recheck(self) -> None:
         self._double_check.recheck()
         self._reserving.recheck()
-        self._head_moves.recheck()
+        self._module_moves.recheck()
 
     async def _call_off(self, sequence: Sequence) -> None:
         """Give up a request that was to migrate to this instance; its source goes on."""
         if sequence.ref in self._jobs.going_on:
             self._jobs.cancel(sequence.ref)
-            reason = "the pages that it has here go, as KV heads come back"
+            reason = "the pages that it has here go, as KV heads or layers come back"
             await self._send(WorkFailed(sequence.ref, reason, retryable=True))
 
     async def _answered(self, ref: Ref, serving: Coroutine[None, None, None]) -> None:

@@ -56,8 +56,9 @@ class DeviceKVCache:
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
-    others, and there are more pages in the same memory (`workers.engine.head_move`). The same holds while a
-    helper has layers (`hosted`): their pages are tensors like the others, in memory that the helper counts.
+    others, and there are more pages in the same memory (`workers.engine.kvcache_move`). The same holds while
+    a helper has layers (`hosted`): their pages are tensors like the others, in memory that the helper
+    counts.
 
     With a `window` there is memory for only so many layers, which take turns: layer l has the memory of layer
     `l - window`. The pages of that layer must have been stored, or given up, before those of l are written.
@@ -86,7 +87,7 @@ class DeviceKVCache:
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads
         self.num_pages, self.page_size = num_pages, page_size
         self.num_own_pages = num_pages
-        """Pages while all heads are here."""
+        """Pages while all modules are here."""
         self.num_usable_pages = num_pages
         """Pages that are free, or are used here: neither lent nor closed."""
         self.num_lent_pages = 0
@@ -105,7 +106,7 @@ class DeviceKVCache:
 
     @property
     def is_helped(self) -> bool:
-        """Whether a helper has some of the heads or layers."""
+        """Whether a helper has some of the modules."""
         return self.moved is not None or self.hosted is not None
 
     @property
@@ -189,8 +190,7 @@ class DeviceKVCache:
         return before
 
     def reset(self) -> None:
-        """Return to an arrangement with all heads and layers in this process, all pages free, nothing
-        copied."""
+        """Return to an arrangement with all modules in this process, all pages free, nothing copied."""
         self._tensors = []  # else both arrangements would take memory
         self.rearrange(self.new_layers(self.num_own_pages, len(self.kv_heads)), None)
 

@@ -20,7 +20,7 @@ from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
 from mooncake.messages.bus import PeerGoneError, peer_identity
 from mooncake.messages.instance_metrics import InstanceReport
-from mooncake.messages.migration import MigrationOrder, PlaceHeads
+from mooncake.messages.migration import MigrationOrder, PlaceModules
 from mooncake.messages.pools import PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
@@ -59,7 +59,7 @@ POLL_S = 0.05
 LEAVE_S = 0.5
 """Seconds in which the last messages may leave."""
 log = logging.getLogger(__name__)
-Order = Reserve | Prefill | Decode | MigrationOrder | PlaceHeads | Abort | BlockOrder
+Order = Reserve | Prefill | Decode | MigrationOrder | PlaceModules | Abort | BlockOrder
 
 
 async def await_leader(leaders: Leaders) -> None:
@@ -197,7 +197,7 @@ class ConductorLink:
 
         async def send() -> None:
             beat = await heartbeat({self._process.part: await self._stats.get(self.heartbeat_s)})
-            num_pages = beat.heads.num_device_pages
+            num_pages = beat.modules.num_device_pages
             if num_pages is None:
                 num_pages = registration().capacity.num_device_pages
             self._status.report = InstanceReport(self._process.instance, num_pages, beat)

@@ -17,7 +17,7 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.migration import HandOver, HeadsSupport, PlaceHeads, PreCopy, Prepare, TakeOver
+from mooncake.messages.migration import HandOver, ModulesSupport, PlaceModules, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
 from mooncake.messages.workers import (
@@ -43,9 +43,9 @@ from workers.groups.followers import Followers, followers_of
 from workers.groups.meeting import meeting
 from workers.groups.next_stage import NextStage, engines_of, least_capacity, next_stage_of, shards_of
 from workers.groups.rank_messages import Meet
-from workers.heads.hosting import HeadsHost
 from workers.kvcache.copies import copies_for
 from workers.kvcache.latest_stats import LatestStats
+from workers.modules.hosting import ModulesHost
 from workers.prefill.chunks import ChunkPlan, LayerCosts
 from workers.prefill.queue import PrefillQueue
 from workers.prefill.runner import PrefillRunner
@@ -139,7 +139,7 @@ class LeaderSession:
                 group.create_task(self._prefill.run())
                 group.create_task(self._decode.run())
                 if not self._why_not_helped:
-                    group.create_task(self._heads_host.run())
+                    group.create_task(self._modules_host.run())
                 if self._next is not None:
                     group.create_task(self._next.run(self._prefill.hear))
                     group.create_task(self._next.beat())
@@ -199,14 +199,14 @@ class LeaderSession:
             self._tracer,
         )
 
-        self._heads_host = HeadsHost(
+        self._modules_host = ModulesHost(
             self._process.instance,
-            self._process.heads_socket,
+            self._process.modules_socket,
             self._fingerprint,
             self._executor.model,
             self._executor.kv,
             lambda: self._decode.most_pages,
-            lambda: bool(self._decode.heads.helper),
+            lambda: bool(self._decode.modules.helper),
         )
 
     def _prefill_queue(self, chunk: int) -> PrefillQueue:
@@ -244,8 +244,8 @@ class LeaderSession:
                     self._decode.decode(message)
                 case PreCopy() | Prepare() | HandOver() | TakeOver():
                     self._decode.migrate(message)
-                case PlaceHeads():
-                    self._decode.place_heads(message)
+                case PlaceModules():
+                    self._decode.place_modules(message)
                 case Abort(ref=ref):
                     self._prefill_jobs.cancel(ref)
                     self._decode_jobs.cancel(ref)
@@ -277,12 +277,12 @@ class LeaderSession:
             self._executor.device_name,
             self._can_decode,
             newest_version=SPOKEN.newest,
-            heads=HeadsSupport(self._process.heads_socket, self._why_not_helped),
+            modules=ModulesSupport(self._process.modules_socket, self._why_not_helped),
         )
 
     @property
     def _why_not_helped(self) -> str:
-        """The reason why KV heads and layers can neither leave nor come; empty if they can."""
+        """The reason why modules can neither leave nor come; empty if they can."""
         if self._executor.kv.window is not None:
             return "it has not all layers on its device"
         return self._executor.model.why_not_helped
@@ -310,8 +310,8 @@ class LeaderSession:
             decode=self._decode.meter.stats,
             decode_load=self._decode.load,
             joining=self._decode.take_joining(),
-            heads=msgspec.structs.replace(
-                self._decode.heads, num_device_pages=self._executor.kv.num_usable_pages
+            modules=msgspec.structs.replace(
+                self._decode.modules, num_device_pages=self._executor.kv.num_usable_pages
             ),
             moves=self._decode.moves,
         )

@@ -27,15 +27,15 @@ from mooncake.messages.operators import (
     ListInstances,
     Migrate,
     Migrates,
-    MoveHeads,
+    MoveModules,
     OperatorOrder,
     Ordered,
 )
 from mooncake.messages.workers import Role
 
 MOST_HEADS = 1 << 16
-HEADS_SINCE = 28
-"""The protocol version from which on a Conductor moves heads and layers."""
+MODULES_SINCE = 28
+"""The protocol version from which on a Conductor moves modules."""
 
 
 def admin(link: Link, access: AdminAccess) -> APIRouter:
@@ -80,7 +80,7 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
 
     @router.post("/instances/{name}/heads")
     async def heads(name: str, to: str, num: Annotated[int, Query(ge=0, le=MOST_HEADS)]) -> Response:
-        return await moved(lambda number: MoveHeads(number, name, to, num))
+        return await moved(lambda number: MoveModules(number, name, to, num))
 
     @router.post("/instances/{name}/layers")
     async def layers(
@@ -90,10 +90,10 @@ def admin(link: Link, access: AdminAccess) -> APIRouter:
             wanted = LayerRange.parse(shortened(layers))
         except ValueError as error:
             raise RequestError(str(error), param="layers") from None
-        return await moved(lambda number: MoveHeads(number, name, to, layers=wanted))
+        return await moved(lambda number: MoveModules(number, name, to, layers=wanted))
 
-    async def moved(order: Callable[[int], MoveHeads]) -> Response:
-        if link.cluster is not None and link.cluster.version < HEADS_SINCE:
+    async def moved(order: Callable[[int], MoveModules]) -> Response:
+        if link.cluster is not None and link.cluster.version < MODULES_SINCE:
             reason = "the conductor is of the last release, which moves no heads or layers; upgrade it first"
             raise RequestError(reason, status=409, code="refused")
         return await ordered(order)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.elasticity.modules import Away, Device, Kind, ModuleMove, Modules, Thresholds, plan
+from conductor.elasticity.modules import Away, Device, Kind, ModuleMove, MovableModules, Thresholds, plan
 from conductor.performance.utilisation import Used
 
 THRESHOLDS = Thresholds()
@@ -26,8 +26,8 @@ def device(
 ) -> Device:
     """A device whose layers take all of it, and whose heads a fourth of its compute and all memory."""
     modules = {
-        Kind.LAYERS: Modules(num_layers, Used(compute / NUM_LAYERS, memory / NUM_LAYERS), transfer_s),
-        Kind.HEADS: Modules(num_heads, Used(compute / 4 / NUM_HEADS, memory / NUM_HEADS), transfer_s),
+        Kind.LAYERS: MovableModules(num_layers, Used(compute / NUM_LAYERS, memory / NUM_LAYERS), transfer_s),
+        Kind.HEADS: MovableModules(num_heads, Used(compute / 4 / NUM_HEADS, memory / NUM_HEADS), transfer_s),
     }
     return Device(name, Used(compute, memory), modules, sync_s=sync_s)
 

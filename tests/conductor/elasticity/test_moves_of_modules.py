@@ -12,8 +12,8 @@ from conductor.rules import Limits, Rules
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
-from mooncake.messages.migration import HeadsPlace, HeadsSupport, PlaceHeads
-from mooncake.messages.operators import MoveHeads
+from mooncake.messages.migration import ModulesPlace, ModulesSupport, PlaceModules
+from mooncake.messages.operators import MoveModules
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.messages.workers import (
@@ -42,7 +42,7 @@ def member(name: str, role: Role, host: str, why_not: str) -> Register:
         registration(name, role, pages=NUM_PAGES),
         layout=LAYOUT,
         shards=(shard,),
-        heads=HeadsSupport(f"/run/{name}", why_not),
+        modules=ModulesSupport(f"/run/{name}", why_not),
     )
 
 
@@ -59,8 +59,8 @@ class Cluster:
         rules = Rules(moves_modules=moves_modules, has_rebalancing=True)
         self.conductor = Conductor(EPOCH, "model", Limits(), rules, PROFILE)
         self.now_s, self.num_requests = 0.0, 0
-        self.orders: list[tuple[str, PlaceHeads]] = []
-        self.places = {f"d{n}": HeadsPlace() for n in range(len(hosts))}
+        self.orders: list[tuple[str, PlaceModules]] = []
+        self.places = {f"d{n}": ModulesPlace() for n in range(len(hosts))}
         self.num_tokens = dict.fromkeys(self.places, 0)
         self.tell(FRONT, FrontHello(PROTOCOL_VERSION, "model"))
         self.tell(b"p0#1", member("p0", Role.PREFILL, "host", why_not))
@@ -77,13 +77,13 @@ class Cluster:
                 self.tell(effect.peer, Reserved(message.ref, GRANT))
             elif isinstance(message, Prefill):
                 self.tell(effect.peer, Prefilled(message.ref, 5, 0))
-            elif isinstance(message, PlaceHeads):
+            elif isinstance(message, PlaceModules):
                 self.orders.append((name, message))
-                self.places[name] = HeadsPlace(
+                self.places[name] = ModulesPlace(
                     message.epoch, message.number, message.helper, message.num_heads, message.layers
                 )
                 if message.num_heads == 0 and message.layers is None:
-                    self.places[name] = HeadsPlace(message.epoch, message.number)
+                    self.places[name] = ModulesPlace(message.epoch, message.number)
 
     def submit(self) -> None:
         """One request more, of some that are decoded all the time."""
@@ -103,14 +103,14 @@ class Cluster:
                 num_tokens, memory = used.get(name, IDLE)
                 self.num_tokens[name] += num_tokens
                 self.beat(name, memory, self.num_tokens[name], place)
-            self.beat("p0", 0.0, 0, HeadsPlace())
+            self.beat("p0", 0.0, 0, ModulesPlace())
             self.carry_out(self.conductor.tick(self.now_s))
 
-    def beat(self, name: str, memory: float, num_tokens: int, place: HeadsPlace) -> None:
+    def beat(self, name: str, memory: float, num_tokens: int, place: ModulesPlace) -> None:
         pools = {name: msgspec.structs.replace(POOL, num_pages=NUM_PAGES, num_free=NUM_PAGES)}
         num_free = round((1 - memory) * NUM_PAGES)
         stats = DecodeStats(num_tokens=num_tokens)
-        self.tell(f"{name}#1".encode(), Heartbeat(1, 0, num_free, pools, decode=stats, heads=place))
+        self.tell(f"{name}#1".encode(), Heartbeat(1, 0, num_free, pools, decode=stats, modules=place))
 
 
 def test_layers_of_a_busy_instance_go_to_an_idle_one_once() -> None:
@@ -158,7 +158,7 @@ def test_nothing_moves_where_it_is_off_or_between_hosts_or_without_support(clust
 
 def test_an_instance_with_modules_elsewhere_keeps_its_role() -> None:
     cluster = Cluster()
-    cluster.tell(FRONT, MoveHeads(1, "d0", "d1", 1))
+    cluster.tell(FRONT, MoveModules(1, "d0", "d1", 1))
     cluster.pass_seconds(2)
     survey = cluster.conductor.elasticity._survey
     assert survey._changeable() == {"d2"}
@@ -166,7 +166,7 @@ def test_an_instance_with_modules_elsewhere_keeps_its_role() -> None:
 
 def test_no_module_moves_while_a_role_changes_or_an_order_is_carried_out() -> None:
     cluster = Cluster()
-    cluster.tell(FRONT, MoveHeads(1, "d1", "d2", 1))
-    cluster.places["d1"] = HeadsPlace(EPOCH, 1, "d2", 1, is_moving=True)
+    cluster.tell(FRONT, MoveModules(1, "d1", "d2", 1))
+    cluster.places["d1"] = ModulesPlace(EPOCH, 1, "d2", 1, is_moving=True)
     cluster.pass_seconds(40, d0=BUSY)
     assert [owner for owner, _ in cluster.orders] == ["d1"]

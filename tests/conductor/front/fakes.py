@@ -59,7 +59,7 @@ from mooncake.messages.operators import (
     ListInstances,
     Migrate,
     Migrates,
-    MoveHeads,
+    MoveModules,
     Ordered,
 )
 from mooncake.messages.requests import FinishReason, Ref, Request, TokenLogprobs
@@ -189,7 +189,7 @@ class FakeCluster:
         self.attempts_to_replace: list[int | None] = []
         """of each in `continued`: the attempt of which tokens came that others should have come before"""
         self.migrates: list[Migrate] = []
-        self.orders: list[Drain | ChangeRole | MoveHeads] = []
+        self.orders: list[Drain | ChangeRole | MoveModules] = []
         self.contexts: list[KeepContext | DropContext] = []
 
     async def run(self) -> None:
@@ -229,7 +229,7 @@ class FakeCluster:
                         status = ONLY_INSTANCE if instance == ONLY_INSTANCE.name else None
                         refusal = "" if status is not None and message.force else "the last one, or unknown"
                         await self.to_front(Ordered(order, status, refusal))
-                    case MoveHeads(order):
+                    case MoveModules(order):
                         self.orders.append(message)
                         await self.to_front(Ordered(order, ONLY_INSTANCE))
                     case KeepContext() | DropContext():

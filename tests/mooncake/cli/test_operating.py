@@ -10,7 +10,7 @@ from mooncake.cli import operating
 from mooncake.cli.commands import run
 from mooncake.cli.operating import AdminClient, change_role, drain, migrate
 from mooncake.errors import MooncakeError
-from mooncake.messages.migration import HeadsPlace, LayerRange
+from mooncake.messages.migration import LayerRange, ModulesPlace
 from mooncake.messages.operators import InstanceStatus
 from mooncake.messages.workers import InstanceState, Role
 from tests.ports import free_port
@@ -103,8 +103,8 @@ def moved(
     helper: str = "", part: int | LayerRange = 0, *, error: str = "", is_moving: bool = False
 ) -> list[InstanceStatus]:
     num, layers = (part, None) if isinstance(part, int) else (0, part)
-    place = HeadsPlace(helper=helper, num_heads=num, layers=layers, error=error, is_moving=is_moving)
-    return [msgspec.structs.replace(status("serving"), heads=place, num_device_pages=100 + num)]
+    place = ModulesPlace(helper=helper, num_heads=num, layers=layers, error=error, is_moving=is_moving)
+    return [msgspec.structs.replace(status("serving"), modules=place, num_device_pages=100 + num)]
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_migrate_waits_until_the_move_is_complete(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     moving = [
-        msgspec.structs.replace(one, heads=msgspec.structs.replace(one.heads, is_moving=True))
+        msgspec.structs.replace(one, modules=msgspec.structs.replace(one.modules, is_moving=True))
         for one in at_first
     ]
     server = Server(moving, moving, at_last)
     assert migrate(server.client(), "decode-0", "d1", part) == 0
     assert server.orders == [f"/admin/instances/decode-0/{ordered}"]
-    num_pages = 100 + at_last[0].heads.num_heads
+    num_pages = 100 + at_last[0].modules.num_heads
     assert capsys.readouterr().out == f"{told}; decode-0 has {num_pages} pages\n"
 
 

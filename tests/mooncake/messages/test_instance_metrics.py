@@ -11,7 +11,7 @@ from conductor.telemetry.metrics import instances_text
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
-from mooncake.messages.migration import PAUSE_BOUNDS_S, HeadsPlace, LayerRange, MovesStats
+from mooncake.messages.migration import PAUSE_BOUNDS_S, LayerRange, ModulesPlace, MovesStats
 from mooncake.messages.pools import (
     Capacity,
     MessengerAddress,
@@ -282,9 +282,9 @@ def test_modules_elsewhere_and_their_moves_are_told() -> None:
     num_pauses = [0] * (len(PAUSE_BOUNDS_S) + 1)
     num_pauses[1], num_pauses[-1] = 3, 1
     beats = {
-        "d0": Heartbeat(0, 0, 0, {}, heads=HeadsPlace(helper="d1", num_heads=2)),
+        "d0": Heartbeat(0, 0, 0, {}, modules=ModulesPlace(helper="d1", num_heads=2)),
         "d1": Heartbeat(0, 0, 0, {}, moves=MovesStats({"moved": 2, "slow": 1}, 5000, num_pauses, 12.5)),
-        "d2": Heartbeat(0, 0, 0, {}, heads=HeadsPlace(helper="d1", layers=LayerRange(3, 7))),
+        "d2": Heartbeat(0, 0, 0, {}, modules=ModulesPlace(helper="d1", layers=LayerRange(3, 7))),
     }
     reports = [InstanceReport(name, 100, beat) for name, beat in beats.items()]
     samples = parsed(instance_text(reports, "model"))

@@ -48,7 +48,7 @@ def process_of(model: Path, config: dict[str, object], device_bytes: str) -> tup
         instance="d",
         incarnation=1,
         messenger_socket="",
-        heads_socket="",
+        modules_socket="",
         num_local_workers=1,
     )
     return open_checkpoint(str(model), "dummy"), process

@@ -170,7 +170,7 @@ def process(role: Role, flags: dict[tuple[str, ...], str]) -> WorkerProcess:
         instance="p",
         incarnation=1,
         messenger_socket="",
-        heads_socket="",
+        modules_socket="",
         num_local_workers=1,
     )
 

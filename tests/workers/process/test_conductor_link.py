@@ -44,7 +44,7 @@ async def linked(leaders: Leaders, peer_timeout_s: float) -> AsyncIterator[Condu
         instance="d0",
         incarnation=1,
         messenger_socket="",
-        heads_socket="",
+        modules_socket="",
         num_local_workers=1,
     )
     status = ListenerState(Role.DECODE)

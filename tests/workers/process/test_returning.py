@@ -28,7 +28,7 @@ def process(previous_end: ProcessEnd | None) -> WorkerProcess:
         instance="decode-0",
         incarnation=8,
         messenger_socket="",
-        heads_socket="",
+        modules_socket="",
         num_local_workers=1,
         previous_end=previous_end,
     )

@@ -24,7 +24,7 @@ def process(options: tuple[str, ...] = (), num_local_workers: int = 2, **worker:
         instance="decode-0",
         incarnation=1,
         messenger_socket="/run/m.sock",
-        heads_socket="/run/h.sock",
+        modules_socket="/run/h.sock",
         num_local_workers=num_local_workers,
     )
 

@@ -1,4 +1,4 @@
-"""Counters of the moves of KV heads and layers, for heartbeats.
+"""Counters of the moves of modules, for heartbeats.
 
 Owns: the counters. Does not know: their readers, how anything moves.
 """

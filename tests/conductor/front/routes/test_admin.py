@@ -4,8 +4,8 @@ import httpx
 import msgspec
 import pytest
 
-from mooncake.messages.migration import HeadsPlace
-from mooncake.messages.operators import ChangeRole, Drain, MoveHeads
+from mooncake.messages.migration import ModulesPlace
+from mooncake.messages.operators import ChangeRole, Drain, MoveModules
 from mooncake.messages.workers import Role
 from tests.conductor.front.fakes import Running
 from tests.deadline import DEADLINE_S
@@ -47,7 +47,7 @@ STATUS = {
     "num_blocks_left": 0,
     "since_s": 0.0,
     "stays": False,
-    "heads": msgspec.to_builtins(HeadsPlace()),
+    "heads": msgspec.to_builtins(ModulesPlace()),
     "num_device_pages": 0,
 }
 
@@ -74,7 +74,7 @@ def test_orders_are_passed_on_and_answered_with_the_state(front: Running) -> Non
     assert drain == Drain(drain.order, "d0", force=True)
     assert stay == Drain(stay.order, "d0", force=True, stays=True)
     assert role == ChangeRole(role.order, "d0", Role.BOTH, force=True)
-    assert heads == MoveHeads(heads.order, "d0", "d1", 2)
+    assert heads == MoveModules(heads.order, "d0", "d1", 2)
     assert len({one.order for one in (drain, stay, role, heads)}) == 4
 
 
@@ -102,7 +102,7 @@ def test_orders_that_are_not_obeyed_are_told_with_the_reason(
         assert error["param"] == {"role": "role", "drain": "force", "heads": "num"}[path.partition("/")[2]]
 
 
-def test_an_older_conductor_is_not_asked_to_move_heads(front: Running) -> None:
+def test_an_older_conductor_is_not_asked_to_move_modules(front: Running) -> None:
     front.publish(msgspec.structs.replace(front.cluster.state, num_decode=2, version=27))
     answer = order(front, "d0/heads", to="d1", num="1")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "refused")

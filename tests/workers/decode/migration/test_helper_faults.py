@@ -14,8 +14,8 @@ from kernels.cpu.passes import HostedPass
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
 from tests.workers.gate import Brake
-from tests.workers.heads_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
 from tests.workers.mini_cluster import tokens_of
+from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
 from workers.decode.migration import helper_pace
 
 pytestmark = pytest.mark.cluster
@@ -52,13 +52,13 @@ async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_reque
     async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
         kv, third = pair.owner.executor.kv, pair.lab.decodes[2]
         expected = await tokens_of(pair.begin("stays", 100, third, 40).answer)
-        pair.owner.decode._head_moves._timeout_s = 0.05
+        pair.owner.decode._module_moves._timeout_s = 0.05
         await pair.move(1)
-        keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that heads do not come back yet
+        keeps_waiting = kv.allocate(NUM_PAGES + 1)  # so that modules do not come back yet
         kv.free(keeps_waiting[:-1])
         helper = Stopped(monkeypatch)
         stopped = pair.begin("stopped", 100, pair.owner, 40)
-        await until(lambda: pair.owner.decode.heads.is_moving)
+        await until(lambda: pair.owner.decode.modules.is_moving)
         written = set(kv.used_pages())
         pair.lab.abort(stopped)
         await until(lambda: kv.used_pages() == keeps_waiting[-1:])
@@ -79,7 +79,7 @@ async def test_an_owner_ends_although_its_helper_stands_still(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        pair.owner.decode._head_moves._timeout_s = 100 * DEADLINE_S
+        pair.owner.decode._module_moves._timeout_s = 100 * DEADLINE_S
         await pair.move(1)
         helper = Stopped(monkeypatch)
         pair.begin("ends", 100, pair.owner)
@@ -106,10 +106,12 @@ async def test_a_slow_helper_has_nothing_after_a_while(
 
         monkeypatch.setattr(HeadsHelper, "host", slowly)
         decoded = pair.begin("moved", 250, pair.owner)
-        await until(lambda: not pair.owner.decode.heads.are_elsewhere)
+        await until(lambda: not pair.owner.decode.modules.are_elsewhere)
         assert not decoded.answer.ended.is_set()
         assert await tokens_of(decoded.answer) == expected
-        assert pair.owner.decode.heads.error.startswith("d1 was slow, and 1 of the KV heads are here again: ")
+        assert pair.owner.decode.modules.error.startswith(
+            "d1 was slow, and 1 of the KV heads are here again: "
+        )
         stats = pair.owner.decode.moves
         assert stats.num_moves == {"moved": 1, "slow": 1}
         assert sum(stats.num_pauses) == 2

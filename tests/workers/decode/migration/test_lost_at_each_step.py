@@ -13,12 +13,12 @@ import transformers
 from mooncake.messages.migration import LayerRange
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.decode_lab import Decoded, StartDecodeLab
-from tests.workers.heads_lab import NUM_PAGES, Pair, Part, paired, until, wide_model
 from tests.workers.mini_cluster import tokens_of
+from tests.workers.modules_lab import NUM_PAGES, Pair, Part, paired, until, wide_model
 from workers.decode.batch_loop import BatchLoop
-from workers.decode.migration import head_moves
-from workers.engine.head_move import HeadMove
-from workers.heads.helper_link import HelperLink
+from workers.decode.migration import module_moves
+from workers.engine.kvcache_move import KVCacheMove
+from workers.modules.helper_link import HelperLink
 
 pytestmark = pytest.mark.cluster
 THERE = ("asking", "hosted", "copying", "pausing", "paused", "switched")
@@ -52,7 +52,7 @@ class Steps:
     def watched(self) -> Iterator[None]:
         """Watch the steps of all moves."""
         connect, quiet, end = HelperLink.connect, BatchLoop.quiet, HelperLink.end
-        copy, complete = HeadMove.copy, HeadMove.complete
+        copy, complete = KVCacheMove.copy, KVCacheMove.complete
 
         async def connecting(*arguments: Any) -> HelperLink:
             await self.reach("asking")
@@ -69,12 +69,12 @@ class Steps:
             await self.reach("ending")
             await end(link)
 
-        def copying(move: HeadMove, pages: Sequence[int]) -> None:
+        def copying(move: KVCacheMove, pages: Sequence[int]) -> None:
             reached = asyncio.run_coroutine_threadsafe(self.reach("copying"), self._loop)
             reached.result(DEADLINE_S)
             copy(move, pages)
 
-        def completing(move: HeadMove) -> Any:
+        def completing(move: KVCacheMove) -> Any:
             before = complete(move)
             self._loop.create_task(self.reach("switched"))
             return before
@@ -83,9 +83,9 @@ class Steps:
             patches.setattr(HelperLink, "connect", connecting)
             patches.setattr(HelperLink, "end", ending)
             patches.setattr(BatchLoop, "quiet", pausing)
-            patches.setattr(HeadMove, "copy", copying)
-            patches.setattr(HeadMove, "complete", completing)
-            patches.setattr(head_moves, "_FEW_PAGES", 2)
+            patches.setattr(KVCacheMove, "copy", copying)
+            patches.setattr(KVCacheMove, "complete", completing)
+            patches.setattr(module_moves, "_FEW_PAGES", 2)
             yield
 
 
@@ -129,7 +129,7 @@ async def test_a_helper_that_ends_at_a_step_costs_no_answer(
                 await there_and_back(pair, steps, part)
                 await until(lambda steps=steps: steps.is_over)
                 assert [await tokens_of(decoded.answer) for decoded in begun] == expected
-                await until(lambda: not pair.owner.decode.heads.are_elsewhere)
+                await until(lambda: not pair.owner.decode.modules.are_elsewhere)
             assert pair.owner.executor.kv.num_usable_pages == NUM_PAGES
             assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
             await pair.restart_helper()

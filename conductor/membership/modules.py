@@ -10,19 +10,19 @@ import itertools
 from conductor.effects import Effect
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads
-from mooncake.messages.operators import MoveHeads
+from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules
+from mooncake.messages.operators import MoveModules
 from mooncake.messages.workers import Heartbeat, InstanceState, Role
 
 
-class Heads:
-    """The heads and layers of the registry's instances that are at helpers. `epoch` is the Conductor's."""
+class Modules:
+    """The modules of the registry's instances that are at helpers. `epoch` is the Conductor's."""
 
     def __init__(self, epoch: int, instances: Instances) -> None:
         self._epoch, self._instances = epoch, instances
         self._numbers = itertools.count(1)
 
-    def why_not(self, owner: Instance, helper: Instance, order: MoveHeads) -> str:
+    def why_not(self, owner: Instance, helper: Instance, order: MoveModules) -> str:
         """Return why `owner` and `helper` cannot carry out an order; empty if they can."""
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
@@ -36,7 +36,7 @@ class Heads:
             return f"{where(owner)}; take them back first (`{back}`)"
         kind = "KV heads" if order.layers is None else "layers"
         for instance in (owner, helper):
-            if (reason := instance.registration.heads.why_not) != "":
+            if (reason := instance.registration.modules.why_not) != "":
                 return f"{kind} neither leave nor come to {instance.name}: {reason}"
             if instance.state is not InstanceState.SERVING:
                 return f"{instance.name} is {instance.state.value}"
@@ -55,13 +55,13 @@ class Heads:
     def order(
         self, owner: Instance, helper: Instance, num_heads: int = 0, layers: LayerRange | None = None
     ) -> list[Effect]:
-        """Return the order that moves heads or layers to a helper, or back if neither is given.
+        """Return the order that moves `layers`, or the last `num_heads` KV heads, to a helper.
 
-        `why_not` must have returned nothing.
+        Without either, it moves all back. `why_not` must have returned nothing.
         """
-        socket = helper.registration.heads.socket
-        order = PlaceHeads(self._epoch, next(self._numbers), helper.name, socket, num_heads, layers)
-        owner.heads_order = order
+        socket = helper.registration.modules.socket
+        order = PlaceModules(self._epoch, next(self._numbers), helper.name, socket, num_heads, layers)
+        owner.modules_order = order
         return [Effect(owner.identity, order)]
 
     def call_back(self, helper: Instance) -> list[Effect]:
@@ -78,12 +78,11 @@ class Heads:
         ]
 
     def owners_at(self, helper: Instance) -> list[str]:
-        """Return the names of the instances that have heads or layers at a helper, or are moving them
-        there."""
+        """Return the names of the instances that have modules at a helper, or are moving them there."""
         return [
             owner.name
             for owner in self._instances
-            if helper.name in (place_of(owner).helper, owner.heads_order and owner.heads_order.helper)
+            if helper.name in (place_of(owner).helper, owner.modules_order and owner.modules_order.helper)
         ]
 
     def why_busy(self, instance: Instance) -> str:
@@ -100,37 +99,37 @@ class Heads:
 
         Returns whether the instance's number of device pages has changed.
         """
-        order, place = instance.heads_order, instance.heads
+        order, place = instance.modules_order, instance.modules
         is_told = order is not None and (place.epoch, place.number) == (order.epoch, order.number)
         if is_told and not place.is_moving:
-            instance.heads_order = None
-        num_pages_before = None if before is None else before.heads.num_device_pages
+            instance.modules_order = None
+        num_pages_before = None if before is None else before.modules.num_device_pages
         is_resized = num_pages_before != place.num_device_pages
         if is_resized:
             self._instances.resized()
         return is_resized
 
 
-def place_of(instance: Instance) -> HeadsPlace:
-    """Return the place of an instance's heads and layers.
+def place_of(instance: Instance) -> ModulesPlace:
+    """Return the place of an instance's modules.
 
     They count as moving while an order is in flight.
     """
-    order, place = instance.heads_order, instance.heads
+    order, place = instance.modules_order, instance.modules
     if order is None:
         return place
-    return HeadsPlace(helper=place.helper, num_heads=place.num_heads, layers=place.layers, is_moving=True)
+    return ModulesPlace(helper=place.helper, num_heads=place.num_heads, layers=place.layers, is_moving=True)
 
 
 def where(instance: Instance) -> str:
-    """Return a text that says where heads or layers of an instance are."""
+    """Return a text that says where modules of an instance are."""
     place = place_of(instance)
     if place.is_moving:
         return f"KV heads or layers of {instance.name} are moving"
     return f"{place.what} of {instance.name} are at {place.helper}"
 
 
-def _why_too_many(layout: KVLayout, order: MoveHeads) -> str:
+def _why_too_many(layout: KVLayout, order: MoveModules) -> str:
     if order.layers is None:
         num = layout.num_kv_heads
         is_refused = order.num_heads >= num

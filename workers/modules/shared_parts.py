@@ -11,8 +11,8 @@ from kernels.cpu.moved_heads import HeadsHelper, HeadsOwner, MailboxShape
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 from workers.engine.model import DecoderModel
-from workers.errors import HeadsStayError
-from workers.heads.link_messages import HostHeads, SharedMemory
+from workers.errors import ModulesStayError
+from workers.modules.link_messages import HostModules, SharedMemory
 
 
 class Hosted(Protocol):
@@ -26,7 +26,7 @@ class Hosted(Protocol):
 
 
 class SharedPart(Protocol):
-    """The part that a `HostHeads` names, with a number of pages."""
+    """The part that a `HostModules` names, with a number of pages."""
 
     @property
     def memory(self) -> SharedMemory: ...
@@ -38,27 +38,27 @@ class SharedPart(Protocol):
         """Map the memory on the helper's side."""
 
 
-def shared_part(request: HostHeads, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
+def shared_part(request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> SharedPart:
     """Return the part that a request names."""
     if request.layers is None:
         return _Heads(request, num_pages, model, kv)
     return _Layers(request, num_pages, model, kv)
 
 
-def share_of(request: HostHeads, model: DecoderModel) -> Fraction:
-    """Return the part's share of a page. Raises HeadsStayError for a part that the model does not have."""
+def share_of(request: HostModules, model: DecoderModel) -> Fraction:
+    """Return the part's share of a page. Raises ModulesStayError for a part that the model does not have."""
     spec = model.spec
     if request.layers is not None:
         if request.layers.stop > spec.num_layers or request.layers.count == spec.num_layers:
-            raise HeadsStayError(f"the model has {spec.num_layers} layers")
+            raise ModulesStayError(f"the model has {spec.num_layers} layers")
         return Fraction(request.layers.count, spec.num_layers)
     if not 0 < request.num_heads < spec.num_kv_heads:
-        raise HeadsStayError(f"the model has {spec.num_kv_heads} KV heads")
+        raise ModulesStayError(f"the model has {spec.num_kv_heads} KV heads")
     return Fraction(request.num_heads, spec.num_kv_heads)
 
 
 class _Heads:
-    def __init__(self, request: HostHeads, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
+    def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
         self._model, self._kv = model, kv
         heads = model.heads.last(request.num_heads)
         self._shape = MailboxShape(request.most_tokens, request.most_sequences, num_pages, heads, kv.dtype)
@@ -86,7 +86,7 @@ class _HostedHeads:
 
 
 class _Layers:
-    def __init__(self, request: HostHeads, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
+    def __init__(self, request: HostModules, num_pages: int, model: DecoderModel, kv: DeviceKVCache) -> None:
         assert request.layers is not None
         self._model, self._kv = model, kv
         self._layers, self._num_pages = range(request.layers.start, request.layers.stop), num_pages

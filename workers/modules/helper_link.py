@@ -1,6 +1,6 @@
-"""The connection of the owner of heads or layers to the helper that has them.
+"""The connection of the owner of modules to the helper that has them.
 
-Owns: the socket, the shared memory of this side. Does not know: when heads move, what is computed.
+Owns: the socket, the shared memory of this side. Does not know: when modules move, what is computed.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ import msgspec
 
 from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 from workers.engine.model import DecoderModel
-from workers.errors import HeadsStayError
-from workers.heads.link_messages import (
+from workers.errors import ModulesStayError
+from workers.modules.link_messages import (
     LONGEST_MESSAGE_BYTES,
     FromHelper,
-    HostHeads,
     Hosting,
     HostingRefused,
+    HostModules,
 )
-from workers.heads.shared_parts import shared_part
+from workers.modules.shared_parts import shared_part
 
 _ANSWER_TIMEOUT_S = 60.0
 """Seconds in which a helper allocates the memory."""
@@ -31,7 +31,7 @@ _decoder = msgspec.msgpack.Decoder(FromHelper)
 
 
 class HelperLink:
-    """A helper that hosts heads or layers, until `close` or its end, of which `on_lost` is told once."""
+    """A helper that hosts modules, until `close` or its end, of which `on_lost` is told once."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HelperLink:
     async def connect(
         cls,
         path: str,
-        request: HostHeads,
+        request: HostModules,
         model: DecoderModel,
         kv: DeviceKVCache,
         timeout_s: float,
@@ -59,7 +59,7 @@ class HelperLink:
     ) -> "HelperLink":
         """Ask the helper that listens at `path`. It may take `timeout_s` for a layer, and is lost then.
 
-        Raises HeadsStayError, with the helper's reason if it refuses.
+        Raises ModulesStayError, with the helper's reason if it refuses.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
@@ -76,7 +76,7 @@ class HelperLink:
             return cls(sock, helped, hosting.num_pages, on_lost)
         except (OSError, TimeoutError, IndexError) as error:
             sock.close()
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"the helper does not answer at {path}: {error or type(error).__name__}"
             ) from None
         except BaseException:
@@ -110,13 +110,13 @@ class HelperLink:
 
 def _hosting(payload: bytes) -> Hosting:
     if not payload:
-        raise HeadsStayError("the helper has ended")
+        raise ModulesStayError("the helper has ended")
     try:
         answer: Hosting | HostingRefused = _decoder.decode(payload)
     except msgspec.MsgspecError as error:
-        raise HeadsStayError(f"the helper's answer cannot be read: {error}") from None
+        raise ModulesStayError(f"the helper's answer cannot be read: {error}") from None
     if isinstance(answer, HostingRefused):
-        raise HeadsStayError(answer.reason)
+        raise ModulesStayError(answer.reason)
     return answer
 
 

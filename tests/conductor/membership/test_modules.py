@@ -1,4 +1,4 @@
-"""Orders to move KV heads: what is refused and why, and what is known of where they are."""
+"""Orders to move modules: what is refused and why, and what is known of where they are."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ from conductor.policy import Conductor
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import ClusterState
-from mooncake.messages.migration import HeadsPlace, HeadsSupport, LayerRange, PlaceHeads
-from mooncake.messages.operators import ChangeRole, Drain, MoveHeads, Ordered
+from mooncake.messages.migration import LayerRange, ModulesPlace, ModulesSupport, PlaceModules
+from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.workers import Register, Retire, Retired, Role
 from tests.conductor.small_cluster import EPOCH, FRONT, HEARTBEAT, address, new_conductor, registration
@@ -23,15 +23,15 @@ A, B, C = (peer_identity(name, 1) for name in "abc")
 
 def able(name: str, role: Role = Role.DECODE, **changes: Any) -> Register:
     shard = PoolShard(address(name), LAYOUT)
-    heads = HeadsSupport(f"/run/{name}", "")
+    modules = ModulesSupport(f"/run/{name}", "")
     return msgspec.structs.replace(
-        registration(name, role), **{"layout": LAYOUT, "shards": (shard,), "heads": heads, **changes}
+        registration(name, role), **{"layout": LAYOUT, "shards": (shard,), "modules": modules, **changes}
     )
 
 
 @pytest.fixture
 def conductor() -> Conductor:
-    """One whose instances "a", "b" and "c" can have heads elsewhere."""
+    """One whose instances "a", "b" and "c" can have modules elsewhere."""
     conductor = new_conductor()
     for identity, name in ((A, "a"), (B, "b"), (C, "c")):
         conductor.handle(identity, able(name), 0.0)
@@ -40,26 +40,26 @@ def conductor() -> Conductor:
 
 def order(
     conductor: Conductor, owner: str, helper: str, part: int | LayerRange
-) -> tuple[Ordered, list[PlaceHeads]]:
+) -> tuple[Ordered, list[PlaceModules]]:
     num_heads, layers = (part, None) if isinstance(part, int) else (0, part)
-    effects = conductor.handle(FRONT, MoveHeads(1, owner, helper, num_heads, layers), 1.0)
-    orders = [effect.message for effect in effects if isinstance(effect.message, PlaceHeads)]
+    effects = conductor.handle(FRONT, MoveModules(1, owner, helper, num_heads, layers), 1.0)
+    orders = [effect.message for effect in effects if isinstance(effect.message, PlaceModules)]
     [answer] = [effect.message for effect in effects if isinstance(effect.message, Ordered)]
     return answer, orders
 
 
-def tell(conductor: Conductor, identity: bytes, place: HeadsPlace) -> None:
-    conductor.handle(identity, msgspec.structs.replace(HEARTBEAT, heads=place), 2.0)
+def tell(conductor: Conductor, identity: bytes, place: ModulesPlace) -> None:
+    conductor.handle(identity, msgspec.structs.replace(HEARTBEAT, modules=place), 2.0)
 
 
-def test_an_order_is_passed_on_and_heads_move_until_a_heartbeat_names_it(conductor: Conductor) -> None:
+def test_an_order_is_passed_on_and_modules_move_until_a_heartbeat_names_it(conductor: Conductor) -> None:
     answer, [placed] = order(conductor, "a", "b", 1)
-    assert placed == PlaceHeads(EPOCH, 1, "b", "/run/b", 1)
+    assert placed == PlaceModules(EPOCH, 1, "b", "/run/b", 1)
     assert answer.status is not None
-    assert (answer.refusal, answer.status.heads.is_moving) == ("", True)
-    tell(conductor, A, HeadsPlace())  # sent before the order came
+    assert (answer.refusal, answer.status.modules.is_moving) == ("", True)
+    tell(conductor, A, ModulesPlace())  # sent before the order came
     assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
-    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1, num_device_pages=133))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 1, num_device_pages=133))
     answer, orders = order(conductor, "a", "b", 0)
     assert [(of.number, of.num_heads) for of in orders] == [(2, 0)]
     assert answer.status is not None
@@ -68,7 +68,7 @@ def test_an_order_is_passed_on_and_heads_move_until_a_heartbeat_names_it(conduct
 
 def test_an_order_is_under_way_until_its_end_is_told(conductor: Conductor) -> None:
     order(conductor, "a", "b", 1)
-    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", is_moving=True))  # it has begun
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", is_moving=True))  # it has begun
     assert order(conductor, "a", "c", 1)[0].refusal == "KV heads or layers of a are moving already"
     assert order(conductor, "b", "c", 1)[0].refusal == "b has KV heads or layers of a itself"
     assert (
@@ -79,25 +79,25 @@ def test_an_order_is_under_way_until_its_end_is_told(conductor: Conductor) -> No
         [effect] = conductor.handle(FRONT, ChangeRole(3, name, Role.PREFILL, force=True), 3.0)
         assert isinstance(effect.message, Ordered)
         assert effect.message.refusal == why
-    tell(conductor, A, HeadsPlace(EPOCH, 1, error="no room"))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, error="no room"))
     assert order(conductor, "a", "c", 1)[0].refusal == ""
 
 
 def test_layers_go_and_come_back(conductor: Conductor) -> None:
     first = LayerRange(0, 1)
     answer, [placed] = order(conductor, "a", "b", first)
-    assert (answer.refusal, placed) == ("", PlaceHeads(EPOCH, 1, "b", "/run/b", 0, first))
-    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 0, first))
+    assert (answer.refusal, placed) == ("", PlaceModules(EPOCH, 1, "b", "/run/b", 0, first))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 0, first))
     assert order(conductor, "a", "c", 1)[0].refusal == (
         "layers 0:1 of a are at b; take them back first (`mooncake-serve migrate a b --back`)"
     )
     _, [placed] = order(conductor, "a", "b", 0)
-    assert placed == PlaceHeads(EPOCH, 2, "b", "/run/b")
+    assert placed == PlaceModules(EPOCH, 2, "b", "/run/b")
 
 
 def test_fronts_are_told_of_another_number_of_pages(conductor: Conductor) -> None:
     def told(num_pages: int) -> list[object]:
-        heartbeat = msgspec.structs.replace(HEARTBEAT, heads=HeadsPlace(num_device_pages=num_pages))
+        heartbeat = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(num_device_pages=num_pages))
         effects = conductor.handle(A, heartbeat, 2.0)
         return [effect.message for effect in effects if isinstance(effect.message, ClusterState)]
 
@@ -106,15 +106,15 @@ def test_fronts_are_told_of_another_number_of_pages(conductor: Conductor) -> Non
     assert told(60)
 
 
-def test_no_sequence_is_longer_than_what_fits_with_all_heads_nor_than_what_fits_now(
+def test_no_sequence_is_longer_than_what_fits_with_all_modules_nor_than_what_fits_now(
     conductor: Conductor,
 ) -> None:
     for identity in (A, B, C):
-        tell(conductor, identity, HeadsPlace(num_device_pages=50))
+        tell(conductor, identity, ModulesPlace(num_device_pages=50))
     instance = conductor.instances.get("a")
     assert instance is not None
     assert instance.max_sequence_blocks == 50
-    tell(conductor, A, HeadsPlace(num_device_pages=200))
+    tell(conductor, A, ModulesPlace(num_device_pages=200))
     assert instance.max_sequence_blocks == 100
     capacity = msgspec.structs.replace(instance.registration.capacity, num_pool_pages=300)
     instance.registration = msgspec.structs.replace(instance.registration, capacity=capacity)
@@ -127,7 +127,7 @@ def _drain(conductor: Conductor) -> None:
 
 def _to_b(conductor: Conductor) -> None:
     order(conductor, "a", "b", 1)
-    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 1))
 
 
 @pytest.mark.parametrize(
@@ -202,33 +202,33 @@ def test_neither_owner_nor_helper_changes_its_role(conductor: Conductor) -> None
         assert effect.message.refusal == why
 
 
-def test_a_helper_that_drains_has_the_heads_go_back_first(conductor: Conductor) -> None:
+def test_a_helper_that_drains_has_the_modules_go_back_first(conductor: Conductor) -> None:
     _to_b(conductor)
     effects = conductor.handle(FRONT, Drain(2, "b", stays=True), 3.0)
     assert [effect.message for effect in effects if effect.peer == A] == [
-        PlaceHeads(EPOCH, 2, "b", "/run/b", 0)
+        PlaceModules(EPOCH, 2, "b", "/run/b", 0)
     ]
 
 
-def test_a_helper_that_leaves_does_so_when_the_heads_are_back(conductor: Conductor) -> None:
+def test_a_helper_that_leaves_does_so_when_the_modules_are_back(conductor: Conductor) -> None:
     """Also if they are just coming, and if the owner refuses at first."""
 
     def sent(effects: list[Effect]) -> list[object]:
-        return [effect.message for effect in effects if isinstance(effect.message, PlaceHeads | Retired)]
+        return [effect.message for effect in effects if isinstance(effect.message, PlaceModules | Retired)]
 
     order(conductor, "a", "b", 1)
     assert not sent(conductor.handle(B, Retire(), 2.0)), "no second order while the first one is under way"
-    tell(conductor, A, HeadsPlace(EPOCH, 1, "b", 1))
+    tell(conductor, A, ModulesPlace(EPOCH, 1, "b", 1))
     [again] = sent(conductor.tick(2.5))
-    assert again == PlaceHeads(EPOCH, 2, "b", "/run/b", 0)
+    assert again == PlaceModules(EPOCH, 2, "b", "/run/b", 0)
     assert not sent(conductor.tick(3.0))
-    tell(conductor, A, HeadsPlace(EPOCH, 2, "b", 1, error="a request needs 300 pages"))
-    assert sent(conductor.tick(3.5)) == [PlaceHeads(EPOCH, 3, "b", "/run/b", 0)]
-    back = msgspec.structs.replace(HEARTBEAT, heads=HeadsPlace(EPOCH, 3))
+    tell(conductor, A, ModulesPlace(EPOCH, 2, "b", 1, error="a request needs 300 pages"))
+    assert sent(conductor.tick(3.5)) == [PlaceModules(EPOCH, 3, "b", "/run/b", 0)]
+    back = msgspec.structs.replace(HEARTBEAT, modules=ModulesPlace(EPOCH, 3))
     assert sent(conductor.handle(A, back, 4.0)) == [Retired(False)]
 
 
-def test_another_conductor_learns_where_heads_are(conductor: Conductor) -> None:
-    tell(conductor, A, HeadsPlace(EPOCH - 1, 9, "b", 2))
+def test_another_conductor_learns_where_modules_are(conductor: Conductor) -> None:
+    tell(conductor, A, ModulesPlace(EPOCH - 1, 9, "b", 2))
     answer, [placed] = order(conductor, "a", "b", 0)
     assert (answer.refusal, placed.num_heads) == ("", 0)

@@ -1,4 +1,4 @@
-"""A decode lab whose first decode instance can have KV heads or layers at the second one."""
+"""A decode lab whose first decode instance can have modules at the second one."""
 
 import asyncio
 import contextlib
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import transformers
 
-from mooncake.messages.migration import HeadsPlace, LayerRange, PlaceHeads, PreCopied, Prepared
+from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules, PreCopied, Prepared
 from mooncake.messages.requests import SamplingParams
 from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_models import tiny_model
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
 from tests.workers.mini_cluster import FINGERPRINT, InstanceUnderTest, Sizes
 from tests.workers.references import prompt_of
-from workers.heads.hosting import HeadsHost
+from workers.modules.hosting import ModulesHost
 
 NUM_PAGES = 48
 SIZES = Sizes(num_decode=2, num_device_pages=NUM_PAGES, num_pool_pages=160)
@@ -58,7 +58,7 @@ class Pair:
     lab: DecodeLab
     path: str
     numbers: "itertools.count[int]"
-    host: HeadsHost
+    host: ModulesHost
     hosting: "asyncio.Task[None]"
 
     @property
@@ -71,15 +71,15 @@ class Pair:
 
     def order(self, part: Part) -> int:
         number = next(self.numbers)
-        self.owner.decode.place_heads(PlaceHeads(1, number, "d1", self.path, *fields(part)))
+        self.owner.decode.place_modules(PlaceModules(1, number, "d1", self.path, *fields(part)))
         return number
 
-    async def ended(self, number: int) -> HeadsPlace:
+    async def ended(self, number: int) -> ModulesPlace:
         """Wait for the end of an ordered move."""
         await until(lambda: self._place.number == number and not self._place.is_moving)
         return self._place
 
-    async def place(self, part: Part) -> HeadsPlace:
+    async def place(self, part: Part) -> ModulesPlace:
         """Order, and wait for the end of the move."""
         return await self.ended(self.order(part))
 
@@ -105,7 +105,7 @@ class Pair:
         self.owner.decoding.cancel()
 
     async def owner_has_gone(self) -> None:
-        """Wait until nothing of the owner runs. A session that follows has all heads again."""
+        """Wait until nothing of the owner runs. A session that follows has all modules again."""
         assert self.owner.decoding is not None
         await asyncio.wait([self.owner.decoding])
         await until(lambda: not self.owner.is_busy)
@@ -119,27 +119,27 @@ class Pair:
         return self.lab.begin(name, prompt_of(num_tokens, num_tokens), sampling, at, inline=inline)
 
     @property
-    def _place(self) -> HeadsPlace:
-        return self.owner.decode.heads
+    def _place(self) -> ModulesPlace:
+        return self.owner.decode.modules
 
 
-def hosting(instance: InstanceUnderTest, path: str) -> HeadsHost:
+def hosting(instance: InstanceUnderTest, path: str) -> ModulesHost:
     executor = instance.executor
-    return HeadsHost(
+    return ModulesHost(
         "d1",
         path,
         FINGERPRINT,
         executor.model,
         executor.kv,
         lambda: instance.decode.most_pages,
-        lambda: bool(instance.decode.heads.helper),
+        lambda: bool(instance.decode.modules.helper),
     )
 
 
 @contextlib.asynccontextmanager
 async def paired(start: StartDecodeLab, folder: Path, sizes: Sizes = SIZES) -> AsyncIterator[Pair]:
     async with start(sizes=sizes) as lab:
-        path = str(folder / "heads.sock")
+        path = str(folder / "modules.sock")
         host = hosting(lab.decodes[1], path)
         task = lab.group.create_task(host.run())
         pair = Pair(lab, path, itertools.count(1), host, task)

@@ -1,4 +1,4 @@
-"""The way of KV heads or layers to a helper and back: pages are copied while they are used.
+"""The way of modules to a helper and back: pages are copied while they are used.
 
 Pages that do not change any more are copied beforehand. The rest is copied between two passes, and then the
 cache has its pages in the new arrangement, under the same numbers.
@@ -15,7 +15,7 @@ from workers.engine.kvcache import DeviceKVCache, HostedLayers, MovedHeads
 _PAGES_AT_ONCE = 64
 
 
-class HeadMove:
+class KVCacheMove:
     """A move of `kv` to `num_pages` pages, of which a helper has `helped` (None: nothing)."""
 
     def __init__(self, kv: DeviceKVCache, num_pages: int, helped: MovedHeads | HostedLayers | None) -> None:

@@ -1,7 +1,7 @@
-"""The messages between an owner of heads or layers and its helper over a Unix socket, and shared memory.
+"""The messages between an owner of modules and its helper over a Unix socket, and shared memory.
 
-The first message of a connection is `HostHeads`. With the answer `Hosting` comes the descriptor of the shared
-memory. Either side ends the hosting by closing the connection, as its end by any cause does.
+The first message of a connection is `HostModules`. With the answer `Hosting` comes the descriptor of the
+shared memory. Either side ends the hosting by closing the connection, as its end by any cause does.
 
 Owns: this vocabulary, the layout of the memory. Does not know: sockets, pages in use.
 """
@@ -20,7 +20,7 @@ LINK_VERSION = 2
 LONGEST_MESSAGE_BYTES = 1 << 16
 
 
-class HostHeads(msgspec.Struct, tag=True, frozen=True):
+class HostModules(msgspec.Struct, tag="HostHeads", frozen=True):
     """Host all heads of `layers`, or the last `num_heads` KV heads of all layers. Answered by `Hosting` or
     `HostingRefused`.
 

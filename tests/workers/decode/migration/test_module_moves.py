@@ -1,4 +1,4 @@
-"""KV heads that go to a helper and come back while requests run: every answer is that of heads that stay."""
+"""Modules that go to a helper and come back while requests run: every answer is that of modules that stay."""
 
 import asyncio
 import errno
@@ -17,7 +17,8 @@ from tests.kvstore.nodes import DEADLINE_S
 from tests.tiny_tokenizer import IM_END_ID
 from tests.workers.decode_lab import Decoded, StartDecodeLab, decode_lab
 from tests.workers.gate import Brake, Gate
-from tests.workers.heads_lab import (
+from tests.workers.mini_cluster import BLOCK_SIZE, Sizes, tokens_of
+from tests.workers.modules_lab import (
     NUM_PAGES,
     SIZES,
     WITH_A_THIRD,
@@ -29,11 +30,10 @@ from tests.workers.heads_lab import (
     until,
     wide_model,
 )
-from tests.workers.mini_cluster import BLOCK_SIZE, Sizes, tokens_of
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
-from workers.decode.migration import head_moves
-from workers.engine.head_move import HeadMove
+from workers.decode.migration import module_moves
+from workers.engine.kvcache_move import KVCacheMove
 
 pytestmark = pytest.mark.cluster
 WISHES = (
@@ -70,7 +70,7 @@ def begin(pair: Pair, name: str, index: int) -> Decoded:
 @pytest.mark.parametrize(
     "sizes", [SIZES, Sizes(num_decode=2, num_device_pages=24, num_pool_pages=60, max_batch=4)], ids=str
 )
-async def test_answers_are_those_of_heads_that_stay(
+async def test_answers_are_those_of_modules_that_stay(
     start_decode_lab: StartDecodeLab, tmp_path: Path, sizes: Sizes, parts: Sequence[Part]
 ) -> None:
     async with paired(start_decode_lab, tmp_path, sizes) as pair:
@@ -121,7 +121,7 @@ async def test_the_owner_has_room_for_more_tokens_and_the_helper_for_fewer(
 
 
 @PARTS
-async def test_heads_come_back_although_their_pages_are_needed(
+async def test_modules_come_back_although_their_pages_are_needed(
     start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
@@ -153,9 +153,9 @@ async def test_a_lost_helper_costs_no_answer(
         running = asyncio.create_task(answers(pair, "moved", 8))
         await until(lambda: pair.owner.decode.num_running > 1)
         await pair.lose_helper()
-        await until(lambda: not pair.owner.decode.heads.are_elsewhere)
+        await until(lambda: not pair.owner.decode.modules.are_elsewhere)
         what = "layers 1:3" if part != 1 else "1 of the KV heads"
-        assert pair.owner.decode.heads.error == f"d1 is lost, and {what} are here again"
+        assert pair.owner.decode.modules.error == f"d1 is lost, and {what} are here again"
         assert await running == expected
         place = await pair.place(part)
         assert "the helper does not answer" in place.error
@@ -183,12 +183,12 @@ async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_
         assert kv.used_pages(NUM_PAGES)
         await pair.lose_helper()
         assert [await tokens_of(decoded.answer) for decoded in begun] == expected
-        await until(lambda: not pair.owner.decode.heads.is_moving)
+        await until(lambda: not pair.owner.decode.modules.is_moving)
         assert kv.num_usable_pages == NUM_PAGES
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["decoded", "new"])
-async def test_heads_stay_away_while_a_request_may_need_more_pages_than_there_are_with_them(
+async def test_modules_stay_away_while_a_request_may_need_more_pages_than_there_are_with_them(
     start_decode_lab: StartDecodeLab, tmp_path: Path, *, inline: bool
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
@@ -205,7 +205,7 @@ async def test_heads_stay_away_while_a_request_may_need_more_pages_than_there_ar
         await pair.move(0)
 
 
-async def test_heads_come_back_although_a_request_that_migrates_here_has_pages_that_go(
+async def test_modules_come_back_although_a_request_that_migrates_here_has_pages_that_go(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
     async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
@@ -224,10 +224,10 @@ async def test_heads_come_back_although_a_request_that_migrates_here_has_pages_t
         assert await tokens_of(decoded.answer) == expected
 
 
-async def test_heads_stay_away_if_pages_are_not_freed_in_time(
+async def test_modules_stay_away_if_pages_are_not_freed_in_time(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_moves, "_FREEING_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(module_moves, "_FREEING_TIMEOUT_S", 0.1)
     async with paired(start_decode_lab, tmp_path) as pair:
         kv = pair.owner.executor.kv
         await pair.move(1)
@@ -241,7 +241,7 @@ async def test_heads_stay_away_if_pages_are_not_freed_in_time(
 
 @pytest.mark.parametrize("lacking", ["free memory", "addresses"])
 @pytest.mark.parametrize("num_heads", [1, 0], ids=["leaving", "coming back"])
-async def test_without_memory_for_both_arrangements_heads_stay_where_they_are(
+async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
     start_decode_lab: StartDecodeLab,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -260,7 +260,7 @@ async def test_without_memory_for_both_arrangements_heads_stay_where_they_are(
             if lacking == "addresses":
                 patches.setattr(pair.owner.executor.kv, "new_layers", no_layers)
             else:
-                patches.setattr(head_moves, "available_bytes", lambda: 1000)
+                patches.setattr(module_moves, "available_bytes", lambda: 1000)
             place = await pair.place(num_heads)
         assert place.error.startswith("no memory ")
         assert place.num_heads == 1 - num_heads
@@ -274,11 +274,11 @@ class Copies:
     """The numbers of pages that moves have copied, beside iterations and between them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
-        self._copy, self._loop = HeadMove.copy, pair.owner.decode._loop
+        self._copy, self._loop = KVCacheMove.copy, pair.owner.decode._loop
         self.num_beside = self.num_between = 0
-        monkeypatch.setattr(HeadMove, "copy", lambda move, pages: self._note(move, pages))
+        monkeypatch.setattr(KVCacheMove, "copy", lambda move, pages: self._note(move, pages))
 
-    def _note(self, move: HeadMove, pages: Sequence[int]) -> None:
+    def _note(self, move: KVCacheMove, pages: Sequence[int]) -> None:
         if self._loop._is_held:
             self.num_between += len(pages)
         else:
@@ -299,7 +299,7 @@ async def test_the_pages_of_a_request_that_migrates_here_are_copied_before_the_p
             move = await prepared(pair, decoded)
             await pair.move(1)
         assert copies.num_beside >= 300 // BLOCK_SIZE
-        assert copies.num_between <= head_moves._FEW_PAGES
+        assert copies.num_between <= module_moves._FEW_PAGES
         assert await move.finish()
         assert await tokens_of(decoded.answer) == expected
         await pair.move(0)
@@ -308,7 +308,7 @@ async def test_the_pages_of_a_request_that_migrates_here_are_copied_before_the_p
 async def test_a_request_that_is_being_loaded_is_copied_when_it_is_there(
     model: transformers.PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_moves, "_LOADING_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(module_moves, "_LOADING_TIMEOUT_S", DEADLINE_S)
     gate = Gate(load=1)
     gate.open()
     gated = functools.partial(decode_lab, model, tmp_path, decode_copies=gate.make)
@@ -319,12 +319,12 @@ async def test_a_request_that_is_being_loaded_is_copied_when_it_is_there(
         decoded = pair.begin("again", 60, pair.owner, 300)
         await gate.reached()
         begun = list[None]()
-        monkeypatch.setattr(head_moves, "available_bytes", lambda: begun.append(None))
+        monkeypatch.setattr(module_moves, "available_bytes", lambda: begun.append(None))
         number = pair.order(1)
         await until(lambda: bool(begun))
         gate.open()
         assert (await pair.ended(number)).error == ""
         assert copies.num_beside >= 300 // BLOCK_SIZE
-        assert copies.num_between <= head_moves._FEW_PAGES
+        assert copies.num_between <= module_moves._FEW_PAGES
         assert await tokens_of(decoded.answer) == expected
         await pair.move(0)

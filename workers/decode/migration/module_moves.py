@@ -1,4 +1,4 @@
-"""Moves of KV heads or layers from a decode instance to a helper, and back (BanaServe, section 4.1).
+"""Moves of modules from a decode instance to a helper, and back (BanaServe, section 4.1).
 
 Requests go on meanwhile: pages that no iteration writes any more are copied first; then, between two
 iterations, the rest. They also come back when the helper is lost: what it hosted is still mapped here, and
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from mooncake.messages.migration import HeadsPlace, PlaceHeads
+from mooncake.messages.migration import ModulesPlace, PlaceModules
 from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.batching.batch import DecodeBatch, FullPage
@@ -28,14 +28,14 @@ from workers.decode.migration.helper_pace import HelperPace, IterationTime, With
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.tbt import TBTPredictor
-from workers.engine.head_move import HeadMove
 from workers.engine.kvcache import HostedLayers, MovedHeads
-from workers.errors import HeadsStayError, SessionLostError
+from workers.engine.kvcache_move import KVCacheMove
+from workers.errors import ModulesStayError, SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end
-from workers.heads.helper_link import HelperLink
-from workers.heads.link_messages import LINK_VERSION, HostHeads
-from workers.heads.shared_parts import share_of
+from workers.modules.helper_link import HelperLink
+from workers.modules.link_messages import LINK_VERSION, HostModules
+from workers.modules.shared_parts import share_of
 
 _MIB = 1 << 20
 _FEW_PAGES = 32
@@ -44,14 +44,14 @@ _MOST_ROUNDS = 4
 _LOADING_TIMEOUT_S = 1.0
 """Seconds for which a move waits for pages that are being loaded, rather than copy them in the pause."""
 _FREEING_TIMEOUT_S = 30.0
-"""Seconds in which the pages must be freed that the owner has no memory for when heads come back."""
+"""Seconds in which the pages must be freed that the owner has no memory for when modules come back."""
 _GROWTH_SHARE = 0.1
 """Share of the pages that may come to be used while the others are copied."""
 log = logging.getLogger(__name__)
 
 
-class HeadMoves:
-    """The heads and layers of one instance, `name`. Orders are carried out in `run`, one after the other.
+class ModuleMoves:
+    """The modules of one instance, `name`. Orders are carried out in `run`, one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
     layer is lost. `predictor` learns what iterations take. `most_pages` returns how many pages a request here
@@ -77,7 +77,7 @@ class HeadMoves:
         self._executor, self._batch, self._transfers, self._loop = executor, batch, transfers, loop
         self._most_tokens, self._max_batch, self._timeout_s = most_tokens, max_batch, timeout_s
         self._most_pages, self._call_off = most_pages, call_off
-        self._orders: asyncio.Queue[PlaceHeads | _Lost | _Slow] = asyncio.Queue()
+        self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
         """Whether the helper is lost, and not all is here again."""
@@ -86,10 +86,10 @@ class HeadMoves:
         self._without_helper, self._pace = WithoutHelper(predictor), HelperPace.unknown()
         self.meter = MovesMeter()
         self._turn_taken = asyncio.Event()
-        self.place = HeadsPlace()
-        """The place of heads and layers, as heartbeats tell it."""
+        self.place = ModulesPlace()
+        """The place of modules, as heartbeats tell it."""
 
-    def order(self, order: PlaceHeads) -> None:
+    def order(self, order: PlaceModules) -> None:
         """Carry out an order, behind earlier ones."""
         self._orders.put_nowait(order)
 
@@ -148,7 +148,7 @@ class HeadMoves:
             if self._link is not None:
                 self._link.close()
 
-    async def _carry_out(self, order: PlaceHeads) -> None:
+    async def _carry_out(self, order: PlaceModules) -> None:
         told_before = self.place.error
         self._tell(epoch=order.epoch, number=order.number, is_moving=True, error="")
         try:
@@ -157,18 +157,18 @@ class HeadMoves:
             elif self._executor.kv.is_helped:
                 await self._return("back")
             self._tell(is_moving=False)
-        except HeadsStayError as error:
+        except ModulesStayError as error:
             self.meter.ended("refused")
             if str(error) != told_before:  # the Conductor asks again and again while the helper drains
-                log.warning("no heads move: %s", error)
+                log.warning("no KV heads or layers move: %s", error)
             self._tell(is_moving=False, error=str(error))
 
-    async def _move(self, order: PlaceHeads) -> None:
-        """Move heads or layers to a helper. Raises HeadsStayError; they are here then."""
+    async def _move(self, order: PlaceModules) -> None:
+        """Move modules to a helper. Raises ModulesStayError; they are here then."""
         if self._executor.kv.is_helped:
-            raise HeadsStayError(f"{self.place.what} are at {self.place.helper}")
+            raise ModulesStayError(f"{self.place.what} are at {self.place.helper}")
         if self._executor.kv.num_lent_pages:
-            raise HeadsStayError(f"{self._name} has KV heads or layers of others itself")
+            raise ModulesStayError(f"{self._name} has KV heads or layers of others itself")
         self._tell(helper=order.helper)
         try:
             link = await self._move_to(order)
@@ -182,10 +182,10 @@ class HeadMoves:
         if link.is_lost:
             self.lost()
 
-    async def _move_to(self, order: PlaceHeads) -> HelperLink:
-        """Return the link to the helper that has them. Raises HeadsStayError."""
+    async def _move_to(self, order: PlaceModules) -> HelperLink:
+        """Return the link to the helper that has them. Raises ModulesStayError."""
         kv, model = self._executor.kv, self._executor.model
-        request = HostHeads(
+        request = HostModules(
             LINK_VERSION,
             self._name,
             self._fingerprint,
@@ -203,7 +203,7 @@ class HeadMoves:
             move = self._begin(link.num_pages, link.helped)
             copied = await self._pre_copy(move)
             if link.is_lost:
-                raise HeadsStayError(f"{order.helper} was lost before the move was complete")
+                raise ModulesStayError(f"{order.helper} was lost before the move was complete")
             await self._switch(move, copied)
         except BaseException:
             link.close()
@@ -219,16 +219,16 @@ class HeadMoves:
         try:
             await self._return("slow")
             log.warning("%s", reason)
-        except HeadsStayError as error:
+        except ModulesStayError as error:
             reason = f"{self.place.helper} is slow, and {self.place.what} stay there: {error}"
             log.warning("%s", reason)
         self._tell(is_moving=False, error=reason)
 
     async def _return(self, outcome: str) -> None:
-        """Have all here, while the helper still computes. Raises HeadsStayError."""
+        """Have all here, while the helper still computes. Raises ModulesStayError."""
         kv = self._executor.kv
         if (num_pages := self._most_pages()) > kv.num_own_pages:
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"a request may need {num_pages} pages before its end, and with all heads and layers "
                 f"there are {kv.num_own_pages}"
             )
@@ -239,7 +239,7 @@ class HeadMoves:
         except TimeoutError:
             if not self._is_lost:
                 kv.reopen()
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"pages beyond the {kv.num_own_pages} that there are without a helper were not freed in "
                 f"{_FREEING_TIMEOUT_S:g} s"
             ) from None
@@ -256,7 +256,7 @@ class HeadMoves:
         await self._loop.quiet()
         await self._free_beyond(kv.num_own_pages)
         try:
-            move = HeadMove(kv, kv.num_own_pages, None)
+            move = KVCacheMove(kv, kv.num_own_pages, None)
         except OSError as error:
             raise SessionLostError(f"{reason}, but there is no memory for them: {error}") from None
         await self._switch(move, set())
@@ -283,23 +283,23 @@ class HeadMoves:
                 await self._call_off(sequence)
             await self._turn_taken.wait()
 
-    def _begin(self, num_pages: int, helped: MovedHeads | HostedLayers | None) -> HeadMove:
-        """Begin a move, if there is memory for it. Raises HeadsStayError."""
+    def _begin(self, num_pages: int, helped: MovedHeads | HostedLayers | None) -> KVCacheMove:
+        """Begin a move, if there is memory for it. Raises ModulesStayError."""
         try:
-            move = HeadMove(self._executor.kv, num_pages, helped)
+            move = KVCacheMove(self._executor.kv, num_pages, helped)
         except OSError as error:
-            raise HeadsStayError(f"no memory for {num_pages} pages beside those in use: {error}") from None
+            raise ModulesStayError(f"no memory for {num_pages} pages beside those in use: {error}") from None
         num_used = len(self._executor.kv.used_pages())
         needed_bytes = move.page_bytes * min(num_pages, num_used + round(_GROWTH_SHARE * num_pages))
         free_bytes = available_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"no memory to copy {num_used} pages in use, and those that come: {needed_bytes // _MIB} MiB,"
                 f" of which {free_bytes // _MIB} MiB are available"
             )
         return move
 
-    async def _pre_copy(self, move: HeadMove) -> set[FullPage]:
+    async def _pre_copy(self, move: KVCacheMove) -> set[FullPage]:
         """Copy full pages, in rounds, until few are left. Return those that are copied."""
         copied, num_rounds = set[FullPage](), 0
         loop = asyncio.get_running_loop()
@@ -319,7 +319,7 @@ class HeadMoves:
                 break
         return copied
 
-    async def _switch(self, move: HeadMove, copied: set[FullPage]) -> None:
+    async def _switch(self, move: KVCacheMove, copied: set[FullPage]) -> None:
         """Copy the rest between two iterations, and compute in the new arrangement from then on."""
         kv = self._executor.kv
         async with self._transfers.paused():
@@ -361,6 +361,6 @@ class _Slow(NamedTuple):
     why: str
 
 
-async def _in_thread(move: HeadMove, pages: list[int]) -> None:
+async def _in_thread(move: KVCacheMove, pages: list[int]) -> None:
     """Copy pages, beside the event loop and to the end, even if the caller is cancelled."""
     await wait_to_end(asyncio.ensure_future(asyncio.to_thread(move.copy, pages)))

@@ -1,9 +1,9 @@
-"""The helper's side: pages of heads or layers for owners on the same host, and what is computed with them.
+"""The helper's side: pages of modules for owners on the same host, and what is computed with them.
 
 Hosted pages take the place of pages of this instance's own KVCache, which are lent for as long. Each hosting
 has a thread, beside the device's own, so that neither waits for the other.
 
-Owns: the listener, hostings, the lent pages. Does not know: requests, whose heads come when.
+Owns: the listener, hostings, the lent pages. Does not know: requests, whose modules come when.
 """
 
 import asyncio
@@ -23,26 +23,26 @@ from mooncake.node.mapping import allocate
 from mooncake.node.segments import available_bytes
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
-from workers.errors import HeadsStayError
+from workers.errors import ModulesStayError
 from workers.execution.jobs import wait_to_end
-from workers.heads.link_messages import (
+from workers.modules.link_messages import (
     LINK_VERSION,
     LONGEST_MESSAGE_BYTES,
-    HostHeads,
     Hosting,
     HostingRefused,
+    HostModules,
 )
-from workers.heads.shared_parts import Hosted, share_of, shared_part
+from workers.modules.shared_parts import Hosted, share_of, shared_part
 
 KEPT_SHARE = 0.25
-"""Share of the helper's pages that stay free for its own requests when heads come."""
+"""Share of the helper's pages that stay free for its own requests when modules come."""
 _MIB = 1 << 20
 _MOST_WAITING = 16
 log = logging.getLogger(__name__)
-_decoder = msgspec.msgpack.Decoder(HostHeads)
+_decoder = msgspec.msgpack.Decoder(HostModules)
 
 
-class HeadsHost:
+class ModulesHost:
     """The hostings of one instance, `name`, for owners with the same model, in `run`."""
 
     def __init__(
@@ -56,11 +56,11 @@ class HeadsHost:
         has_helper: Callable[[], bool],
     ) -> None:
         """`path` is where the socket listens: in a directory that only this user can access. `most_pages`
-        returns how many pages a request of this instance may need, `has_helper` whether heads or layers of
-        this instance are elsewhere or on their way."""
+        returns how many pages a request of this instance may need, `has_helper` whether modules of this
+        instance are elsewhere or on their way."""
         self._name, self._path, self._fingerprint = name, path, fingerprint
         self._model, self._kv, self._most_pages, self._has_helper = model, kv, most_pages, has_helper
-        self._requests: dict[str, HostHeads] = {}
+        self._requests: dict[str, HostModules] = {}
         """The hostings, by the owner's name."""
 
     @property
@@ -94,18 +94,18 @@ class HeadsHost:
                     socket.send_fds(sock, [answer], [fd])
                     log.info("%s of %s are here", request.what, request.owner)
                     await _first_of(ended, loop.create_task(loop.sock_recv(sock, 1)))
-            except (HeadsStayError, OSError) as error:
+            except (ModulesStayError, OSError) as error:
                 sock.send(msgspec.msgpack.encode(HostingRefused(str(error))))
 
     @contextlib.asynccontextmanager
-    async def _hosted(self, request: HostHeads) -> AsyncIterator[tuple[int, int, "asyncio.Future[None]"]]:
-        """Make a context in which heads are hosted. It yields the memory's descriptor, the number of its
+    async def _hosted(self, request: HostModules) -> AsyncIterator[tuple[int, int, "asyncio.Future[None]"]]:
+        """Make a context in which modules are hosted. It yields the memory's descriptor, the number of its
         pages, and the end of the thread."""
         num_pages = self._num_pages_for(request)
         part = shared_part(request, num_pages, self._model, self._kv)
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, "hosted-heads", self._model.library.be_guest)
-        fd = os.memfd_create("mooncake-heads")
+        thread = ThreadPoolExecutor(1, "hosted-modules", self._model.library.be_guest)
+        fd = os.memfd_create("mooncake-modules")
         lent = self._kv.lend(math.ceil(num_pages * share_of(request, self._model)))
         self._requests[request.owner] = request
         try:
@@ -125,15 +125,15 @@ class HeadsHost:
             self._kv.end_loan(lent)
             log.info("%s of %s are gone", request.what, request.owner)
 
-    def _num_pages_for(self, request: HostHeads) -> int:
-        """Return for how many pages there is room. Raises HeadsStayError."""
+    def _num_pages_for(self, request: HostModules) -> int:
+        """Return for how many pages there is room. Raises ModulesStayError."""
         if request.version != LINK_VERSION or request.fingerprint != self._fingerprint:
-            raise HeadsStayError(f"{self._name} runs another release, or another model")
+            raise ModulesStayError(f"{self._name} runs another release, or another model")
         share = share_of(request, self._model)
         if self._has_helper():
-            raise HeadsStayError(f"heads or layers of {self._name} are elsewhere themselves")
+            raise ModulesStayError(f"heads or layers of {self._name} are elsewhere themselves")
         if request.owner in self._requests:
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"{self._requests[request.owner].what} of {request.owner} are at {self._name} already"
             )
         kv = self._kv
@@ -141,7 +141,7 @@ class HeadsHost:
         num_lendable = max(0, min(kv.num_free_pages - num_kept, kv.num_usable_pages - num_longest))
         num_pages = math.floor(num_lendable / share)
         if num_pages < request.least_pages:
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"{self._name} has no room: {request.what} in {request.least_pages} pages take "
                 f"{math.ceil(request.least_pages * share)} of its pages, and it can lend"
                 f" {num_lendable} ({kv.num_free_pages} of {kv.num_usable_pages} are free,"
@@ -150,21 +150,21 @@ class HeadsHost:
         return min(num_pages, request.wanted_pages)
 
     def _check_memory(self, num_bytes: int) -> None:
-        """Raise HeadsStayError unless there is so much memory. That of lent pages has been given back."""
+        """Raise ModulesStayError unless there is so much memory. That of lent pages has been given back."""
         free_bytes = available_bytes()
         if free_bytes is not None and num_bytes > free_bytes:
-            raise HeadsStayError(
+            raise ModulesStayError(
                 f"{self._name} has no memory: what moves takes {num_bytes // _MIB} MiB, of which"
                 f" {free_bytes // _MIB} MiB are available"
             )
 
 
-def _request(payload: bytes) -> HostHeads | None:
+def _request(payload: bytes) -> HostModules | None:
     """Return what an owner asks for; None if it has gone, or cannot be understood."""
     try:
         return _decoder.decode(payload) if payload else None
     except msgspec.MsgspecError as error:
-        log.warning("an owner of heads asks for something that cannot be read: %s", error)
+        log.warning("an owner of KV heads or layers asks for something that cannot be read: %s", error)
         return None
 
 

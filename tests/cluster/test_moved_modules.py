@@ -1,4 +1,4 @@
-"""KV heads and layers that go to a helper and back while clients wait: `mooncake-serve migrate`."""
+"""Modules that go to a helper and back while clients wait: `mooncake-serve migrate`."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ class Clients:
         self._answers: list[Future[httpx.Response]] = []
 
     def ask(self) -> None:
-        """Ask for all prompts, again if need be, until some are seen at the instance whose heads move."""
+        """Ask for all prompts, again if need be, until some are seen at the instance whose modules move."""
 
         def are_seen() -> bool:
             if all(answer.done() for answer in self._answers):
@@ -100,7 +100,7 @@ def wait_for_pages(server: Server, owner: int, helper: int) -> None:
     eventually(has_them, f"there are {owner} and {helper} pages")
 
 
-def test_answers_go_on_while_heads_leave_and_come_back(
+def test_answers_go_on_while_modules_leave_and_come_back(
     server: Server, clients: Clients, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clients.ask()
@@ -174,7 +174,7 @@ def test_a_helper_that_stands_still_for_a_while_costs_no_answer(
     eventually(lambda: is_ready(server), "all instances serve again")
 
 
-def test_a_helper_that_drains_gives_the_heads_back(server: Server, clients: Clients) -> None:
+def test_a_helper_that_drains_gives_the_modules_back(server: Server, clients: Clients) -> None:
     assert migrate(server, "decode-0", "decode-1", "--heads=1") == 0
     clients.ask()
     drained = httpx.post(f"{server.url}/admin/instances/decode-1/drain?stay=true", timeout=DEADLINE_S)

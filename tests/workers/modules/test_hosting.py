@@ -1,4 +1,4 @@
-"""A helper's own requests, and memory, while it hosts heads of another instance."""
+"""A helper's own requests, and memory, while it hosts modules of another instance."""
 
 import re
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mooncake.messages.migration import PlaceHeads
+from mooncake.messages.migration import PlaceModules
 from mooncake.messages.workers import WorkFailed
 from tests.kvstore.nodes import DEADLINE_S
 from tests.workers.decode_lab import StartDecodeLab
-from tests.workers.heads_lab import NUM_PAGES, paired, until, wide_model
-from tests.workers.heads_lab import hosting as hosting_of
 from tests.workers.mini_cluster import FINGERPRINT, tokens_of
-from workers.errors import HeadsStayError
-from workers.heads import hosting
-from workers.heads.helper_link import HelperLink
-from workers.heads.link_messages import LINK_VERSION, HostHeads
+from tests.workers.modules_lab import NUM_PAGES, paired, until, wide_model
+from tests.workers.modules_lab import hosting as hosting_of
+from workers.errors import ModulesStayError
+from workers.modules import hosting
+from workers.modules.helper_link import HelperLink
+from workers.modules.link_messages import LINK_VERSION, HostModules
 
 pytestmark = pytest.mark.cluster
 
@@ -30,7 +30,7 @@ async def test_an_owner_that_ends_leaves_nothing_behind(
     start_decode_lab: StartDecodeLab, tmp_path: Path
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
+        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, 1, None, NUM_PAGES, NUM_PAGES, 16, 8)
         executor = pair.owner.executor
         link = await HelperLink.connect(
             pair.path, request, executor.model, executor.kv, DEADLINE_S, lambda: None
@@ -84,16 +84,16 @@ async def test_a_helper_has_no_helper_whatever_a_conductor_orders(
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
         await pair.move(1)
-        pair.helper.decode.place_heads(PlaceHeads(1, 1, "d2", "no socket", 1))
-        await until(lambda: bool(pair.helper.decode.heads.error))
-        assert pair.helper.decode.heads.error == "d1 has KV heads or layers of others itself"
-        assert pair.helper.decode.heads.helper == ""
+        pair.helper.decode.place_modules(PlaceModules(1, 1, "d2", "no socket", 1))
+        await until(lambda: bool(pair.helper.decode.modules.error))
+        assert pair.helper.decode.modules.error == "d1 has KV heads or layers of others itself"
+        assert pair.helper.decode.modules.helper == ""
         executor = pair.owner.executor
         host = hosting_of(pair.owner, str(tmp_path / "owner.sock"))
         task = pair.lab.group.create_task(host.run())
-        request = HostHeads(LINK_VERSION, "d9", FINGERPRINT, 1, None, 1, NUM_PAGES, 16, 8)
+        request = HostModules(LINK_VERSION, "d9", FINGERPRINT, 1, None, 1, NUM_PAGES, 16, 8)
         await until((tmp_path / "owner.sock").exists)
-        with pytest.raises(HeadsStayError, match="are elsewhere themselves"):
+        with pytest.raises(ModulesStayError, match="are elsewhere themselves"):
             await HelperLink.connect(
                 str(tmp_path / "owner.sock"), request, executor.model, executor.kv, DEADLINE_S, lambda: None
             )
@@ -131,7 +131,7 @@ async def test_a_request_for_which_too_many_pages_are_lent_is_placed_elsewhere(
         assert len(await tokens_of(pair.begin("elsewhere", 230, pair.owner).answer)) == 230
 
 
-async def test_heads_for_which_a_helper_has_no_memory_are_refused_with_the_sum(
+async def test_modules_for_which_a_helper_has_no_memory_are_refused_with_the_sum(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
