@@ -31,7 +31,6 @@ from conductor.requests.registry import Requests
 from conductor.rules import Rules
 from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.migration import LayerRange
-from mooncake.messages.operators import MoveModules
 from mooncake.messages.workers import InstanceState
 
 RULES = (relieve, keep_headroom, defragment)
@@ -191,7 +190,7 @@ class Elasticity:
         num_layers = owner.registration.layout.num_layers
         layers = LayerRange(num_layers - move.num, num_layers) if move.kind is Kind.LAYERS else None
         num_heads = move.num if move.kind is Kind.HEADS else 0
-        if self._modules.why_not(owner, helper, MoveModules(0, owner.name, helper.name, num_heads, layers)):
+        if self._modules.why_not(owner, helper, num_heads, layers):
             return []
         if move.kind is not None:
             self._given_s[move.owner] = now_s

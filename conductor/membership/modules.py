@@ -11,7 +11,6 @@ from conductor.effects import Effect
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules
-from mooncake.messages.operators import MoveModules
 from mooncake.messages.workers import Heartbeat, InstanceState, Role
 
 
@@ -22,19 +21,24 @@ class Modules:
         self._epoch, self._instances = epoch, instances
         self._numbers = itertools.count(1)
 
-    def why_not(self, owner: Instance, helper: Instance, order: MoveModules) -> str:
-        """Return why `owner` and `helper` cannot carry out an order; empty if they can."""
+    def why_not(
+        self, owner: Instance, helper: Instance, num_heads: int = 0, layers: LayerRange | None = None
+    ) -> str:
+        """Return why `layers`, or the last `num_heads` KV heads, cannot move to a helper; empty if they can.
+
+        Without either: why all cannot move back.
+        """
         if owner is helper:
             return f"{owner.name} cannot be its own helper"
         place = place_of(owner)
         if place.is_moving:
             return f"{where(owner)} already"
-        if order.is_back:
+        if num_heads == 0 and layers is None:
             return "" if place.helper == helper.name else f"nothing of {owner.name} is at {helper.name}"
         if place.helper:
             back = f"mooncake-serve migrate {owner.name} {place.helper} --back"
             return f"{where(owner)}; take them back first (`{back}`)"
-        kind = "KV heads" if order.layers is None else "layers"
+        kind = "KV heads" if layers is None else "layers"
         for instance in (owner, helper):
             if (reason := instance.registration.modules.why_not) != "":
                 return f"{kind} neither leave nor come to {instance.name}: {reason}"
@@ -42,7 +46,7 @@ class Modules:
                 return f"{instance.name} is {instance.state.value}"
             if instance.role is Role.PREFILL:
                 return f"{instance.name} prefills; {kind} move between instances that decode"
-        if reason := _why_too_many(owner.registration.layout, order):
+        if reason := _why_too_many(owner.registration.layout, num_heads, layers):
             return reason
         if host_of(owner) != host_of(helper):
             return f"{owner.name} and {helper.name} are on different hosts; {kind} move within one"
@@ -129,18 +133,16 @@ def where(instance: Instance) -> str:
     return f"{place.what} of {instance.name} are at {place.helper}"
 
 
-def _why_too_many(layout: KVLayout, order: MoveModules) -> str:
-    if order.layers is None:
+def _why_too_many(layout: KVLayout, num_heads: int, layers: LayerRange | None) -> str:
+    if layers is None:
         num = layout.num_kv_heads
-        is_refused = order.num_heads >= num
+        is_refused = num_heads >= num
         return (
             f"the model has {num} KV heads, of which at most {num - 1} can be elsewhere" if is_refused else ""
         )
     num = layout.num_layers
-    if order.layers.stop > num or order.layers.count == num:
-        return (
-            f"the model has layers 0:{num}, of which at least one stays; {order.layers} cannot be elsewhere"
-        )
+    if layers.stop > num or layers.count == num:
+        return f"the model has layers 0:{num}, of which at least one stays; {layers} cannot be elsewhere"
     return ""
 
 

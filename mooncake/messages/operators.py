@@ -69,11 +69,6 @@ class MoveModules(msgspec.Struct, tag="MoveHeads", frozen=True):
     num_heads: Count = 0
     layers: LayerRange | None = None
 
-    @property
-    def is_back(self) -> bool:
-        """Whether the order is to move all modules back."""
-        return self.num_heads == 0 and self.layers is None
-
 
 # -- Conductor -> front -----------------------------------------------------------------------------
 
