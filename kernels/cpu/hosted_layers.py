@@ -101,7 +101,7 @@ class LayersOwner(_LayersMailbox):
         page_size: int,
         hidden: torch.Tensor,
     ) -> int:
-        """Hand a pass over to the helper, with `hidden` [T, hidden_size] before these layers.
+        """Send a pass to the helper, with `hidden` [T, hidden_size] before these layers.
 
         Returns the pass's number.
 
