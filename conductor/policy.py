@@ -74,7 +74,7 @@ class Conductor:
         rules: The settings of decisions.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
         profiled_device: The device on which the costs were measured. Instances on other devices are refused;
-        None: no instance is.
+            None: no instance is.
     """
 
     def __init__(
@@ -298,10 +298,11 @@ class Conductor:
     def _reason_to_reject(
         self, tracked: TrackedRequest, claim: QuotaClaim | None, now_s: float
     ) -> tuple[Reason, str, float | None] | None:
-        """Return the reason, text and retry time in seconds with which a new request is rejected; None if it
-        is not.
+        """Return why a new request is rejected; None if it is not.
 
-        The reason, the text for the client, and the time after which to retry if it is known.
+        Returns:
+            The reason, the text for the client, and the seconds after which to retry, None if they are
+            unknown.
         """
         if tracked.request_id in self.requests:
             return Reason.DUPLICATE, f"request id {tracked.request_id!r} is already running", None

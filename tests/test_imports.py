@@ -1,9 +1,13 @@
 """Imports between packages go only along the arrows of docs/architecture.md."""
 
 import ast
+import difflib
 import graphlib
+import itertools
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,8 @@ LAYERS = {
 """What each package consists of, in layers from the bottom up: imports go from a layer to those below."""
 MOST_FILES = 15
 """in one folder"""
+SAME = 0.89
+"""The similarity from which on two sentences of a docstring say the same; Args of two kinds reach 0.86."""
 UNCOUNTED = {"__init__.py", "py.typed"}
 PURE = {"conductor"}
 IMPURE_LIBRARIES = {
@@ -141,6 +147,39 @@ def test_a_folder_lists_few_files_and_says_what_it_is() -> None:
         assert len(files) <= MOST_FILES, folder
         if folder.parent != ROOT:
             assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    """The place and the source of each docstring of a module, its classes, functions and attributes."""
+    lines = path.read_text().splitlines()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str())):
+                        assert statement.end_lineno is not None
+                        text = "\n".join(lines[statement.lineno - 1 : statement.end_lineno])
+                        yield f"{path}:{statement.lineno}", text
+
+
+def said_twice(docstring: str) -> tuple[str, str] | None:
+    """Two sentences of a docstring that say nearly the same."""
+    text = " ".join(docstring.partition("Owns: ")[0].lower().split())
+    sentences = [sentence for sentence in re.split(r"(?<=[.:;]) ", text.strip('" ')) if len(sentence) >= 20]
+    for one, other in itertools.combinations(sentences, 2):
+        matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+        ratios = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)  # the fastest first
+        if all(ratio() >= SAME for ratio in ratios):
+            return one, other
+    return None
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES - {"tests"}))
+def test_docstrings_say_a_thing_once_and_have_no_escaped_line_ends(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for place, text in docstrings(path):
+            assert "\\n" not in text, place
+            assert said_twice(text) is None, place
 
 
 def test_policy_does_no_io() -> None:

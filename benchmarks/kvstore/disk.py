@@ -119,8 +119,6 @@ class FioEngine:
     """The fio engine of one way to do IO; psync has as many threads as requests, others one.
 
     Its memory is of 4 KiB pages or of huge ones, which a disk may take much faster: fewer pieces a request.
-
-    Its memory is of 4 KiB pages or of huge ones, which a disk may take much faster: fewer pieces a request.
     """
 
     def __init__(self, file: FioFile, name: str, pages: Pages, block_bytes: int) -> None:

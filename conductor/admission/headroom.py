@@ -63,7 +63,7 @@ class Headroom:
             prefill_s: The time of its prefill, times `factor`.
             factor: The factor by which predictions are corrected now.
             came_s: The time at which the prompt arrived. It keeps nothing for prompts that were refused
-            later.
+                later.
             now_s: The time.
         """
         refused = self._refused.get(terms)

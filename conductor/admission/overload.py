@@ -257,8 +257,6 @@ class Admission:
         """Predict the TBT in seconds at the later of the horizon and the end of the last accepted prefill.
 
         None if some instance decodes nothing then.
-
-        None if some instance decodes nothing then.
         """
         forecast, step_s = self._forecast, self._next_step_s()
         times_s = [known_until_s]

@@ -76,7 +76,7 @@ class AnswerLengths:
             kinds: The kinds that are asked for.
             running: The answers that are being decoded.
             since_s: The time since when the load has been the same. Only answers that began after it are
-            used; while few of these have ended, earlier ones are used too.
+                used; while few of these have ended, earlier ones are used too.
         """
         by_kind: dict[AnswerKind, list[RunningAnswer]] = {}
         for answer in running:

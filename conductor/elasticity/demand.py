@@ -238,10 +238,8 @@ class Persistence:
     def left_s(self, window_s: float) -> float:
         """Return the seconds for which a load that has been the same for `window_s` is expected to stay so.
 
-        The expectation is the shortest quarter of the earlier loads' durations, and at least `window_s`.
-
-        It is expected to last as long as the shortest quarter of the earlier loads did, and at least as long
-        again as until now.
+        It is expected to last, in all, as long as the lower quartile of the earlier loads did, and at least
+        as long again as until now; but no longer than `MOST_LEFT_S` from now.
         """
         lasted_s = sorted(past.lasted_s for past in self.past)
         usual_s = lasted_s[len(lasted_s) // 4] if lasted_s else WINDOW_S

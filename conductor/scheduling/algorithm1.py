@@ -313,7 +313,7 @@ class Scheduler:
     def select_decoding_instance(self, request: Decoding) -> tuple[int, float] | None:
         """Return the slot and predicted TBT in seconds of the decode instance with the least TBT (line 24).
 
-        Returns its slot, and the predicted TBT in seconds; None if no instance has room.
+        None if no instance has room.
         """
         view = self._view
         least_s, d = math.inf, None
@@ -338,7 +338,7 @@ class Scheduler:
             match: The instances that hold a prefix of it.
             request: The request's requirements on its decode instance.
             budget_s: The longest time in seconds of an iteration that has a chunk of the prompt beside other
-            requests.
+                requests.
             now_s: The time.
 
         Returns:

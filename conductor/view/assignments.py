@@ -313,9 +313,7 @@ class Assignments:
     def _leave_prefill(self, assignment: Assignment, now_s: float, *, was_computed: bool) -> float | None:
         """Remove the request from the prefill queue, the coming prefixes and its source's traffic.
 
-        Does nothing if its prefill has ended.
-
-        Does nothing if it is decoded already.
+        Does nothing if the request is decoded already.
 
         Returns the seconds that the prefill took, if the prompt was computed and they are known.
         """

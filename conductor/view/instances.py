@@ -287,10 +287,9 @@ class Instances:
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
     def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
-        """Return the stage that no instance could do without this one, or with this one in another `role`;
-        None if every stage is left.
+        """Return the stage that no instance would do without this one, or with this one in another `role`.
 
-        None if every stage that it can do would be left.
+        None if every stage that this one can do would keep an instance.
         """
         for stage in STAGES:
             is_kept = role is not None and self._rules.can(role, stage)

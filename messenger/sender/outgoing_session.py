@@ -176,13 +176,11 @@ class OutgoingSession:
     ) -> dict[int, bytes]:
         """Read `layers` of those blocks among `keys` that the peer has into `views`.
 
-        Returns the checksums by index.
+        Returns the checksums by index: each layer's little-endian xxh3-64, which the bytes in the view match.
 
-        The checksums are each layer's little-endian xxh3-64, which the bytes in the view match. With
-        `heads`\n        (of the model) only these are read: of a single layer, unless they are all heads of
-        the peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at once.
-        Raises TransferError. If it is cancelled, it first waits until nothing will be written to `views` any
-        more.
+        With `heads` (of the model) only these are read: of a single layer, unless they are all heads of the
+        peer. All blocks come in one answer, so no more than `frame_bytes` should be asked for at once. Raises
+        TransferError. If it is cancelled, it first waits until nothing will be written to `views` any more.
         """
         if not keys:
             return {}

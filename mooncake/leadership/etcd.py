@@ -117,7 +117,8 @@ class Etcd:
             revision: etcd's revision of the latest change of the guard that is known; 0 before the first.
             lease: The lease of the guard.
 
-        Returns: Whether it was carried out, and the revision to try with next.
+        Returns:
+            Whether it was carried out, and the revision to try with next.
         """
         unchanged = {"key": guard, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
         requests: list[dict[str, Any]] = [{"request_put": {"key": guard, "lease": lease}}]

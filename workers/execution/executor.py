@@ -42,11 +42,9 @@ class Executor:
         grammars: Grammars | None = None,
         record: PassRecord | None = None,
     ) -> None:
-        """Start the device thread. Without `grammars` no request may have a grammar.
+        """Start the device thread.
 
-        `record` gets the requests of each pass.
-
-        Without `grammars` no request may have a grammar. `record` names the requests of a pass.
+        Without `grammars` no request may have a grammar. `record` gets the requests of each pass.
         """
         self.model = model
         self.kv = kv

@@ -18,7 +18,7 @@ class FollowerStage(Stage):
     """A stage whose device pages are chosen by the leader and come with each prompt (`Begin`)."""
 
     async def follow(self, announced: PrefillPass, jobs: Sequence[PrefillJob | None]) -> list[bool]:
-        """Compute a pass with all ranks. Returns whether each chunk has been computed.
+        """Compute a pass with all ranks.
 
         Args:
             announced: The pass, with one chunk for each prompt in it.

@@ -69,8 +69,6 @@ class Bench:
         """Measure every load, round by round; within a round the servers take turns.
 
         Each round begins with another server. Ctrl-C ends the run, with what there is. Raises ClientError.
-
-        Ctrl-C ends it, with what there is. Raises ClientError.
         """
         for server in self._servers:
             self._warm_up(clients, self._at(server))

@@ -79,7 +79,7 @@ def place_blocks(
         pages: The engine's pages of the request, from its first token on.
         block_size: The tokens of a block of the pool.
         page_tokens: The tokens of a page. Either of `block_size` and `page_tokens` is a multiple of the
-        other.
+            other.
     """
     numbers = range(tokens.start // block_size, -(-tokens.stop // block_size))
     if block_size <= page_tokens:

@@ -222,8 +222,6 @@ class DecodeBatch:
 
         Returns the number of pages that come free.
 
-        Return how many pages come free.
-
         Preempts the newest sequence of a tenant or answer that has more than this one; else the newest of all
         except those of tenants and answers that have less.
         """

@@ -102,8 +102,6 @@ class GroupBlocks:
         """Fetch blocks that the ranks' pools lack from another instance.
 
         Returns how many leading blocks all ranks have then.
-
-        Return how many leading blocks all ranks have.
         """
         results = await self._perform(ReserveAndFetch(sequence.number, keys, shards, sequence.request.tenant))
         return min(result.num_blocks for result in results if isinstance(result, BlocksFetched))

@@ -35,8 +35,9 @@ def prompt_budget(
     Args:
         limits: The limits of the result.
         iteration_s: Predicted seconds of the iteration without prompts: overhead and B decoded sequences.
-        None: unknown. token_s: The seconds that a prompt token adds. None: unknown. target_s: The most
-        seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
+            None: unknown.
+        token_s: The seconds that a prompt token adds. None: unknown.
+        target_s: The most seconds of the iteration, a share of the strictest TBT SLO. None: no limit.
 
     Returns:
         The tokens. Without a target `limits.mixed`; while the times are unknown `limits.least`.
@@ -76,7 +77,7 @@ class PromptBudget:
             num_decoded: The number of sequences that wait for their next tokens.
             num_kv_tokens: The tokens of all these together.
             tbt_slo_s: The strictest TBT SLO of these sequences, or of the prompts if there are no sequences;
-            None without any.
+                None without any.
             decodes: Whether the iteration decodes any of those sequences: else it has prompts alone.
 
         Returns:

@@ -25,11 +25,8 @@ _RIDGE = 0.01
 
 
 class _Moments(NamedTuple):
-    """Weighted means of requests (b), 1,000 KV tokens (k) and seconds (s), and sums of products of
-    deviations.
-
-    Of requests (b), 1,000 KV tokens (k), and seconds (s).
-    """
+    """Weighted sums of products of two deviations from the means: of requests (b), 1,000 KV tokens (k) and
+    seconds (s)."""
 
     bb: float = 0.0
     bk: float = 0.0
