@@ -41,7 +41,8 @@ _LEAST_WINDOW_S = 3.0
 _FEWEST_ARRIVALS = 10.0
 """Arrivals that must have been seen before a decision."""
 _AGAIN_AFTER_S = 60.0
-"""Seconds after a change that was not made in which its instance is not chosen again."""
+"""Seconds for which an instance is not chosen again if its change of role has failed, from the decision
+on."""
 _EVALUATED_S = 15.0
 """Seconds before and after a change over which arrivals are compared."""
 _OTHERS_AFTER_S = 15.0

@@ -8,7 +8,7 @@ or profiled (`mooncake.messages.costs`), in which layers, operations and what a 
               22      T_TPOT = T_d + T_c + T_m                 `DecodeCapacity.tpot_s`
               25, 29  memory and latency budget of a batch     `DecodeCapacity.batch_size`
               24, 27  U_p = Comp_p / C_gpu, and U_d            `Performance`
-              30      Theta = N L_out / (T_TTFT + L_out T_TPOT)  `Performance.tokens_per_s`
+              30      Theta = N L_out / (T_TTFT + L_out T_TPOT)  `Performance.output_tokens_per_s`
 
 Owns: this model. Does not know: how costs were found, what is decided by the predictions.
 """
@@ -96,8 +96,8 @@ class Performance(NamedTuple):
 
     ttft_s: float
     tpot_s: float
-    tokens_per_s: float
-    """Theta, the tokens of answers (equation 30)."""
+    output_tokens_per_s: float
+    """Output tokens a second of all instances: Theta of equation 30."""
     prefill_utilisation: float
     """The share of time that a prefill instance computes, U_p from 0 to 1 (equation 27)."""
     decode_utilisation: float

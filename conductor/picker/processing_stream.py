@@ -141,8 +141,8 @@ def _headers(headers: Iterable[tuple[str, str]]) -> list[HeaderValueOption]:
 
 
 def _values(metadata: Metadata, namespace: str, key: str) -> list[str] | None:
-    """Return the metadata's values under `namespace` and `key`, a list or a string with commas; None without
-    any."""
+    """Return the metadata's values at `namespace`, `key`; None without that key. In the metadata they are a
+    list, or text with commas."""
     fields = metadata.filter_metadata[namespace].fields if namespace in metadata.filter_metadata else {}
     if key not in fields:
         return None

@@ -112,7 +112,8 @@ class Replication:
         return warming + self._drop(holders) + self._replicate(layout, now_s)
 
     def hottest(self, num_uses: float) -> list[Sequence[BlockKey]]:
-        """Return the hottest prefixes of the latest prompts with more than `num_uses`, each once."""
+        """Return the most used prefixes of the latest prompts: those with more than `num_uses` uses, each
+        once, at most `_MOST_PREFIXES`."""
         return self._hottest([*self._latest, *self._hot], num_uses)
 
     # -- copies that were ordered -------------------------------------------------------------------
@@ -232,7 +233,8 @@ class Replication:
         return Effect(copy.instance.identity, order)
 
     def _hottest(self, noted: Iterable[Sequence[BlockKey]], num_uses: float) -> list[Sequence[BlockKey]]:
-        """Return the prefixes with more than `num_uses`, each once."""
+        """Return the most used prefixes with more than `num_uses` uses, each once, at most
+        `_MOST_PREFIXES`."""
         prefixes: dict[BlockKey, Sequence[BlockKey]] = {}
         for keys in noted:
             if depth := self._heat.depth(keys, num_uses):

@@ -6,8 +6,8 @@ one frame a message (see remote), after both sides have proved that they know th
 greeting); they map nothing, so blocks travel behind `PutBlocks` and `GotBlocks`.
 
 A call carries a `call_id` and is answered by exactly one message with the same id, possibly much later.
-`Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `StopFetch` and `DropIdle` are no calls: they are frequent
-or ordered, and an error in one ends the session.
+`Commit`, `EndLease`, `Prefetch`, `DescribeTokens`, `DeviceBlocks`, `StopFetch` and `DropIdle` are no calls:
+they are frequent or ordered, and an error in one ends the session.
 
 Owns: their vocabulary. Does not know: the answers (`answers`), sockets.
 """
@@ -75,9 +75,10 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReservePages(msgspec.Struct, tag=True, frozen=True):
-    """Lease or reserve a page for each key, and `num_private` unkeyed ones. Answered by `Reservation`.
+    """Reserve a page for each key, and `num_private` ones without a key. Answered by `Reservation`.
 
-    The pages count to the share of `tenant`; empty: to none.
+    Blocks that are sealed already are in the reservation with their pages. The pages count to the share of
+    `tenant`; empty: to none.
     """
 
     call_id: int

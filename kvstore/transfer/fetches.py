@@ -80,8 +80,7 @@ class BlockFetch:
         self._num_wanted = len(self._blocks)
         """Number of blocks before the first one that the source lacks."""
         self._pages = {block.page for block in self._blocks}
-        """Pages of the blocks that have not been given up. Requests for other blocks may still be in
-        flight."""
+        """Pages of the blocks that have not been given up. No request for another block is in flight."""
         if len(self._pages) < len(indices):
             raise PoolError("a fetch names a block twice")
         self._num_layers = 0

@@ -54,7 +54,7 @@ class Outstanding:
                 self._write_deadline.set()
 
     def take_write(self) -> WriteRequest | ProbeRequest:
-        """Remove and return the oldest write, which has been answered."""
+        """Remove and return the oldest write or probe, which has been answered."""
         request = self.writes.popleft()
         self._answered(request, self._write_deadline, has_more=bool(self.writes))
         return request

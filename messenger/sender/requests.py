@@ -1,4 +1,4 @@
-"""Requests to another messenger: to place a write, to send blocks, to discard bytes.
+"""Requests to another messenger: to place a write, to fetch blocks, to discard bytes.
 
 Owns: the kinds of requests, and how they end. Does not know: lanes, sockets.
 """

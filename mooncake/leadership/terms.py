@@ -1,10 +1,10 @@
 """How a Conductor becomes the leader, and how long it is.
 
 Without etcd a Conductor leads from its start to its end. With etcd it leads when its key is the oldest of all
-Conductors' keys, until its lease has expired. While etcd does not answer nothing changes: a leader goes on,
-and no other one follows it.
+Conductors' keys, until its lease in etcd has expired. While etcd does not answer nothing changes: a leader
+goes on, and no other one follows it.
 
-Owns: the lease of this process. Does not know: what a leader does, how others find it
+Owns: the lease of this process in etcd. Does not know: what a leader does, how others find it
 (`mooncake.leadership.leaders`).
 """
 
@@ -26,7 +26,7 @@ _LAST_CALL_S = 1.0
 
 
 class LeadershipLostError(MooncakeError):
-    """The lease of this process has expired: it is neither the leader nor a standby."""
+    """The lease of this process in etcd has expired: it is neither the leader nor a standby."""
 
 
 class Standby(NamedTuple):

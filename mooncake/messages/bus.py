@@ -66,7 +66,8 @@ class _Socket(Generic[Incoming]):
         self._loop.add_reader(self._descriptor, self._on_signal)
 
     def fileno(self) -> int:
-        """Return the descriptor that signals arrivals, once each."""
+        """Return ZeroMQ's descriptor. It is edge-triggered: after each signal read until no message is
+        left."""
         return self._descriptor
 
     async def _frames(self) -> list[bytes]:

@@ -134,24 +134,27 @@ class Unknown(msgspec.Struct, tag=True, frozen=True):
 
 
 class ClusterState(msgspec.Struct, tag=True, frozen=True):
-    """The state of the cluster for /ready and for limits of requests, sent to a front after each change too.
-
-    `max_sequence_blocks` is the longest prompt and output, in blocks, that some pair of instances can hold,
-    or could when there last was a pair; 0 before. `prefill_costs` are the mean of the prefill instances, as
-    learned so far; None without one. `known` is false for a front that the Conductor did not know, or had
-    given up: it has none of the front's requests. `num_prefill` and `num_decode` instances take requests,
-    `num_draining` are registered and take none, `num_instances` are
-    registered, or expected back.
-    """
+    """The state of the cluster for /ready and for limits of requests, sent to a front after each change
+    too."""
 
     epoch: int
+    """The Conductor's epoch."""
     num_prefill: int
+    """Instances that take requests for prefill."""
     num_decode: int
+    """Instances that take requests for decode."""
     max_sequence_blocks: int
+    """The longest prompt and output, in blocks, that some pair of instances can hold, or could when there
+    last was a pair; 0 before."""
     prefill_costs: Costs | None = None
+    """The mean costs of the prefill instances, or else of those that inline, as learned; None without any."""
     known: bool = True
+    """False for a front that the Conductor did not know, or had given up: it has none of the front's
+    requests."""
     num_draining: dict[Role, Count] = {}
+    """Registered instances of each role that take no requests."""
     num_instances: Count = 0
+    """Instances that are registered, or expected back."""
     version: int = 27
     """The version that both sides speak; a Conductor of release 27 does not send it."""
 

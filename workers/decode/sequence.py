@@ -93,7 +93,7 @@ class Sequence:
     """The number of tokens with KVCache at which a migration needs the full blocks in the pool; None without
     a migration."""
     copy_due: asyncio.Event = field(default_factory=asyncio.Event)
-    """The event of having at least `copy_at` tokens, or of growing no more; cleared when neither holds."""
+    """The event of having at least `copy_at` tokens, or of growing no more; cleared when the copy begins."""
     is_wanted_elsewhere: bool = False
     """Whether another instance is to continue the sequence, so that it leaves the batch as soon as it can."""
     error: Exception | None = None
@@ -147,7 +147,7 @@ class Sequence:
         self.request, self.tokens = request, list(request.token_ids)
 
     def check_copy(self) -> None:
-        """Set or clear `copy_due`, after a change of length or state."""
+        """Set `copy_due` if the ordered copy is due; to be called after a change of length or state."""
         is_waiting = self.state is SequenceState.WAITING
         if self.copy_at is not None and (is_waiting or self.num_kv_tokens >= self.copy_at):
             self.copy_due.set()

@@ -14,8 +14,8 @@ _BEATS_PER_TIMEOUT = 5
 class LinkPulse:
     """The pulse of a link: `beat` runs beside the loop that receives, which calls `heard` for each message.
 
-    Silence is counted in beats: while this process itself is held up, none passes, and messages that have
-    arrived meanwhile are received before the next one.
+    Silence is counted in beats, not in seconds: a process that was held up counts no beat for that time, and
+    reads waiting messages before it counts the next one.
     """
 
     def __init__(self, who: str, timeout_s: float) -> None:

@@ -53,7 +53,8 @@ class Computing:
 
     @classmethod
     def in_engine(cls, num_threads: str) -> "Computing":
-        """Return the way of computing in the engine's process with `num_threads` threads."""
+        """Return the settings with which vLLM computes in its engine's process, with `num_threads`
+        threads."""
         environment = {
             _BIND: _NOT_BOUND,
             _NUM_THREADS: num_threads,

@@ -112,7 +112,8 @@ class ContextCache:
     num_extending: int = 0
     """Extensions that are being stored. Meanwhile the cache does not end."""
     is_being_deleted: bool = False
-    """No request finds the cache then, but its name is taken and its tokens count, as deleting may fail."""
+    """Whether the cache's deletion is being stored. No request finds the cache any more, but its name is
+    taken and its tokens count, as storing may fail."""
     saved: Savings = field(default_factory=Savings)
     saved_by_key: Savings = field(default_factory=Savings)
 

@@ -33,13 +33,13 @@ def test_one_request_alone_takes_its_prefill_and_its_iterations() -> None:
     prefill_s, step_s = PREFILL.seconds(1000, 500_000), DECODE.seconds(1, 1050.5)
     assert found.tpot_s == pytest.approx(step_s)
     assert found.ttft_s == pytest.approx(prefill_s)
-    assert found.tokens_per_s == pytest.approx(101 / (prefill_s + 100 * step_s))
+    assert found.output_tokens_per_s == pytest.approx(101 / (prefill_s + 100 * step_s))
 
 
 def test_requests_queue_where_prefill_is_full() -> None:
     found, prefill_s = pairs().performance(SIZES, 100), PREFILL.seconds(1000, 500_000)
     assert found.prefill_utilisation == pytest.approx(1.0)
-    assert found.tokens_per_s == pytest.approx(101 / prefill_s)
+    assert found.output_tokens_per_s == pytest.approx(101 / prefill_s)
     assert found.ttft_s > 90 * prefill_s
 
 
@@ -48,7 +48,7 @@ def test_a_full_decode_stage_is_as_fast_as_its_largest_batch(slots: float, num_t
     capacity = DecodeCapacity(DECODE, slots, num_tokens)
     found = pairs(1000, 1, capacity).performance(Sizes(1000, 100), 2000)
     assert found.batch_size == pytest.approx(capacity.batch_size(1050), rel=1e-3)
-    assert found.tokens_per_s == pytest.approx(100 / 99 * capacity.tokens_per_s(1050), rel=1e-3)
+    assert found.output_tokens_per_s == pytest.approx(100 / 99 * capacity.tokens_per_s(1050), rel=1e-3)
     assert found.num_kv_tokens <= max(num_tokens, 1050)
 
 
@@ -63,7 +63,7 @@ def test_the_rate_is_that_of_littles_law_and_no_stage_does_more_than_it_can(
 ) -> None:
     found = pairs(num_prefill, num_decode).performance(sizes, num_requests)
     answer_s = found.ttft_s + (sizes.num_output_tokens - 1) * found.tpot_s
-    rate_per_s = found.tokens_per_s / sizes.num_output_tokens
+    rate_per_s = found.output_tokens_per_s / sizes.num_output_tokens
     assert rate_per_s * answer_s == pytest.approx(num_requests, rel=1e-6)
     assert found.prefill_utilisation <= 1 + 1e-9
     assert found.decode_utilisation <= 1 + 1e-9
