@@ -265,8 +265,8 @@ class Conductor:
         refusal = self._reason_to_reject(tracked, submit.claim, now_s)
         if refusal is not None:
             return [self._placer.tell_rejected(sender, tracked.request_id, *refusal)]
-        preempted = self._preempt_running(tracked, now_s)
-        if preempted is None:
+        rejected = self._reject_running(tracked, now_s)
+        if rejected is None:
             self.elasticity.submitted(tracked, now_s)
             message = f"{self.num_open} requests are running, the limit is {self.limits.max_running_requests}"
             return [self._placer.tell_rejected(sender, tracked.request_id, Reason.TOO_MANY, message)]
@@ -276,12 +276,12 @@ class Conductor:
             self.quotas.charge(submit.request.tenant, submit.claim.num_tokens, now_s)
         if self.replication is not None:
             self.replication.note(submit.request.block_keys)
-        effects = preempted + self._placer.submit(tracked, now_s)
+        effects = rejected + self._placer.submit(tracked, now_s)
         self.elasticity.submitted(tracked, now_s)
         return effects
 
-    def _preempt_running(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
-        """Preempt a running request for a new one if no more may run.
+    def _reject_running(self, tracked: TrackedRequest, now_s: float) -> list[Effect] | None:
+        """Reject a running request for a new one if no more may run.
 
         Returns None if the new one must be rejected.
 
@@ -290,9 +290,9 @@ class Conductor:
         """
         if self.num_open < self.limits.max_running_requests:
             return []
-        preempted = self._placer.preempt_for(tracked, now_s)
-        if preempted or self._requests.is_within_equal_part(tracked.request.tenant):
-            return preempted
+        rejected = self._placer.reject_for(tracked, now_s)
+        if rejected or self._requests.is_within_equal_part(tracked.request.tenant):
+            return rejected
         return None
 
     def _reason_to_reject(

@@ -21,7 +21,7 @@ from messenger.rdma.cards import Cards
 from messenger.rdma.windows import Range
 from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
 from messenger.receiver.served_pool import GrantWriter, Readable, ServedPool, SharedSegment, WriteRefused
-from messenger.shm.catalogue import PLACES, Catalogue
+from messenger.shm.catalogue import HINTS_PER_PAGE, Catalogue
 from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
 from messenger.transport import busy_poll
 from messenger.transport.pacing import begin_unpaced
@@ -80,7 +80,7 @@ class Pages:
         layout = identity(INSTANCE, page_bytes).layout
         self.num_pages = num_pages = WORKING_SET_BYTES // page_bytes
         self._num_layers = layout.num_layers
-        sizes = (1, 4, KEY_BYTES, self._num_layers * CHECKSUM_BYTES, 4 * PLACES)
+        sizes = (1, 4, KEY_BYTES, self._num_layers * CHECKSUM_BYTES, 4 * HINTS_PER_PAGE)
         offsets = [*accumulate((-(-size * num_pages // 8) * 8 for size in sizes), initial=table_offset)]
         states, generations, keys, checksums, places, self.table_end = offsets
         self.page_table = PageTableOffsets(

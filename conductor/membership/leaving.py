@@ -40,7 +40,7 @@ class Leaving:
         """Return why an instance may not be drained; empty if it may, or drains already."""
         if force or instance.state not in (InstanceState.SERVING, InstanceState.SWITCHING):
             return ""
-        stage = self._instances.stage_of_none_but(instance)
+        stage = self._instances.stage_lost_without(instance)
         if stage is None:
             return ""
         return f"{instance.name} is the last instance for {stage.value}; `force` drains it all the same"

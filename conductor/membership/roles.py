@@ -63,7 +63,7 @@ class Roles:
             return f"{instance.name} has not all layers of the model on its device, so it cannot decode"
         if why_busy := self._modules.why_busy(instance):
             return why_busy
-        stage = None if force else self._instances.stage_of_none_but(instance, role)
+        stage = None if force else self._instances.stage_lost_without(instance, role)
         if stage is not None:
             return f"{instance.name} is the last instance for {stage.value}; `force` switches it all the same"
         return ""
@@ -128,7 +128,7 @@ class Roles:
             if emptying is None or emptying.next_role is None:
                 continue
             role, is_forced = emptying.next_role, emptying.is_forced
-            if not is_forced and self._instances.stage_of_none_but(instance, role) is not None:
+            if not is_forced and self._instances.stage_lost_without(instance, role) is not None:
                 effects += self._undo(instance, SwitchEnd.GIVEN_UP, now_s)
             elif not instance.requests:
                 effects += self._complete(instance, role, now_s)

@@ -34,7 +34,7 @@ class RequestState(Enum):
     DECODING = auto()  # tokens leave
     FINISHED = auto()
     ABORTED = auto()  # its client or front does not want it any more
-    REJECTED = auto()  # refused before its client has got anything
+    REJECTED = auto()  # rejected before its client has got anything
     FAILED = auto()
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
@@ -63,10 +63,10 @@ class TrackedRequest:
 
     Only `conductor.requests.registry` makes it, and changes its state and its assignment.
 
-    Three fields forbid what a new request has to bear (`may_be_refused`, `must_meet_slos`):
+    Three fields forbid what a new request has to bear (`may_be_rejected`, `may_be_refused`):
 
-        set                 may a prediction reject it,     may an instance     may its end be a
-                            or another one preempt it?      refuse it?          rejection?
+        set                 may a prediction reject it,     may an instance     is it a rejection
+                            or another one preempt it?      refuse it?          if it is given up?
         nothing             yes                             yes                 yes
         `refused_by`        only if it would be late        yes                 yes
         `is_promised`       no                              no                  yes
@@ -131,8 +131,9 @@ class TrackedRequest:
         return not (self.is_promised or self.may_have_begun)
 
     @property
-    def must_meet_slos(self) -> bool:
-        """Whether the request may be rejected by its SLOs, or preempted: no instance has refused it."""
+    def may_be_rejected(self) -> bool:
+        """Whether a prediction may reject the request, or another one preempt it: no instance has refused
+        it."""
         return self.may_be_refused and not self.refused_by
 
     @property

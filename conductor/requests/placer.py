@@ -40,7 +40,7 @@ class Placer:
         self._requests.enqueue(tracked)
         return self._place_queued(now_s) + self._shorten_queue(tracked, now_s)
 
-    def preempt_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
+    def reject_for(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a running request in favour of a new one, as the limit of running requests is reached.
 
         No effects if no request yields, or if the new one would get no pair all the same.
@@ -146,7 +146,7 @@ class Placer:
         Returns:
             The placement in the end, and why it misses an SLO; None if it does not.
         """
-        if not tracked.must_meet_slos:
+        if not tracked.may_be_rejected:
             return placement, None
         rejection = self._check(tracked, placement, now_s)
         if rejection is not None and rejection.reason is Reason.TTFT and placement.num_coming_blocks:
@@ -198,7 +198,7 @@ class Placer:
     def _reject_if_overdue(self, tracked: TrackedRequest, now_s: float) -> list[Effect]:
         """Reject a request for which no pair has room, once its first token is late wherever it will be
         computed."""
-        if not tracked.must_meet_slos:
+        if not tracked.may_be_rejected:
             return []
         rejection = self._admission.check_wait(tracked.slos, now_s - tracked.submitted_s)
         if rejection is None:
@@ -273,7 +273,7 @@ class Placer:
         most, queue = self._limits.max_waiting, self._requests.admission_queue
         if len(queue) <= most:
             return []
-        unpromised = [tracked for tracked in queue.values() if tracked.must_meet_slos]
+        unpromised = [tracked for tracked in queue.values() if tracked.may_be_rejected]
         last = self._preemption.in_order(unpromised, now_s)[-1]
         self._stats.num_preempted += last is not newest
         message = f"{most} requests wait for load to fall, the limit is {most}"

@@ -19,8 +19,8 @@ from conductor.view.placement import Placement
 from mooncake.messages.aging import aged_priority
 
 
-class Claim(NamedTuple):
-    """A request's claim on the cluster, by which requests are preempted."""
+class Contender(NamedTuple):
+    """A request that needs room, or has it, in the order of preemption."""
 
     tracked: TrackedRequest
     level: int
@@ -34,17 +34,19 @@ class Claim(NamedTuple):
         return self.tracked.request.tenant
 
 
-def preemptible(claim: Claim, queued: Iterable[Claim], shares_s: Mapping[str, float]) -> Iterator[Claim]:
-    """Yield the requests that may be preempted for a claim, in the order of preemption.
+def preemptible(
+    contender: Contender, queued: Iterable[Contender], shares_s: Mapping[str, float]
+) -> Iterator[Contender]:
+    """Yield the requests that may be preempted for `contender`, in the order of preemption.
 
     Args:
-        claim: The claim of the request that needs room.
-        queued: The claims of requests that may be preempted, oldest first.
-        shares_s: The work of each tenant in seconds, without that of `claim`.
+        contender: The request that needs room.
+        queued: The requests that may be preempted, oldest first.
+        shares_s: The work of each tenant in seconds, without that of `contender`.
     """
     left = sorted(queued, key=lambda other: other.level)[::-1]
     shares_s = defaultdict(float, shares_s)
-    while possible := [other for other in left if _yields(other, claim, shares_s)]:
+    while possible := [other for other in left if _yields(other, contender, shares_s)]:
         lowest = [other for other in possible if other.level == possible[0].level]
         chosen = max(lowest, key=lambda other: shares_s[other.tenant])
         left.remove(chosen)
@@ -52,12 +54,12 @@ def preemptible(claim: Claim, queued: Iterable[Claim], shares_s: Mapping[str, fl
         yield chosen
 
 
-def _yields(other: Claim, claim: Claim, shares_s: Mapping[str, float]) -> bool:
-    if other.level != claim.level:
-        return other.level > claim.level
-    if other.tenant == claim.tenant:
+def _yields(other: Contender, contender: Contender, shares_s: Mapping[str, float]) -> bool:
+    if other.level != contender.level:
+        return other.level > contender.level
+    if other.tenant == contender.tenant:
         return False
-    return shares_s[other.tenant] - other.device_s >= shares_s[claim.tenant] + claim.device_s
+    return shares_s[other.tenant] - other.device_s >= shares_s[contender.tenant] + contender.device_s
 
 
 class Preemption:
@@ -68,12 +70,12 @@ class Preemption:
 
     def may_yield(self, tracked: TrackedRequest) -> bool:
         """Return whether the request may be preempted: nothing of it is computed, and it may be rejected."""
-        return tracked.must_meet_slos and self._requests.has_not_begun(tracked)
+        return tracked.may_be_rejected and self._requests.has_not_begun(tracked)
 
     def first(self, tracked: TrackedRequest, now_s: float) -> TrackedRequest | None:
-        """Return the placed request that is preempted first for this new one; None if none may be."""
-        claim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
-        return None if claim is None else claim.tracked
+        """Return the placed request that yields first to this new one; None if none does."""
+        victim = next(self._preemptible(tracked, 0.0, now_s, self._requests.by_id.values()), None)
+        return None if victim is None else victim.tracked
 
     def enough(
         self,
@@ -99,8 +101,8 @@ class Preemption:
         here = placement.prefill.name
         others = [other for other in self._requests.by_id.values() if elsewhere_too or other.prefill == here]
         chosen, freed = [], NOTHING
-        for claim in self._preemptible(tracked, placement.prediction.prefill_s, now_s, others):
-            other = claim.tracked
+        for victim in self._preemptible(tracked, placement.prediction.prefill_s, now_s, others):
+            other = victim.tracked
             chosen.append(other)
             is_ahead = other.prefill == here and other.request.priority <= tracked.request.priority
             freed = freed.and_of(other.placed, is_ahead=is_ahead)
@@ -122,13 +124,13 @@ class Preemption:
 
     def _preemptible(
         self, tracked: TrackedRequest, device_s: float, now_s: float, others: Iterable[TrackedRequest]
-    ) -> Iterator[Claim]:
+    ) -> Iterator[Contender]:
         queued = [
-            Claim(other, _level(other, now_s), other.placed.device_s)
+            Contender(other, _level(other, now_s), other.placed.device_s)
             for other in others
             if self.may_yield(other)
         ]
-        return preemptible(Claim(tracked, _level(tracked, now_s), device_s), queued, self._shares_s())
+        return preemptible(Contender(tracked, _level(tracked, now_s), device_s), queued, self._shares_s())
 
     def _shares_s(self) -> Mapping[str, float]:
         """Return the predicted seconds of each tenant's placed requests."""

@@ -286,7 +286,7 @@ class Instances:
         verb = "is" if len(names) == 1 else "are"
         return f"no instance {name[:_MOST_SHOWN]!r} is registered; there {verb} {', '.join(names) or 'none'}"
 
-    def stage_of_none_but(self, instance: Instance, role: Role | None = None) -> Role | None:
+    def stage_lost_without(self, instance: Instance, role: Role | None = None) -> Role | None:
         """Return the stage that no instance would do without this one, or with this one in another `role`.
 
         None if every stage that this one can do would keep an instance.

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import xxhash
 
-from messenger.shm.catalogue import PLACES
+from messenger.shm.catalogue import HINTS_PER_PAGE
 from messenger.wire.checksums import CHECKSUM_BYTES
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
@@ -112,7 +112,7 @@ def table_fields(num_layers: int) -> list[tuple[str, np.dtype[Any], tuple[int, .
         ("key", np.dtype(f"V{KEY_BYTES}"), ()),
         ("seal", np.dtype("<u8"), ()),
         ("checksums", np.dtype("<u8"), (num_layers,)),
-        ("places", np.dtype("<u4"), (PLACES,)),  # of all pages together: see messenger.shm.catalogue
+        ("places", np.dtype("<u4"), (HINTS_PER_PAGE,)),  # of all pages together: see messenger.shm.catalogue
     ]
 
 

@@ -19,7 +19,7 @@ from itertools import takewhile
 from kvstore.pool.claims import Block, PageReservation
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
-from kvstore.transfer.shares import Share, shares, steps
+from kvstore.transfer.shard_split import Share, shares, steps
 from messenger.sender.outgoing_session import OutgoingSession
 from messenger.sender.outgoing_sessions import OutgoingSessions
 from messenger.sender.requests import Urgency

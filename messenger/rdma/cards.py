@@ -19,7 +19,7 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaUnavailableError
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.topology import Topology
-from messenger.rdma.windows import Range, grant
+from messenger.rdma.windows import Range, open_windows
 from messenger.wire.rdma_info import EndpointInfo, Scratch
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
@@ -58,7 +58,7 @@ class Card:
     async def open_scratch(self, endpoint: Endpoint) -> Scratch:
         """Open scratch memory to the peer of a connected endpoint for the endpoint's life, and return its
         address and key. Raises RdmaError."""
-        opened = await grant(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
+        opened = await open_windows(endpoint, self.scratch, [Range(0, self.scratch.size_bytes)])
         return Scratch(self.scratch.address, opened.remote_keys[0], self.scratch.size_bytes)
 
     async def write_scratch(self, endpoint: Endpoint, theirs: Scratch, num_bytes: int = _TRIED_BYTES) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import RdmaMemory
-from messenger.rdma.windows import Access, OpenRanges, Range, grant, revoke
+from messenger.rdma.windows import Access, OpenRanges, Range, close_windows, open_windows
 from messenger.wire.messages import ExposedPage
 
 
@@ -22,7 +22,7 @@ from messenger.wire.messages import ExposedPage
 class _Opened:
     """The open pages of one transfer."""
 
-    grant: OpenRanges
+    ranges: OpenRanges
     on_closed: Callable[[], None]
     deadline: asyncio.TimerHandle | None = None
 
@@ -45,7 +45,7 @@ class Exposures:
         Raises RdmaError.
         """
         try:
-            opened = await grant(self._endpoint, self._memory, [place for _, place in pages])
+            opened = await open_windows(self._endpoint, self._memory, [place for _, place in pages])
         except BaseException:
             on_closed()
             raise
@@ -62,7 +62,7 @@ class Exposures:
         if opened is not None:
             if opened.deadline is not None:
                 opened.deadline.cancel()
-            revoke(self._endpoint, opened.grant)
+            close_windows(self._endpoint, opened.ranges)
             opened.on_closed()
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
@@ -76,9 +76,9 @@ class Exposures:
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
         """Open ranges for reads. Returns their addresses and keys, and a callback that closes them. Raises
         RdmaError."""
-        opened = await grant(self._endpoint, self._memory, places, Access.READ)
+        opened = await open_windows(self._endpoint, self._memory, places, Access.READ)
         addresses = [self._memory.address + place.offset for place in places]
-        return addresses, opened.remote_keys, lambda: revoke(self._endpoint, opened)
+        return addresses, opened.remote_keys, lambda: close_windows(self._endpoint, opened)
 
     def close(self) -> None:
         """Close the queue pair and all its openings."""

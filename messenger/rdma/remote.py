@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
-from messenger.transport.transports import Source, Transport, expect_payload
+from messenger.transport.transports import SourcePlace, Transport, expect_payload
 from messenger.wire.checksums import address_of, layer_checksums
 from messenger.wire.messages import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from mooncake.errors import TransferError
@@ -83,7 +83,7 @@ class RemotePages:
             opened.cancel()
 
 
-class RemoteReads:
+class RdmaReadInlet:
     """The inlet that reads found blocks into this side's segment."""
 
     transport, has_payload, is_mapped = Transport.RDMA, False, False
@@ -96,7 +96,7 @@ class RemoteReads:
         expect_payload(0, payload_bytes)
 
     async def place(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         slices, keys = [], []
         for source, view in zip(sources, views, strict=True):
@@ -106,14 +106,16 @@ class RemoteReads:
         await self._endpoint.read(slices, keys)
         return [layer_checksums(view, layer_bytes) for view in views]
 
-    def place_now(self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int) -> None:
+    def place_now(
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    ) -> None:
         """Return None, as reads by the device always take a while."""
 
     async def discard(self, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)
 
 
-class InPlace:
+class RdmaWriteInlet:
     """The receiver's inlet for writes by RDMA.
 
     The bytes are in place before the frame arrives, so they are only verified.
@@ -125,12 +127,12 @@ class InPlace:
         expect_payload(0, payload_bytes)
 
     async def place(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         return self.place_now(sources, views, layer_bytes)
 
     def place_now(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         return [layer_checksums(view, layer_bytes) for view in views]
 

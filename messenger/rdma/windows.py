@@ -3,9 +3,9 @@
 There are two kinds of keys. A memory window of type 2 belongs to one queue pair, so its key is valid only for
 that peer. Where the device does not enforce windows, the range is registered separately: this is slower, and
 its key is valid for any connected peer that knows it. Both are limited to their range, and end immediately
-when they are revoked.
+when the range is closed.
 
-Owns: granting and revoking. Does not know: transfers, pages.
+Owns: opening and closing the ranges. Does not know: transfers, pages.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class OpenRanges:
     """The pyverbs windows or regions of the ranges."""
 
 
-async def grant(
+async def open_windows(
     endpoint: Endpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
 ) -> OpenRanges:
     """Open `ranges`, and nothing else, to the peer of a connected endpoint, and return their keys.
@@ -60,78 +60,78 @@ async def grant(
                 f"{each} is not within the {memory.size_bytes} bytes of registered memory", Remedy.GIVE_UP
             )
     endpoint.check_usable()
-    granted = OpenRanges([], [])
+    opened = OpenRanges([], [])
     try:
         if endpoint.adapter.has_windows:
-            await _bind_windows(endpoint, granted, memory, ranges, access)
+            await _bind_windows(endpoint, opened, memory, ranges, access)
         else:
-            _register(endpoint, granted, memory, ranges, access)
+            _register(endpoint, opened, memory, ranges, access)
     except load_verbs().Error as error:
-        revoke(endpoint, granted)
+        close_windows(endpoint, opened)
         raise RdmaUnavailableError(
             f"{endpoint.adapter.device} cannot open {len(ranges)} ranges to {endpoint.peer}: {error}"
         ) from error
     except BaseException:
-        revoke(endpoint, granted)
+        close_windows(endpoint, opened)
         raise
-    return granted
+    return opened
 
 
-def revoke(endpoint: Endpoint, granted: OpenRanges) -> None:
-    """Revoke a grant, whose keys open nothing afterwards. Idempotent.
+def close_windows(endpoint: Endpoint, opened: OpenRanges) -> None:
+    """Close ranges that `open_windows` has opened: their keys open nothing afterwards. Idempotent.
 
     A peer that still uses them gets an error, which breaks the endpoint. Does nothing when the endpoint is
     closed.
     """
     try:
-        for opening in granted.openings:
+        for opening in opened.openings:
             if opening in endpoint.openings:
                 endpoint.openings.remove(opening)
                 opening.close()
     except load_verbs().Error as error:  # the device is in trouble: without the queue pair nothing is open
         endpoint.revoke(f"closed, a range of it could not be: {error}")
-    granted.openings.clear()
+    opened.openings.clear()
 
 
 def _register(
-    endpoint: Endpoint, granted: OpenRanges, memory: RdmaMemory, ranges: Sequence[Range], access: Access
+    endpoint: Endpoint, opened: OpenRanges, memory: RdmaMemory, ranges: Sequence[Range], access: Access
 ) -> None:
     rights = LOCAL_WRITE | int(access)
     for offset, size_bytes in ranges:
         address = memory.address + offset
         region = load_verbs().mr.MR(endpoint.adapter.domain, size_bytes, rights, address=address)
         endpoint.openings.add(region)
-        granted.openings.append(region)
-        granted.remote_keys.append(region.rkey)
+        opened.openings.append(region)
+        opened.remote_keys.append(region.rkey)
 
 
 async def _bind_windows(
-    endpoint: Endpoint, granted: OpenRanges, memory: RdmaMemory, ranges: Sequence[Range], access: Access
+    endpoint: Endpoint, opened: OpenRanges, memory: RdmaMemory, ranges: Sequence[Range], access: Access
 ) -> None:
     for _range in ranges:
         window = load_verbs().mr.MW(endpoint.adapter.domain, _TYPE_2)
         endpoint.openings.add(window)
-        granted.openings.append(window)
+        opened.openings.append(window)
     if ranges:
-        await endpoint.perform(_Binding(granted, memory, ranges, access))
+        await endpoint.perform(_Binding(opened, memory, ranges, access))
 
 
 @dataclass(slots=True)
 class _Binding:
     """The requests that bind windows to their ranges."""
 
-    granted: OpenRanges
+    opened: OpenRanges
     memory: RdmaMemory
     ranges: Sequence[Range]
     access: Access
 
     @property
     def is_posted(self) -> bool:
-        return len(self.granted.remote_keys) == len(self.ranges)
+        return len(self.opened.remote_keys) == len(self.ranges)
 
     def post(self, qp: Any, max_requests: int) -> tuple[int, int]:
         verbs = load_verbs()
-        begin = len(self.granted.remote_keys)
+        begin = len(self.opened.remote_keys)
         end = min(begin + min(max_requests, MAX_CHAIN), len(self.ranges))
         requests: list[Any] = []
         next_request, flags = None, _SIGNALED  # the last one only
@@ -140,13 +140,13 @@ class _Binding:
             address = self.memory.address + offset
             request = verbs.wr.SendWR(opcode=_BIND, send_flags=flags, next_wr=next_request)
             request.set_bind_wr(
-                self.granted.openings[position],
+                self.opened.openings[position],
                 verbs.mr.MWBindInfo(self.memory.region, address, size_bytes, int(self.access)),
             )
             requests.insert(0, request)
             next_request, flags = request, 0
         qp.post_send(requests[0])
-        self.granted.remote_keys += [request.rkey for request in requests]
+        self.opened.remote_keys += [request.rkey for request in requests]
         for request in requests:
             request.close()  # pyverbs does not free it by itself
         return end - begin, 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from messenger.rdma.exposures import Exposures
-from messenger.rdma.remote import InPlace
+from messenger.rdma.remote import RdmaWriteInlet
 from messenger.receiver.incoming import IncomingLane
 from messenger.receiver.incoming_session import IncomingSession
 from messenger.receiver.served_pool import ServedPool
@@ -113,7 +113,7 @@ class Sessions:
                 on_failure.callback(endpoint.close)
                 endpoint.connect(introduction.endpoint)
                 scratch = await card.open_scratch(endpoint)
-                inlet, exposures = InPlace(), Exposures(endpoint, card.memory)
+                inlet, exposures = RdmaWriteInlet(), Exposures(endpoint, card.memory)
             local_info = endpoint.local_info() if endpoint is not None else None
             await welcome(stream, served_pool.identity, segment, slot, page_table, local_info, scratch)
             on_failure.pop_all()

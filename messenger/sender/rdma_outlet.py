@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from messenger.rdma.cards import Card
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError, Remedy
-from messenger.rdma.remote import RemotePages, RemoteReads
+from messenger.rdma.remote import RdmaReadInlet, RemotePages
 from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts, Opening, Outlet
 from messenger.sender.requests import Request, WriteOutcome, WriteRequest
 from messenger.wire.messages import Exposed, Welcome
@@ -113,7 +113,7 @@ class RdmaOpening(Opening):
             raise TransferError(f"{self._peer} does not answer by RDMA")
         self._endpoint.connect(welcome.endpoint)
         await self._card.write_scratch(self._endpoint, welcome.scratch)
-        inlet = RemoteReads(self._endpoint, self._card.memory)
+        inlet = RdmaReadInlet(self._endpoint, self._card.memory)
         return LaneEnds(
             inlet,
             functools.partial(RdmaOutlet, endpoint=self._endpoint, layout=welcome.identity.layout),

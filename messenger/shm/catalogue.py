@@ -20,7 +20,7 @@ from mooncake.errors import TransferError
 from mooncake.messages.blocks import KEY_BYTES, KVLayout
 from mooncake.native import load_or_do_without
 
-PLACES = 4
+HINTS_PER_PAGE = 4
 """The number of hints of the catalogue for each page, four bytes each."""
 
 
@@ -76,7 +76,7 @@ class Catalogue:
             page_table.generations_offset + 4 * num_pages,
             page_table.keys_offset + KEY_BYTES * num_pages,
             page_table.checksums_offset + CHECKSUM_BYTES * layout.num_layers * num_pages,
-            page_table.places_offset + 4 * PLACES * num_pages,
+            page_table.places_offset + 4 * HINTS_PER_PAGE * num_pages,
         )
         numbers = msgspec.structs.astuple(page_table)
         is_inside = num_pages > 0 and min(numbers) >= 0 and max(ends) <= len(segment)

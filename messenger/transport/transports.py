@@ -182,7 +182,7 @@ async def _resolved(place: str | tuple[str, int]) -> tuple[int, str | tuple[str,
     return family, (address, port)
 
 
-class Source(Protocol):
+class SourcePlace(Protocol):
     """The interface of the sender's description of some layers of a block: `WriteEntry` or `FoundBlock`."""
 
     @property
@@ -205,13 +205,13 @@ class Inlet(Protocol):
         """Check that the payload fits a frame with `num_bytes` of layers. Raises TransferError."""
 
     async def place(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         """Fill `views`, each some layers of a block, and return the xxh3-64 checksums of the received
         layers."""
 
     def place_now(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
         """Fill `views` without waiting, and return as `place`; None if that is impossible, so that `place`
         must be called."""
@@ -246,12 +246,12 @@ class ShmInlet:
         expect_payload(0, payload_bytes)
 
     async def place(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         return self.place_now(sources, views, layer_bytes)
 
     def place_now(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         checksums = []
         for source, view in zip(sources, views, strict=True):
@@ -283,7 +283,7 @@ class TcpInlet:
         expect_payload(num_bytes, payload_bytes)
 
     def place_now(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
         stream = self._stream
         num_bytes = sum(map(len, views))
@@ -307,7 +307,7 @@ class TcpInlet:
         return self._take_checksums()
 
     async def place(
-        self, sources: Sequence[Source], views: Sequence[memoryview], layer_bytes: int
+        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         if not self._arrivals:
             await self._stream.receive_into(views)

@@ -141,7 +141,7 @@ class FakeEndpoint:
         self._fail(RdmaError("closed", Remedy.RETRY))
 
 
-async def _grant(
+async def _open_windows(
     endpoint: FakeEndpoint, memory: RdmaMemory, ranges: Sequence[Range], access: Access = Access.WRITE
 ) -> OpenRanges:
     keys = [next(endpoint.adapter.network.numbers) for _ in ranges]
@@ -150,7 +150,7 @@ async def _grant(
     return OpenRanges(keys, [])
 
 
-def _revoke(endpoint: FakeEndpoint, granted: OpenRanges) -> None:
+def _close_windows(endpoint: FakeEndpoint, granted: OpenRanges) -> None:
     for key in granted.remote_keys:
         endpoint.openings.pop(key, None)
 
@@ -159,6 +159,6 @@ def install(patch: pytest.MonkeyPatch) -> FakeNetwork:
     """From now on queue pairs are fakes."""
     patch.setattr(cards, "Endpoint", FakeEndpoint)
     for module in (cards, exposures):
-        patch.setattr(module, "grant", _grant)
-    patch.setattr(exposures, "revoke", _revoke)
+        patch.setattr(module, "open_windows", _open_windows)
+    patch.setattr(exposures, "close_windows", _close_windows)
     return FakeNetwork()

@@ -11,7 +11,7 @@ import numpy as np
 
 from messenger.rdma.windows import Range
 from messenger.receiver.served_pool import GrantWriter, Readable, SharedSegment, WriteRefused
-from messenger.shm.catalogue import PLACES, Catalogue
+from messenger.shm.catalogue import HINTS_PER_PAGE, Catalogue
 from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
 from messenger.transport.source import SourceSegment
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
@@ -31,7 +31,7 @@ class Memory:
         self.num_pages = num_pages
         self.fd = os.memfd_create("fabric")
         self._copy_table_offset = -(-layout.block_bytes * num_pages // mmap.PAGESIZE) * mmap.PAGESIZE
-        sizes = (8, 8, KEY_BYTES, CHECKSUM_BYTES * layout.num_layers, 4 * PLACES)
+        sizes = (8, 8, KEY_BYTES, CHECKSUM_BYTES * layout.num_layers, 4 * HINTS_PER_PAGE)
         offsets = [
             *accumulate(
                 (size * num_pages for size in sizes), initial=self._copy_table_offset + COPY_TABLE_BYTES

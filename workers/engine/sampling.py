@@ -26,7 +26,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
 
-class Limits(NamedTuple):
+class DrawLimits(NamedTuple):
     """The sampling limits of S rows: float64 arrays `[S]` on the CPU.
 
     `temperature` 0 is greedy. `min_p` in [0, 1] keeps tokens whose probability is at least this fraction of
@@ -41,9 +41,9 @@ class Limits(NamedTuple):
     min_p: np.ndarray
     uniforms: np.ndarray
 
-    def of(self, rows: np.ndarray) -> "Limits":
+    def of(self, rows: np.ndarray) -> "DrawLimits":
         """Return the limits of these rows (indices)."""
-        return Limits(*(values[rows] for values in self))
+        return DrawLimits(*(values[rows] for values in self))
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
         """Return the five limits as float64 tensors `[S, 1]` on a device, without waiting for it."""
@@ -52,7 +52,7 @@ class Limits(NamedTuple):
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
+def sample(logits: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
     """Draw the next token of each row of `logits` [S, V] (float32, finite or -inf): int64 `[S]`.
 
     Rows are independent of one another. Waits for the device only for rows with a filter.
@@ -76,11 +76,11 @@ def sample(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
     return tokens
 
 
-def _most_likely(logits: torch.Tensor, _limits: Limits) -> torch.Tensor:
+def _most_likely(logits: torch.Tensor, _limits: DrawLimits) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def _draw(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
+def _draw(logits: torch.Tensor, limits: DrawLimits) -> torch.Tensor:
     """Draw from each row's cumulative distribution, in float64, over all tokens in the order of their ids:
     int64 `[S]`."""
     temperature, _, _, _, uniforms = limits.on(logits.device)
@@ -95,7 +95,7 @@ def _draw(logits: torch.Tensor, limits: Limits) -> torch.Tensor:
     return token.clamp_(max=logits.shape[-1] - 1)
 
 
-def _draw_filtered(logits: torch.Tensor, limits: Limits, num_ranked: int | None = None) -> torch.Tensor:
+def _draw_filtered(logits: torch.Tensor, limits: DrawLimits, num_ranked: int | None = None) -> torch.Tensor:
     """Draw from each row's cumulative distribution, in float64, over the tokens that the filters keep, in
     descending probability: int64 `[S]`.
 

@@ -11,7 +11,7 @@ import torch
 
 from mooncake.messages.requests import Request, SamplingParams, TokenLogprobs
 from workers.engine.logit_changes import LogitChanges, LogitRules, OutputGrammar
-from workers.engine.sampling import Limits, logprobs, sample, uniform
+from workers.engine.sampling import DrawLimits, logprobs, sample, uniform
 
 
 class Drawn(NamedTuple):
@@ -79,7 +79,7 @@ class Draws:
         uniforms = [
             uniform(row.sampling.seed, row.position) if row.sampling.temperature > 0 else 0.0 for row in rows
         ]
-        self._limits = Limits(
+        self._limits = DrawLimits(
             np.array([params.temperature for params in sampling]),
             np.array([params.top_k for params in sampling]),
             np.array([params.top_p for params in sampling]),

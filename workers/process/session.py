@@ -293,6 +293,7 @@ class LeaderSession:
 
     @property
     def _behind(self) -> NextStage | Followers | None:
+        """The link to the later stages or the other ranks; None if this worker is the whole instance."""
         return self._next or self._followers
 
     @property

@@ -45,7 +45,7 @@ class Peer:
     async def grant(self, ranges: list[list[int]]) -> list[int]:
         assert self.endpoint is not None
         wanted = [windows.Range(offset, num_bytes) for offset, num_bytes in ranges]
-        self.grants.append(await windows.grant(self.endpoint, self.node.memory, wanted))
+        self.grants.append(await windows.open_windows(self.endpoint, self.node.memory, wanted))
         return self.grants[-1].remote_keys
 
     async def start_writing(self, address: int, num_bytes: int, remote_key: int) -> None:

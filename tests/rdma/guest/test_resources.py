@@ -53,7 +53,7 @@ async def test_hundred_connections_leave_nothing() -> None:
             assert verbs_objects()["qp"] == objects["qp"] + 2
         for n in range(100):
             with joined(here, there) as (ours, theirs):
-                await windows.grant(theirs, there.memory, [windows.Range(0, 100)])
+                await windows.open_windows(theirs, there.memory, [windows.Range(0, 100)])
                 if n % 2:
                     with pytest.raises(RdmaError):
                         await ours.write([(0, there.memory.address, 100)], 1)
@@ -82,7 +82,9 @@ async def test_transfers_and_windows_do_not_add_up_in_memory() -> None:
             slices = [(n * 2, there.memory.address + n * 4, 1) for n in range(32)]
             for _ in range(num_rounds):
                 await endpoint.write(slices, there.memory.remote_key)
-                windows.revoke(other, await windows.grant(other, there.memory, [windows.Range(0, 9)] * 32))
+                windows.close_windows(
+                    other, await windows.open_windows(other, there.memory, [windows.Range(0, 9)] * 32)
+                )
 
         await work(10)
         before = allocated_bytes()

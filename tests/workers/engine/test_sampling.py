@@ -6,7 +6,7 @@ import torch
 
 from tests.triton_device import DEVICE
 from workers.engine import sampling
-from workers.engine.sampling import Limits, logprobs, sample, uniform
+from workers.engine.sampling import DrawLimits, logprobs, sample, uniform
 
 VOCAB_SIZE = 3000
 
@@ -29,7 +29,7 @@ def draw(
     num_rows = len(logits)
     limits = [np.full(num_rows, value) for value in (temperature, top_k, top_p, min_p)]
     uniforms = np.array([uniform(seed, row) for row in range(num_rows)])
-    return sample(logits, Limits(*limits, uniforms)).tolist()
+    return sample(logits, DrawLimits(*limits, uniforms)).tolist()
 
 
 def test_uniform_depends_on_seed_and_position_only_and_fills_the_interval() -> None:
@@ -63,7 +63,7 @@ def test_equal_logits_rank_by_token_id() -> None:
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
     logits = random_logits(12)
-    limits = Limits(
+    limits = DrawLimits(
         np.array([0.0, 0.7, 1.0, 1.5] * 3),
         np.array([0, 0, 50, 700, 3, 0, 0, 2, 0, 290, 0, 0]),
         np.array([1.0, 0.9, 1.0, 0.95, 0.5, 1.0, 0.3, 1.0, 1.0, 0.99, 0.999, 1.0]),
@@ -140,7 +140,7 @@ def test_never_draws_a_forbidden_token() -> None:
     assert set(draw(logits)) == {10, 40}
     almost_one = np.full(300, 1 - 2.0**-53)
     for top_k in (0, 20):
-        limits = Limits(*(np.full(300, value) for value in (1.0, top_k, 1.0, 0.0)), almost_one)
+        limits = DrawLimits(*(np.full(300, value) for value in (1.0, top_k, 1.0, 0.0)), almost_one)
         assert set(sample(logits, limits).tolist()) == {10 if top_k else 40}
 
 

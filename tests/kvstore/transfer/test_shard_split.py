@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.transfer.shares import shares, steps
+from kvstore.transfer.shard_split import shares, steps
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.pools import MessengerAddress, PoolShard
