@@ -262,9 +262,9 @@ class Conductor:
         if sender not in self._fronts:
             return []  # it has had another Conductor, and will resume the request under this one
         tracked = self._requests.new(sender, submit.request, now_s)
-        refusal = self._reason_to_reject(tracked, submit.claim, now_s)
-        if refusal is not None:
-            return [self._placer.tell_rejected(sender, tracked.request_id, *refusal)]
+        reason = self._reason_to_reject(tracked, submit.claim, now_s)
+        if reason is not None:
+            return [self._placer.tell_rejected(sender, tracked.request_id, *reason)]
         rejected = self._reject_running(tracked, now_s)
         if rejected is None:
             self.elasticity.submitted(tracked, now_s)
@@ -314,7 +314,7 @@ class Conductor:
         tenant = tracked.request.tenant
         if claim is not None:
             num_elsewhere = self._requests.num_elsewhere(tenant, tracked.front)
-            if (beyond := self.quotas.refusal(tenant, claim, num_elsewhere, now_s)) is not None:
+            if (beyond := self.quotas.rejection(tenant, claim, num_elsewhere, now_s)) is not None:
                 return beyond
         return None
 

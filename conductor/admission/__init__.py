@@ -1,1 +1,1 @@
-"""Early rejection: which requests are refused because an SLO would be missed."""
+"""Early rejection: which requests are rejected because an SLO would be missed."""

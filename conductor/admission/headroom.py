@@ -1,20 +1,20 @@
-"""Headroom: queue time that is kept free for longer prompts, which would else be the only ones refused.
+"""Headroom: queue time that is kept free for longer prompts, which would else be the only ones rejected.
 
 A queue that is too long for a long prompt still has room for short ones. These come more often and take each
-second that becomes free. So if each request is checked by itself, long prompts are refused first, and in the
-end all of them. Here a prompt that arrives after a longer one was refused is checked as if it took as long as
-that one. All prompts then find the queue too long at the same queue length, and prompts of all lengths are
-refused in proportion. No device does less work: the queue is shorter, but never empty while there are too
+second that becomes free. So if each request is checked by itself, long prompts are rejected first, and in the
+end all of them. Here a prompt that arrives after a longer one was rejected is checked as if it took as long
+as that one. All prompts then find the queue too long at the same queue length, and prompts of all lengths are
+rejected in proportion. No device does less work: the queue is shorter, but never empty while there are too
 many requests.
 
-Owns: the prompts that were refused lately. Does not know: queues, the meaning of SLOs, the clock.
+Owns: the prompts that were rejected lately. Does not know: queues, the meaning of SLOs, the clock.
 """
 
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
 MEMORY_S = 60.0
-"""Seconds for which a refused prompt keeps headroom."""
+"""Seconds for which a rejected prompt keeps headroom."""
 MAX_SHARE = 0.75
 """The largest part of a TTFT SLO that is kept free. A prompt that needs more would only fit if devices ran
 out of work, so nothing is kept for it."""
@@ -30,30 +30,30 @@ class Terms(NamedTuple):
     ttft_slo_s: float
 
 
-class _Refused(NamedTuple):
+class _Rejected(NamedTuple):
     at_s: float
     prefill_s: float
 
 
 class Headroom:
-    """The longest of the prompts that were refused lately, by terms."""
+    """The longest of the prompts that were rejected lately, by terms."""
 
     def __init__(self) -> None:
-        self._refused: OrderedDict[Terms, deque[_Refused]] = OrderedDict()
-        """Refused prompts in order of time; each took longer than all behind it."""
+        self._rejected: OrderedDict[Terms, deque[_Rejected]] = OrderedDict()
+        """Rejected prompts in order of time; each took longer than all behind it."""
 
-    def refused(self, terms: Terms, prefill_s: float, now_s: float) -> None:
+    def rejected(self, terms: Terms, prefill_s: float, now_s: float) -> None:
         """Record at time `now_s` that a prompt with a predicted prefill of `prefill_s` seconds was
-        refused."""
+        rejected."""
         if prefill_s > MAX_SHARE * terms.ttft_slo_s:
             return
-        refused = self._refused.setdefault(terms, deque())
-        self._refused.move_to_end(terms)
-        if len(self._refused) > _NUM_TERMS:
-            self._refused.popitem(last=False)
-        while refused and refused[-1].prefill_s <= prefill_s:
-            refused.pop()
-        refused.append(_Refused(now_s, prefill_s))
+        rejected = self._rejected.setdefault(terms, deque())
+        self._rejected.move_to_end(terms)
+        if len(self._rejected) > _NUM_TERMS:
+            self._rejected.popitem(last=False)
+        while rejected and rejected[-1].prefill_s <= prefill_s:
+            rejected.pop()
+        rejected.append(_Rejected(now_s, prefill_s))
 
     def kept_s(self, terms: Terms, prefill_s: float, factor: float, came_s: float, now_s: float) -> float:
         """Return the seconds of its TTFT SLO that a prompt must leave free, beside its own time.
@@ -62,13 +62,13 @@ class Headroom:
             terms: The terms of the prompt.
             prefill_s: The time of its prefill, times `factor`.
             factor: The factor by which predictions are corrected now.
-            came_s: The time at which the prompt arrived. It keeps nothing for prompts that were refused
+            came_s: The time at which the prompt arrived. It keeps nothing for prompts that were rejected
                 later.
             now_s: The time.
         """
-        refused = self._refused.get(terms)
-        while refused and refused[0].at_s < now_s - MEMORY_S:
-            refused.popleft()
-        if not refused or refused[0].at_s > came_s:
+        rejected = self._rejected.get(terms)
+        while rejected and rejected[0].at_s < now_s - MEMORY_S:
+            rejected.popleft()
+        if not rejected or rejected[0].at_s > came_s:
             return 0.0
-        return max(0.0, min(factor * refused[0].prefill_s, MAX_SHARE * terms.ttft_slo_s) - prefill_s)
+        return max(0.0, min(factor * rejected[0].prefill_s, MAX_SHARE * terms.ttft_slo_s) - prefill_s)

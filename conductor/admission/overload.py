@@ -6,7 +6,7 @@
     request_prediction      the same, of each request by its expected output length (7.4, request level)
 
 A load is a prediction in relation to the SLO. A request without an SLO is not rejected by it. Prompts of
-different lengths are refused in proportion (`conductor.admission.headroom`).
+different lengths are rejected in proportion (`conductor.admission.headroom`).
 
 Owns: the rules. Does not know: how a pair is chosen, messages.
 """
@@ -136,7 +136,7 @@ class Admission:
         """Record that a request was rejected, so that longer prompts keep headroom."""
         if rejection.reason is Reason.TTFT:
             terms = Terms(request.tenant, request.priority, rejection.slo_s)
-            self._headroom.refused(terms, rejection.prompt_s, now_s)
+            self._headroom.rejected(terms, rejection.prompt_s, now_s)
 
     def learn_refusal(self, decode: Instance, batch_size: int, tbt_s: float, now_s: float) -> None:
         """Record that a decode instance has refused a request after prefill, as a token would take `tbt_s`
@@ -245,8 +245,8 @@ class Admission:
 
         No request that has yet to arrive is decoded before that time, so a forecast for it lacks no request.
         It is the horizon of all prompts. A horizon at the end of a prompt's own prefill would let long
-        prompts in: the forecast lacks the requests that arrive until then, and short prompts would be refused
-        beside them.
+        prompts in: the forecast lacks the requests that arrive until then, and short prompts would be
+        rejected beside them.
         """
         loads = self._view.loads
         return float(loads.queue_s(now_s, priority)[loads.is_prefill | loads.inlines].min())

@@ -15,7 +15,7 @@ from conductor.view.rejection import Reason
 from mooncake.messages.fronts import QuotaClaim
 
 
-class Refusal(NamedTuple):
+class QuotaRejection(NamedTuple):
     """A request that would exceed its tenant's quota.
 
     `retry_after_s`: seconds until the quota may allow the request.
@@ -52,7 +52,9 @@ class Quotas:
         self.by_tenant: dict[str, TokenBudget] = {}
         """Tenants in the order in which they were first seen."""
 
-    def refusal(self, tenant: str, claim: QuotaClaim, num_elsewhere: int, now_s: float) -> Refusal | None:
+    def rejection(
+        self, tenant: str, claim: QuotaClaim, num_elsewhere: int, now_s: float
+    ) -> QuotaRejection | None:
         """Return the reason why a request exceeds its tenant's quota; None if it does not. Changes nothing.
 
         Args:
@@ -64,7 +66,7 @@ class Quotas:
         most, num_running = claim.max_concurrent, claim.num_running + num_elsewhere
         if most is not None and num_running > most:
             message = f"{num_running} choices of the key {tenant!r} would run; at most {most} may"
-            return Refusal(Reason.MAX_CONCURRENT, message, 1.0)
+            return QuotaRejection(Reason.MAX_CONCURRENT, message, 1.0)
         per_minute = claim.tokens_per_minute
         if per_minute is None:
             return None
@@ -76,7 +78,7 @@ class Quotas:
             f"the key {tenant!r} may use {per_minute:g} tokens a minute, and has used so many that"
             f" {math.ceil(num_missing)} are missing for prompts of {claim.num_tokens}"
         )
-        return Refusal(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
+        return QuotaRejection(Reason.TOKENS_PER_MINUTE, message, num_missing * 60 / per_minute)
 
     def restore(self, tenant: str, tokens: TokenBudget) -> None:
         """Set what a tenant has left of its quota to what an earlier Conductor has recorded, less what it has

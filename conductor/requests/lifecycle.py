@@ -127,7 +127,7 @@ class TrackedRequest:
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether an instance or a prediction may still refuse the request."""
+        """Whether an instance may still refuse the request."""
         return not (self.is_promised or self.may_have_begun)
 
     @property

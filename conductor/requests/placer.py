@@ -347,7 +347,7 @@ class Placer:
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None
     ) -> Effect:
-        """Return the message that tells a front that a request is refused, accepted before or not.
+        """Return the message that tells a front that a request is rejected, accepted before or not.
 
         `retry_after_s` is in seconds.
         """

@@ -98,7 +98,7 @@ class FailedRequest:
     at_s: float
     request_id: str
     reason: str
-    """The name of the limit, SLO or state because of which the request was refused."""
+    """The name of the limit, SLO or state because of which the request was rejected."""
     status: int
     message: str
     prompt_len: int | None = None

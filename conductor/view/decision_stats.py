@@ -112,5 +112,5 @@ class DecisionStats:
         self.tbt.add(placement.prediction.gap_s, gap_s)
 
     def rejected(self, reason: Reason) -> None:
-        """Record that a request was refused."""
+        """Record that a request was rejected."""
         self.num_rejections[reason] += 1

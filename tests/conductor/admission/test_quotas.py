@@ -43,7 +43,7 @@ def test_no_more_prompts_are_accepted_than_a_minutes_and_what_time_brings(steps:
     for step in steps:
         now_s += step.passed_s
         is_in_debt = "t" in quotas.by_tenant and quotas.by_tenant["t"].left(now_s) < 0
-        refused = quotas.refusal("t", claim(step.num_prompt), 0, now_s)
+        refused = quotas.rejection("t", claim(step.num_prompt), 0, now_s)
         if refused is None:
             assert not is_in_debt
             used += step.num_prompt
@@ -54,7 +54,7 @@ def test_no_more_prompts_are_accepted_than_a_minutes_and_what_time_brings(steps:
         else:
             assert refused.reason is Reason.TOKENS_PER_MINUTE
             then_s = now_s + refused.retry_after_s
-            assert quotas.refusal("t", claim(step.num_prompt), 0, then_s + 1e-6) is None
+            assert quotas.rejection("t", claim(step.num_prompt), 0, then_s + 1e-6) is None
             # The look into the future has brought time on: the clock does not go back.
             now_s = then_s + 1e-6
         assert quotas.by_tenant["t"].left(now_s) <= 60
@@ -62,18 +62,18 @@ def test_no_more_prompts_are_accepted_than_a_minutes_and_what_time_brings(steps:
 
 def test_each_tenant_has_its_own_and_a_new_limit_holds_at_once() -> None:
     quotas = Quotas()
-    assert quotas.refusal("a", claim(60), 0, 0.0) is None
+    assert quotas.rejection("a", claim(60), 0, 0.0) is None
     quotas.charge("a", 60, 0.0)
-    refused = quotas.refusal("a", claim(30), 0, 10.0)
+    refused = quotas.rejection("a", claim(30), 0, 10.0)
     assert refused is not None
     assert (refused.retry_after_s, refused.reason) == (pytest.approx(20.0), Reason.TOKENS_PER_MINUTE)
     assert "'a' may use 60 tokens a minute" in refused.message
-    assert quotas.refusal("b", claim(60), 0, 10.0) is None
-    assert quotas.refusal("a", claim(30, per_minute=6000), 0, 10.5) is not None
-    assert quotas.refusal("a", claim(30, per_minute=6000), 0, 11.0) is None
-    assert quotas.refusal("a", claim(11, per_minute=10), 0, 11.0) is None, "what never fits needs them all"
+    assert quotas.rejection("b", claim(60), 0, 10.0) is None
+    assert quotas.rejection("a", claim(30, per_minute=6000), 0, 10.5) is not None
+    assert quotas.rejection("a", claim(30, per_minute=6000), 0, 11.0) is None
+    assert quotas.rejection("a", claim(11, per_minute=10), 0, 11.0) is None, "what never fits needs them all"
     quotas.charge("a", 10, 11.0)
-    assert quotas.refusal("a", claim(1, per_minute=10), 0, 11.0) is not None
+    assert quotas.rejection("a", claim(1, per_minute=10), 0, 11.0) is not None
     quotas.refund("a", 1000)
     assert quotas.by_tenant["a"].left(11.0) == 10.0
     quotas.charge("unlimited", 1000, 11.0)
@@ -154,7 +154,7 @@ def test_a_request_that_is_rejected_costs_nothing() -> None:
 def test_what_was_used_before_the_levels_were_read_counts() -> None:
     """They may come late, and a tenant has a whole minute's tokens until then."""
     quotas = Quotas()
-    assert quotas.refusal("t", claim(40), 0, now_s=1.0) is None
+    assert quotas.rejection("t", claim(40), 0, now_s=1.0) is None
     quotas.charge("t", 40, now_s=1.0)
     quotas.restore("t", TokenBudget(60.0, 30.0, at_s=1.0))
     assert quotas.by_tenant["t"].left(1.0) == -10.0

@@ -57,7 +57,7 @@ async def conductor(open_store: OpenStore) -> AsyncIterator[tuple[Quotas, QuotaL
 
 
 def use(quotas: Quotas, tenant: str, num_tokens: int, now_s: float) -> bool:
-    refused = quotas.refusal(tenant, QuotaClaim(PER_MINUTE, None, 1, num_tokens), 0, now_s)
+    refused = quotas.rejection(tenant, QuotaClaim(PER_MINUTE, None, 1, num_tokens), 0, now_s)
     if refused is None:
         quotas.charge(tenant, num_tokens, now_s)
     return refused is None
