@@ -20,7 +20,7 @@ from mooncake.messages.aging import aged_priority
 
 
 class Contender(NamedTuple):
-    """A request that needs room, or has it, in the order of preemption."""
+    """A request that needs room, or one that may yield to it."""
 
     tracked: TrackedRequest
     level: int
