@@ -48,7 +48,8 @@ class Backend:
     """One pool, and a client's connections to it.
 
     `fingerprint` and `layout`: those that the pool must have; None while unknown. `key`: the cluster key;
-    not needed for a pool on this host.
+    not needed for a pool on this host. `formats_anew`: whether the pool is formatted for them when it comes
+    back empty.
     """
 
     def __init__(
@@ -58,8 +59,11 @@ class Backend:
         fingerprint: str | None,
         layout: KVLayout | None,
         timeout_s: float,
+        *,
+        formats_anew: bool = False,
     ) -> None:
         self.place = place
+        self._formats_anew = formats_anew
         self._key = key
         self.fingerprint = fingerprint
         self.layout = layout
@@ -152,12 +156,8 @@ class Backend:
             except IndexError:
                 return  # another thread was faster
 
-    def _open(self, timeout_s: float, *, may_format: bool = False) -> PoolConnection:
-        """Return a new connection, with the serial of one that was lost if there is one.
-
-        Only the first connection may format the pool: a pool that comes back empty may be deployed for
-        another model, and must not get the layout of the old one.
-        """
+    def _open(self, timeout_s: float, *, may_format: bool) -> PoolConnection:
+        """Return a new connection, with the serial of one that was lost if there is one."""
         with self._lock:
             serial = self._free_serials.pop() if self._free_serials else next(_serials)
             was_unsettled = self._num_unsettled > 0
@@ -188,7 +188,7 @@ class Backend:
         except IndexError:
             pass
         try:
-            return self._open(self._timeout_s)
+            return self._open(self._timeout_s, may_format=self._formats_anew)
         except (OSError, MooncakeError) as error:
             self._lose(error)
             raise Unreachable(self.place, error) from error
@@ -209,7 +209,8 @@ class Backend:
         aside."""
         try:
             while True:
-                self._put_back(self._open(min(self._timeout_s, _RECONNECT_TIMEOUT_S)))
+                timeout_s = min(self._timeout_s, _RECONNECT_TIMEOUT_S)
+                self._put_back(self._open(timeout_s, may_format=self._formats_anew))
                 if not self._num_unsettled:
                     break
         except (OSError, MooncakeError) as error:
@@ -289,18 +290,21 @@ def connect_all(
     fingerprint: str | None,
     layout: KVLayout | None,
     timeout_s: float,
+    *,
+    formats_anew: bool,
 ) -> tuple[Backends, str, KVLayout]:
     """Connect to the pools at `places`, some of which may be lost.
 
     Returns the pools, and their common fingerprint and layout.
 
-    With `fingerprint` and `layout` new pools are formatted. Raises PoolError if all are lost, and the error
+    With `fingerprint` and `layout` new pools are formatted; with `formats_anew` also those that come back
+    empty later. Raises PoolError if all are lost, and the error
     with which a pool refuses.
     """
     backends, lost = [], []
     may_format = fingerprint is not None and layout is not None
     for place in places:
-        backend = Backend(place, key, fingerprint, layout, timeout_s)
+        backend = Backend(place, key, fingerprint, layout, timeout_s, formats_anew=formats_anew)
         backends.append(backend)
         try:
             backend.connect(may_format=may_format)

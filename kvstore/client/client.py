@@ -83,15 +83,19 @@ class KVCachePool:
         layout: KVLayout | None = None,
         timeout_s: float = 10.0,
         key_file: Path | str | None = None,
+        formats_anew: bool = False,
     ) -> "KVCachePool":
         """Connect to the pools at `addresses`: `unix:/path/worker-0.sock` on this host, `tcp://host:port` on
         another.
 
         `fingerprint` and `layout` describe the caller's blocks; by default they are those of the pools. With
-        both given, a pool that is new and answers now is formatted for them. A pool that answers nothing for
-        `timeout_s`, now or later, counts as gone. `key_file` holds the cluster's key, which both sides of a
-        `tcp://` address prove that they know; it is read once. A `unix:` address needs none: the socket is
-        private to its user.
+        both given, a pool that is new and answers now is formatted for them. A pool that comes back empty may
+        be meant for another model, and is formatted with `formats_anew` only, for an engine whose blocks it
+        is there for.
+
+        A pool that answers nothing for `timeout_s`, now or later, counts as gone. `key_file` holds the
+        cluster's key, which both sides of a `tcp://` address prove that they know; it is read once. A `unix:`
+        address needs none: the socket is private to its user.
 
         Raises MismatchError, naming both sides, if a pool holds other blocks; PoolError if no pool answers;
         ConfigError for an invalid address, and for a key that is missing, unreadable or not the pool's.
@@ -104,7 +108,7 @@ class KVCachePool:
             )
         places = [Place.parse(address) for address in addresses]
         key = key_for(places, key_file)
-        return cls(*connect_all(places, key, fingerprint, layout, timeout_s))
+        return cls(*connect_all(places, key, fingerprint, layout, timeout_s, formats_anew=formats_anew))
 
     @property
     def addresses(self) -> list[str]:

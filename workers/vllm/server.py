@@ -37,6 +37,8 @@ _SERVED = {
     *("temperature", "top_p", "top_k", "min_p", "seed"),
 }
 """The fields of `SamplingParams` that `completion_body` passes on."""
+_API_NAMES = {"num_logprobs": "logprobs", "grammar": "response_format, or a tool call that needs a grammar,"}
+"""What clients call other fields, if not by the same name."""
 
 
 class _Choice(msgspec.Struct):
@@ -217,7 +219,7 @@ def check_served(sampling: SamplingParams) -> None:
     plain = SamplingParams(sampling.max_tokens)
     for name in SamplingParams.__struct_fields__:
         if name not in _SERVED and getattr(sampling, name) != getattr(plain, name):
-            raise RequestError(f"{name} is not served by vLLM's instances")
+            raise RequestError(f"{_API_NAMES.get(name, name)} is not served by vLLM's instances")
 
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, and for each look at metrics

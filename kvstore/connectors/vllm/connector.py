@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from kvstore.connectors.vllm import generators
 from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.engine_kv import EngineKV
 from kvstore.connectors.vllm.link import PoolLink
@@ -114,6 +115,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         tensors = [kv_caches[name] for name in self._layers]
         order = page_order(self._attention[next(iter(self._layers))], tensors[0])
+        generators.install()
         self._worker.register(_memory(tensors), order)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
@@ -123,6 +125,7 @@ class MooncakeServeConnector(KVConnectorBase_V1):
         super().bind_connector_metadata(connector_metadata)
         # Not in `start_load_kv`, which follows the step's forward pass if nothing in it waits for a load.
         self._worker.begin_step(connector_metadata.plan)
+        generators.begin_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Do nothing, as loads have begun already."""

@@ -86,6 +86,7 @@ class PoolLink:
             layout=layout,
             timeout_s=_FIRST_TIMEOUT_S,
             key_file=self._settings.key_file,
+            formats_anew=True,
         )
 
     def _check(self, pool: KVCachePool) -> None:

@@ -58,5 +58,5 @@ def test_latency_memory_and_throughput_are_those_of_the_simulator(
         rate_per_s * num_output,
         float(np.mean(kv_tokens[span // 3 : 2 * span // 3])),
     )
-    model = predicted.ttft_s, predicted.tpot_s, predicted.tokens_per_s, predicted.num_kv_tokens
+    model = predicted.ttft_s, predicted.tpot_s, predicted.output_tokens_per_s, predicted.num_kv_tokens
     assert model == pytest.approx(simulated, rel=WITHIN)

@@ -60,6 +60,19 @@ def test_a_server_loads_what_it_has_stored(model: Path, pool: Server, socket: Pa
         assert answers == [alone(server, prompt) for prompt in more]
 
 
+def test_a_seed_decides_what_is_drawn_whatever_the_steps_of_a_prompt(
+    model: Path, pool: Server, socket: Path, tmp_path: Path
+) -> None:
+    options = [*TINY_OPTIONS, "--no-enable-prefix-caching", "--max-num-batched-tokens", "512"]
+    drawn = {"temperature": 1.0, "seed": 3}
+    with VllmServer(model, tmp_path / "a.log", *options, pool=f"unix:{socket}").start() as server:
+        prompt = _draw.choices(range(VOCAB_SIZE), k=1200)
+        in_three_steps = server.complete(prompt, **drawn)
+        until_stored(f"unix:{socket}", [prompt])
+        assert server.complete(prompt, **drawn) == in_three_steps
+        assert server.num_loaded() == whole_pages(len(prompt)), "the rest was computed in one step"
+
+
 @pytest.mark.soak
 def test_two_servers_share_prefixes(model: Path, pool: Server, socket: Path, tmp_path: Path) -> None:
     with (

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import kvstore.connectors.vllm
+from kvstore.client.client import KVCachePool
 from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.engine_kv import EngineKV
 from kvstore.connectors.vllm.link import PoolLink
 from kvstore.connectors.vllm.page_order import page_order
 from kvstore.connectors.vllm.settings import ConnectorSettings
 from kvstore.connectors.vllm.version import check_version
-from mooncake.errors import ConfigError, MismatchError
+from mooncake.errors import ConfigError, MismatchError, PoolError
 from mooncake.messages.blocks import KVLayout
 from mooncake.model.checkpoint import open_checkpoint
+from tests.cluster.harness import eventually
 from tests.deadline import DEADLINE_S
 from tests.kvstore.connectors.engine import transposed_keys
 from tests.kvstore.pools import Pool, Pools, wait_until_listening
@@ -227,6 +229,31 @@ def test_a_pool_that_comes_later_is_used(
         joining.join(DEADLINE_S)
         assert link.pool is not None
         assert any("is used from now on" in record.message for record in caplog.records)
+
+
+def test_a_pool_that_begins_anew_is_used_by_engines_that_had_joined_the_one_before(
+    pools: Pools, engine: EngineKV
+) -> None:
+    before, anew = new_pool(pools, engine), new_pool(pools, engine)
+    before.start()
+    pool_is_there(before)
+    joined(before, engine).close()
+    with contextlib.closing(joined(before, engine)) as link:
+        assert link.pool is not None
+        before.kill()
+        anew.start()
+        pool_is_there(anew)
+
+        def answers() -> bool:
+            assert link.pool is not None
+            try:
+                return link.pool.prefix_len([b"k" * 16]) == 0
+            except PoolError:
+                return False
+
+        eventually(answers, "the engine has joined")
+        with KVCachePool.connect(anew.unix, timeout_s=DEADLINE_S) as other:
+            assert other.layout == link.pool.layout
 
 
 # -- pages --------------------------------------------------------------------------------------------

@@ -37,18 +37,18 @@ def test_an_answer_goes_on_behind_what_has_been_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "named"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
-        ("repetition_penalty", 1.5),
-        ("bad_words", ((1, 2),)),
-        ("grammar", "root ::= 'a'"),
-        ("num_logprobs", 0),
+        ("presence_penalty", 0.5, "presence_penalty is not served"),
+        ("frequency_penalty", 0.5, "frequency_penalty is not served"),
+        ("repetition_penalty", 1.5, "repetition_penalty is not served"),
+        ("bad_words", ((1, 2),), "bad_words is not served"),
+        ("grammar", "root ::= 'a'", "^response_format, or a tool call that needs a grammar, is not served"),
+        ("num_logprobs", 0, "^logprobs is not served"),
     ],
 )
-def test_what_vllm_cannot_continue_is_named(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=f"{name} is not served"):
+def test_what_vllm_cannot_continue_is_named(name: str, value: object, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
         check_served(request(**{name: value}).sampling)
 
 

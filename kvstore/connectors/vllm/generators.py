@@ -1,0 +1,64 @@
+"""Random generators for CPUs that vLLM can set back, as its generators for GPUs.
+
+A request with a seed has a generator of its own. vLLM also draws a token behind each part of a prompt, throws
+it away, and sets the generator back by the offset of that draw. Generators for CPUs have no offset: vLLM 0.32
+ends there with `CPU Generator does not use offset`, and all requests of the server with it.
+
+Owns: the generators' states at the beginning of a step. Does not know: steps, requests. Loads torch.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+
+_CPUGenerator = torch.Generator
+_in_use = weakref.WeakSet["RewindableGenerator"]()
+
+
+class _AnyGenerator(type(_CPUGenerator)):  # type: ignore[misc]
+    """The type of a class that has all generators as instances, as the class that it replaces."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _CPUGenerator)
+
+
+class RewindableGenerator(_CPUGenerator, metaclass=_AnyGenerator):
+    """A generator that is set back to the beginning of the step, whatever the offset.
+
+    vLLM sets back by one draw, and draws once in a step.
+    """
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self._before = self.get_state()
+        _in_use.add(self)
+
+    def manual_seed(self, seed: int) -> "RewindableGenerator":
+        """Begin anew with `seed`."""
+        super().manual_seed(seed)
+        self.keep_state()
+        return self
+
+    def keep_state(self) -> None:
+        """Keep the present state for `set_offset`."""
+        self._before = self.get_state()
+
+    def get_offset(self) -> int:
+        """Return any number, as `set_offset` needs none."""
+        return 0
+
+    def set_offset(self, offset: int) -> "RewindableGenerator":
+        """Return to the state that was kept."""
+        self.set_state(self._before)
+        return self
+
+
+def install() -> None:
+    """Have all generators that are made in this process from now on be rewindable. Idempotent."""
+    torch.Generator = RewindableGenerator  # type: ignore[misc]
+
+
+def begin_step() -> None:
+    """Keep the states of all generators, before a step draws."""
+    for generator in _in_use:
+        generator.keep_state()
