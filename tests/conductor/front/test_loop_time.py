@@ -263,7 +263,7 @@ HOSTILE = {
         COMPLETIONS, lambda: complete(response_format=schema({"enum": [f"v{n}" for n in range(3000)]}))
     ),
     "a multiple of a prime": Asked(
-        COMPLETIONS, lambda: complete(response_format=schema({"type": "integer", "multipleOf": 99_991}))
+        COMPLETIONS, lambda: complete(response_format=schema({"type": "integer", "multipleOf": 29_989}))
     ),
     "1,000 properties": Asked(
         COMPLETIONS,

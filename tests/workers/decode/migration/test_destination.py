@@ -1,6 +1,9 @@
 """The destination of a migration: room at once or not at all, and only what is missing travels."""
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,7 +14,7 @@ from tests.workers.decode.test_inlined_prompts import Constant
 from tests.workers.decode.test_runner import more_tokens, until
 from tests.workers.decode_lab import Decoded, DecodeLab, Move, StartDecodeLab
 from tests.workers.gate import Brake, Gate
-from tests.workers.mini_cluster import Sizes, tokens_of
+from tests.workers.mini_cluster import InstanceUnderTest, Sizes, tokens_of
 from tests.workers.references import Reference, prompt_of
 from workers.decode.sequence import SequenceState
 from workers.engine.batch import Batch, Chunk
@@ -31,6 +34,18 @@ async def moving(lab: DecodeLab, max_tokens: int = 300) -> tuple[Decoded, Move]:
     move = Move(lab, decoded, lab.decodes[1])
     assert isinstance(await move.pre_copy(), PreCopied)
     return decoded, move
+
+
+@contextlib.asynccontextmanager
+async def held(instance: InstanceUnderTest) -> AsyncIterator[None]:
+    """The instance computes nothing meanwhile, so that its request does not end before it moves."""
+    may_go_on = threading.Event()
+    holding = asyncio.create_task(instance.executor.run(may_go_on.wait))
+    try:
+        yield
+    finally:
+        may_go_on.set()
+        await holding
 
 
 async def goes_on(lab: DecodeLab, decoded: Decoded, reference: Reference) -> None:
@@ -127,7 +142,8 @@ async def test_later_rounds_fetch_and_load_new_blocks_only(
         decoded, move = await moving(lab)
         pool, received, loaded = lab.decodes[1].pool, list[int](), list[int]()
         for _ in range(3):
-            prepared = await move.prepare()
+            async with held(lab.decodes[0]):
+                prepared = await move.prepare()
             assert isinstance(prepared, Prepared)
             num_kv_tokens = LENGTH + len(move.output) - 1
             assert prepared.num_tokens == num_kv_tokens // 8 * 8
