@@ -10,15 +10,23 @@ import pytest
 from conductor.admission.quotas import Quotas
 from conductor.process.quota_levels import SCHEMA, LevelFile, LevelKeys, LevelStore, QuotaLevels
 from mooncake.config.cluster_section import ClusterConfig
+from mooncake.leadership import etcd as leadership_etcd
 from mooncake.leadership.etcd import Etcd
 from mooncake.leadership.state_keys import StateKeys
 from mooncake.leadership.terms import conductor_key
 from mooncake.messages.fronts import QuotaClaim
 from mooncake.node.state_file import StateFile
+from tests.deadline import DEADLINE_S
 from tests.etcd_server import EtcdServer
 
 PER_MINUTE = 60_000
 OpenStore = Callable[[], AbstractAsyncContextManager[LevelStore]]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine answers may be late."""
+    monkeypatch.setattr(leadership_etcd, "ANSWER_TIMEOUT_S", DEADLINE_S)
 
 
 @asynccontextmanager

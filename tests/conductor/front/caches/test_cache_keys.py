@@ -13,6 +13,7 @@ import pytest
 from conductor.front.caches.cache_keys import CacheKeys
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.errors import NotStoredError
+from mooncake.leadership import etcd as leadership_etcd
 from mooncake.leadership import state_keys
 from mooncake.leadership.etcd import Etcd, UnreachableError
 from mooncake.leadership.state_keys import StateKeys
@@ -23,6 +24,12 @@ from tests.etcd_server import EtcdServer
 
 pytestmark = pytest.mark.cluster
 LIFE = 1
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine answers may be late."""
+    monkeypatch.setattr(leadership_etcd, "ANSWER_TIMEOUT_S", DEADLINE_S)
 
 
 @pytest.fixture
