@@ -36,7 +36,8 @@ from mooncake.messages.workers import DecodeStats, Heartbeat, Role
 _SAME_PASS = 0.2
 """Prefills that end within this share of a prefill's predicted time were computed in one pass."""
 COSTS_HOLD_S = 30.0
-"""Seconds without an iteration after which an idle decode instance is tried as the quickest of its kind."""
+"""Seconds without iterations that teach costs, after which an idle decode instance is tried as the quickest
+of its kind."""
 
 
 class _Computed(NamedTuple):
@@ -81,8 +82,8 @@ class _Occupant:
     """The time at which a prefill last allowed a comparison with its predicted costs."""
     decode_checked_s: float
     """The time at which iterations last allowed a comparison with theirs."""
-    has_stale_costs: bool = False
-    """Whether this was longer ago than `COSTS_HOLD_S`."""
+    has_stale_decode_costs: bool = False
+    """Whether, at the newest heartbeat, `decode_checked_s` was more than `COSTS_HOLD_S` ago."""
     decode: DecodeStats = field(default_factory=DecodeStats)
     computed: _Computed | None = None
 
@@ -222,6 +223,7 @@ class ClusterView:
         slot, room = self._slots[instance.name], instance.max_sequence_blocks
         self.loads.set_role(slot, instance.role, room, inlines=inlines)
         self._decode_pool = None
+        self._adopt_costs(slot)
 
     def begin_role(self, instance: Instance) -> None:
         """Open a closed instance, which has no requests, to the requests of its new role.
@@ -250,7 +252,7 @@ class ClusterView:
         slot = self._slots[instance.name]
         self._learn_decode(slot, heartbeat.decode, now_s)
         occupant = self._occupants[slot]
-        occupant.has_stale_costs = now_s - occupant.decode_checked_s > COSTS_HOLD_S
+        occupant.has_stale_decode_costs = now_s - occupant.decode_checked_s > COSTS_HOLD_S
         self._adopt_costs(slot)
         self.loads.set_awaiting_turn(slot, heartbeat.decode_load.num_awaiting_turn)
         used = self.utilisation.learn(
@@ -300,10 +302,10 @@ class ClusterView:
         num_others = loads.batch_size.item(slot)
         batched, self.next_delay[slot] = batch_share(num_others + 1, loads.max_batch.item(slot))
         quantities = batched * (num_others + 1), batched * loads.num_kv_tokens.item(slot)
-        is_tried = num_others == 0 and self._occupants[slot].has_stale_costs
-        predicted_by = costs.quickest_alike(slot, *quantities) if is_tried else slot
-        self.next_step_s[slot] = costs.predict_s(predicted_by, *quantities)
-        self.next_token_s[slot] = batched * costs.second_s.item(predicted_by)
+        is_tried = num_others == 0 and self._occupants[slot].has_stale_decode_costs
+        predicted_by = (slot, costs.quickest_alike(slot, *quantities)) if is_tried else (slot,)
+        self.next_step_s[slot] = min(costs.predict_s(one, *quantities) for one in predicted_by)
+        self.next_token_s[slot] = batched * min(costs.second_s.item(one) for one in predicted_by)
 
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
         """Predict the mean seconds between two tokens of one more request with `num_tokens` of prompt.

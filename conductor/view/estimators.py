@@ -120,10 +120,8 @@ class CostEstimator:
         self._has_learned[slot] = False
 
     def quickest_alike(self, slot: int, first: float, second: float) -> int:
-        """Return the slot of this kind, of those that have learned, with the shortest predicted duration.
-
-        That may be `slot`, which also stands for none.
-        """
+        """Return the slot with the shortest predicted duration, of those of this kind that have learned;
+        `slot` itself if none has."""
         constant_s, first_s, second_s = self._coefficients
         seconds = np.where(
             self._learned_alike(slot), constant_s + first * first_s + second * second_s, math.inf

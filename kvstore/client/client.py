@@ -89,9 +89,9 @@ class KVCachePool:
         another.
 
         `fingerprint` and `layout` describe the caller's blocks; by default they are those of the pools. With
-        both given, a pool that is new and answers now is formatted for them. A pool that comes back empty may
-        be meant for another model, and is formatted with `formats_anew` only, for an engine whose blocks it
-        is there for.
+        both given, a pool that is new and answers now is formatted for them. A pool that comes back empty is
+        left so, as it may be meant for another model; with `formats_anew` it is formatted again for the same
+        blocks.
 
         A pool that answers nothing for `timeout_s`, now or later, counts as gone. `key_file` holds the
         cluster's key, which both sides of a `tcp://` address prove that they know; it is read once. A `unix:`

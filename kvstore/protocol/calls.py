@@ -58,8 +58,9 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
     """First message of a client. Answered by `Connected`, on a Unix socket with the segment's descriptor.
 
     `fingerprint` and `layout` describe the client's blocks; None accepts those of the pool. A pool without a
-    layout takes that of a client that `may_format`: a client whose user has given the layout, not one that
-    has learned it from an earlier pool. Clients of version 1 do not name the versions that they speak.
+    layout takes that of a client that `may_format`: a client whose user has given the layout, or an engine,
+    not another client that has learned it from an earlier pool. Clients of version 1 do not name the versions
+    that they speak.
     """
 
     call_id: int

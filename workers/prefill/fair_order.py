@@ -93,7 +93,7 @@ class FairOrder:
     def ordered(self, prompts: Iterable[T]) -> list[T]:
         """Return entered prompts, given in order of arrival, in the order of computation."""
         in_turn = sorted(prompts, key=_START)
-        if len(self._tenants) == 1:
+        if len({prompt.flow.tenant for prompt in in_turn}) <= 1:
             return in_turn
         num_expected: Counter[str] = Counter()
         for prompt in in_turn:

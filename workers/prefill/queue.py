@@ -234,7 +234,8 @@ class PrefillQueue:
                 if any(self._computes_for(other, prompt) for other in computing):
                     continue
                 is_small = prompt.num_tokens <= self._prefill_chunk
-                return prompt if admitted is None or (is_small and self._is_light(prompt)) else None
+                is_light = is_small and admitted is not None and self._is_light(prompt.flow.tenant)
+                return prompt if admitted is None or is_light else None
             computing.append(prompt)
             num_ahead += prompt.num_left
         return None
@@ -258,8 +259,9 @@ class PrefillQueue:
         It has prompts of tenants with little to compute that come before all of `running`. Nothing cuts into
         a pass of such tenants, which is short.
         """
-        is_short = all(self._is_light(prompt) for prompt in running)
-        if is_short or any(prompt.is_alone for prompt in running):
+        if any(prompt.is_alone for prompt in running):
+            return []
+        if all(self._is_light(tenant) for tenant in {prompt.flow.tenant for prompt in running}):
             return []
         return self._charged(self._plan_light(running))
 
@@ -275,15 +277,15 @@ class PrefillQueue:
             if prompt.state is not PromptState.READY:
                 continue
             fits_whole = prompt.num_left <= room and prompt.num_left == prompt.num_left_of_chunk
-            if prompt.is_alone or not fits_whole or not self._is_light(prompt):
+            if prompt.is_alone or not fits_whole or not self._is_light(prompt.flow.tenant):
                 break
             chunks.append(QueuedChunk(prompt, prompt.num_left))
             room -= prompt.num_left
         return chunks
 
-    def _is_light(self, prompt: QueuedPrompt) -> bool:
-        """Return whether the prompt's tenant has little to compute: at most `saturating_tokens`."""
-        num_expected, tenant = 0, prompt.flow.tenant
+    def _is_light(self, tenant: str) -> bool:
+        """Return whether a tenant has little to compute: at most `saturating_tokens`."""
+        num_expected = 0
         for other in self._prompts:
             if other.flow.tenant == tenant:
                 num_expected += other.num_expected

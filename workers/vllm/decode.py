@@ -62,9 +62,11 @@ class VllmDecode:
     async def _compute_and_generate(self, order: Reserve) -> None:
         await self._send(Reserved(order.ref, Grant(0, self._pool.address, [])))
         answer = _Answer(order.ref, order.request)
-        # vLLM tells the number at the end only. What it loads from the pool does not count.
-        num_on_device = self._server.kv_events.blocks.num_leading_tokens(order.request.block_keys)
-        answer.num_cached_tokens = min(num_on_device, len(order.request.token_ids) - 1)
+        # vLLM tells the number at the end only. It computes at least the last block, and what it loads from
+        # the pool does not count.
+        num_blocks = (len(order.request.token_ids) - 1) // self._pool.segment.layout.block_size
+        keys = order.request.block_keys[:num_blocks]
+        answer.num_cached_tokens = self._server.kv_events.blocks.num_leading_tokens(keys)
         await self._generate(answer, is_inlined=True)
         await self._finish(answer)
 

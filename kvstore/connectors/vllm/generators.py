@@ -4,7 +4,7 @@ A request with a seed has a generator of its own. vLLM also draws a token behind
 it away, and sets the generator back by the offset of that draw. Generators for CPUs have no offset: vLLM 0.32
 ends there with `CPU Generator does not use offset`, and all requests of the server with it.
 
-Owns: the generators' states at the beginning of a step. Does not know: steps, requests. Loads torch.
+Owns: the generators' states at the beginning of a step. Does not know: requests. Loads torch.
 """
 
 import weakref
@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-_CPUGenerator = torch.Generator
+_PlainGenerator = torch.Generator
 _in_use = weakref.WeakSet["RewindableGenerator"]()
 
 
-class _AnyGenerator(type(_CPUGenerator)):  # type: ignore[misc]
-    """The type of a class that has all generators as instances, as the class that it replaces."""
+class _AnyGenerator(type(_PlainGenerator)):  # type: ignore[misc]
+    """Makes `isinstance(x, torch.Generator)` true for generators made before the class was replaced, too."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _CPUGenerator)
+        return isinstance(instance, _PlainGenerator)
 
 
-class RewindableGenerator(_CPUGenerator, metaclass=_AnyGenerator):
+class RewindableGenerator(_PlainGenerator, metaclass=_AnyGenerator):
     """A generator that is set back to the beginning of the step, whatever the offset.
 
     vLLM sets back by one draw, and draws once in a step.
@@ -60,5 +60,5 @@ def install() -> None:
 
 def begin_step() -> None:
     """Keep the states of all generators, before a step draws."""
-    for generator in _in_use:
+    for generator in list(_in_use):
         generator.keep_state()

@@ -129,7 +129,7 @@ def test_an_instance_follows_its_equals_until_it_has_learned_itself() -> None:
 
 
 def slow_and_quick(slow_device: str = "A800") -> Instances:
-    """An instance was slow at its only request; another one has been decoding one for 29 s since."""
+    """An instance was slow at its only request; another one has been decoding one for 30 s since."""
     instances = Instances()
     instances.join(slow_device)
     instances.begin(0)
@@ -157,6 +157,14 @@ def test_an_instance_that_is_tried_again_gets_one_request_not_all() -> None:
     assert instances.chosen() == 1
     instances.end(0)
     assert instances.chosen() == 1, "its costs have been confirmed"
+
+
+def test_a_wrong_belief_is_corrected_by_the_trial() -> None:
+    instances = slow_and_quick()
+    instances.compute(1, iteration_s=0.01, num_heartbeats=1)
+    instances.begin(0)
+    instances.compute(0, iteration_s=0.01, num_heartbeats=8)
+    assert instances.view.decode_costs.predict_s(0, 1, SHORT) == pytest.approx(0.01, rel=0.1)
 
 
 def test_an_instance_is_not_tried_as_one_of_another_device() -> None:
