@@ -118,7 +118,7 @@ def test_a_leader_that_was_stopped_is_heard_by_nobody_and_stands_by(nodes: Nodes
         eventually(lambda: stands_by_for(former, leader), "the former leader stands by")
         assert former.pid_of("conductor") != pid
         complete(nodes.front, prompt=[1, 2, 3], num_tokens=3)
-        assert has_all_streams(leader)
+        eventually(lambda: has_all_streams(leader), "it has all streams, and has heard of the answer's end")
         streams.check()
     nodes.wait_until_idle()
 
