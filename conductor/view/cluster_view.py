@@ -81,7 +81,7 @@ class _Occupant:
     prefill_checked_s: float
     """The time at which a prefill last allowed a comparison with its predicted costs."""
     decode_checked_s: float
-    """The time at which iterations last allowed a comparison with theirs."""
+    """The time at which iterations last taught the instance's costs."""
     has_stale_decode_costs: bool = False
     """Whether, at the newest heartbeat, `decode_checked_s` was more than `COSTS_HOLD_S` ago."""
     decode: DecodeStats = field(default_factory=DecodeStats)
@@ -302,10 +302,12 @@ class ClusterView:
         num_others = loads.batch_size.item(slot)
         batched, self.next_delay[slot] = batch_share(num_others + 1, loads.max_batch.item(slot))
         quantities = batched * (num_others + 1), batched * loads.num_kv_tokens.item(slot)
-        is_tried = num_others == 0 and self._occupants[slot].has_stale_decode_costs
-        predicted_by = (slot, costs.quickest_alike(slot, *quantities)) if is_tried else (slot,)
-        self.next_step_s[slot] = min(costs.predict_s(one, *quantities) for one in predicted_by)
-        self.next_token_s[slot] = batched * min(costs.second_s.item(one) for one in predicted_by)
+        step_s, token_s = costs.predict_s(slot, *quantities), costs.second_s.item(slot)
+        if num_others == 0 and self._occupants[slot].has_stale_decode_costs:
+            quickest = costs.quickest_alike(slot, *quantities)
+            step_s = min(step_s, costs.predict_s(quickest, *quantities))
+            token_s = min(token_s, costs.second_s.item(quickest))
+        self.next_step_s[slot], self.next_token_s[slot] = step_s, batched * token_s
 
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
         """Predict the mean seconds between two tokens of one more request with `num_tokens` of prompt.

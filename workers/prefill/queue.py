@@ -233,9 +233,10 @@ class PrefillQueue:
             if prompt.state is PromptState.WAITING:
                 if any(self._computes_for(other, prompt) for other in computing):
                     continue
+                if admitted is None:
+                    return prompt
                 is_small = prompt.num_tokens <= self._prefill_chunk
-                is_light = is_small and admitted is not None and self._is_light(prompt.flow.tenant)
-                return prompt if admitted is None or is_light else None
+                return prompt if is_small and self._is_light(prompt.flow.tenant) else None
             computing.append(prompt)
             num_ahead += prompt.num_left
         return None

@@ -38,7 +38,7 @@ _SERVED = {
 }
 """The fields of `SamplingParams` that `completion_body` passes on."""
 _API_NAMES = {"num_logprobs": "logprobs", "grammar": "response_format, or a tool call that needs a grammar,"}
-"""What clients call other fields, if not by the same name."""
+"""The names that clients know, of fields that have another one there."""
 
 
 class _Choice(msgspec.Struct):

@@ -120,25 +120,32 @@ async def test_the_owner_has_room_for_more_tokens_and_the_helper_for_fewer(
         assert owner.num_usable_pages == helper.num_free_pages == NUM_PAGES
 
 
+async def beyond_own_pages(pair: Pair, part: Part) -> tuple[list[list[int]], list[Decoded]]:
+    """Move modules, and begin requests that need more pages than the owner has alone.
+
+    Returns their answers without a move, and the requests.
+    """
+    sampling = SamplingParams(130, temperature=0)
+
+    def begin_all(name: str) -> list[Decoded]:
+        return [
+            pair.lab.begin(f"{name}{index}", prompt_of(index, 8), sampling, pair.owner) for index in range(7)
+        ]
+
+    expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
+    await pair.move(part)
+    begun, kv = begin_all("moved"), pair.owner.executor.kv
+    await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
+    assert kv.used_pages(NUM_PAGES)
+    return expected, begun
+
+
 @PARTS
 async def test_modules_come_back_although_their_pages_are_needed(
     start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        sampling = SamplingParams(130, temperature=0)
-
-        def begin_all(name: str) -> list[Decoded]:
-            return [
-                pair.lab.begin(f"{name}{index}", prompt_of(index, 8), sampling, pair.owner)
-                for index in range(7)
-            ]
-
-        expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
-        await pair.move(part)
-        begun = begin_all("moved")
-        kv = pair.owner.executor.kv
-        await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
-        assert kv.used_pages(NUM_PAGES)
+        expected, begun = await beyond_own_pages(pair, part)
         await pair.move(0)
         assert [await tokens_of(decoded.answer) for decoded in begun] == expected
 
@@ -167,24 +174,11 @@ async def test_a_lost_helper_costs_no_answer_whose_pages_were_beyond_the_owners_
     start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
 ) -> None:
     async with paired(start_decode_lab, tmp_path) as pair:
-        sampling = SamplingParams(130, temperature=0)
-
-        def begin_all(name: str) -> list[Decoded]:
-            return [
-                pair.lab.begin(f"{name}{index}", prompt_of(index, 8), sampling, pair.owner)
-                for index in range(7)
-            ]
-
-        expected = [await tokens_of(decoded.answer) for decoded in begin_all("stays")]
-        await pair.move(part)
-        begun = begin_all("moved")
-        kv = pair.owner.executor.kv
-        await until(lambda: bool(kv.used_pages(NUM_PAGES)) or begun[-1].answer.ended.is_set())
-        assert kv.used_pages(NUM_PAGES)
+        expected, begun = await beyond_own_pages(pair, part)
         await pair.lose_helper()
         assert [await tokens_of(decoded.answer) for decoded in begun] == expected
         await until(lambda: not pair.owner.decode.modules.is_moving)
-        assert kv.num_usable_pages == NUM_PAGES
+        assert pair.owner.executor.kv.num_usable_pages == NUM_PAGES
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["decoded", "new"])
