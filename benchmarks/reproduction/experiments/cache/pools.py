@@ -97,7 +97,7 @@ GLOBAL_POOL = Experiment(
     "10P+10D. Local: each instance reuses what it has (`load_balancing`); global: `kvcache_centric`.",
     global_remark,
     run_global,
-    cost=30,
+    cost=35,
 )
 BANDWIDTH = Experiment(
     "bandwidth",
@@ -111,7 +111,7 @@ BANDWIDTH = Experiment(
         "below 50 Gbit/s it is late."
     ),
     run_bandwidth,
-    cost=15,
+    cost=24,
 )
 RATIO = Experiment(
     "ratio",
@@ -121,5 +121,5 @@ RATIO = Experiment(
     " nothing rejected.",
     ratio_remark,
     run_ratio,
-    cost=15,
+    cost=60,
 )

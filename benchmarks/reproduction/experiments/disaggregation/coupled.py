@@ -160,7 +160,7 @@ REAL_WORKLOAD = Experiment(
     f" {CHUNK:,} tokens.",
     real_workload_remark,
     run_real_workload,
-    cost=32,
+    cost=24,
 )
 CAPACITY = Experiment(
     "capacity",
@@ -172,5 +172,5 @@ CAPACITY = Experiment(
     " SLO), interpolated.",
     capacity_remark,
     run_capacity,
-    cost=24,
+    cost=12,
 )

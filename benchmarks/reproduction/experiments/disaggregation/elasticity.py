@@ -186,5 +186,5 @@ EXPERIMENT = Experiment(
     f" with seed {TUNED_SEED}, and on the trace at 1.5 and 2 times its speed.",
     remark,
     run,
-    cost=100,
+    cost=117,
 )

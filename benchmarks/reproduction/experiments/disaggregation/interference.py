@@ -112,5 +112,5 @@ EXPERIMENT = Experiment(
     " (published: 3 and 5 devices).",
     remark,
     run,
-    cost=10,
+    cost=9,
 )

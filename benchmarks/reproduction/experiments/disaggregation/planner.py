@@ -80,5 +80,5 @@ EXPERIMENT = Experiment(
     " instance in the other role.",
     remark,
     run,
-    cost=75,
+    cost=102,
 )

@@ -201,5 +201,5 @@ EXPERIMENT = Experiment(
     " nothing is sent.",
     remark,
     run,
-    cost=60,
+    cost=41,
 )

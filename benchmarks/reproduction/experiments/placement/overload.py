@@ -68,6 +68,7 @@ def run(trace: Trace, folder: Path) -> Outcome:
 
     drawn: list[Drawn] = []
     tables = [papers]
+    predicted: dict[str, list[Summary]] = {}
     for name, base, load in (
         ("conversations", DECODE_BOUND, conversations),
         ("chats", DECODE_BOUND, _chats),
@@ -79,11 +80,12 @@ def run(trace: Trace, folder: Path) -> Outcome:
         header += ["effective, by seed", "prefill load, std", "decode load, std", "correlation"]
         tables.append(Table(header, [_row(policy.value, of_policy) for policy, of_policy in runs.items()]))
         drawn = drawn or [of_policy[0].drawn for of_policy in runs.values()]
+        predicted[name] = [run.summary for run in runs[Overload.PREDICTION]]
     draw_load(drawn, folder / PICTURE)
     deferral = Table(
         ["deferral", "may wait", "rejected", "effective", "effective, by seed", "TTFT p90, s"],
         [
-            _deferred(name, num, load)
+            _deferral_row(name, num, _deferred(num, load) if num else predicted[name])
             for name, load in (("conversations", conversations), ("chats", _chats))
             for num in MAX_WAITING
         ],
@@ -91,10 +93,14 @@ def run(trace: Trace, folder: Path) -> Outcome:
     return Outcome([*tables, deferral], [PICTURE])
 
 
-def _deferred(name: str, max_waiting: int, load: Callable[[int], Iterable[TraceRequest]]) -> list[Cell]:
-    """Return means over the seeds with `prediction`, if so many requests may wait."""
-    setup = msgspec.structs.replace(DECODE_BOUND, max_waiting=max_waiting)
-    summaries = [simulate(setup, load(seed))[0].summary for seed in SEEDS]
+def _deferred(max_waiting: int, load: Callable[[int], Iterable[TraceRequest]]) -> list[Summary]:
+    """Return a summary per seed with `prediction`, if so many requests may wait."""
+    setup = msgspec.structs.replace(DECODE_BOUND, overload=Overload.PREDICTION, max_waiting=max_waiting)
+    return [simulate(setup, load(seed))[0].summary for seed in SEEDS]
+
+
+def _deferral_row(name: str, max_waiting: int, summaries: list[Summary]) -> list[Cell]:
+    """Return means over the seeds."""
     effective = [summary.num_effective for summary in summaries]
     return [
         name,
@@ -205,5 +211,5 @@ EXPERIMENT = Experiment(
     " server only when prefill has ended. A wasted prefill is one of a request that was rejected then.",
     remark,
     run,
-    cost=90,
+    cost=172,
 )
