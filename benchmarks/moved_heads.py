@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.engine import SMOLLM2
+from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
-from workers.engine.kvcache_move import KVCacheMove
 from workers.engine.model import DecoderModel
 from workers.execution.model_spec import model_spec
 from workers.modules.helper_link import HelperLink

@@ -50,12 +50,12 @@ from mooncake.messages.fronts import (
     Submit,
     Unknown,
 )
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.operators import ChangeRole, Drain, ListInstances, Migrate, MoveModules
 from mooncake.messages.workers import (
     STAGES,
     Finished,
     FromWorker,
-    Heartbeat,
     HeartbeatAck,
     Leave,
     Register,

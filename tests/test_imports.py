@@ -30,7 +30,7 @@ ALLOWED = {
 }
 LAYERS = {
     "mooncake": """
-        doubling, endpoints, errors, freed_memory, versions, yaml_errors | native, security | messages
+        doubling, endpoints, errors, freed_memory, versions, yaml_errors | native, security | bus, messages
         | config, model | leadership, tracing | node | cli | __main__
     """,
     "messenger": "native | wire | shm | transport | rdma | paths, receiver | sender | doctor",
@@ -39,7 +39,7 @@ LAYERS = {
     "workers": "engine, errors | kvcache | execution | groups, modules | decode, prefill | process | vllm",
     "workers.engine": """
         logit_changes, spec, upload | kvcache, rotary, sampling, tensor_parallel
-        | batch, kvcache_move, process_group, weights | layers | decode_graphs | cuda | model | warm_up
+        | batch, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
         effects, index, performance | rules | view | admission, fronts, replication, scheduling | requests
@@ -65,7 +65,7 @@ IMPURE_LIBRARIES = {
     "fastapi",
     "uvicorn",
     "threading",
-    "mooncake.messages.bus",
+    "mooncake.bus.zeromq",
 }
 LIBRARIES = {
     "workers.engine": {"torch", "numpy"},

@@ -33,12 +33,12 @@ from benchmarks.serving import our_command
 from benchmarks.tools.arguments import count
 from kvstore.events.batches import EventLog
 from kvstore.events.internal import InternalPublisher
+from mooncake.bus.zeromq import Dealer, peer_identity
 from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
-from mooncake.messages.bus import Dealer, peer_identity
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard, Tier
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
-    Heartbeat,
     HeartbeatAck,
     Register,
     Registered,

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from mooncake.bus.zeromq import Dealer, peer_identity
 from mooncake.config.settings import Config, leaf_keys, load_config
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import Dealer, peer_identity
 from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.pools import (
     Capacity,
     Grant,
@@ -45,7 +46,6 @@ from mooncake.messages.workers import (
     Decode,
     Finished,
     FromWorker,
-    Heartbeat,
     HeartbeatAck,
     Prefill,
     Prefilled,

@@ -21,11 +21,12 @@ import msgspec
 
 from conductor.effects import ToConductor
 from conductor.requests.migration import MAX_ROUNDS, MigrationStep, step_behind_copies
+from mooncake.bus.zeromq import Router
 from mooncake.config.settings import Config, load_config
 from mooncake.messages.block_orders import DropCopies
 from mooncake.messages.blocks import block_keys, root_key
-from mooncake.messages.bus import Router
 from mooncake.messages.fronts import Tokens
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import (
     FromMigration,
     HandedOver,
@@ -43,7 +44,6 @@ from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import (
     Abort,
     Finished,
-    Heartbeat,
     HeartbeatAck,
     Register,
     Registered,

@@ -15,20 +15,13 @@ from pathlib import Path
 
 from benchmarks.prefill.traced_worker import TRACE_VARIABLE
 from conductor.effects import ToConductor
+from mooncake.bus.zeromq import Router
 from mooncake.config.settings import Config, load_config
 from mooncake.messages.blocks import block_keys, root_key
-from mooncake.messages.bus import Router
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.pools import Grant
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from mooncake.messages.workers import (
-    Heartbeat,
-    HeartbeatAck,
-    Prefill,
-    Prefilled,
-    Register,
-    Registered,
-    WorkFailed,
-)
+from mooncake.messages.workers import HeartbeatAck, Prefill, Prefilled, Register, Registered, WorkFailed
 from mooncake.node.lives import Life
 from mooncake.node.plan import ChildSpec, plan_node
 from mooncake.node.rundir import RunDirectory

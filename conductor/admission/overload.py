@@ -21,10 +21,10 @@ from conductor.rules import SLOs
 from conductor.view.assignments import Assignment
 from conductor.view.cluster_view import ClusterView
 from conductor.view.corrections import NEAR_TBT_SLO
+from conductor.view.forecast.timeline import PromptTotals
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement
 from conductor.view.rejection import Reason, Rejection
-from conductor.view.timeline import PromptTotals
 from mooncake.config.policies import Overload
 from mooncake.messages.costs import tbt_margin_s
 from mooncake.messages.requests import Request

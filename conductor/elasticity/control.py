@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from conductor.effects import Effect
-from conductor.elasticity.batches import InstanceBatch
-from conductor.elasticity.defragmentation import defragment
 from conductor.elasticity.demand import Demand
 from conductor.elasticity.devices import devices_by_host
 from conductor.elasticity.modules import Kind, ModuleMove, Thresholds, plan
-from conductor.elasticity.moves import Move, RecentMoves
-from conductor.elasticity.priorities import keep_headroom
+from conductor.elasticity.moves.batches import InstanceBatch
+from conductor.elasticity.moves.defragmentation import defragment
+from conductor.elasticity.moves.limits import Move, RecentMoves
+from conductor.elasticity.moves.priorities import keep_headroom
+from conductor.elasticity.moves.relief import relieve
 from conductor.elasticity.rebalancer import Rebalancer, State
-from conductor.elasticity.relief import relieve
 from conductor.elasticity.survey import Survey, answer_of
 from conductor.membership.modules import Modules, place_of
 from conductor.membership.roles import Roles

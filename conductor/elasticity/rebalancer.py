@@ -17,11 +17,11 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import NamedTuple
 
-from conductor.elasticity.batches import InstanceBatch
 from conductor.elasticity.capacity import FULL_SHARE, Division, DivisionCapacity, Work
-from conductor.elasticity.consolidation import can_be_emptied
 from conductor.elasticity.decisions import Acceptance, Change, Decision, Outcome
 from conductor.elasticity.demand import OfferedLoad, Persistence
+from conductor.elasticity.moves.batches import InstanceBatch
+from conductor.elasticity.moves.consolidation import can_be_emptied
 from conductor.performance.model import DecodeCapacity
 from conductor.performance.utilisation import Used
 from mooncake.messages.workers import InstanceState, Role

@@ -6,8 +6,8 @@ Owns: the translation of view, registry and heartbeats into values. Does not kno
 from dataclasses import replace
 
 from conductor.elasticity.answers import AnswerKind, RunningAnswer
-from conductor.elasticity.batches import Coming, InstanceBatch, Resident
-from conductor.elasticity.priorities import HEADROOM_SHARE
+from conductor.elasticity.moves.batches import Coming, InstanceBatch, Resident
+from conductor.elasticity.moves.priorities import HEADROOM_SHARE
 from conductor.elasticity.rebalancer import Member
 from conductor.membership.modules import Modules
 from conductor.performance.model import DecodeCapacity

@@ -10,8 +10,9 @@ import itertools
 from conductor.effects import Effect
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.blocks import KVLayout
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import LayerRange, ModulesPlace, PlaceModules
-from mooncake.messages.workers import Heartbeat, InstanceState, Role
+from mooncake.messages.workers import InstanceState, Role
 
 
 class Modules:

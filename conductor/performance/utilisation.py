@@ -10,7 +10,8 @@ Owns: these figures by instance. Does not know: decisions about roles, predictio
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mooncake.messages.workers import Heartbeat, Role
+from mooncake.messages.heartbeats import Heartbeat
+from mooncake.messages.workers import Role
 
 _WEIGHT = 0.5
 """The weight of the latest heartbeat."""

@@ -38,6 +38,8 @@ from conductor.telemetry.display import Display
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
 from conductor.telemetry.request_spans import RequestSpans
+from mooncake.bus.in_process import Inbox, InProcessLink
+from mooncake.bus.zeromq import PeerGoneError, Router, peer_identity
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.profile import load_profile_of
 from mooncake.endpoints import advertised
@@ -45,9 +47,7 @@ from mooncake.leadership.etcd import Etcd
 from mooncake.leadership.leaders import Fit
 from mooncake.leadership.state_keys import StateKeys
 from mooncake.leadership.terms import LeadershipLostError, Term
-from mooncake.messages.bus import PeerGoneError, Router, peer_identity
 from mooncake.messages.fronts import FromFront
-from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.workers import SPOKEN
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import ConductorProcess

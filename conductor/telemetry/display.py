@@ -12,7 +12,7 @@ from conductor.policy import Conductor
 from conductor.telemetry.history import TRANSFERRING, History, RequestTimeline
 from conductor.telemetry.metrics import instances_text
 from conductor.view.instances import Emptying, Instance
-from mooncake.messages.workers import Heartbeat
+from mooncake.messages.heartbeats import Heartbeat
 
 NUM_REQUESTS = 40
 NUM_REJECTIONS = 20

@@ -15,6 +15,7 @@ from conductor.effects import Effect, ToConductor
 from conductor.telemetry.changes import InstanceChanges
 from conductor.view.rejection import Reason
 from mooncake.messages.fronts import Cancel, Ended, Failed, InFlight, Rejected, Resume, Submit
+from mooncake.messages.heartbeats import Heartbeat, Joining
 from mooncake.messages.migration import TakeOver
 from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import (
@@ -22,8 +23,6 @@ from mooncake.messages.workers import (
     Decode,
     DecodeRefused,
     Finished,
-    Heartbeat,
-    Joining,
     Prefill,
     Prefilled,
     Register,

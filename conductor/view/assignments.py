@@ -15,7 +15,7 @@ from conductor.index.coming_prefixes import ComingPrompt
 from conductor.rules import Rules, SLOs
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
-from conductor.view.forecast import Stay
+from conductor.view.forecast.forecast import Stay
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Prediction
 from mooncake.messages.aging import due_s

@@ -22,16 +22,18 @@ from conductor.view.estimators import (
     GENERIC_PREFILL_COSTS,
     PREFILL_DOUBT,
     CostEstimator,
+    DecodePool,
     Floats,
 )
-from conductor.view.forecast import forecast_of
+from conductor.view.forecast.forecast import forecast_of
 from conductor.view.instances import Instance
 from conductor.view.loads import Loads
 from conductor.view.placement import Placement
 from conductor.view.transfers import TransferEstimator
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs, batch_share, prefill_quantities
-from mooncake.messages.workers import DecodeStats, Heartbeat, Role
+from mooncake.messages.heartbeats import DecodeStats, Heartbeat
+from mooncake.messages.workers import Role
 
 _SAME_PASS = 0.2
 """Prefills that end within this share of a prefill's predicted time were computed in one pass."""
@@ -56,21 +58,6 @@ class _Computed(NamedTuple):
             self.seconds + other.seconds,
             other.ended_s,
         )
-
-
-class DecodePool(NamedTuple):
-    """The decode instances together, as arrays by slot."""
-
-    num_instances: int
-    members: Floats
-    """The weights of slots: 1 for each decode instance, 0 for other slots."""
-    mean_costs: Costs
-    mean_max_batch: float
-
-    def tbt_s(self, num_requests: float, num_kv_tokens: float) -> float:
-        """Predict the TBT in seconds of requests that share the batch of a mean instance."""
-        batched, delay = batch_share(num_requests, self.mean_max_batch)
-        return delay * self.mean_costs.seconds(batched * num_requests, batched * num_kv_tokens)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ errors. By its prior all coefficients are wrong by about the same factor, the sp
 prompts also correct predictions for long ones. A large error counts only up to a limit. Several large errors
 in a row in one direction are a change of speed, and rescale all coefficients at once.
 
-Owns: coefficients by slot. Does not know: requests, queues, the clock.
+Owns: coefficients by slot, the mean of the decode instances. Does not know: requests, queues, the clock.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake.messages.costs import Costs
+from mooncake.messages.costs import Costs, batch_share
 
 Floats = NDArray[np.floating[Any]]
 """An array of float64."""
@@ -211,3 +211,18 @@ def _times(covariance: _Covariance, vector: Sequence[float]) -> tuple[float, flo
 
 def _product(one: Sequence[float], other: Sequence[float]) -> float:
     return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
+
+
+class DecodePool(NamedTuple):
+    """The decode instances together, as arrays by slot."""
+
+    num_instances: int
+    members: Floats
+    """The weights of slots: 1 for each decode instance, 0 for other slots."""
+    mean_costs: Costs
+    mean_max_batch: float
+
+    def tbt_s(self, num_requests: float, num_kv_tokens: float) -> float:
+        """Predict the TBT in seconds of requests that share the batch of a mean instance."""
+        batched, delay = batch_share(num_requests, self.mean_max_batch)
+        return delay * self.mean_costs.seconds(batched * num_requests, batched * num_kv_tokens)

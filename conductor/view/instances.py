@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from conductor.rules import Rules
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import ModulesPlace, PlaceModules
 from mooncake.messages.pools import PoolStats
-from mooncake.messages.workers import SPOKEN, STAGES, Heartbeat, InstanceState, Register, Role
+from mooncake.messages.workers import SPOKEN, STAGES, InstanceState, Register, Role
 
 _NEXT = {
     InstanceState.SERVING: frozenset(

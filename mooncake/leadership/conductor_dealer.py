@@ -5,8 +5,8 @@ Owns: which Conductor it is connected to. Does not know: the messages.
 
 from typing import Any, TypeVar
 
+from mooncake.bus.zeromq import Dealer
 from mooncake.leadership.leaders import Leaders
-from mooncake.messages.bus import Dealer
 from mooncake.security.keys import ClusterKey
 
 Incoming = TypeVar("Incoming")

@@ -1,1 +1,1 @@
-"""Typed messages between processes, the sockets that carry them, and values that both ends know."""
+"""Typed messages between processes, and values that both ends know."""

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from mooncake.messages.heartbeats import PREEMPTED_TO, DecodeStats, Heartbeat
 from mooncake.messages.migration import MOVE_OUTCOMES, PAUSE_BOUNDS_S
 from mooncake.messages.pools import PREFILL_SOURCES, PeerStats, PoolStats
-from mooncake.messages.workers import PREEMPTED_TO, DecodeStats, Heartbeat
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 

@@ -15,11 +15,11 @@ from conductor.process.event_follower import EventFollower
 from conductor.process.service import ConductorService
 from conductor.rules import Limits, Rules
 from conductor.telemetry.history import History
+from mooncake.bus.in_process import Inbox, InProcessLink
+from mooncake.bus.zeromq import Router
 from mooncake.leadership.terms import Term
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import Router
 from mooncake.messages.fronts import FromFront
-from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Request, SamplingParams
 from mooncake.messages.workers import STAGES
 from mooncake.security.keys import ClusterKey

@@ -6,14 +6,15 @@ from typing import Any
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     ClusterState,
     FrontHello,
     Rejected,
 )
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import HandedOver, PreCopied, Prepared
 from mooncake.messages.operators import Migrate
 from mooncake.messages.pools import Capacity, Grant, GrantedPage, MessengerAddress, PoolShard, PoolStats
@@ -21,7 +22,6 @@ from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParam
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Finished,
-    Heartbeat,
     Prefilled,
     Register,
     Reserved,

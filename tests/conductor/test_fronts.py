@@ -7,7 +7,7 @@ import pytest
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits
-from mooncake.messages.bus import peer_identity
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.fronts import (
     ClusterState,
     Continue,

@@ -8,7 +8,7 @@ import pytest
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
-from mooncake.messages.bus import peer_identity
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     ClusterState,

@@ -46,10 +46,10 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, ReplicationRules, Rules, SLOs
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance
+from mooncake.bus.zeromq import peer_identity
 from mooncake.config.policies import Overload, Scheduling
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
@@ -64,6 +64,7 @@ from mooncake.messages.fronts import (
     Resume,
     Submit,
 )
+from mooncake.messages.heartbeats import DecodeLoad, DecodeStats, Heartbeat
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
 from mooncake.messages.operators import ChangeRole, Drain, InstanceStatus, Migrate, Migrates, Ordered
@@ -82,11 +83,8 @@ from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Abort,
     Decode,
-    DecodeLoad,
     DecodeRefused,
-    DecodeStats,
     Finished,
-    Heartbeat,
     HeartbeatAck,
     Prefill,
     Prefilled,

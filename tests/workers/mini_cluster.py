@@ -17,8 +17,8 @@ from conductor.policy import Conductor
 from conductor.rules import Limits
 from kvstore.client.worker_client import WorkerClient
 from kvstore.pool.segment import Segment
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout, block_keys, root_key
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     Cancel,
     Continue,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import thread_time
 
-from mooncake.messages.workers import DecodeStats, MixedIterations
+from mooncake.messages.heartbeats import DecodeStats, MixedIterations
 from workers.decode.batching.iterations import Iteration
 from workers.decode.tbt_slo.tbt import IterationPredictors
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import GrammarError, MooncakeError
+from mooncake.messages.heartbeats import DecodeLoad, Joining
 from mooncake.messages.migration import (
     HandOver,
     MigrationOrder,
@@ -27,7 +28,7 @@ from mooncake.messages.migration import (
     TakeOver,
 )
 from mooncake.messages.requests import Held, Ref
-from mooncake.messages.workers import Decode, DecodeLoad, DecodeRefused, Joining, Reserve, WorkFailed
+from mooncake.messages.workers import Decode, DecodeRefused, Reserve, WorkFailed
 from workers.decode.arrivals import Arrivals
 from workers.decode.batch_loop import BatchLoop, Emit
 from workers.decode.batching.batch import DecodeBatch

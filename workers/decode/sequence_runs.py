@@ -14,18 +14,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from mooncake.errors import PoolError
+from mooncake.messages.heartbeats import TO_HOST, TO_POOL, Joining
 from mooncake.messages.migration import FromMigration, HandedOver
 from mooncake.messages.requests import Ref, Request
-from mooncake.messages.workers import (
-    TO_HOST,
-    TO_POOL,
-    DecodeRefused,
-    Finished,
-    Joining,
-    Prefilled,
-    Reserved,
-    WorkFailed,
-)
+from mooncake.messages.workers import DecodeRefused, Finished, Prefilled, Reserved, WorkFailed
 from mooncake.model.grammar import GrammarState
 from mooncake.tracing.spans import why_ended
 from workers.decode.batch_loop import Emit

@@ -56,9 +56,9 @@ class DeviceKVCache:
     Each layer is a tensor `[num_pages, len(kv_heads), 2, page_size, head_dim]`, K and V adjacent: a page
     is byte for byte these heads of one layer of a KVCache block of `page_size` tokens
     (`mooncake.messages.blocks.KVLayout`). While a helper has the last heads (`moved`), a page here has the
-    others, and there are more pages in the same memory (`workers.engine.kvcache_move`). The same holds while
-    a helper has layers (`hosted`): their pages are tensors like the others, in memory that the helper
-    counts.
+    others, and there are more pages in the same memory (`workers.decode.migration.kvcache_move`). The same
+    holds while a helper has layers (`hosted`): their pages are tensors like the others, in memory that the
+    helper counts.
 
     With a `window` there is memory for only so many layers, which take turns: layer l has the memory of layer
     `l - window`. The pages of that layer must have been stored, or given up, before those of l are written.

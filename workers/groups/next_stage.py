@@ -10,8 +10,8 @@ from typing import Protocol
 import msgspec
 import torch
 
+from mooncake.bus.zeromq import PeerGoneError, Router
 from mooncake.errors import MismatchError
-from mooncake.messages.bus import PeerGoneError, Router
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from mooncake.node.process import Progress, report

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from mooncake.bus.zeromq import Dealer, PeerGoneError
 from mooncake.errors import ConfigError, TransferError
 from mooncake.messages.block_orders import BlockOrder, DropCopies, Pin, Replicate, Unpin
-from mooncake.messages.bus import Dealer, PeerGoneError
 from mooncake.messages.pools import PoolStats
 from mooncake.security.keys import ClusterKey
 from workers.errors import SessionLostError

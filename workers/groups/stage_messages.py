@@ -1,7 +1,7 @@
 """Messages between the stages of a prefill pipeline (chunked pipeline parallelism, Mooncake, section 5.1).
 
 The stages are a chain: each talks to the one behind it and the one before it, over ZeroMQ
-(`mooncake.messages.bus`). The first one leads: it takes orders, and its decisions travel down the chain in
+(`mooncake.bus.zeromq`). The first one leads: it takes orders, and its decisions travel down the chain in
 the order in which they were made; the stages' reports travel up.
 
     before                                behind

@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from mooncake.bus.zeromq import PeerGoneError, peer_identity
 from mooncake.errors import ConfigError
 from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import BlockOrder
-from mooncake.messages.bus import PeerGoneError, peer_identity
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.instance_metrics import InstanceReport
 from mooncake.messages.migration import MigrationOrder, PlaceModules
 from mooncake.messages.pools import PoolStats
@@ -28,7 +29,6 @@ from mooncake.messages.workers import (
     Abort,
     Decode,
     FromWorker,
-    Heartbeat,
     HeartbeatAck,
     Leave,
     Prefill,

@@ -6,8 +6,8 @@ Owns: these connections. Does not know: requests, where they are decoded.
 import logging
 from collections import defaultdict
 
+from mooncake.bus.zeromq import Dealer, PeerGoneError
 from mooncake.errors import ConfigError
-from mooncake.messages.bus import Dealer, PeerGoneError
 from mooncake.messages.fronts import ToFront, TokenOutput, Tokens
 from mooncake.security.keys import ClusterKey
 

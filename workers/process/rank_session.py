@@ -6,7 +6,7 @@ Owns: the rank's connections. Does not know: how requests are computed, the Cond
 import asyncio
 
 from kvstore.client.worker_client import WorkerClient
-from mooncake.messages.bus import peer_identity
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from mooncake.node.process import Progress, Ready, report

@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 
+from mooncake.bus.zeromq import Dealer, PeerGoneError, peer_identity
 from mooncake.errors import ConfigError
 from mooncake.leadership.leaders import Leaders
-from mooncake.messages.bus import Dealer, PeerGoneError, peer_identity
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Returning, ReturnNoted, ToWorker
 from mooncake.node.lives import ProcessEnd

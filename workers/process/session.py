@@ -17,20 +17,11 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import HandOver, ModulesSupport, PlaceModules, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
-from mooncake.messages.workers import (
-    SPOKEN,
-    Abort,
-    Decode,
-    Heartbeat,
-    Leave,
-    Prefill,
-    Register,
-    Reserve,
-    WorkFailed,
-)
+from mooncake.messages.workers import SPOKEN, Abort, Decode, Leave, Prefill, Register, Reserve, WorkFailed
 from mooncake.node.process_config import WorkerProcess
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.runner import DecodeRunner

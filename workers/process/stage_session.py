@@ -7,8 +7,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from kvstore.client.worker_client import WorkerClient
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from mooncake.node.process import Progress, Ready, report

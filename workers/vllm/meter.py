@@ -4,8 +4,8 @@ step.
 Owns: counters. Does not know: their readers.
 """
 
+from mooncake.messages.heartbeats import DecodeStats
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import DecodeStats
 
 
 class StepMeter:

@@ -9,21 +9,12 @@ from kvstore.client.worker_client import WorkerClient
 from mooncake.leadership.leaders import Leaders
 from mooncake.messages.block_orders import DropCopies, Pin, Replicate, Unpin
 from mooncake.messages.blocks import KVLayout
+from mooncake.messages.heartbeats import DecodeLoad, Heartbeat
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
-from mooncake.messages.workers import (
-    SPOKEN,
-    Abort,
-    Decode,
-    DecodeLoad,
-    Heartbeat,
-    Prefill,
-    Register,
-    Reserve,
-    WorkFailed,
-)
+from mooncake.messages.workers import SPOKEN, Abort, Decode, Prefill, Register, Reserve, WorkFailed
 from mooncake.node.process_config import WorkerProcess
 from workers.execution.device_name import CPUINFO, processor_name
 from workers.execution.jobs import Jobs

@@ -24,9 +24,9 @@ from conductor.front.errors import (
 )
 from conductor.front.generation.reception import Lost, Receive, Reception
 from conductor.view.rejection import Reason
+from mooncake.bus.zeromq import PeerGoneError, Router
 from mooncake.endpoints import advertised
 from mooncake.errors import ConfigError, OverloadedError, RequestError
-from mooncake.messages.bus import PeerGoneError, Router
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,

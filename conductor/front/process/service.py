@@ -15,9 +15,9 @@ from conductor.front.http.server import listen
 from conductor.front.process.server import serve as serve_front
 from conductor.front.process.starting import announce, front_config, open_model
 from conductor.telemetry.leadership_metrics import register_reach
+from mooncake.bus.zeromq import peer_identity
 from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import following
-from mooncake.messages.bus import peer_identity
 from mooncake.node.process import Ready, child_main
 from mooncake.node.process_config import FrontProcess
 from mooncake.tracing.opening import open_tracer

@@ -23,9 +23,9 @@ from conductor.front.requests.context_beginnings import ContextCacheRequest, Ttl
 from conductor.front.requests.validation import Job, fit_into_pool
 from conductor.front.routes.openapi import described
 from conductor.front.routes.shared import FrontState, claimed, key_of
+from mooncake.bus.in_process import Inbox
 from mooncake.errors import RequestError
 from mooncake.messages.fronts import DropContext, KeepContext
-from mooncake.messages.in_process import Inbox
 
 PATH = "/v1/context_caches"
 _MAX_EXTEND_BYTES = 4096

@@ -8,15 +8,14 @@ from conductor.policy import Conductor
 from conductor.rules import Limits, Rules
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
+from mooncake.messages.heartbeats import DecodeLoad, Heartbeat
 from mooncake.messages.migration import PreCopy
 from mooncake.messages.operators import ChangeRole, Migrate
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
-    DecodeLoad,
     Finished,
     FinishReason,
-    Heartbeat,
     InstanceState,
     Prefill,
     Prefilled,

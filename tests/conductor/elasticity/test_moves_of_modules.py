@@ -12,21 +12,12 @@ from conductor.rules import Limits, Rules
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
+from mooncake.messages.heartbeats import DecodeStats, Heartbeat
 from mooncake.messages.migration import ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import MoveModules
 from mooncake.messages.pools import PoolShard
 from mooncake.messages.requests import Request, SamplingParams
-from mooncake.messages.workers import (
-    PROTOCOL_VERSION,
-    DecodeStats,
-    Heartbeat,
-    Prefill,
-    Prefilled,
-    Register,
-    Reserve,
-    Reserved,
-    Role,
-)
+from mooncake.messages.workers import PROTOCOL_VERSION, Prefill, Prefilled, Register, Reserve, Reserved, Role
 from tests.conductor.small_cluster import EPOCH, FRONT, GRANT, POOL, address, registration
 
 PROFILE = Costs(0.01, 1e-4, 0.0), Costs(0.01, 0.0, 1e-6)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.elasticity.batches import InstanceBatch, Resident
 from conductor.elasticity.capacity import Division, DivisionCapacity, Work
 from conductor.elasticity.decisions import Change
 from conductor.elasticity.demand import OfferedLoad
+from conductor.elasticity.moves.batches import InstanceBatch, Resident
 from conductor.elasticity.rebalancer import Member, Rebalancer, State
 from conductor.performance.model import DecodeCapacity
 from mooncake.messages.costs import Costs

@@ -29,10 +29,10 @@ from conductor.front.http.server import listen
 from conductor.front.openai.model import ServedModel
 from conductor.front.process import server
 from conductor.telemetry.display import Display
+from mooncake.bus.zeromq import peer_identity
 from mooncake.errors import RequestError
 from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leader, Leaders
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import (
     Cancel,
     ClusterState,

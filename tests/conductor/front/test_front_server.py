@@ -15,8 +15,8 @@ from conductor.front.config import FrontConfig
 from conductor.front.http.server import listen
 from conductor.front.openai.model import load_served_model
 from conductor.front.process import server
+from mooncake.bus.in_process import Inbox, InProcessLink
 from mooncake.errors import ConfigError
-from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Request
 from mooncake.model.checkpoint import open_checkpoint
 from tests.conductor.front.fakes import (

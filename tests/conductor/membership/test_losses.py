@@ -7,15 +7,15 @@ import pytest
 from conductor.effects import Effect
 from conductor.policy import Conductor
 from conductor.rules import Limits
-from mooncake.messages.bus import peer_identity
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Submit
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared
 from mooncake.messages.operators import ChangeRole, Drain
 from mooncake.messages.requests import FinishReason
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     Finished,
-    Heartbeat,
     InstanceState,
     Leave,
     Prefill,

@@ -8,8 +8,8 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.fronts import ClusterState
 from mooncake.messages.migration import LayerRange, ModulesPlace, ModulesSupport, PlaceModules
 from mooncake.messages.operators import ChangeRole, Drain, MoveModules, Ordered

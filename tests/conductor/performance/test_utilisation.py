@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from conductor.performance.utilisation import Utilisation
-from mooncake.messages.workers import DecodeStats, Heartbeat, Role
+from mooncake.messages.heartbeats import DecodeStats, Heartbeat
+from mooncake.messages.workers import Role
 from tests.conductor.small_cluster import POOL
 
 TOKEN_S = 0.002

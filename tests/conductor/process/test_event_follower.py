@@ -14,8 +14,8 @@ from conductor.rules import Limits
 from kvstore.events import internal
 from kvstore.events.batches import EventLog
 from kvstore.events.internal import InternalPublisher
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, MessengerAddress, PoolShard, Tier
 from mooncake.messages.workers import PROTOCOL_VERSION, Leave, Register, Role
 from mooncake.security.keys import ClusterKey

@@ -11,8 +11,8 @@ from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import MigrationStep
 from conductor.rules import Limits, Rules, SLOs
 from conductor.view.instances import Instance
+from mooncake.bus.zeromq import peer_identity
 from mooncake.config.policies import Overload
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,
@@ -25,6 +25,7 @@ from mooncake.messages.fronts import (
     Submit,
     Unknown,
 )
+from mooncake.messages.heartbeats import DecodeLoad, Heartbeat
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandedOver, HandOver, PreCopied, PreCopy, Prepare, Prepared, TakeOver
 from mooncake.messages.operators import ChangeRole, Drain, Migrate
@@ -34,10 +35,8 @@ from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     STAGES,
     Decode,
-    DecodeLoad,
     DecodeRefused,
     Finished,
-    Heartbeat,
     Prefill,
     Prefilled,
     Reserve,

@@ -5,8 +5,8 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.rules import Limits, Rules
+from mooncake.bus.zeromq import peer_identity
 from mooncake.config.policies import Overload
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
     Cancel,

@@ -8,12 +8,13 @@ from conductor.effects import ToConductor
 from conductor.rules import Limits
 from conductor.telemetry.display import NUM_PATHS, Display
 from conductor.telemetry.history import History
-from mooncake.messages.bus import peer_identity
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.fronts import KeepContext, Submit
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.kv_events import KVStored
 from mooncake.messages.pools import PeerStats, Tier
 from mooncake.messages.requests import FinishReason
-from mooncake.messages.workers import Finished, Heartbeat, Leave, Prefilled, Reserved, Role
+from mooncake.messages.workers import Finished, Leave, Prefilled, Reserved, Role
 from tests.conductor.small_cluster import (
     D0,
     FRONT,

@@ -8,12 +8,12 @@ from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, RequestTimeline
 from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submit
+from mooncake.messages.heartbeats import Joining
 from mooncake.messages.requests import FinishReason, Held, HeldStep
 from mooncake.messages.workers import (
     PROTOCOL_VERSION,
     DecodeRefused,
     Finished,
-    Joining,
     Leave,
     Prefilled,
     Register,

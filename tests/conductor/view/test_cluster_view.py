@@ -9,7 +9,8 @@ from conductor.view.cluster_view import COSTS_HOLD_S, ClusterView
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Prediction
 from mooncake.messages.costs import Costs
-from mooncake.messages.workers import DecodeStats, Heartbeat, MixedIterations, Role
+from mooncake.messages.heartbeats import DecodeStats, Heartbeat, MixedIterations
+from mooncake.messages.workers import Role
 from tests.conductor.small_cluster import registration
 
 PREFILL_COSTS = Costs(1e-3, 2e-5, 1e-9)

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from mooncake.bus.zeromq import Router
 from mooncake.config.cluster_section import ClusterConfig
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.leadership.conductor_dealer import ConductorDealer
 from mooncake.leadership.leaders import Leader, Leaders, Reach, following
-from mooncake.messages.bus import Router
 from mooncake.messages.fronts import Cancel, FromFront, Unknown
 from mooncake.security.keys import ClusterKey
 from tests.deadline import DEADLINE_S

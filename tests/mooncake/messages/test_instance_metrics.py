@@ -8,8 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from conductor.policy import Conductor
 from conductor.rules import Limits
 from conductor.telemetry.metrics import instances_text
+from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
-from mooncake.messages.bus import peer_identity
+from mooncake.messages.heartbeats import DecodeStats, Heartbeat, MixedIterations
 from mooncake.messages.instance_metrics import InstanceReport, instance_text
 from mooncake.messages.migration import PAUSE_BOUNDS_S, LayerRange, ModulesPlace, MovesStats
 from mooncake.messages.pools import (
@@ -21,14 +22,7 @@ from mooncake.messages.pools import (
     Tier,
     TierStats,
 )
-from mooncake.messages.workers import (
-    PROTOCOL_VERSION,
-    DecodeStats,
-    Heartbeat,
-    MixedIterations,
-    Register,
-    Role,
-)
+from mooncake.messages.workers import PROTOCOL_VERSION, Register, Role
 
 STATS = PoolStats(
     num_pages=100,

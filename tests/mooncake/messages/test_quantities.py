@@ -9,9 +9,10 @@ import pytest
 from msgspec.inspect import FloatType, IntType, StructType, multi_type_info
 
 from mooncake.messages.fronts import FromFront, Tokens
+from mooncake.messages.heartbeats import DecodeLoad, DecodeStats, Heartbeat
 from mooncake.messages.pools import PeerStats
 from mooncake.messages.requests import Ref
-from mooncake.messages.workers import DecodeLoad, DecodeRefused, DecodeStats, FromWorker, Heartbeat, Prefilled
+from mooncake.messages.workers import DecodeRefused, FromWorker, Prefilled
 
 NAMES_ONLY = {"protocol_version", "newest_version", "version", "incarnation", "epoch", "attempt", "grant_id"}
 """compared with one's own, and with nothing else"""

@@ -15,7 +15,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from conductor.effects import ToConductor
-from mooncake.messages.bus import Dealer, Router, peer_identity
+from mooncake.bus.zeromq import Dealer, Router, peer_identity
 from mooncake.messages.fronts import Cancel
 from mooncake.messages.workers import ToWorker
 from mooncake.security import curve, handshakes

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from mooncake.messages.heartbeats import Joining
 from mooncake.messages.requests import Ref, SamplingParams
-from mooncake.messages.workers import Decode, Joining, Reserve, ToWorker
+from mooncake.messages.workers import Decode, Reserve, ToWorker
 from tests.kvstore.nodes import DEADLINE_S
 from tests.kvstore.nodes import until as pool_until
 from tests.workers.gate import Brake, Gate

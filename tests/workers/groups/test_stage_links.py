@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mooncake.bus.zeromq import peer_identity
 from mooncake.errors import ConfigError
 from mooncake.messages.block_orders import Pin
-from mooncake.messages.bus import peer_identity
 from mooncake.messages.pools import Capacity, PoolStats
 from mooncake.messages.workers import PROTOCOL_VERSION
 from tests.kvstore.nodes import CLUSTER_KEY, DEADLINE_S

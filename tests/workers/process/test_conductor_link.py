@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from mooncake.bus.zeromq import Router
 from mooncake.config.conductor_section import ConductorConfig
 from mooncake.config.settings import Config
 from mooncake.leadership.leaders import Leader, Leaders
-from mooncake.messages.bus import Router
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.pools import PoolStats
 from mooncake.messages.requests import Held, HeldStep, Ref
-from mooncake.messages.workers import FromWorker, Heartbeat, HeartbeatAck, Leave, Register, Registered, Role
+from mooncake.messages.workers import FromWorker, HeartbeatAck, Leave, Register, Registered, Role
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
 from tests.conductor.small_cluster import POOL, registration

@@ -8,8 +8,9 @@ import httpx
 import pytest
 
 from mooncake.errors import ConfigError
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.instance_metrics import InstanceReport
-from mooncake.messages.workers import Heartbeat, Role
+from mooncake.messages.workers import Role
 from tests.deadline import DEADLINE_S
 from tests.mooncake.messages.test_instance_metrics import STATS, of, parsed
 from workers.process import metrics_listener

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.bus.zeromq import Router
 from mooncake.config.settings import Config
 from mooncake.leadership.leaders import Leader, Leaders
-from mooncake.messages.bus import Router
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import FromWorker, Returning, ReturnNoted, Role
 from mooncake.node.lives import ProcessEnd

@@ -25,11 +25,11 @@ from workers.decode.batching.batch import DecodeBatch, FullPage
 from workers.decode.batching.iterations import Iteration
 from workers.decode.blocks.block_transfers import BlockTransfers
 from workers.decode.migration.helper_pace import HelperPace, IterationTime, WithoutHelper
+from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.tbt import TBTPredictor
 from workers.engine.kvcache import HostedLayers, MovedHeads
-from workers.engine.kvcache_move import KVCacheMove
 from workers.errors import ModulesStayError, SessionLostError
 from workers.execution.executor import Executor
 from workers.execution.jobs import wait_to_end

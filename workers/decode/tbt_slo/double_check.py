@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mooncake.messages.costs import HOLD_SHARE, batch_share, tbt_margin_s
 from mooncake.messages.fronts import TokenOutput
-from mooncake.messages.workers import DecodeLoad
+from mooncake.messages.heartbeats import DecodeLoad
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.tbt import IterationPredictors
 

@@ -9,18 +9,9 @@ from benchmarks.tools.simulator.cluster.decode.instance import DecodeInstance
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.prefill import PrefillInstance
 from mooncake.messages.block_orders import Replicate
+from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
-from mooncake.messages.workers import (
-    Abort,
-    Decode,
-    Heartbeat,
-    Prefill,
-    Reserve,
-    Retired,
-    Role,
-    SwitchRole,
-    ToWorker,
-)
+from mooncake.messages.workers import Abort, Decode, Prefill, Reserve, Retired, Role, SwitchRole, ToWorker
 
 
 @dataclass(slots=True, eq=False)

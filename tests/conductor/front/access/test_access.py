@@ -26,9 +26,9 @@ from conductor.front.http.certificate import Certificate
 from conductor.front.process import server
 from conductor.front.requests.validation import ApiEndpoint, Job, read_job
 from conductor.front.routes import app
+from mooncake.bus.in_process import Inbox, InProcessLink
 from mooncake.errors import ConfigError, RequestError
 from mooncake.messages.fronts import QuotaClaim, Rejected
-from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import Request
 from mooncake.security.api_keys import ApiKey, add_api_key, digest
 from tests.conductor.front.fakes import (

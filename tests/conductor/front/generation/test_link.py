@@ -14,11 +14,11 @@ from conductor.front.errors import GenerationFailedError, UnavailableError
 from conductor.front.generation import link as link_module
 from conductor.front.generation.link import Link
 from conductor.front.generation.reception import Event, Lost, Received, Reception
+from mooncake.bus.in_process import Inbox, InProcessLink
 from mooncake.errors import ConfigError, OverloadedError
 from mooncake.leadership.leaders import Leader, Leaders
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.fronts import ClusterState, Ended, Interrupted, TokenOutput, Unknown
-from mooncake.messages.in_process import Inbox, InProcessLink
 from mooncake.messages.requests import FinishReason, Ref, Request, SamplingParams
 from tests.conductor.front.fakes import CLUSTER_KEY, DEADLINE_S, FakeCluster, conductor_peer
 from tests.examples import num_examples

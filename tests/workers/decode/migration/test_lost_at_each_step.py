@@ -17,7 +17,7 @@ from tests.workers.mini_cluster import tokens_of
 from tests.workers.modules_lab import NUM_PAGES, Pair, Part, paired, until, wide_model
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import module_moves
-from workers.engine.kvcache_move import KVCacheMove
+from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.modules.helper_link import HelperLink
 
 pytestmark = pytest.mark.cluster

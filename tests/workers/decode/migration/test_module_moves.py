@@ -33,7 +33,7 @@ from tests.workers.modules_lab import (
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
 from workers.decode.migration import module_moves
-from workers.engine.kvcache_move import KVCacheMove
+from workers.decode.migration.kvcache_move import KVCacheMove
 
 pytestmark = pytest.mark.cluster
 WISHES = (

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from mooncake.messages.heartbeats import DecodeLoad
 from mooncake.messages.requests import Ref, Request, SamplingParams
-from mooncake.messages.workers import DecodeLoad
 from workers.decode.sequence import Sequence
 from workers.decode.tbt_slo.double_check import DoubleCheck, TooSlowError
 from workers.decode.tbt_slo.tbt import IterationPredictors

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.tools.simulator.cluster.batch import Batch, Member
 from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.requests import SimulatedRequest
-from mooncake.messages.workers import MixedIterations
+from mooncake.messages.heartbeats import MixedIterations
 from workers.decode.tbt_slo.prompt_budget import ChunkLimits, PromptBudget, divide_budget
 from workers.decode.tbt_slo.tbt import IterationPredictors
 from workers.kvcache.shared_prefixes import computes_for, num_blocks_worth_waiting

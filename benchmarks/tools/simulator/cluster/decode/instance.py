@@ -20,17 +20,10 @@ from benchmarks.tools.simulator.cluster.machines.costs import PromptShare
 from benchmarks.tools.simulator.cluster.node import Node
 from benchmarks.tools.simulator.cluster.requests import ANY_TOKEN, SimulatedRequest
 from benchmarks.tools.simulator.cluster.shape import JoinCosts
+from mooncake.messages.heartbeats import DecodeLoad, DecodeStats
 from mooncake.messages.migration import MigrationOrder
 from mooncake.messages.requests import FinishReason, Ref
-from mooncake.messages.workers import (
-    Abort,
-    Decode,
-    DecodeLoad,
-    DecodeStats,
-    Finished,
-    Prefilled,
-    Reserve,
-)
+from mooncake.messages.workers import Abort, Decode, Finished, Prefilled, Reserve
 from workers.decode.tbt_slo.prompt_budget import ChunkLimits
 from workers.decode.tbt_slo.tbt import IterationPredictors
 

@@ -8,8 +8,8 @@ compared by tokens.
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
 
-from conductor.elasticity.batches import InstanceBatch, Resident, destination_of, moved
-from conductor.elasticity.moves import Move
+from conductor.elasticity.moves.batches import InstanceBatch, Resident, destination_of, moved
+from conductor.elasticity.moves.limits import Move
 from conductor.view.decision_stats import MigrationReason
 
 

@@ -10,7 +10,7 @@ Owns: whether this is possible. Does not know: who wants an empty instance, how 
 
 from dataclasses import replace
 
-from conductor.elasticity.batches import InstanceBatch, destination_of, moved
+from conductor.elasticity.moves.batches import InstanceBatch, destination_of, moved
 
 
 def can_be_emptied(source: InstanceBatch, batches: list[InstanceBatch]) -> bool:

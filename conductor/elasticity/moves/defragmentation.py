@@ -6,8 +6,8 @@ its instances. Requests are moved away from the instance at which it waits until
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
 
-from conductor.elasticity.batches import Coming, InstanceBatch, destination_of, moved
-from conductor.elasticity.moves import Move
+from conductor.elasticity.moves.batches import Coming, InstanceBatch, destination_of, moved
+from conductor.elasticity.moves.limits import Move
 from conductor.view.decision_stats import MigrationReason
 
 LEAST_WAIT_S = 2.0

@@ -6,7 +6,7 @@ Owns: the result of a rule, hysteresis. Does not know: why a request should move
 from collections import Counter
 from typing import NamedTuple
 
-from conductor.elasticity.batches import InstanceBatch
+from conductor.elasticity.moves.batches import InstanceBatch
 from conductor.view.decision_stats import MigrationReason
 
 AGAIN_AFTER_S = 10.0

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.view.forecast import BUCKET_S, Forecast, OutputLengths, RequestForecast, Steps, SystemForecast
-from conductor.view.timeline import PromptTotals, Timeline
+from conductor.view.forecast.forecast import (
+    BUCKET_S,
+    Forecast,
+    OutputLengths,
+    RequestForecast,
+    Steps,
+    SystemForecast,
+)
+from conductor.view.forecast.timeline import PromptTotals, Timeline
 from mooncake.messages.requests import Request, SamplingParams
 from tests.examples import num_examples
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.view.lifetimes import BUCKET_STEPS, Lifetimes
-from conductor.view.timeline import PromptTotals, Timeline
+from conductor.view.forecast.lifetimes import BUCKET_STEPS, Lifetimes
+from conductor.view.forecast.timeline import PromptTotals, Timeline
 from mooncake.config.policies import Overload
 from mooncake.messages.blocks import BlockKey
 from mooncake.messages.requests import Request

@@ -7,8 +7,8 @@ classes away before that.
 Owns: this rule. Does not know: how often requests may move, how they move.
 """
 
-from conductor.elasticity.batches import InstanceBatch, Resident, destination_of, moved
-from conductor.elasticity.moves import Move
+from conductor.elasticity.moves.batches import InstanceBatch, Resident, destination_of, moved
+from conductor.elasticity.moves.limits import Move
 from conductor.view.decision_stats import MigrationReason
 
 HEADROOM_SHARE = 0.85

@@ -1,7 +1,7 @@
 """Messages between two parts of one process in one event loop, neither encoded nor copied.
 
 Owns: the queue of each direction. Does not know: what the messages mean. Between processes:
-`mooncake.messages.bus`.
+`mooncake.bus.zeromq`.
 """
 
 import asyncio

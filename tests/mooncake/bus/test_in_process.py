@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from mooncake.messages.in_process import Inbox, InProcessLink
+from mooncake.bus.in_process import Inbox, InProcessLink
 
 
 async def test_each_end_gets_what_the_other_sends_as_it_is() -> None:

@@ -8,8 +8,7 @@ import zmq
 import zmq.asyncio
 
 from conductor.effects import ToConductor
-from mooncake.errors import ConfigError
-from mooncake.messages.bus import (
+from mooncake.bus.zeromq import (
     LARGEST_MESSAGE_BYTES,
     MAX_IN_A_ROW,
     Dealer,
@@ -17,6 +16,7 @@ from mooncake.messages.bus import (
     Router,
     peer_identity,
 )
+from mooncake.errors import ConfigError
 from mooncake.messages.fronts import Cancel
 from mooncake.messages.requests import Ref
 from mooncake.messages.workers import Abort, ToWorker

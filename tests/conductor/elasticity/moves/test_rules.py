@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from conductor.elasticity.batches import Coming, InstanceBatch, Resident
-from conductor.elasticity.consolidation import can_be_emptied
-from conductor.elasticity.defragmentation import defragment
-from conductor.elasticity.moves import Move, RecentMoves
-from conductor.elasticity.priorities import keep_headroom
-from conductor.elasticity.relief import relieve
+from conductor.elasticity.moves.batches import Coming, InstanceBatch, Resident
+from conductor.elasticity.moves.consolidation import can_be_emptied
+from conductor.elasticity.moves.defragmentation import defragment
+from conductor.elasticity.moves.limits import Move, RecentMoves
+from conductor.elasticity.moves.priorities import keep_headroom
+from conductor.elasticity.moves.relief import relieve
 from conductor.view.decision_stats import MigrationReason
 from mooncake.messages.costs import Costs
 
