@@ -30,8 +30,8 @@ from conductor.requests.placer import Placer
 from conductor.requests.registry import Requests
 from conductor.requests.resumption import Resumption
 from conductor.requests.worker_reports import WorkerReports
-from conductor.rules import Limits, Rules
 from conductor.scheduling.native import new_scheduler
+from conductor.settings import Limits, PolicySettings
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance, Instances
@@ -71,7 +71,7 @@ class Conductor:
         epoch: A number larger than that of any Conductor before.
         fingerprint: The model's fingerprint. Instances and fronts with another one are refused.
         limits: Limits of requests and of waiting times.
-        rules: The settings of decisions.
+        settings: The settings of decisions.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
         profiled_device: The device on which the costs were measured. Instances on other devices are refused;
             None: no instance is.
@@ -82,26 +82,26 @@ class Conductor:
         epoch: int,
         fingerprint: str,
         limits: Limits,
-        rules: Rules | None = None,
+        settings: PolicySettings | None = None,
         profiled: tuple[Costs, Costs] | None = None,
         profiled_device: str | None = None,
     ) -> None:
-        rules = rules or Rules()
+        settings = settings or PolicySettings()
         self.limits = limits
-        self.instances = Instances(rules)
-        self.view = ClusterView(rules, profiled)
+        self.instances = Instances(settings)
+        self.view = ClusterView(settings, profiled)
         self.prefixes = self.view.prefixes
-        self._requests = Requests(epoch, self.instances, self.view, limits, rules)
-        self._admission = Admission(self.view, rules.overload)
-        self._placer = Placer(self._requests, new_scheduler(self.view, rules), self._admission)
-        self.migrations = Migrations(self._requests, rules)
+        self._requests = Requests(epoch, self.instances, self.view, limits, settings)
+        self._admission = Admission(self.view, settings.overload)
+        self._placer = Placer(self._requests, new_scheduler(self.view, settings), self._admission)
+        self.migrations = Migrations(self._requests, settings)
         self._reports = WorkerReports(self._requests, self._placer, self._admission, self.migrations)
         self._resumption = Resumption(self._requests, self._placer, self._reports)
         self._fronts = Fronts(epoch, fingerprint, self.instances, self.view)
         self.contexts = Contexts(self.prefixes, self.instances)
         self.replication = (
-            Replication(self.view, rules.replication)
-            if rules.replication is not None and rules.fetches_prefixes
+            Replication(self.view, settings.replication)
+            if settings.replication is not None and settings.fetches_prefixes
             else None
         )
         self.evacuation = Evacuation(self.view, self.contexts, self.replication)
@@ -122,7 +122,7 @@ class Conductor:
             self._resumption,
             self.roles,
         )
-        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, self._modules, rules)
+        self.elasticity = Elasticity(self._requests, self.migrations, self.roles, self._modules, settings)
         self._last_tick_s: float | None = None
 
     # -- what telemetry reads -----------------------------------------------------------------------

@@ -42,7 +42,7 @@ LAYERS = {
         | batch, process_group, weights | layers | decode_graphs | cuda | model | warm_up
     """,
     "conductor": """
-        effects, index, performance | rules | view | admission, fronts, replication, scheduling | requests
+        effects, index, performance | settings | view | admission, fronts, replication, scheduling | requests
         | membership | elasticity | policy | telemetry | front | process, picker
     """,
     "conductor.front": """

@@ -28,8 +28,8 @@ from benchmarks.conductor.index import (
 from benchmarks.kvstore.rounds import print_table, progress
 from benchmarks.tools.arguments import counts
 from conductor.admission.overload import Admission
-from conductor.rules import Rules, SLOs
 from conductor.scheduling.native import new_scheduler
+from conductor.settings import PolicySettings, SLOs
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
@@ -68,14 +68,14 @@ def request(name: str, keys: list[BlockKey]) -> Request:
 
 def measure(num_instances: int, num_blocks: int) -> dict[str, float]:
     """Measure one size, in this process. Returns microseconds."""
-    rules = Rules(overload=Overload.PREDICTION)
-    view = ClusterView(rules)
+    settings = PolicySettings(overload=Overload.PREDICTION)
+    view = ClusterView(settings)
     for number in range(num_instances):
         view.add(instance(number), 0.0)
     num_prompts = fill(view.prefixes, num_instances, num_blocks, are_added=True)
-    scheduler = new_scheduler(view, rules)
-    admission = Admission(view, rules.overload)
-    assignments = Assignments(view, rules, DecisionStats())
+    scheduler = new_scheduler(view, settings)
+    admission = Admission(view, settings.overload)
+    assignments = Assignments(view, settings, DecisionStats())
     draw = random.Random(_SEED)
     for number in range(-NUM_ENDED, REQUESTS_PER_INSTANCE * num_instances):
         asked = request(f"r{number}", keys_of_prompt(draw.randrange(num_prompts)))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.admission.headroom import MAX_SHARE, Headroom, Terms
-from conductor.rules import SLOs
+from conductor.settings import SLOs
 from conductor.view.assignments import Assignment
 from conductor.view.cluster_view import ClusterView
 from conductor.view.corrections import NEAR_TBT_SLO

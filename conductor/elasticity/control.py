@@ -28,7 +28,7 @@ from conductor.membership.roles import Roles
 from conductor.requests.lifecycle import TrackedRequest
 from conductor.requests.migrations import Migrations
 from conductor.requests.registry import Requests
-from conductor.rules import Rules
+from conductor.settings import PolicySettings
 from mooncake.messages.costs import prefill_quantities
 from mooncake.messages.migration import LayerRange
 from mooncake.messages.workers import InstanceState
@@ -55,18 +55,23 @@ class Elasticity:
         migrations: The component that moves requests.
         roles: The component that changes roles.
         modules: The component that moves modules.
-        rules: The settings: which of these is on.
+        settings: Which of these is on.
     """
 
     def __init__(
-        self, requests: Requests, migrations: Migrations, roles: Roles, modules: Modules, rules: Rules
+        self,
+        requests: Requests,
+        migrations: Migrations,
+        roles: Roles,
+        modules: Modules,
+        settings: PolicySettings,
     ) -> None:
         self._requests, self._migrations, self._roles, self._modules = requests, migrations, roles, modules
-        self._rules, self._view, self._instances = rules, requests.view, requests.instances
+        self._settings, self._view, self._instances = settings, requests.view, requests.instances
         self._survey = Survey(requests, migrations, modules)
         self._recent = RecentMoves()
         self.demand = Demand()
-        self.rebalancer = Rebalancer() if rules.has_rebalancing else None
+        self.rebalancer = Rebalancer() if settings.has_rebalancing else None
         self._num_arrived = 0
         self._modules_looked_s = -math.inf
         self._given_s: dict[str, float] = {}
@@ -116,10 +121,10 @@ class Elasticity:
 
         To be called about twice a second.
         """
-        effects = self._move(now_s) if self._rules.moves_requests else []
+        effects = self._move(now_s) if self._settings.moves_requests else []
         if self.rebalancer is not None:
             effects += self._rebalance(self.rebalancer, now_s)
-            if self._rules.moves_modules and not effects:
+            if self._settings.moves_modules and not effects:
                 effects += self._move_modules(now_s)
         return effects
 
@@ -209,7 +214,7 @@ class Elasticity:
             self.demand.num_changes,
             capacity,
             self._requests.limits.ttft_slo_s,
-            self._rules.has_inlining,
+            self._settings.has_inlining,
             self._num_arrived,
             sum(
                 number

@@ -33,7 +33,7 @@ from conductor.process.event_follower import EventFollower
 from conductor.process.quota_levels import SCHEMA as LEVELS
 from conductor.process.quota_levels import LevelFile, LevelKeys, LevelStore, QuotaLevels
 from conductor.process.standby import leading
-from conductor.rules import Limits, ReplicationRules, Rules, SLOs
+from conductor.settings import Limits, PolicySettings, ReplicationSettings, SLOs
 from conductor.telemetry.display import Display
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import ConductorMetrics, HistoryMetrics
@@ -251,11 +251,11 @@ def _new_conductor(
         max_waiting=config.max_waiting,
     )
     threshold = config.kvcache_balancing_threshold
-    rules = Rules(
+    settings = PolicySettings(
         config.scheduling,
         None if isinstance(threshold, str) else threshold,
         config.overload,
-        replication=_replication_rules(config),
+        replication=_replication_settings(config),
         moves_requests=config.migrate_for_slos,
         has_rebalancing=config.rebalancing,
         moves_modules=config.migrate_modules,
@@ -268,16 +268,16 @@ def _new_conductor(
         epoch,
         model.served.fingerprint,
         limits,
-        rules,
+        settings,
         None if profile is None else profile.costs,
         None if profile is None else profile.device,
     )
 
 
-def _replication_rules(config: ConductorConfig) -> ReplicationRules | None:
+def _replication_settings(config: ConductorConfig) -> ReplicationSettings | None:
     if not config.replicate:
         return None
-    return ReplicationRules(
+    return ReplicationSettings(
         config.replication_period_s, config.replication_uses, int(config.replication_bytes)
     )
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from conductor.effects import Effect
 from conductor.index.prefix_index import PrefixMatch
 from conductor.replication.heat import Heat
-from conductor.rules import ReplicationRules
+from conductor.settings import ReplicationSettings
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.block_orders import DropCopies, Replicate
@@ -63,8 +63,8 @@ class PrefixCopy:
 class Replication:
     """The component that orders copies of hot prefixes, and drops cold ones."""
 
-    def __init__(self, view: ClusterView, rules: ReplicationRules) -> None:
-        self._view, self.rules = view, rules
+    def __init__(self, view: ClusterView, settings: ReplicationSettings) -> None:
+        self._view, self.settings = view, settings
         self._heat = Heat()
         self._noted: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_NOTED)
         """Prompts that were counted since the latest round."""
@@ -97,7 +97,7 @@ class Replication:
         layout = self._view.layout
         if layout is None:
             return []
-        is_time = seconds >= self.rules.period_s
+        is_time = seconds >= self.settings.period_s
         if is_time:
             self._round_s = now_s
             self._heat.fade(seconds)
@@ -159,7 +159,7 @@ class Replication:
             held = view.loads.is_prefill & holders[tip]
             held[slot] = False
             num_others = int(held.sum()) - num_dropped[tip]
-            num_warm = self._heat.depth(copy.keys, self.rules.uses_per_copy * num_others / 2)
+            num_warm = self._heat.depth(copy.keys, self.settings.uses_per_copy * num_others / 2)
             if num_others < 1 or num_warm == len(copy.keys):
                 continue
             num_dropped[tip] += 1
@@ -194,10 +194,10 @@ class Replication:
         room_blocks = view.loads.prefill_room_blocks.item(slot) // _ROOM_SHARE
         effects: list[Effect] = []
         left_bytes = self._left_bytes(now_s)
-        for prefix in self.hottest(self.rules.uses_per_copy / 2):
+        for prefix in self.hottest(self.settings.uses_per_copy / 2):
             match = view.prefixes.match(prefix)
             num_holders = int((view.loads.is_prefill & (match.num_blocks >= len(prefix))).sum())
-            depth = self._heat.depth(prefix, self.rules.uses_per_copy * max(1, num_holders) / 2)
+            depth = self._heat.depth(prefix, self.settings.uses_per_copy * max(1, num_holders) / 2)
             depth = min(depth, match.num_best_blocks)
             num_lacking = depth - match.num_blocks_at(slot)
             num_bytes = num_lacking * layout.block_bytes
@@ -211,13 +211,13 @@ class Replication:
     def _left_bytes(self, now_s: float) -> int:
         """Return the bytes that may still be ordered now."""
         in_flight = [copy.num_bytes for copy in self._copies.values() if copy.is_in_flight(now_s)]
-        return self.rules.most_bytes - sum(in_flight)
+        return self.settings.most_bytes - sum(in_flight)
 
     def _replicate(self, layout: KVLayout, now_s: float) -> list[Effect]:
         """Order copies of the hottest prefixes first, until the limit of bytes is reached."""
         left_bytes = self._left_bytes(now_s)
         effects = []
-        self._hot = self._hottest([*self._noted, *self._hot], self.rules.uses_per_copy)
+        self._hot = self._hottest([*self._noted, *self._hot], self.settings.uses_per_copy)
         self._noted.clear()
         for keys in self._hot:
             for copy, source in self._lacking(keys, layout, left_bytes, now_s):
@@ -253,7 +253,7 @@ class Replication:
         is_prefill = view.loads.is_prefill
         lacking: list[tuple[PrefixCopy, Instance]] = []
         for number in range(1, int(is_prefill.sum())):
-            depth = min(self._heat.depth(keys, self.rules.uses_per_copy * number), num_known)
+            depth = min(self._heat.depth(keys, self.settings.uses_per_copy * number), num_known)
             if int((is_prefill & (num_blocks >= depth)).sum()) > number:
                 continue
             target = self._target(num_blocks, keys, depth, now_s) if depth else None

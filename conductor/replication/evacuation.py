@@ -16,7 +16,7 @@ import numpy as np
 from conductor.effects import Effect
 from conductor.replication.contexts import Contexts
 from conductor.replication.copies import Replication
-from conductor.rules import ReplicationRules
+from conductor.settings import ReplicationSettings
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.block_orders import Replicate
@@ -50,8 +50,8 @@ class Evacuation:
 
     def __init__(self, view: ClusterView, contexts: Contexts, replication: Replication | None) -> None:
         self._view, self._contexts, self._replication = view, contexts, replication
-        rules = ReplicationRules() if replication is None else replication.rules
-        self._most_bytes = rules.most_bytes
+        settings = ReplicationSettings() if replication is None else replication.settings
+        self._most_bytes = settings.most_bytes
         self._leaving: dict[bytes, _Leaving] = {}
         self.num_ordered_blocks = 0
 

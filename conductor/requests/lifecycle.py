@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from conductor.requests.migration import Migration
-from conductor.rules import SLOs
+from conductor.settings import SLOs
 from conductor.view.assignments import Assignment
 from mooncake.messages.requests import Ref, Request
 

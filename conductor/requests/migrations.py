@@ -17,7 +17,7 @@ from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState, TrackedRequest
 from conductor.requests.migration import MAX_ROUNDS, Migration, MigrationStep, step_behind_copies
 from conductor.requests.registry import Requests
-from conductor.rules import Rules
+from conductor.settings import PolicySettings
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from conductor.view.instances import Instance
 from conductor.view.migration_costs import migration_cost, num_tokens_so_far
@@ -33,9 +33,9 @@ RETRY_AFTER_S = 5.0
 class Migrations:
     """The component that moves requests of the registry between decode instances."""
 
-    def __init__(self, requests: Requests, rules: Rules) -> None:
+    def __init__(self, requests: Requests, settings: PolicySettings) -> None:
         self._requests, self._view, self._limits = requests, requests.view, requests.limits
-        self._most_at_once = rules.mixed_chunk_tokens
+        self._most_at_once = settings.mixed_chunk_tokens
         """Tokens that a destination computes again in one iteration."""
 
     # -- questions ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from conductor.effects import Effect
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import Migration, MigrationStep
 from conductor.requests.suspicion import Suspicion
-from conductor.rules import Limits, Rules, SLOs
+from conductor.settings import Limits, PolicySettings, SLOs
 from conductor.view.assignments import Assignments
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats, MigrationOutcome, MigrationReason
@@ -38,7 +38,7 @@ class Requests:
     """
 
     def __init__(
-        self, epoch: int, instances: Instances, view: ClusterView, limits: Limits, rules: Rules
+        self, epoch: int, instances: Instances, view: ClusterView, limits: Limits, settings: PolicySettings
     ) -> None:
         self.epoch = epoch
         self.instances, self.view, self.limits = instances, view, limits
@@ -49,8 +49,8 @@ class Requests:
         self.migrating: dict[str, TrackedRequest] = {}
         self.num_released = 0
         """The number of times that requests have left instances."""
-        self._assignments = Assignments(view, rules, self.stats)
-        self._has_double_check = rules.has_double_check
+        self._assignments = Assignments(view, settings, self.stats)
+        self._has_double_check = settings.has_double_check
         self._num_of_tenant: Counter[str] = Counter()
         self._num_at_front: Counter[tuple[str, bytes]] = Counter()
         """Accepted requests by tenant and front."""

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.index.prefix_index import PrefixMatch
-from conductor.rules import Rules
 from conductor.scheduling.choices import Candidates, choice_of
+from conductor.settings import PolicySettings
 from conductor.view.cluster_view import ClusterView
 from conductor.view.estimators import Floats
 from conductor.view.placement import Placement, Prediction, num_tokens_held
@@ -108,11 +108,11 @@ class Inlined(NamedTuple):
 class Scheduler:
     """Algorithm 1, which chooses the pair of instances for a request from `view`."""
 
-    def __init__(self, view: ClusterView, rules: Rules) -> None:
+    def __init__(self, view: ClusterView, settings: PolicySettings) -> None:
         self._view = view
-        self._fetches = rules.fetches_prefixes
-        self._mixed_chunk_tokens = rules.mixed_chunk_tokens
-        self._choose = choice_of(rules)
+        self._fetches = settings.fetches_prefixes
+        self._mixed_chunk_tokens = settings.mixed_chunk_tokens
+        self._choose = choice_of(settings)
 
     def schedule(
         self,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from conductor.rules import Rules
+from conductor.settings import PolicySettings
 from conductor.view.estimators import Floats
 from conductor.view.loads import Loads
 from mooncake.config.policies import Scheduling
@@ -45,17 +45,17 @@ Choice = Callable[[Candidates, Loads], int]
 """A function that returns the slot to choose. Its TTFT is infinite if no instance can take the prompt."""
 
 
-def choice_of(rules: Rules) -> Choice:
+def choice_of(settings: PolicySettings) -> Choice:
     """Return the choice function that the configuration names."""
-    match rules.scheduling:
+    match settings.scheduling:
         case Scheduling.KVCACHE_CENTRIC | Scheduling.CACHE_AWARE:
             return least_ttft
         case Scheduling.LOAD_BALANCING:
             return fewest_requests
         case Scheduling.RANDOM:
-            return RandomChoice(rules.seed)
+            return RandomChoice(settings.seed)
         case Scheduling.BANASERVE:
-            return LeastUtilised(rules.load_threshold)
+            return LeastUtilised(settings.load_threshold)
 
 
 def least_ttft(candidates: Candidates, loads: Loads) -> int:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conductor.index.prefix_index import PrefixMatch, packed
-from conductor.rules import Rules
 from conductor.scheduling.algorithm1 import (
     NO_FETCH,
     Decoding,
@@ -26,6 +25,7 @@ from conductor.scheduling.algorithm1 import (
     zeroed_candidates,
 )
 from conductor.scheduling.choices import Candidates
+from conductor.settings import PolicySettings
 from conductor.view.cluster_view import ClusterView
 from mooncake.native import THIS_PROCESSOR, load_or_do_without
 
@@ -35,20 +35,20 @@ _INLINING = struct.Struct("2qd")
 """The layout of `Inlining`: blocks of the whole request, most tokens of a chunk, the budget."""
 
 
-def new_scheduler(view: ClusterView, rules: Rules) -> Scheduler:
+def new_scheduler(view: ClusterView, settings: PolicySettings) -> Scheduler:
     """Return the compiled scheduler, or the plain one where nothing can be compiled."""
     exactly = (*THIS_PROCESSOR, "-ffp-contract=off")  # one rounding where Python has two would differ from it
     library = load_or_do_without(
         Path(__file__).with_name("algorithm1.cpp"), "decisions take longer", flags=exactly
     )
-    return Scheduler(view, rules) if library is None else NativeScheduler(view, rules, library)
+    return Scheduler(view, settings) if library is None else NativeScheduler(view, settings, library)
 
 
 class NativeScheduler(Scheduler):
     """Algorithm 1 with compiled loops, whose calls keep the GIL as they are short."""
 
-    def __init__(self, view: ClusterView, rules: Rules, library: ctypes.CDLL) -> None:
-        super().__init__(view, rules)
+    def __init__(self, view: ClusterView, settings: PolicySettings, library: ctypes.CDLL) -> None:
+        super().__init__(view, settings)
         self._code = _with_types(library)
         self._num_changes: int | None = None
         """The view's number of changes when the addresses of its arrays were taken."""

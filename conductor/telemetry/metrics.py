@@ -19,7 +19,7 @@ from conductor.index.prefix_index import PrefixIndex
 from conductor.policy import Conductor
 from conductor.replication.copies import Replication
 from conductor.requests.lifecycle import OPEN_STATES
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.telemetry.elasticity_metrics import elasticity_metrics
 from conductor.telemetry.families import counters, gauges
 from conductor.telemetry.history import History

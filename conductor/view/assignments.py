@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from conductor.index.coming_prefixes import ComingPrompt
-from conductor.rules import Rules, SLOs
+from conductor.settings import PolicySettings, SLOs
 from conductor.view.cluster_view import ClusterView
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.forecast.forecast import Stay
@@ -80,8 +80,8 @@ class Destination:
 class Assignments:
     """The component that enters placed requests into `view`, follows them, and takes them out."""
 
-    def __init__(self, view: ClusterView, rules: Rules, stats: DecisionStats) -> None:
-        self._view, self._rules, self._stats = view, rules, stats
+    def __init__(self, view: ClusterView, settings: PolicySettings, stats: DecisionStats) -> None:
+        self._view, self._settings, self._stats = view, settings, stats
         self._tbt_slos_s: Counter[float] = Counter()
         """The number of placed requests by TBT SLO."""
 
@@ -199,7 +199,7 @@ class Assignments:
 
         An instance that inlines the prompt fetches nothing.
         """
-        if placement.is_inlined or not self._rules.fetches_prefixes:
+        if placement.is_inlined or not self._settings.fetches_prefixes:
             return None, 0
         own = self._view.balancing.threshold * placement.num_local_blocks
         if num_held_blocks > max(own, placement.num_source_blocks):

@@ -10,7 +10,7 @@ Owns: the threshold. Does not know: time, prefixes, which instance fetches.
 
 from collections.abc import Iterable
 
-from conductor.rules import DEFAULT_BALANCING_THRESHOLD
+from conductor.settings import DEFAULT_BALANCING_THRESHOLD
 from mooncake.messages.pools import PoolStats
 
 LOWEST, HIGHEST = 1.05, 4.0

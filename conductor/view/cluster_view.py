@@ -13,7 +13,7 @@ import numpy as np
 from conductor.index.coming_prefixes import ComingPrefixes
 from conductor.index.prefix_index import PrefixIndex
 from conductor.performance.utilisation import Utilisation
-from conductor.rules import Rules
+from conductor.settings import PolicySettings
 from conductor.view.balancing import BalancingThreshold
 from conductor.view.corrections import TBTCorrection, TTFTCorrection
 from conductor.view.estimators import (
@@ -83,7 +83,7 @@ class ClusterView:
     tokens, and its TBT is `next_delay` times that.
 
     Args:
-        rules: How the Conductor decides: the balancing threshold, what the forecast predicts.
+        settings: How the Conductor decides: the balancing threshold, what the forecast predicts.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
     """
 
@@ -94,8 +94,10 @@ class ClusterView:
     next_delay: Floats
     """The TBT of the further request in iterations: 1 while there is a slot for it."""
 
-    def __init__(self, rules: Rules | None = None, profiled: tuple[Costs, Costs] | None = None) -> None:
-        self._rules = rules = rules or Rules()
+    def __init__(
+        self, settings: PolicySettings | None = None, profiled: tuple[Costs, Costs] | None = None
+    ) -> None:
+        self._settings = settings = settings or PolicySettings()
         prefill, decode = profiled or (GENERIC_PREFILL_COSTS, GENERIC_DECODE_COSTS)
         self._is_profiled = profiled is not None
         self.prefixes = PrefixIndex()
@@ -107,8 +109,8 @@ class ClusterView:
         self.utilisation = Utilisation()
         self.full_batch_token_s = 0.0
         """Seconds of a decode instance that a token takes in a full batch; 0 while unknown."""
-        self.balancing = BalancingThreshold(rules.kvcache_balancing_threshold)
-        self.forecast = forecast_of(rules.overload)
+        self.balancing = BalancingThreshold(settings.kvcache_balancing_threshold)
+        self.forecast = forecast_of(settings.overload)
         self._pairs_ttft_correction, self._inlined_ttft_correction = TTFTCorrection(), TTFTCorrection()
         self.tbt_correction = TBTCorrection()
         self.layout: KVLayout | None = None
@@ -175,7 +177,7 @@ class ClusterView:
     def _reset_loads(self, slot: int, instance: Instance) -> None:
         """Reset the loads of a slot to those of an instance without requests, in its role."""
         room, max_batch = instance.max_sequence_blocks, instance.registration.capacity.max_batch
-        inlines = self._rules.inlines(instance.role)
+        inlines = self._settings.inlines(instance.role)
         # Instances that do both must take prompts even so: there may be no others.
         least = instance.registration.least_chunk_tokens if instance.role is Role.DECODE else 0
         self.loads.reset(slot, instance.role, room, max_batch, inlines=inlines, least_chunk_tokens=least)
@@ -206,7 +208,7 @@ class ClusterView:
 
     def open(self, instance: Instance) -> None:
         """Mark a closed instance as open to new requests."""
-        inlines = self._rules.inlines(instance.role)
+        inlines = self._settings.inlines(instance.role)
         slot, room = self._slots[instance.name], instance.max_sequence_blocks
         self.loads.set_role(slot, instance.role, room, inlines=inlines)
         self._decode_pool = None

@@ -7,7 +7,7 @@ heartbeats report.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from conductor.rules import Rules
+from conductor.settings import PolicySettings
 from mooncake.messages.heartbeats import Heartbeat
 from mooncake.messages.migration import ModulesPlace, PlaceModules
 from mooncake.messages.pools import PoolStats
@@ -134,11 +134,11 @@ class Instance:
 class Instances:
     """All registered instances by name. At most one life of a name is registered.
 
-    A `stage` is one of `STAGES`; `rules` say which instances can do a request's part in one.
+    A `stage` is one of `STAGES`; `settings` say which instances can do a request's part in one.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
         self._by_name: dict[str, Instance] = {}
         self._lost: dict[str, tuple[Instance, float]] = {}  # and until when it is expected back
         self._emptying: dict[str, Instance] = {}
@@ -254,7 +254,7 @@ class Instances:
         return self._largest[stage]
 
     def _can(self, instance: Instance, stage: Role) -> bool:
-        return self._rules.can(instance.role, stage)
+        return self._settings.can(instance.role, stage)
 
     def get(self, name: str | None) -> Instance | None:
         """Return the registered instance of this name; None without one."""
@@ -293,7 +293,7 @@ class Instances:
         None if every stage that this one can do would keep an instance.
         """
         for stage in STAGES:
-            is_kept = role is not None and self._rules.can(role, stage)
+            is_kept = role is not None and self._settings.can(role, stage)
             if self._can(instance, stage) and not is_kept and self.serving(stage) in ([], [instance]):
                 return stage
         return None
@@ -302,7 +302,7 @@ class Instances:
         """Return whether no instance, expected ones included, does a stage that `role` can do and `other`
         cannot."""
         return any(
-            self._rules.can(role, stage) and not self._rules.can(other, stage) and self.lacks(stage)
+            self._settings.can(role, stage) and not self._settings.can(other, stage) and self.lacks(stage)
             for stage in STAGES
         )
 

@@ -13,7 +13,7 @@ from conductor.front.generation.reception import Event, Received
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
 from conductor.process.service import ConductorService
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from conductor.telemetry.history import History
 from mooncake.bus.in_process import Inbox, InProcessLink
 from mooncake.bus.zeromq import Router
@@ -44,7 +44,7 @@ async def cluster_answers(folder: Path, has_inlining: bool) -> tuple[list[list[i
     """The answers to two requests, and how many requests the Conductor then still has."""
     key = ClusterKey.generate()
     control, replies = f"ipc://{folder}/control", f"ipc://{folder}/replies"
-    conductor = Conductor(1, FINGERPRINT, Limits(), Rules(has_inlining=has_inlining))
+    conductor = Conductor(1, FINGERPRINT, Limits(), PolicySettings(has_inlining=has_inlining))
     router: Router[ToConductor] = Router(control, ToConductor, key)
     from_front, to_front = Inbox[FromFront](), Inbox[Any]()
     link = Link(InProcessLink(from_front, to_front), replies, key, FINGERPRINT, LAYOUT.block_size, DEADLINE_S)

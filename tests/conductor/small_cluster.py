@@ -5,7 +5,7 @@ from typing import Any
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
@@ -98,9 +98,11 @@ GRANT = Grant(1, address("d0"), [GrantedPage(0, 5, 1), GrantedPage(1, 6, 1)])
 
 
 def new_conductor(
-    limits: Limits | None = None, rules: Rules | None = None, costs: tuple[Costs, Costs] | None = None
+    limits: Limits | None = None,
+    settings: PolicySettings | None = None,
+    costs: tuple[Costs, Costs] | None = None,
 ) -> Conductor:
-    conductor = Conductor(EPOCH, "model", limits or Limits(), rules, costs)
+    conductor = Conductor(EPOCH, "model", limits or Limits(), settings, costs)
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
     conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
     conductor.handle(D0, registration("d0", Role.DECODE), 0.0)

@@ -7,7 +7,7 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import (
@@ -59,7 +59,7 @@ from tests.conductor.small_cluster import (
 
 def test_an_instance_on_another_device_than_the_profile_is_refused() -> None:
     costs = Costs(1e-3, 1e-4, 1e-8)
-    conductor = Conductor(7, "model", Limits(), Rules(), (costs, costs), "NVIDIA H200")
+    conductor = Conductor(7, "model", Limits(), PolicySettings(), (costs, costs), "NVIDIA H200")
     fits = msgspec.structs.replace(registration("p0", Role.PREFILL), device="NVIDIA H200")
     (effect,) = conductor.handle(peer_identity("p0", 1), fits, 1.0)
     assert isinstance(effect.message, Registered)
@@ -265,7 +265,7 @@ def test_the_newest_common_version_is_spoken_with_an_instance(newest: int | None
 
 def test_a_request_of_a_lost_instance_that_yields_to_another_of_it_is_rejected() -> None:
     costs = Costs(0.0, 0.01, 0.0), Costs(0.01, 0.0, 0.0)
-    conductor = Conductor(7, "model", Limits(ttft_slo_s=2.5), Rules(), costs)
+    conductor = Conductor(7, "model", Limits(ttft_slo_s=2.5), PolicySettings(), costs)
     conductor.handle(FRONT, FrontHello(PROTOCOL_VERSION, "model"), 0.0)
     conductor.handle(P0, registration("p0", Role.PREFILL), 0.0)
     conductor.handle(D0, registration("d0", Role.DECODE), 0.0)

@@ -7,7 +7,7 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.block_orders import Pin, Unpin
 from mooncake.messages.fronts import (

@@ -43,7 +43,7 @@ import msgspec
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits, ReplicationRules, Rules, SLOs
+from conductor.settings import Limits, PolicySettings, ReplicationSettings, SLOs
 from conductor.view.decision_stats import DecisionStats
 from conductor.view.instances import Instance
 from mooncake.bus.zeromq import peer_identity
@@ -177,8 +177,8 @@ class Transcript:
                 for name, ttft, tbt in (words.split(":") for words in classes.split(",") if words)
             },
         )
-        replication = ReplicationRules(uses_per_copy=float(replicate)) if replicate else None
-        rules = Rules(
+        replication = ReplicationSettings(uses_per_copy=float(replicate)) if replicate else None
+        settings = PolicySettings(
             Scheduling(scheduling),
             float(threshold),
             Overload(overload),
@@ -186,7 +186,7 @@ class Transcript:
             has_inlining=inlining == "yes",
         )
         profiled = None if prefill_costs is None else (_costs(prefill_costs), _costs(decode_costs))
-        self._new_conductor = lambda epoch: Conductor(epoch, "model", limits, rules, profiled)
+        self._new_conductor = lambda epoch: Conductor(epoch, "model", limits, settings, profiled)
         self._epoch = 7
         self.conductor = self._new_conductor(self._epoch)
         self._block_size, self._pages, self.now_s = int(block), int(pages), 0.0

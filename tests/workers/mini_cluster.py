@@ -14,7 +14,7 @@ import transformers
 from conductor.effects import Effect
 from conductor.front.generation.reception import Reception
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from kvstore.client.worker_client import WorkerClient
 from kvstore.pool.segment import Segment
 from mooncake.bus.zeromq import peer_identity

@@ -38,7 +38,7 @@ from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.traces.request import TraceRequest
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.config.profile import load_profile
 from mooncake.messages.blocks import block_keys, root_key
 
@@ -185,7 +185,7 @@ def simulate(of: Replay, machine: Calibration) -> Results:
         jitter=StepJitter(machine.longest_mean),
     )
     limits = Limits(ttft_slo_s=of.ttft_slo_s, tbt_slo_s=of.tbt_slo_s)
-    return DisaggregatedCluster(shape, 1, 1, limits, Rules(), max_tokens=1).run(of.requests())
+    return DisaggregatedCluster(shape, 1, 1, limits, PolicySettings(), max_tokens=1).run(of.requests())
 
 
 class Row(msgspec.Struct, frozen=True):

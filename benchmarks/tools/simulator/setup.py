@@ -22,7 +22,7 @@ from benchmarks.tools.simulator.report import SimulatedRun
 from benchmarks.tools.simulator.summary import SLOs, summarize
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest, in_blocks
 from conductor.membership.roles import SwitchEnd
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from conductor.view.decision_stats import MigrationOutcome
 from mooncake.config.policies import EvictionPolicy, Overload, Scheduling
 from mooncake.config.profile import load_profile
@@ -72,8 +72,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int | None = None
     """Chunks of coupled instances, which compute whole prompts without."""
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
-    kvcache_balancing_threshold: float | None = Rules().kvcache_balancing_threshold
-    load_threshold: float = Rules().load_threshold
+    kvcache_balancing_threshold: float | None = PolicySettings().kvcache_balancing_threshold
+    load_threshold: float = PolicySettings().load_threshold
     overload: Overload = Overload.PREDICTION
     max_waiting: int = 0
     """The requests that are deferred instead of rejected while decode's load is too high."""
@@ -177,7 +177,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             tbt_slo_s=self.tbt_slo_s if self.rejects else None,
             max_waiting=self.max_waiting,
         )
-        rules = Rules(
+        settings = PolicySettings(
             self.scheduling,
             self.kvcache_balancing_threshold,
             self.overload,
@@ -192,7 +192,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.num_prefill,
             self.num_decode,
             limits,
-            rules,
+            settings,
             on_second=on_second or (lambda cluster: None),
             num_both=self.num_both,
         )

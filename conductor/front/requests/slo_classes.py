@@ -1,6 +1,7 @@
 """The SLO class that a client names for a request, and the tenant of the request.
 
-Owns: the header, which keys may have which class. Does not know: the limits of classes (`conductor.rules`).
+Owns: the header, which keys may have which class. Does not know: the limits of classes
+(`conductor.settings`).
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.machines.machine import Machine, StepJitter
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import NO_JOIN_COSTS, JoinCosts
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.messages.costs import Costs, prefill_quantities
 from tests.benchmarks.simulator.loads import SMALL, conversations
 
@@ -96,7 +96,7 @@ def test_jitter_keeps_the_mean_and_makes_the_longest_tenth_longer() -> None:
 
 def simulated(slowdowns: tuple[float, float] | None = None, join_costs: JoinCosts = NO_JOIN_COSTS) -> Results:
     shape = replace(SMALL.shape(), slowdowns=slowdowns, join_costs=join_costs)
-    cluster = DisaggregatedCluster(shape, 1, 1, Limits(max_running_requests=1000), Rules())
+    cluster = DisaggregatedCluster(shape, 1, 1, Limits(max_running_requests=1000), PolicySettings())
     return cluster.run(conversations(60, rate_per_s=3.0, seed=2))
 
 

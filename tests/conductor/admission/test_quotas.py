@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from conductor.admission.quotas import Quotas, TokenBudget
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.view.rejection import Reason
 from mooncake.messages.fronts import Cancel, FrontHello, QuotaClaim, Rejected, Submit
 from mooncake.messages.requests import FinishReason

@@ -5,7 +5,7 @@ import pytest
 
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
 from mooncake.messages.heartbeats import DecodeLoad, Heartbeat
@@ -32,9 +32,11 @@ PROFILE = Costs(0.01, 1e-4, 0.0), Costs(0.01, 0.0, 1e-6)
 class SmallCluster:
     """A Conductor whose instances answer at once."""
 
-    def __init__(self, num_prefill: int, num_decode: int, limits: Limits, rules: Rules, **pages: int) -> None:
+    def __init__(
+        self, num_prefill: int, num_decode: int, limits: Limits, settings: PolicySettings, **pages: int
+    ) -> None:
         """`pages` are those of instances that have fewer or more than others, by name."""
-        self.conductor = Conductor(EPOCH, "model", limits, rules, PROFILE)
+        self.conductor = Conductor(EPOCH, "model", limits, settings, PROFILE)
         self.now_s = 0.0
         self.ordered: list[tuple[str, object]] = []
         """Messages to instances."""
@@ -81,7 +83,7 @@ class SmallCluster:
 
 
 def test_an_instance_changes_its_role_and_gets_prompts_in_the_new_one() -> None:
-    cluster = SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True))
+    cluster = SmallCluster(1, 3, Limits(), PolicySettings(has_rebalancing=True))
     switched = flood(cluster)
     assert switched
     cluster.answers_prompts = False
@@ -112,13 +114,13 @@ def flood(cluster: SmallCluster) -> set[str]:
 @pytest.mark.parametrize("largest", ["d0", "d1", "d2"])
 def test_the_only_instance_of_a_role_that_holds_the_longest_sequences_keeps_it(largest: str) -> None:
     smaller = {name: 10_000 for name in ("d0", "d1", "d2") if name != largest}
-    switched = flood(SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True), **smaller))
+    switched = flood(SmallCluster(1, 3, Limits(), PolicySettings(has_rebalancing=True), **smaller))
     assert switched
     assert largest not in switched
 
 
 def test_requests_that_no_cluster_could_serve_count_neither_as_load_nor_as_rejected_for_it() -> None:
-    cluster = SmallCluster(1, 3, Limits(), Rules(has_rebalancing=True))
+    cluster = SmallCluster(1, 3, Limits(), PolicySettings(has_rebalancing=True))
     assert flood(cluster)
     rebalancer = cluster.conductor.elasticity.rebalancer
     assert rebalancer is not None
@@ -127,7 +129,7 @@ def test_requests_that_no_cluster_could_serve_count_neither_as_load_nor_as_rejec
 
 def test_no_other_change_begins_while_one_is_being_made() -> None:
     """A switch may take as long as `switch_timeout_s` says, here longer than usual."""
-    cluster = SmallCluster(2, 4, Limits(switch_timeout_s=300.0), Rules(has_rebalancing=True))
+    cluster = SmallCluster(2, 4, Limits(switch_timeout_s=300.0), PolicySettings(has_rebalancing=True))
     for name in ("d0", "d1", "d2", "d3"):
         cluster.submit(f"stays on {name}", 10, 3000)
     number = 0
@@ -144,7 +146,7 @@ def test_no_other_change_begins_while_one_is_being_made() -> None:
 
 
 def test_roles_stay_where_rebalancing_is_off() -> None:
-    cluster = SmallCluster(1, 3, Limits(), Rules())
+    cluster = SmallCluster(1, 3, Limits(), PolicySettings())
     for number in range(40):
         cluster.submit(f"r{number}", 5000)
         cluster.finish(f"r{number}", 3)
@@ -155,7 +157,7 @@ def test_roles_stay_where_rebalancing_is_off() -> None:
 
 @pytest.mark.parametrize("moves_requests", [True, False])
 def test_a_late_instance_is_relieved(moves_requests: bool) -> None:
-    cluster = SmallCluster(1, 2, Limits(tbt_slo_s=0.035), Rules(moves_requests=moves_requests))
+    cluster = SmallCluster(1, 2, Limits(tbt_slo_s=0.035), PolicySettings(moves_requests=moves_requests))
     for number in range(4):
         cluster.submit(f"r{number}", 5000)
     cluster.pass_second()
@@ -167,7 +169,7 @@ def test_a_late_instance_is_relieved(moves_requests: bool) -> None:
 
 
 def test_a_request_is_expected_back_at_the_instance_that_has_computed_its_prompt() -> None:
-    cluster = SmallCluster(2, 1, Limits(), Rules())
+    cluster = SmallCluster(2, 1, Limits(), PolicySettings())
     cluster.submit("r", 100)
     computed_by = cluster.conductor.requests["r"].prefill
     assert computed_by is not None
@@ -179,7 +181,7 @@ def test_a_request_is_expected_back_at_the_instance_that_has_computed_its_prompt
 
 def test_relief_goes_where_the_whole_answer_fits() -> None:
     """Here d1 is idle, and would hold what the requests are now, but not what they may become."""
-    cluster = SmallCluster(1, 3, Limits(tbt_slo_s=0.035), Rules(moves_requests=True), d1=2000)
+    cluster = SmallCluster(1, 3, Limits(tbt_slo_s=0.035), PolicySettings(moves_requests=True), d1=2000)
     for number in range(4):
         cluster.submit(f"r{number}", 5000, 5000)
     cluster.pass_second()
@@ -190,7 +192,7 @@ def test_relief_goes_where_the_whole_answer_fits() -> None:
 
 
 def test_requests_that_are_too_many_are_load_too() -> None:
-    cluster = SmallCluster(1, 3, Limits(max_running_requests=2), Rules(has_rebalancing=True))
+    cluster = SmallCluster(1, 3, Limits(max_running_requests=2), PolicySettings(has_rebalancing=True))
     for number in range(5):
         cluster.submit(f"r{number}", 5000)
     cluster.pass_second()

@@ -8,7 +8,7 @@ import pytest
 from conductor.effects import Effect
 from conductor.elasticity.control import MODULES_AGAIN_S, MODULES_PERIOD_S
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.messages.blocks import KVLayout
 from mooncake.messages.costs import Costs
 from mooncake.messages.fronts import FrontHello, Submit
@@ -47,8 +47,8 @@ class Cluster:
         hosts: tuple[str, ...] = ("host", "host", "host"),
         why_not: str = "",
     ) -> None:
-        rules = Rules(moves_modules=moves_modules, has_rebalancing=True)
-        self.conductor = Conductor(EPOCH, "model", Limits(), rules, PROFILE)
+        settings = PolicySettings(moves_modules=moves_modules, has_rebalancing=True)
+        self.conductor = Conductor(EPOCH, "model", Limits(), settings, PROFILE)
         self.now_s, self.num_requests = 0.0, 0
         self.orders: list[tuple[str, PlaceModules]] = []
         self.places = {f"d{n}": ModulesPlace() for n in range(len(hosts))}

@@ -10,7 +10,7 @@ import pytest
 from conductor.index import event_stream
 from conductor.policy import Conductor
 from conductor.process.event_follower import EventFollower
-from conductor.rules import Limits
+from conductor.settings import Limits
 from kvstore.events import internal
 from kvstore.events.batches import EventLog
 from kvstore.events.internal import InternalPublisher

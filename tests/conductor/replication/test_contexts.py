@@ -5,7 +5,7 @@ import pytest
 from conductor.effects import Effect
 from conductor.index.prefix_index import PrefixIndex
 from conductor.replication.contexts import PIN_S, RENEW_S, Contexts
-from conductor.rules import Rules
+from conductor.settings import PolicySettings
 from conductor.view.instances import Instance, Instances
 from mooncake.messages.block_orders import Pin, Unpin
 from mooncake.messages.blocks import KVLayout
@@ -21,7 +21,7 @@ class Cluster:
     """`p0` and `p1` prefill, `d0` decodes."""
 
     def __init__(self) -> None:
-        self.prefixes, self.instances = PrefixIndex(), Instances(Rules())
+        self.prefixes, self.instances = PrefixIndex(), Instances(PolicySettings())
         self.contexts = Contexts(self.prefixes, self.instances)
         for name, role in (("d0", Role.DECODE), ("p0", Role.PREFILL), ("p1", Role.PREFILL)):
             self.add(name, role)

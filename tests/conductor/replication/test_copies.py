@@ -6,7 +6,7 @@ import pytest
 
 from conductor.replication.copies import AGAIN_S, FETCH_S, MOST_COPIES, Replication
 from conductor.replication.heat import HALF_LIFE_S
-from conductor.rules import ReplicationRules
+from conductor.settings import ReplicationSettings
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.block_orders import DropCopies, Replicate
@@ -31,8 +31,8 @@ class Cluster:
         for number in range(num_prefill):
             self.add(f"p{number}", Role.PREFILL)
         self.add("d0", Role.DECODE)
-        rules = ReplicationRules(PERIOD_S, uses, blocks * LAYOUT.block_bytes)
-        self.replication = Replication(self.view, rules)
+        settings = ReplicationSettings(PERIOD_S, uses, blocks * LAYOUT.block_bytes)
+        self.replication = Replication(self.view, settings)
         assert self.replication.tick(self.now_s) == []
 
     def add(self, name: str, role: Role = Role.PREFILL) -> None:

@@ -7,7 +7,7 @@ import pytest
 from conductor.effects import Effect
 from conductor.requests.lifecycle import RequestState
 from conductor.requests.migration import MigrationStep, step_behind_copies
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.view.decision_stats import MigrationOutcome, MigrationReason
 from mooncake.messages.fronts import Cancel, Continue, Failed, FrontHello, Interrupted, Submit
 from mooncake.messages.migration import HandedOver, PreCopied, Prepared

@@ -9,7 +9,7 @@ from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
 from conductor.requests.lifecycle import PLACED, RequestState, TrackedRequest
 from conductor.requests.migration import MigrationStep
-from conductor.rules import Limits, Rules, SLOs
+from conductor.settings import Limits, PolicySettings, SLOs
 from conductor.view.instances import Instance
 from mooncake.bus.zeromq import peer_identity
 from mooncake.config.policies import Overload
@@ -79,7 +79,7 @@ def _held_by(instance: Instance, tracked: TrackedRequest) -> list[Held]:
 class RequestsEndOnce(RuleBasedStateMachine):
     """No order of messages, losses and returns loses a request, ends it twice, or leaves a load behind it."""
 
-    decided_by = Rules()
+    decided_by = PolicySettings()
     profiled: tuple[Costs, Costs] | None = None
     # SLOs that some requests would miss: whom the generic costs reject is told so.
     limits = Limits(
@@ -303,7 +303,7 @@ class RequestsEndOnce(RuleBasedStateMachine):
 class RequestsEndOnceWithTheBaseline(RequestsEndOnce):
     """Section 7.1: decode's load is checked when prefill has ended."""
 
-    decided_by = Rules(overload=Overload.BASELINE)
+    decided_by = PolicySettings(overload=Overload.BASELINE)
 
 
 class RequestsEndOnceWhileTheyMove(RequestsEndOnce):
@@ -364,7 +364,7 @@ class RequestsEndOnceWhereTheLoadDecides(RequestsEndOnceWhileTheyMove):
     """Decode instances inline prompts; rules move requests and change roles, by loads that make no sense."""
 
     profiled = Costs(0.01, 0.01, 0.0), Costs(0.01, 0.001, 1e-6)
-    decided_by = Rules(moves_requests=True, has_rebalancing=True, has_inlining=True)
+    decided_by = PolicySettings(moves_requests=True, has_rebalancing=True, has_inlining=True)
     limits = Limits(
         max_running_requests=30,
         max_migrations=2,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from conductor.effects import Effect
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.bus.zeromq import peer_identity
 from mooncake.config.policies import Overload
 from mooncake.messages.costs import Costs
@@ -262,9 +262,9 @@ def test_no_instance_refuses_a_request_whose_attempt_has_failed() -> None:
 
 
 def test_the_check_after_prefill_rejects_no_request_whose_attempt_has_failed() -> None:
-    rules = Rules(overload=Overload.BASELINE)
+    settings = PolicySettings(overload=Overload.BASELINE)
     costs = Costs(0.0, 0.01, 0.0), Costs(0.01, 0.05, 0.0)
-    conductor = new_conductor(Limits(tbt_slo_s=TBT_SLO_S), rules, costs)
+    conductor = new_conductor(Limits(tbt_slo_s=TBT_SLO_S), settings, costs)
     for name in ("first", "r"):
         conductor.handle(FRONT, Submit(request(name)), 1.0)
         conductor.handle(D0, Reserved(ref(1, name), GRANT), 1.0)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conductor.index.prefix_index import PrefixMatch
-from conductor.rules import Rules
 from conductor.scheduling import native
 from conductor.scheduling.algorithm1 import NO_FETCH, Decoding, LongestPrefix, Prompt, Scheduler
 from conductor.scheduling.native import NativeScheduler, new_scheduler
+from conductor.settings import PolicySettings
 from conductor.view.cluster_view import ClusterView
 from conductor.view.instances import Instance
 from mooncake.messages.blocks import KVLayout
@@ -40,7 +40,7 @@ def instance(number: int, role: Role, max_batch: int = 256, *, least_chunk_token
 
 def any_view(draw: np.random.Generator) -> ClusterView:
     """Some columns have few different values, so that there are ties."""
-    view = ClusterView(Rules(has_inlining=bool(draw.integers(2))))
+    view = ClusterView(PolicySettings(has_inlining=bool(draw.integers(2))))
     for number in range(draw.integers(1, 20)):
         view.add(instance(number, list(Role)[draw.integers(3)], int(draw.integers(1, 4))), 0.0)
     loads, transfers = view.loads, view.transfers
@@ -88,7 +88,7 @@ def any_match(draw: np.random.Generator, num_slots: int) -> PrefixMatch:
 def test_compiled_loops_and_plain_ones_have_the_same_results_to_the_last_bit(seed: int) -> None:
     draw = np.random.default_rng(seed)
     view = any_view(draw)
-    compiled, plain = new_scheduler(view, Rules()), Scheduler(view, Rules())
+    compiled, plain = new_scheduler(view, PolicySettings()), Scheduler(view, PolicySettings())
     assert isinstance(compiled, NativeScheduler)
     match = any_match(draw, view.loads.num_slots)
     if match.num_best_blocks:
@@ -127,14 +127,14 @@ def test_without_a_compiler_the_same_is_decided(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("inlined", [False, True])
 def test_beyond_the_slots_a_prediction_is_the_mean_gap_of_requests_that_take_turns(*, inlined: bool) -> None:
     costs = Costs(2e-2, 1e-4, 2e-8)
-    view = ClusterView(Rules(has_inlining=True), (Costs(1e-3, 2e-5, 1e-9), costs))
+    view = ClusterView(PolicySettings(has_inlining=True), (Costs(1e-3, 2e-5, 1e-9), costs))
     view.add(instance(0, Role.PREFILL), 0.0)
     view.add(instance(1, Role.DECODE, max_batch=2), 0.0)
     for _ in range(5):
         view.loads.assign_decode(1, 100)
     view.decode_changed(1)
     request = Request("r", list(range(40)), [], SamplingParams(5), "front")
-    placement = Scheduler(view, Rules(has_inlining=True)).schedule(request, 0.0, inlined=inlined)
+    placement = Scheduler(view, PolicySettings(has_inlining=True)).schedule(request, 0.0, inlined=inlined)
     assert placement is not None
     assert placement.is_inlined == inlined
     num_tokens_of_two = (5 * 100 + 40) * 2 / 6
@@ -143,7 +143,11 @@ def test_beyond_the_slots_a_prediction_is_the_mean_gap_of_requests_that_take_tur
 
 def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_gone() -> None:
     view = ClusterView()
-    compiled, first, second = new_scheduler(view, Rules()), instance(0, Role.DECODE), instance(1, Role.DECODE)
+    compiled, first, second = (
+        new_scheduler(view, PolicySettings()),
+        instance(0, Role.DECODE),
+        instance(1, Role.DECODE),
+    )
     view.add(first, 0.0)
     assert compiled.select_decoding_instance(Decoding(1, 1, [])) == (
         0,
@@ -175,13 +179,13 @@ def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_g
 def test_whole_prompts_are_not_computed_beside_requests_whose_slo_they_break(
     role: Role, tbt_slo_s: float | None, *, is_busy: bool, is_inlined: bool
 ) -> None:
-    view = ClusterView(Rules(has_inlining=True), (Costs(0.0, 1e-3, 0.0), Costs(0.01, 1e-4, 0.0)))
+    view = ClusterView(PolicySettings(has_inlining=True), (Costs(0.0, 1e-3, 0.0), Costs(0.01, 1e-4, 0.0)))
     view.add(instance(0, role, least_chunk_tokens=2048), 0.0)
     if is_busy:
         view.loads.assign_decode(0, 100)
         view.loads.begin_decode(0, 100)
         view.decode_changed(0)
     request = Request("r", list(range(200)), [], SamplingParams(5), "front")
-    scheduler = new_scheduler(view, Rules(has_inlining=True))
+    scheduler = new_scheduler(view, PolicySettings(has_inlining=True))
     placement = scheduler.schedule(request, 0.0, tbt_slo_s=tbt_slo_s, inlined=True)
     assert (placement is not None) == is_inlined

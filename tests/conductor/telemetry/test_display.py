@@ -5,7 +5,7 @@ import time
 import msgspec
 
 from conductor.effects import ToConductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.telemetry.display import NUM_PATHS, Display
 from conductor.telemetry.history import History
 from mooncake.bus.zeromq import peer_identity

@@ -5,7 +5,7 @@ import pytest
 
 from conductor.effects import ToConductor
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.telemetry.history import NUM_ENDED, NUM_REJECTIONS, History, RequestTimeline
 from mooncake.messages.fronts import Cancel, FrontHello, InFlight, Resume, Submit
 from mooncake.messages.heartbeats import Joining

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from conductor.index.event_stream import EventStream
 from conductor.index.prefix_index import PrefixIndex
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.telemetry.history import History
 from conductor.telemetry.metrics import (
     ConductorMetrics,

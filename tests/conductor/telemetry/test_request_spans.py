@@ -5,7 +5,7 @@ import pytest
 
 from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.telemetry.history import History
 from conductor.telemetry.request_spans import RequestSpans
 from mooncake.messages.fronts import Cancel, Continue, Interrupted, Resume, Submit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from conductor.rules import DEFAULT_BALANCING_THRESHOLD
+from conductor.settings import DEFAULT_BALANCING_THRESHOLD
 from conductor.view.balancing import HIGHEST, LOWEST, BalancingThreshold
 from mooncake.messages.pools import PoolStats, Tier, TierStats
 from tests.conductor.small_cluster import POOL

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from conductor.rules import Rules
 from conductor.scheduling.algorithm1 import Decoding, Scheduler
+from conductor.settings import PolicySettings
 from conductor.view.cluster_view import COSTS_HOLD_S, ClusterView
 from conductor.view.instances import Instance
 from conductor.view.placement import Placement, Prediction
@@ -112,7 +112,7 @@ class Instances:
 
     def chosen(self) -> int:
         """The instance with the least predicted TBT of one more request."""
-        found = Scheduler(self.view, Rules()).select_decoding_instance(Decoding(SHORT, 1, ()))
+        found = Scheduler(self.view, PolicySettings()).select_decoding_instance(Decoding(SHORT, 1, ()))
         assert found is not None
         return found[0]
 

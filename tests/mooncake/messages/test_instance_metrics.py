@@ -6,7 +6,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.policy import Conductor
-from conductor.rules import Limits
+from conductor.settings import Limits
 from conductor.telemetry.metrics import instances_text
 from mooncake.bus.zeromq import peer_identity
 from mooncake.messages.blocks import KVLayout

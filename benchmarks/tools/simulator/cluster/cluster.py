@@ -26,7 +26,7 @@ from benchmarks.tools.simulator.cluster.shape import InstanceShape
 from benchmarks.tools.traces.request import TraceRequest
 from conductor.effects import Effect
 from conductor.policy import Conductor
-from conductor.rules import Limits, Rules
+from conductor.settings import Limits, PolicySettings
 from mooncake.errors import ConfigError
 from mooncake.messages.block_orders import Replicate
 from mooncake.messages.fronts import Ended, Failed, FromFront, FrontHello, Rejected, Submit, ToFront
@@ -93,16 +93,16 @@ class DisaggregatedCluster:
         num_prefill: int,
         num_decode: int,
         limits: Limits,
-        rules: Rules,
+        settings: PolicySettings,
         max_tokens: int = 2048,
         on_second: Callable[["DisaggregatedCluster"], None] = lambda cluster: None,
         num_both: int = 0,
     ) -> None:
         self.clock = Clock()
-        self.conductor = Conductor(1, FINGERPRINT, limits, rules, shape.costs.profiled)
+        self.conductor = Conductor(1, FINGERPRINT, limits, settings, shape.costs.profiled)
         self.results = Results(shape.jitter)
         self._machine = Machine({}) if shape.slowdowns is not None else None
-        self.limits, self._rules = limits, rules
+        self.limits, self._settings = limits, settings
         self._shape, self._max_tokens, self._on_second = shape, max_tokens, on_second
         self._num_device_blocks = shape.num_device_blocks
         self._network = Network(self.clock)
@@ -182,7 +182,7 @@ class DisaggregatedCluster:
             node,
             shape.max_batch,
             self._num_device_blocks * shape.block_tokens,
-            ChunkLimits(shape.block_tokens, self._rules.mixed_chunk_tokens, shape.prefill_chunk),
+            ChunkLimits(shape.block_tokens, self._settings.mixed_chunk_tokens, shape.prefill_chunk),
             self._live.__getitem__,
             shape.join_costs,
             checks_reservations=shape.checks_reservations,

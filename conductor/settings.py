@@ -13,7 +13,7 @@ DEFAULT_LOAD_THRESHOLD = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicationRules:
+class ReplicationSettings:
     """Settings of the replication of hot prefixes."""
 
     period_s: float = 5.0
@@ -24,7 +24,7 @@ class ReplicationRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PolicySettings:
     """The settings of the Conductor's decisions."""
 
     scheduling: Scheduling = Scheduling.KVCACHE_CENTRIC
@@ -33,8 +33,8 @@ class Rules:
     overload: Overload = Overload.PREDICTION
     seed: int = 0
     """The seed of the `random` policy's choices."""
-    replication: ReplicationRules | None = None
-    """Rules of replication; None if requests alone spread prefixes."""
+    replication: ReplicationSettings | None = None
+    """The replication of hot prefixes; None if requests alone spread prefixes."""
     moves_requests: bool = False
     """Whether rules move running requests between decode instances."""
     has_rebalancing: bool = False
