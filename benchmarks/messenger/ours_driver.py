@@ -18,12 +18,12 @@ from itertools import accumulate
 
 from benchmarks.kvstore.workload import WORKING_SET_BYTES
 from messenger.rdma.cards import Cards
-from messenger.rdma.windows import Range
 from messenger.receiver.receiver import Sessions, UnauthenticatedPeers
 from messenger.receiver.served_pool import GrantWriter, Readable, ServedPool, SharedSegment, WriteRefused
 from messenger.shm.catalogue import HINTS_PER_PAGE, Catalogue
 from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
 from messenger.transport import busy_poll
+from messenger.transport.exposures import Range
 from messenger.transport.pacing import begin_unpaced
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream

@@ -23,9 +23,9 @@ from kvstore.pool.claims import Block, PageReservation, layer_mask
 from kvstore.pool.pool import Pool
 from kvstore.pool.segment import Segment
 from kvstore.transfer.partial_layers import PartialLayers
-from messenger.rdma.windows import Range
 from messenger.receiver.served_pool import GrantWriter, WriteRefused
 from messenger.shm.copy_table import CopyTable
+from messenger.transport.exposures import Range
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.wire.messages import WriteEntry
 from mooncake.doubling import Doubling

@@ -18,7 +18,7 @@ from messenger.transport.handshake import introduce
 from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Path, Traffic, Transport, connect
-from messenger.wire.messages import Welcome
+from messenger.wire.messages import Introduction, Welcome
 from messenger.wire.protocol import Side
 from messenger.wire.rdma_info import EndpointInfo
 from mooncake.errors import TransferError
@@ -90,7 +90,8 @@ class ProbeClient:
             async with asyncio.timeout(_TIMEOUT_S):
                 stream = await connect(self._path, self._tls)
                 frames, session = Frames(stream, Side.SENDER), secrets.token_bytes(SESSION_BYTES)
-                welcome = await introduce(frames, self._key, None, session=session, lane=0, endpoint=endpoint)
+                introduction = Introduction(b"", None, session, 0, endpoint=endpoint)
+                welcome = await introduce(frames, self._key, introduction)
             yield frames, welcome
         finally:
             if stream is not None:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from messenger.rdma.errors import Remedy
+from messenger.transport.transports import Remedy
 
 MOST_USELESS_LANES: Final = 3
 """Lost lanes in a row without an answer after which a path backs off. One or two may be chance."""
@@ -47,7 +47,7 @@ class PathHealth:
     ) -> bool:
         """Record the loss of a lane `held_s` seconds after its beginning.
 
-        Returns whether the path backs off now. `remedy` is set if the lane's queue pair broke.
+        Returns whether the path backs off now. `remedy` is None if the transport knows none.
         """
         if self.pause_s(now_s):
             return False  # it fell with others, which have been judged

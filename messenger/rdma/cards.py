@@ -19,7 +19,8 @@ from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaUnavailableError
 from messenger.rdma.memory import RdmaMemory
 from messenger.rdma.topology import Topology
-from messenger.rdma.windows import Range, open_windows
+from messenger.rdma.windows import open_windows
+from messenger.transport.exposures import Range
 from messenger.wire.rdma_info import EndpointInfo, Scratch
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError

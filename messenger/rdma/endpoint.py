@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from messenger.rdma.adapter import Adapter
-from messenger.rdma.errors import SUCCESS, RdmaError, RdmaUnavailableError, Remedy, completion_error
+from messenger.rdma.errors import SUCCESS, RdmaError, RdmaUnavailableError, completion_error
 from messenger.rdma.memory import LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE, RdmaMemory
 from messenger.rdma.verbs import load_verbs
 from messenger.rdma.work import MAX_PIECE_BYTES, RDMA_READ, RDMA_WRITE, Keys, Pieces, Slices, cut
+from messenger.transport.transports import Remedy
 from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 
 log = logging.getLogger(__name__)

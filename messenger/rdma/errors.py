@@ -1,23 +1,12 @@
-"""Errors of an RDMA path, and their remedies.
+"""Errors of RDMA, each with its remedy.
 
 Owns: the meaning of completion statuses. Does not know: queue pairs, retries.
 """
 
-from enum import Enum
 from typing import Final
 
+from messenger.transport.transports import Remedy
 from mooncake.errors import TransferError
-
-
-class Remedy(Enum):
-    """The remedy that may help after a failed transfer."""
-
-    RETRY = "retry"
-    """The same path may work with a new queue pair."""
-    OTHER_PATH = "other path"
-    """Another device or transport may work: the peer did not answer on this one, or the device has failed."""
-    GIVE_UP = "give up"
-    """Nothing helps by RDMA: the request itself was refused and would be again."""
 
 
 class RdmaError(TransferError):

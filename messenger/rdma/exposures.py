@@ -1,4 +1,4 @@
-"""The parts of this side's segment that one lane opens to its peer's queue pair: granted pages for writes,
+"""The exposures of a lane over RDMA: ranges that are open to the peer's queue pair, granted pages for writes,
 found blocks for reads.
 
 A page that is open for writes must not be given to another owner, so its owner is told when it is closed.
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.memory import RdmaMemory
-from messenger.rdma.windows import Access, OpenRanges, Range, close_windows, open_windows
+from messenger.rdma.windows import Access, OpenRanges, close_windows, open_windows
+from messenger.transport.exposures import Exposures, Range
 from messenger.wire.messages import ExposedPage
 
 
@@ -27,8 +28,10 @@ class _Opened:
     deadline: asyncio.TimerHandle | None = None
 
 
-class Exposures:
+class RdmaExposures(Exposures):
     """The open ranges of one connected endpoint."""
+
+    opens_ranges = True
 
     def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
         self._endpoint = endpoint
@@ -38,12 +41,6 @@ class Exposures:
     async def expose(
         self, transfer_id: int, pages: Sequence[tuple[int, Range]], on_closed: Callable[[], None]
     ) -> list[ExposedPage]:
-        """Open pages for writes, and return their addresses and keys.
-
-        `on_closed` is called once, when they cannot be written any more.
-
-        Raises RdmaError.
-        """
         try:
             opened = await open_windows(self._endpoint, self._memory, [place for _, place in pages])
         except BaseException:
@@ -57,7 +54,6 @@ class Exposures:
         ]
 
     def conceal(self, transfer_id: int) -> None:
-        """Close the pages of a transfer now. Idempotent."""
         opened = self._by_transfer.pop(transfer_id, None)
         if opened is not None:
             if opened.deadline is not None:
@@ -66,16 +62,12 @@ class Exposures:
             opened.on_closed()
 
     def conceal_within(self, transfer_id: int, timeout_s: float) -> None:
-        """Close the pages of a transfer after `timeout_s` seconds, unless the peer, which was told to stop,
-        confirms before."""
         opened = self._by_transfer.get(transfer_id)
         if opened is not None and opened.deadline is None:
             loop = asyncio.get_running_loop()
             opened.deadline = loop.call_later(timeout_s, self.conceal, transfer_id)
 
     async def open_to_read(self, places: Sequence[Range]) -> tuple[list[int], list[int], Callable[[], None]]:
-        """Open ranges for reads. Returns their addresses and keys, and a callback that closes them. Raises
-        RdmaError."""
         opened = await open_windows(self._endpoint, self._memory, places, Access.READ)
         addresses = [self._memory.address + place.offset for place in places]
         return addresses, opened.remote_keys, lambda: close_windows(self._endpoint, opened)

@@ -11,13 +11,15 @@ Owns: opening and closing the ranges. Does not know: transfers, pages.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.errors import RdmaError, RdmaUnavailableError, Remedy
+from messenger.rdma.errors import RdmaError, RdmaUnavailableError
 from messenger.rdma.memory import LOCAL_WRITE, RdmaMemory
 from messenger.rdma.verbs import load_verbs
 from messenger.rdma.work import MAX_CHAIN
+from messenger.transport.exposures import Range
+from messenger.transport.transports import Remedy
 
 _TYPE_2: Final = 2  # enum ibv_mw_type
 _BIND: Final = 8  # enum ibv_wr_opcode, IBV_WR_BIND_MW
@@ -29,13 +31,6 @@ class Access(IntFlag):
 
     WRITE = 2
     READ = 4
-
-
-class Range(NamedTuple):
-    """The bytes `[offset, offset + size_bytes)` of a registered memory."""
-
-    offset: int
-    size_bytes: int
 
 
 @dataclass(eq=False, slots=True)

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.errors import RdmaError
 from messenger.rdma.verbs import load_verbs
+from messenger.transport.transports import Remedy
 
 Slices = Sequence[tuple[int, int, int]] | npt.NDArray[np.integer[Any]]
 """The slices of an operation: (offset in the local memory, remote address, number of bytes) each."""

@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
-from messenger.rdma.exposures import Exposures
-from messenger.rdma.windows import Range
 from messenger.receiver.pending_write import HeadRanges
 from messenger.receiver.replies import Replies
 from messenger.receiver.served_pool import Readable, ServedPool
+from messenger.transport.exposures import Exposures, Range
 from messenger.transport.transports import Inlet
 from messenger.wire.messages import Fetch, Found, FoundBlock, brief
 from messenger.wire.protocol import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, encode_frame
@@ -42,7 +41,7 @@ class FetchAnswerer:
         self,
         served_pool: ServedPool,
         inlet: Inlet,
-        exposures: Exposures | None,
+        exposures: Exposures,
         parts: HeadRanges,
         replies: Replies,
     ) -> None:
@@ -67,7 +66,7 @@ class FetchAnswerer:
             return
         if self._num_queued + len(self._read) >= MOST_FETCHES:
             raise TransferError(f"more than {MOST_FETCHES} fetches at once on one connection")
-        if not self._num_queued and self._exposures is None:
+        if not self._num_queued and not self._exposures.opens_ranges:
             try:
                 layers, heads = self._check_fetch(fetch)
                 leased = self._reads.lease_now(fetch.keys, layers, heads)
@@ -136,10 +135,10 @@ class FetchAnswerer:
         try:
             layers, heads = self._check_fetch(fetch)
             blocks, end_lease = await self._reads.lease(fetch.keys, layers, heads)
-            if self._exposures is None:
-                self._send_found(fetch, blocks, end_lease)
+            if self._exposures.opens_ranges:
+                await self._open_found(fetch, blocks, end_lease)
             else:
-                await self._open_found(self._exposures, fetch, blocks, end_lease)
+                self._send_found(fetch, blocks, end_lease)
         except MooncakeError as error:
             self._refuse_fetch(fetch, error)
 
@@ -179,12 +178,12 @@ class FetchAnswerer:
             self._replies.post(encode_frame(found))
 
     async def _open_found(
-        self, exposures: Exposures, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]
+        self, fetch: Fetch, blocks: Sequence[Readable], end_lease: Callable[[], None]
     ) -> None:
-        """Open blocks to the reader, which reads them by RDMA."""
+        """Open blocks to the reader, which reads them by itself."""
         places = [Range(block.source_offset, len(block.view)) for block in blocks]
         try:
-            addresses, keys, close = await exposures.open_to_read(places)
+            addresses, keys, close = await self._exposures.open_to_read(places)
         except BaseException:
             end_lease()
             raise

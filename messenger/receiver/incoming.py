@@ -8,19 +8,18 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 
-from messenger.rdma.exposures import Exposures
 from messenger.receiver.fetch_answerer import FetchAnswerer
 from messenger.receiver.incoming_session import IncomingSession, SessionLane
 from messenger.receiver.pending_write import HeadRanges, PendingWrite
 from messenger.receiver.replies import Replies
 from messenger.receiver.served_pool import ServedPool, WriteRefused
 from messenger.transport.deadline import Deadline
+from messenger.transport.exposures import Exposures
 from messenger.transport.frames import Frames
 from messenger.transport.transports import Inlet
 from messenger.wire.messages import (
     Abandon,
     Close,
-    CopySlot,
     Expose,
     Exposed,
     Fetch,
@@ -55,13 +54,11 @@ class IncomingLane:
         served_pool: ServedPool,
         frames: Frames,
         inlet: Inlet,
-        exposures: Exposures | None,
+        exposures: Exposures,
         layout: KVLayout | None,
-        slot: CopySlot | None = None,
     ) -> None:
         """Prepare the lane of a sender whose blocks have `layout`; None if the sender has no blocks and may
-        only probe. `slot`: the copy slot with which the sender writes to granted pages itself; None without
-        one."""
+        only probe."""
         self.ended = asyncio.Event()
         """Set when no more bytes from this lane will be placed."""
         self._served_pool = served_pool
@@ -69,7 +66,6 @@ class IncomingLane:
         self._stream = frames.stream
         self._inlet = inlet
         self._exposures = exposures
-        self._copy_slot = slot
         self._may_only_probe = layout is None
         self._most_bytes = max(MAX_FRAME_BYTES, served_pool.identity.layout.layer_bytes)
         """Most bytes of one write."""
@@ -100,26 +96,18 @@ class IncomingLane:
 
     def discard(self) -> None:
         """Free the resources of a lane that will not be run."""
-        if self._exposures is not None:
-            self._exposures.close()
-        self._leave_copy_slot()
-
-    def _leave_copy_slot(self) -> None:
-        if self._copy_slot is not None and self._served_pool.shared_segment is not None:
-            self._served_pool.shared_segment.copy_table.leave(self._copy_slot.number)
+        self._exposures.close()
 
     def conceal(self, transfer_id: int) -> None:
-        if self._exposures is not None:
-            self._exposures.conceal(transfer_id)
+        self._exposures.conceal(transfer_id)
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        if self._exposures is not None:
-            self._exposures.conceal_within(transfer_id, self._served_pool.settings.ack_timeout_s)
+        self._exposures.conceal_within(transfer_id, self._served_pool.settings.ack_timeout_s)
 
     async def run(self, session: IncomingSession) -> str:
         """Serve the connection until it is lost. Returns the reason of the loss."""
         self._session = session
-        session.had_copy_slot |= self._copy_slot is not None
+        session.lets_place |= self._exposures.lets_place
         answering = asyncio.create_task(self._answerer.run())
         try:
             while True:
@@ -132,9 +120,7 @@ class IncomingLane:
         except (OSError, TransferError) as error:
             return str(error) or "no answer in time"
         finally:
-            if self._exposures is not None:
-                self._exposures.close()
-            self._leave_copy_slot()
+            self._exposures.close()
             if self._acks_due is not None:
                 self._acks_due.cancel()
             self._deadline.close()
@@ -209,8 +195,8 @@ class IncomingLane:
 
         If the device fails, the connection ends, and other lanes carry the writes.
         """
-        if self._exposures is None:
-            raise TransferError("pages are to be opened on a connection without RDMA")
+        if not self._exposures.opens_ranges:
+            raise TransferError("pages are to be opened on a connection on which none can be")
         try:
             self._session.ensure_open(transfer_id, grant_id)
             pages, on_closed = self._served_pool.target.expose(grant_id)
@@ -236,7 +222,7 @@ class IncomingLane:
         num_bytes = sum([max(0, entry.num_layers) for entry in entries]) * layer_bytes
         if num_bytes > self._most_bytes:
             raise TransferError(f"a write of {num_bytes} bytes; a frame has at most {MAX_FRAME_BYTES}")
-        if write.is_placed and not self._session.had_copy_slot:
+        if write.is_placed and not self._session.lets_place:
             raise TransferError("bytes are said to be in pages that nobody can write")
         placing = PendingWrite(self._served_pool.target, write, heads, layer_bytes)
         try:

@@ -38,10 +38,10 @@ class SessionLane(Protocol):
         """Send frames without waiting."""
 
     def conceal(self, transfer_id: int) -> None:
-        """Close the pages of this transfer to writes by RDMA."""
+        """Close the pages of this transfer that are open to the sender."""
 
     def conceal_in_time(self, transfer_id: int) -> None:
-        """Close the pages of this transfer to writes by RDMA, once the sender has closed it, or
+        """Close the pages of this transfer that are open to the sender, once the sender has closed it, or
         `ack_timeout_s` seconds have passed."""
 
 
@@ -54,10 +54,10 @@ class IncomingSession:
     lanes: dict[int, "SessionLane"] = field(default_factory=dict)
     grants: dict[int, int] = field(default_factory=dict)
     """The grant of each open transfer."""
-    had_copy_slot: bool = False
-    """Whether a lane has had a copy slot.
+    lets_place: bool = False
+    """Whether a lane has let the sender place bytes by itself.
 
-    Writes placed with it may be announced on another lane, without a slot.
+    Writes placed over it may be announced on another lane, which does not.
     """
     given_up: dict[int, None] = field(default_factory=dict)
     """The latest transfers that were given up. A late write does not open them again."""
@@ -112,7 +112,7 @@ class IncomingSession:
             self.target.remove_writer(grant_id, self, reason)
 
     def conceal(self, transfer_id: int) -> None:
-        """Close the pages of this transfer to writes by RDMA."""
+        """Close the pages of this transfer that are open to the sender."""
         for lane in self.lanes.values():
             lane.conceal(transfer_id)
 
@@ -127,7 +127,7 @@ class IncomingSession:
             self._conceal_in_time(transfer_id)
 
     def completed(self, grant_id: int) -> None:
-        """Close the pages of a complete grant to writes by RDMA.
+        """Close the pages of a complete grant that are open to the sender.
 
         Its transfers stay open, as a write may be repeated.
         """

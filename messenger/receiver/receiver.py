@@ -7,20 +7,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import cast
 
-from messenger.rdma.exposures import Exposures
-from messenger.rdma.remote import RdmaWriteInlet
 from messenger.receiver.incoming import IncomingLane
 from messenger.receiver.incoming_session import IncomingSession
+from messenger.receiver.lane_end import receiving_end
 from messenger.receiver.served_pool import ServedPool
 from messenger.transport import handshake
 from messenger.transport.frames import Frames
-from messenger.transport.handshake import AuthenticationError, admit, check_introduction, welcome
+from messenger.transport.handshake import AuthenticationError, admit, check_introduction
 from messenger.transport.stream import Stream
-from messenger.transport.transports import Inlet, ShmInlet, TcpInlet, Traffic
+from messenger.transport.transports import Traffic
 from messenger.wire.messages import Introduction
-from messenger.wire.protocol import Side
+from messenger.wire.protocol import Side, encode_frame
 from mooncake.errors import MismatchError, TransferError
 from mooncake.security.keys import ClusterKey
 from mooncake.security.waiting_peers import WaitingPeers
@@ -82,43 +80,14 @@ class Sessions:
         OSError."""
         stream, served_pool = frames.stream, self._served_pool
         await check_introduction(stream, served_pool.identity, introduction)
-        inlet, exposures = cast(Inlet, TcpInlet(stream)), None
-        segment = slot = page_table = endpoint = scratch = None
-        with contextlib.ExitStack() as on_failure:
-            if introduction.segment_bytes is not None:
-                inlet = ShmInlet(stream, stream.take_fd(), introduction.segment_bytes)
-                segment = handshake.OfferedSegment(
-                    len(served_pool.source.buffer), served_pool.source.read_only_fd
-                )
-                shared_segment = served_pool.shared_segment
-                if shared_segment is not None:
-                    page_table = shared_segment.page_table
-                # Who has no blocks copies none.
-                if (
-                    shared_segment is not None
-                    and introduction.takes_copy_slot
-                    and introduction.identity is not None
-                ):
-                    slot = shared_segment.take_slot(stream.peer_pid)
-                    if slot is not None:
-                        on_failure.callback(shared_segment.copy_table.leave, slot.number)
-                        segment = handshake.OfferedSegment(len(served_pool.source.buffer), shared_segment.fd)
-            elif introduction.endpoint is not None:
-                try:
-                    card = await served_pool.cards.answering(introduction.endpoint)
-                except TransferError as error:
-                    await handshake.refuse(stream, str(error))
-                    raise
-                endpoint = card.endpoint("a sender")
-                on_failure.callback(endpoint.close)
-                endpoint.connect(introduction.endpoint)
-                scratch = await card.open_scratch(endpoint)
-                inlet, exposures = RdmaWriteInlet(), Exposures(endpoint, card.memory)
-            local_info = endpoint.local_info() if endpoint is not None else None
-            await welcome(stream, served_pool.identity, segment, slot, page_table, local_info, scratch)
-            on_failure.pop_all()
+        inlet, exposures, welcome, fd = await receiving_end(served_pool, stream, introduction)
+        try:
+            await stream.send([encode_frame(welcome)], fd=fd)
+        except BaseException:
+            exposures.close()
+            raise
         layout = introduction.identity.layout if introduction.identity is not None else None
-        return IncomingLane(served_pool, frames, inlet, exposures, layout, slot)
+        return IncomingLane(served_pool, frames, inlet, exposures, layout)
 
     async def _run(self, lane: IncomingLane, introduction: Introduction) -> None:
         identity, number = introduction.identity, introduction.lane

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from messenger.rdma.cards import Cards
-from messenger.rdma.windows import Range
 from messenger.shm.copy_table import CopyTable
+from messenger.transport.exposures import Range
 from messenger.transport.source import SourceSegment
 from messenger.transport.transports import Traffic
 from messenger.wire.identity import Identity

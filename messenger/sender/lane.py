@@ -9,14 +9,13 @@ Owns: one connection to a peer. Does not know: other lanes, the queues, how byte
 import asyncio
 from typing import NoReturn, Protocol
 
-from messenger.rdma.errors import Remedy
 from messenger.sender.answer_handler import AnswerHandler, AnswerListener
 from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.requests import Request, Urgency
 from messenger.sender.send_queue import SendQueue
 from messenger.transport.frames import Frames
-from messenger.transport.transports import Path
+from messenger.transport.transports import Path, Remedy
 from messenger.wire.messages import Close, Exposed, FetchDone, Found, Message, TransferEnded, WriteAck
 from messenger.wire.protocol import Frame, encode_frame
 from mooncake.errors import TransferError
@@ -109,7 +108,7 @@ class Lane:
 
     @property
     def remedy(self) -> Remedy | None:
-        """The remedy for the RDMA failure that ended the lane; None if it ended otherwise."""
+        """The remedy for the failure that ended the lane; None if the transport knows none."""
         return self._outlet.remedy
 
     @property

@@ -30,6 +30,7 @@ from messenger.transport.stream import Stream
 from messenger.transport.tls import Tls
 from messenger.transport.transports import Path, Traffic, Transport, connect, paths
 from messenger.wire.identity import Identity
+from messenger.wire.messages import Introduction
 from messenger.wire.protocol import Side
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import MismatchError, TransferError
@@ -157,7 +158,8 @@ class OutgoingSessions:
     ) -> None:
         """Keep one lane up until the session ends, with pauses after failures.
 
-        A backed off RDMA path is not tried. `standing` is None for paths that stand by for RDMA.
+        A backed off path is not tried. `standing` is None for a path through no device of its own, which
+        others do not stand by for.
         """
         peer, pause_s, was_tried = keeping.peer, _FIRST_PAUSE_S, False
         loop = asyncio.get_running_loop()
@@ -241,16 +243,8 @@ class OutgoingSessions:
         number: int,
     ) -> Lane:
         frames = Frames(stream, Side.SENDER)
-        welcome = await introduce(
-            frames,
-            self._key,
-            self._identity,
-            session=peer.session,
-            lane=number,
-            segment=opening.segment,
-            endpoint=opening.endpoint,
-            takes_copy_slot=opening.takes_copy_slot,
-        )
+        introduction = opening.introduction(Introduction(b"", self._identity, peer.session, number))
+        welcome = await introduce(frames, self._key, introduction, opening.fd)
         _check_who(welcome.identity, address)
         ends = await opening.join(welcome)
         return Lane(number, path, frames, ends, welcome.identity.layout, peer, self._settings.ack_timeout_s)

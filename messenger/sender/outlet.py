@@ -10,17 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from messenger.rdma.errors import Remedy
 from messenger.sender.answer_handler import AnswerHandler
 from messenger.sender.outstanding import Outstanding
 from messenger.sender.requests import FetchRequest, ProbeRequest, Request, WriteRequest
 from messenger.sender.send_queue import SendQueue
-from messenger.transport.handshake import OfferedSegment
 from messenger.transport.stream import Stream
-from messenger.transport.transports import Inlet
-from messenger.wire.messages import Exposed, Message, Probe, Welcome
+from messenger.transport.transports import Inlet, Remedy
+from messenger.wire.messages import Exposed, Introduction, Message, Probe, Welcome
 from messenger.wire.protocol import encode_frame
-from messenger.wire.rdma_info import EndpointInfo
 from mooncake.errors import TransferError
 
 
@@ -74,7 +71,7 @@ class Outlet:
     refused: Request | None = None
     """A request that the transport cannot carry, and that would fail again; None without one."""
     remedy: Remedy | None = None
-    """The remedy for the RDMA failure that ended the lane; None if it ended otherwise."""
+    """The remedy for the failure that ended the lane; None if the transport knows none."""
 
     def __init__(self, lane: LaneParts) -> None:
         self._lane = lane
@@ -102,7 +99,7 @@ class Outlet:
 
         Raises TransferError if this side has not asked for them.
         """
-        raise TransferError(f"{type(answer).__name__} came without RDMA")
+        raise TransferError(f"{type(answer).__name__} came, and no pages were to be opened")
 
     def blame(self, request: Request, error: BaseException | None) -> None:
         """Record that the lane ends with this error, caused by `request`."""
@@ -134,11 +131,12 @@ class LaneEnds(NamedTuple):
 class Opening:
     """The part of a transport in the handshake of one lane. To be closed if no lane comes of it."""
 
-    segment: OfferedSegment | None = None
-    """This side's segment, for the peer to map; None if it is not offered."""
-    endpoint: EndpointInfo | None = None
-    """This side's queue pair, for the peer to connect to; None without RDMA."""
-    takes_copy_slot: bool = False
+    fd: int | None = None
+    """The descriptor that is passed with the introduction."""
+
+    def introduction(self, introduction: Introduction) -> Introduction:
+        """Return an introduction with what the transport offers in it."""
+        return introduction
 
     async def join(self, welcome: Welcome) -> LaneEnds:
         """Return the ends of the lane, made with the peer's answer. Raises TransferError."""

@@ -7,13 +7,16 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
+import msgspec
+
 from messenger.rdma.cards import Card
 from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.errors import RdmaError
 from messenger.rdma.remote import RdmaReadInlet, RemotePages
 from messenger.sender.outlet import BulkPace, LaneEnds, LaneParts, Opening, Outlet
 from messenger.sender.requests import Request, WriteOutcome, WriteRequest
-from messenger.wire.messages import Exposed, Welcome
+from messenger.transport.transports import Remedy
+from messenger.wire.messages import Exposed, Introduction, Welcome
 from mooncake.errors import TransferError
 from mooncake.messages.blocks import KVLayout
 
@@ -106,7 +109,9 @@ class RdmaOpening(Opening):
     def __init__(self, card: Card, peer: str) -> None:
         self._card, self._peer = card, peer
         self._endpoint = card.endpoint(peer)
-        self.endpoint = self._endpoint.local_info()
+
+    def introduction(self, introduction: Introduction) -> Introduction:
+        return msgspec.structs.replace(introduction, endpoint=self._endpoint.local_info())
 
     async def join(self, welcome: Welcome) -> LaneEnds:
         if welcome.endpoint is None or welcome.scratch is None:

@@ -17,11 +17,10 @@ from messenger.sender.requests import FetchRequest, Request, Urgency, WriteOutco
 from messenger.shm.catalogue import Catalogue
 from messenger.shm.copy_table import native
 from messenger.shm.shared_pages import SharedPages
-from messenger.transport.handshake import OfferedSegment
 from messenger.transport.source import SourceSegment
 from messenger.transport.stream import Stream
 from messenger.transport.transports import ShmInlet
-from messenger.wire.messages import Welcome
+from messenger.wire.messages import Introduction, Welcome
 from messenger.wire.protocol import encode_frame
 
 
@@ -94,8 +93,12 @@ class ShmOpening(Opening):
     def __init__(self, stream: Stream, source: SourceSegment, heads: range) -> None:
         """Offer `source`, whose layers have these heads of the model."""
         self._stream, self._source, self._heads = stream, source, heads
-        self.segment = OfferedSegment(len(source.buffer), source.read_only_fd)
-        self.takes_copy_slot = native() is not None
+        self.fd = source.read_only_fd
+
+    def introduction(self, introduction: Introduction) -> Introduction:
+        return msgspec.structs.replace(
+            introduction, segment_bytes=len(self._source.buffer), takes_copy_slot=native() is not None
+        )
 
     async def join(self, welcome: Welcome) -> LaneEnds:
         layout, slot = welcome.identity.layout, welcome.slot

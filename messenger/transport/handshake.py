@@ -3,23 +3,13 @@
 Owns: the handshake on either side. Does not know: messages after it.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from messenger.transport.frames import Frames
 from messenger.transport.stream import Stream
 from messenger.wire.identity import Identity
-from messenger.wire.messages import (
-    Challenge,
-    CopySlot,
-    Hello,
-    Introduction,
-    Message,
-    PageTableOffsets,
-    Refused,
-    Welcome,
-)
+from messenger.wire.messages import Challenge, Hello, Introduction, Message, Refused, Welcome
 from messenger.wire.protocol import SAME_TLS, SPOKEN, check_identity, common_version, encode_frame
-from messenger.wire.rdma_info import EndpointInfo, Scratch
 from mooncake.errors import MismatchError, TransferError
 from mooncake.security.keys import ClusterKey
 from mooncake.security.proofs import NONCE_BYTES, AcceptingSide, ConnectingSide, Labels
@@ -31,14 +21,6 @@ class AuthenticationError(TransferError):
     """The peer does not know the cluster key, or does not speak the protocol."""
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedSegment:
-    """The size and the descriptor of a segment that a peer on the same host may map."""
-
-    num_bytes: int
-    fd: int
-
-
 async def read_message(frames: Frames) -> Message:
     """Return the next message, which has no payload. Raises OSError or TransferError if none arrives."""
     frame = await frames.next()
@@ -48,17 +30,15 @@ async def read_message(frames: Frames) -> Message:
 
 
 async def introduce(
-    frames: Frames,
-    key: ClusterKey,
-    identity: Identity | None,
-    *,
-    session: bytes,
-    lane: int,
-    segment: OfferedSegment | None = None,
-    endpoint: EndpointInfo | None = None,
-    takes_copy_slot: bool = False,
+    frames: Frames, key: ClusterKey, introduction: Introduction, fd: int | None = None
 ) -> Welcome:
     """Authenticate to a receiver, introduce this side, and return the receiver's welcome.
+
+    Args:
+        frames: The frames that arrive.
+        key: The cluster key.
+        introduction: What this side says of itself; its proof is made here.
+        fd: The descriptor that is passed with the introduction.
 
     Raises TransferError if the receiver refuses, AuthenticationError if the receiver has another key.
     """
@@ -79,17 +59,8 @@ async def introduce(
         )
     if not SPOKEN.oldest <= challenge.version <= SPOKEN.newest:
         raise TransferError(f"the messenger there speaks version {challenge.version}, not {SPOKEN}")
-    introduction = Introduction(
-        visitor.proof(challenge.nonce),
-        identity,
-        session,
-        lane,
-        None if segment is None else segment.num_bytes,
-        endpoint,
-        takes_copy_slot,
-    )
-    fd = None if segment is None else segment.fd
-    await stream.send([encode_frame(introduction)], fd=fd)
+    proved = msgspec.structs.replace(introduction, proof=visitor.proof(challenge.nonce))
+    await stream.send([encode_frame(proved)], fd=fd)
     welcome = _accepted(await read_message(frames))
     assert isinstance(welcome, Welcome)
     return welcome
@@ -129,21 +100,6 @@ async def check_introduction(stream: Stream, ours: Identity, introduction: Intro
         except MismatchError as error:
             await refuse(stream, str(error))
             raise
-
-
-async def welcome(
-    stream: Stream,
-    ours: Identity,
-    segment: OfferedSegment | None = None,
-    slot: CopySlot | None = None,
-    page_table: PageTableOffsets | None = None,
-    endpoint: EndpointInfo | None = None,
-    scratch: Scratch | None = None,
-) -> None:
-    """Tell the sender that it is admitted, with this side's identity and offers."""
-    fd = None if segment is None else segment.fd
-    num_bytes = None if segment is None else segment.num_bytes
-    await stream.send([encode_frame(Welcome(ours, num_bytes, slot, page_table, endpoint, scratch))], fd=fd)
 
 
 async def refuse(stream: Stream, reason: str) -> None:

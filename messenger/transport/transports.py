@@ -16,7 +16,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -102,13 +102,24 @@ class Path(NamedTuple):
     transport: Transport
     place: str | tuple[str, int]
     nic: str | None = None
-    """The RDMA device of this side; None for other transports."""
+    """The device of this side through which the bytes go; None: the kernel chooses."""
     is_standby: bool = False
     """Whether the path carries requests only while no other path is up."""
 
     def __str__(self) -> str:
         place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
         return f"{self.transport} {place}" if self.nic is None else f"{self.transport} {self.nic} {place}"
+
+
+class Remedy(Enum):
+    """The remedy that may help after a failed transfer, where a transport knows one."""
+
+    RETRY = "retry"
+    """The same path may work with a new lane."""
+    OTHER_PATH = "other path"
+    """Another path may work: the peer did not answer on this one, or its device has failed."""
+    GIVE_UP = "give up"
+    """Nothing helps over this transport: the request itself was refused and would be again."""
 
 
 def paths(

@@ -16,9 +16,11 @@ import pytest
 from messenger.rdma import cards, exposures
 from messenger.rdma.cards import Cards
 from messenger.rdma.devices import RdmaDevice
-from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
-from messenger.rdma.windows import Access, OpenRanges, Range
+from messenger.rdma.windows import Access, OpenRanges
+from messenger.transport.exposures import Range
+from messenger.transport.transports import Remedy
 from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 
 

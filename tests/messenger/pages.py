@@ -9,10 +9,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from messenger.rdma.windows import Range
 from messenger.receiver.served_pool import GrantWriter, Readable, SharedSegment, WriteRefused
 from messenger.shm.catalogue import HINTS_PER_PAGE, Catalogue
 from messenger.shm.copy_table import COPY_TABLE_BYTES, CopyTable
+from messenger.transport.exposures import Range
 from messenger.transport.source import SourceSegment
 from messenger.wire.checksums import CHECKSUM_BYTES, layer_checksums
 from messenger.wire.messages import PageTableOffsets, WriteEntry

@@ -12,10 +12,9 @@ from messenger.paths import health
 from messenger.rdma import cards
 from messenger.rdma.cards import open_cards
 from messenger.rdma.devices import FoundDevices
-from messenger.rdma.errors import Remedy
 from messenger.sender.outgoing_session import OutgoingSession
 from messenger.sender.requests import WriteOutcome
-from messenger.transport.transports import Transport
+from messenger.transport.transports import Remedy, Transport
 from mooncake.config.sections import MessengerConfig
 from mooncake.errors import ConfigError, TransferError
 from tests.messenger import fake_rdma

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import secrets
 
+from messenger.sender.outlet import Opening
 from messenger.transport.frames import Frames
-from messenger.transport.handshake import OfferedSegment, introduce, read_message
+from messenger.transport.handshake import introduce, read_message
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Path, Transport, connect
 from messenger.wire.identity import Identity
-from messenger.wire.messages import Message, Welcome
+from messenger.wire.messages import Introduction, Message, Welcome
 from messenger.wire.protocol import Side, encode_frame
 from tests.messenger.fabric import DEADLINE_S, Fabric
 
@@ -44,21 +45,13 @@ class Wire:
         self, node: Fabric, session: bytes, lane: int, identity: Identity | None = None
     ) -> Welcome:
         identity = identity or node.sender_identity
-        return await introduce(self.frames, node.key, identity, session=session, lane=lane, segment=None)
+        return await introduce(self.frames, node.key, Introduction(b"", identity, session, lane))
 
-    async def introduce_probe(
-        self, node: Fabric, segment: OfferedSegment | None = None, *, takes_copy_slot: bool = False
-    ) -> Welcome:
+    async def introduce_probe(self, node: Fabric, opening: Opening | None = None) -> Welcome:
         """As somebody who only measures."""
-        return await introduce(
-            self.frames,
-            node.key,
-            None,
-            session=bytes(16),
-            lane=0,
-            segment=segment,
-            takes_copy_slot=takes_copy_slot,
-        )
+        opening = opening or Opening()
+        introduction = opening.introduction(Introduction(b"", None, bytes(16), 0))
+        return await introduce(self.frames, node.key, introduction, opening.fd)
 
     async def say(self, message: Message, payload: bytes = b"") -> None:
         await self.say_bytes(encode_frame(message, len(payload)) + payload)

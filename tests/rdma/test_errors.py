@@ -2,7 +2,8 @@
 
 import pytest
 
-from messenger.rdma.errors import Remedy, completion_error
+from messenger.rdma.errors import completion_error
+from messenger.transport.transports import Remedy
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.errors import RdmaError
 from messenger.rdma.work import MAX_CHAIN, MAX_CHAIN_BYTES, Pieces, cut
+from messenger.transport.transports import Remedy
 
 MEMORY_BYTES = 1000
 slices_in_memory = st.lists(

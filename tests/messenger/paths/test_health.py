@@ -3,7 +3,7 @@
 import pytest
 
 from messenger.paths.health import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_USELESS_LANES, PathHealth
-from messenger.rdma.errors import Remedy
+from messenger.transport.transports import Remedy
 
 
 def lost(standing: PathHealth, now_s: float, remedy: Remedy | None, **facts: bool) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from messenger.receiver import receiver
 from messenger.receiver.receiver import UnauthenticatedPeers, refuse_connection
-from messenger.transport.handshake import OfferedSegment
+from messenger.sender.shm_outlet import ShmOpening
 from messenger.transport.stream import Stream
 from messenger.transport.transports import Transport
 from messenger.wire.messages import (
@@ -327,9 +327,8 @@ async def test_who_is_turned_away_hears_why_unless_there_are_too_many(
 async def test_a_probe_gets_no_seat_and_no_segment_to_write_to(tmp_path: Path) -> None:
     async with fabric(tmp_path, TINY) as node:
         wire = await Wire.connect(node, Transport.SHM)
-        source = node.sender_memory.source
-        segment = OfferedSegment(len(source.buffer), source.read_only_fd)
-        welcome = await wire.introduce_probe(node, segment, takes_copy_slot=True)
+        opening = ShmOpening(wire.stream, node.sender_memory.source, TINY.heads)
+        welcome = await wire.introduce_probe(node, opening)
         assert welcome.slot is None
         assert node.slots_taken == set()
         fd = wire.stream.take_fd()

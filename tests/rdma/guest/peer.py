@@ -12,6 +12,7 @@ import msgspec
 from messenger.rdma import windows
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
+from messenger.transport.exposures import Range
 from messenger.wire.rdma_info import EndpointInfo
 from tests.forked import Forked, preload
 from tests.rdma.guest.nodes import Node, Place
@@ -44,7 +45,7 @@ class Peer:
 
     async def grant(self, ranges: list[list[int]]) -> list[int]:
         assert self.endpoint is not None
-        wanted = [windows.Range(offset, num_bytes) for offset, num_bytes in ranges]
+        wanted = [Range(offset, num_bytes) for offset, num_bytes in ranges]
         self.grants.append(await windows.open_windows(self.endpoint, self.node.memory, wanted))
         return self.grants[-1].remote_keys
 

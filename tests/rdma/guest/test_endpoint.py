@@ -6,7 +6,8 @@ import time
 import pytest
 
 from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.errors import RdmaError, Remedy
+from messenger.rdma.errors import RdmaError
+from messenger.transport.transports import Remedy
 from messenger.wire.rdma_info import EndpointInfo, LinkLayer
 from tests.rdma.guest.nodes import MIB, is_idle, joined, node, scattered, two_nodes
 from tests.rdma.guest.peer import peer_process

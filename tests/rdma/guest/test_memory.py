@@ -10,7 +10,8 @@ import pytest
 
 from messenger.rdma.adapter import Adapter
 from messenger.rdma.devices import find_devices
-from messenger.rdma.errors import RdmaUnavailableError, Remedy
+from messenger.rdma.errors import RdmaUnavailableError
+from messenger.transport.transports import Remedy
 from tests.rdma.guest.nodes import MIB, joined, node
 
 NOBODY = 65534

@@ -11,6 +11,7 @@ import pytest
 
 from messenger.rdma import windows
 from messenger.rdma.errors import RdmaError
+from messenger.transport.exposures import Range
 from tests.rdma.guest.nodes import joined, node, two_nodes
 
 
@@ -53,7 +54,7 @@ async def test_hundred_connections_leave_nothing() -> None:
             assert verbs_objects()["qp"] == objects["qp"] + 2
         for n in range(100):
             with joined(here, there) as (ours, theirs):
-                await windows.open_windows(theirs, there.memory, [windows.Range(0, 100)])
+                await windows.open_windows(theirs, there.memory, [Range(0, 100)])
                 if n % 2:
                     with pytest.raises(RdmaError):
                         await ours.write([(0, there.memory.address, 100)], 1)
@@ -83,7 +84,7 @@ async def test_transfers_and_windows_do_not_add_up_in_memory() -> None:
             for _ in range(num_rounds):
                 await endpoint.write(slices, there.memory.remote_key)
                 windows.close_windows(
-                    other, await windows.open_windows(other, there.memory, [windows.Range(0, 9)] * 32)
+                    other, await windows.open_windows(other, there.memory, [Range(0, 9)] * 32)
                 )
 
         await work(10)

@@ -14,8 +14,10 @@ import pytest
 
 from messenger.rdma import windows
 from messenger.rdma.endpoint import Endpoint
-from messenger.rdma.errors import RdmaError, Remedy
-from messenger.rdma.windows import Access, Range
+from messenger.rdma.errors import RdmaError
+from messenger.rdma.windows import Access
+from messenger.transport.exposures import Range
+from messenger.transport.transports import Remedy
 from tests.rdma.guest.nodes import MIB, Node, is_idle, joined, node, two_nodes
 from tests.rdma.guest.peer import peer_process
 
