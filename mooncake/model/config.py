@@ -221,7 +221,9 @@ class ModelConfig(GenerationDefaults):
                 "num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.head_size < 2 or self.head_size % 2:
+        if self.head_size < 1:
+            raise ValueError(f"head_dim must be positive, got {self.head_size}")
+        if self.head_size % 2 and not self.implied.is_opt:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_size}")
         partial = self.rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         if not math.isclose(partial, 1.0):

@@ -25,8 +25,8 @@ _MAX_GROUP = 32
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
     """Return why the GPU's kernels cannot compute a model in this dtype; empty if they can."""
-    if not spec.is_llama_like:
-        return f"they have no LayerNorms, learned positions and plain MLPs, which {spec.architecture} needs"
+    if spec.why_no_kernels:
+        return spec.why_no_kernels
     if dtype not in FLOATS:
         return f"{dtype} is not one of {', '.join(map(str, FLOATS))}"
     if spec.head_dim > MAX_HEAD_DIM:

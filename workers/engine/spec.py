@@ -35,7 +35,7 @@ class RopeScaling:
 class ModelSpec:
     """The shapes of a decoder-only transformer.
 
-    Invariants: `num_heads % num_kv_heads == 0`, `head_dim` is even.
+    Invariants: `num_heads % num_kv_heads == 0`; `head_dim` is even where it is rotated.
 
     `sliding_window` is the number of tokens that a query sees, itself included. It applies to the layers from
     `num_full_attention_layers` on (Qwen's `max_window_layers`; 0 for other models).
@@ -58,12 +58,13 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    layer_norm: bool = False
-    """LayerNorms with biases, with `rms_norm_eps`, instead of RMSNorms."""
-    learned_positions: bool = False
-    """Positions are rows that are added to the embedding; queries and keys are not rotated."""
-    plain_mlp: bool = False
-    """MLPs are `relu(x U) D` instead of `(silu(x G) * x U) D`."""
+    is_opt: bool = False
+    """Whether layers are those of OPT instead of Llama's.
+
+    LayerNorms with biases, with `rms_norm_eps`, instead of RMSNorms; positions as rows that are added to the
+    embedding, with queries and keys that are not rotated; MLPs `relu(x U) D` instead of
+    `(silu(x G) * x U) D`.
+    """
     sliding_window: int | None = None
     num_full_attention_layers: int = 0
 
@@ -73,13 +74,14 @@ class ModelSpec:
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.head_dim % 2 != 0:
+        if self.head_dim % 2 != 0 and not self.is_opt:
             raise UnsupportedModel(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     @property
-    def is_llama_like(self) -> bool:
-        """Whether layers have RMSNorms, rotations and gated MLPs, which the project's kernels compute."""
-        return not (self.layer_norm or self.learned_positions or self.plain_mlp)
+    def why_no_kernels(self) -> str:
+        """The reason why none of the project's kernels computes such layers; empty if some may."""
+        needed = f"LayerNorms, learned positions and plain MLPs, which {self.architecture} needs"
+        return f"they have no {needed}" if self.is_opt else ""
 
     def layer_sliding_window(self, layer: int) -> int | None:
         """Return the number of tokens that a query of `layer` sees, itself included; None for all before

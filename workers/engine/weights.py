@@ -131,7 +131,7 @@ class Weights:
         self.lm_head: torch.Tensor | None = None
         if is_first or (is_last and spec.tie_word_embeddings):
             self.embedding = self._vocab_rows("model.embed_tokens.weight")
-        if is_first and spec.learned_positions:
+        if is_first and spec.is_opt:
             num_rows = _FIRST_POSITION + spec.max_position
             rows = _Cut(num_rows, range(num_rows))
             self.positions = self._stacked([_POSITIONS], [rows], spec.hidden_size)[_FIRST_POSITION:]
@@ -189,7 +189,7 @@ class Weights:
             layer is not None and int(layer[1]) < self.spec.num_layers and int(layer[1]) not in self.layers
         )
         ends = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-        ends += [_POSITIONS] * self.spec.learned_positions + ["model.norm.bias"] * self.spec.layer_norm
+        ends += [_POSITIONS, "model.norm.bias"] if self.spec.is_opt else []
         is_end = name in map(self._named, ends)
         if not (is_elsewhere or is_end or name.endswith(_COMPUTED_SUFFIX)):
             raise WeightsError(f"{name}: a {self.spec.architecture} of this configuration has no such tensor")
@@ -212,7 +212,7 @@ class Weights:
 
     def _named(self, name: str) -> str:
         """Return the name in the model's checkpoints of what has this one in Llama's."""
-        return _opt_name(name) if self.spec.architecture == "OPTForCausalLM" else name
+        return _opt_name(name) if self.spec.is_opt else name
 
     def _vocab_rows(self, name: str) -> torch.Tensor:
         return self._stacked([name], [_Cut(self.spec.vocab_size, self.part.vocab)], self.spec.hidden_size)
@@ -223,7 +223,7 @@ class Weights:
     def _norm_of_hidden(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a norm's weight, and its bias if it has one."""
         size = self.spec.hidden_size
-        bias = self._norm(f"{name}.bias", size) if self.spec.layer_norm else None
+        bias = self._norm(f"{name}.bias", size) if self.spec.is_opt else None
         return self._norm(f"{name}.weight", size), bias
 
     def _stacked(self, names: list[str], cuts: list[_Cut], *row_shape: int) -> torch.Tensor:
@@ -253,7 +253,7 @@ class Weights:
         inner = _Cut(spec.intermediate_size, part.mlp_columns)
         qkv, qkv_cuts = [f"{prefix}.self_attn.{p}_proj" for p in "qkv"], [queries, keys, keys]
         gate_up = [f"{prefix}.mlp.up_proj"]
-        if not spec.plain_mlp:
+        if not spec.is_opt:
             gate_up.insert(0, f"{prefix}.mlp.gate_proj")
         gate_up_cuts = [inner for _ in gate_up]
         input_norm, input_norm_bias = self._norm_of_hidden(f"{prefix}.input_layernorm")

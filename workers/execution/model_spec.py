@@ -42,9 +42,7 @@ def spec_of(config: ModelConfig) -> ModelSpec:
         o_bias=has_attention_bias,
         mlp_bias=implied.is_opt or (implied.reads_mlp_bias and bool(config.mlp_bias)),
         qk_norm=implied.has_qk_norm,
-        layer_norm=implied.is_opt,
-        learned_positions=implied.is_opt,
-        plain_mlp=implied.is_opt,
+        is_opt=implied.is_opt,
         sliding_window=sliding_window,
         num_full_attention_layers=num_full_attention_layers,
     )

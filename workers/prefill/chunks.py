@@ -37,7 +37,7 @@ class LayerCosts:
         num_weights = spec.hidden_size * (
             2 * heads_dim
             + 2 * spec.num_kv_heads * spec.head_dim
-            + (2 if spec.plain_mlp else 3) * spec.intermediate_size
+            + (2 if spec.is_opt else 3) * spec.intermediate_size
         )
         return cls(token=2.0 * num_weights, pair=4.0 * heads_dim)
 

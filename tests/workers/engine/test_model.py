@@ -93,6 +93,20 @@ def test_the_reference_tokens_depend_on_the_context() -> None:
         assert len(set(text[length:])) > NUM_NEW // 2
 
 
+def test_heads_that_are_not_rotated_may_have_an_odd_size() -> None:
+    reference = tiny_model("opt", hidden_size=60, word_embed_proj_dim=60).to(DEVICE)
+    spec = model_spec(reference.config.to_dict())
+    assert spec.head_dim == 15
+    model = DecoderModel(spec, range(spec.num_layers), torch.float32, DEVICE)
+    model.load_weights(reference.state_dict().items())
+    kv = DeviceKVCache(spec, model.layers, 4, 8, torch.float32, DEVICE)
+    prompt = list(range(20))
+    logits = model.forward(Batch.build([Chunk(prompt, 0, kv.allocate(3))], kv), kv)
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt], device=DEVICE)).logits[0, -1:]
+    torch.testing.assert_close(logits, expected)
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen2_window", "smollm2", "opt"])
 @pytest.mark.parametrize("split", [1, 3])
 def test_two_stages_give_the_same_hidden_states_and_logits(family: str, split: int) -> None:

@@ -149,9 +149,16 @@ OPT = {
         ({"activation_function": "gelu"}, "activation_function is 'gelu', expected 'relu'"),
         ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True, expected False"),
         ({"ffn_dim": None}, "ffn_dim is None, expected a valid integer"),
+        ({"num_attention_heads": 128}, "head_dim must be positive, got 0"),
     ],
 )
 def test_refuses_what_opt_may_be_and_is_not_served(change: dict[str, Any], message: str) -> None:
-    assert model_spec(OPT).plain_mlp
+    assert model_spec(OPT).is_opt
     with pytest.raises(ModelError, match=message):
         model_spec({**OPT, **change})
+
+
+def test_heads_have_an_even_size_only_where_they_are_rotated() -> None:
+    with pytest.raises(ModelError, match="head_dim must be even for rotary embeddings, got 63"):
+        model_spec({**LLAMA_3_2, "head_dim": None, "hidden_size": 2016})
+    assert model_spec({**OPT, "hidden_size": 60}).head_dim == 15

@@ -26,8 +26,8 @@ from workers.engine.spec import ModelSpec
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str:
     """Return why the CPU's kernels cannot compute a model in this dtype; empty if they can."""
-    if not spec.is_llama_like:
-        return f"they have no LayerNorms, learned positions and plain MLPs, which {spec.architecture} needs"
+    if spec.why_no_kernels:
+        return spec.why_no_kernels
     if dtype not in DTYPES:
         return f"{dtype} is not one of {', '.join(map(str, DTYPES))}"
     if spec.head_dim not in HEAD_DIMS:

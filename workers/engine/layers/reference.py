@@ -51,7 +51,7 @@ class TorchLayers:
             queries, keys = qk[:, :num_heads], qk[:, num_heads:]
             queries = _rms_norm(queries, weights.q_norm, spec.rms_norm_eps)
             qk = torch.cat((queries, _rms_norm(keys, weights.k_norm, spec.rms_norm_eps)), dim=1)
-        if not spec.learned_positions:
+        if not spec.is_opt:
             qk = rotate(qk, *batch.rotation)
         kv_layer = kv.layer(layer)
         write_kv(kv_layer, qk[:, num_heads:], values, batch.page_of_token, batch.offset_of_token)
@@ -64,7 +64,7 @@ class TorchLayers:
         weights = self._weights.layers[layer]
         normed = self._norm(hidden, weights.post_norm, weights.post_norm_bias)
         inner = linear(normed, weights.gate_up, weights.gate_up_bias)
-        if self._spec.plain_mlp:
+        if self._spec.is_opt:
             inner = relu(inner)
         else:
             gate, up = inner.chunk(2, dim=-1)
@@ -79,7 +79,7 @@ class TorchLayers:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Normalize over the last dimension; the weights' dtype in and out."""
-        if self._spec.layer_norm:
+        if self._spec.is_opt:
             return layer_norm(x, weight.shape, weight, bias, self._spec.rms_norm_eps)
         return _rms_norm(x, weight, self._spec.rms_norm_eps)
 

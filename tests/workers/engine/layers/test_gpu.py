@@ -273,6 +273,11 @@ def test_only_single_tokens_within_the_buckets_are_computed_by_graphs() -> None:
         ({}, torch.float32, ""),
         ({"head_dim": 512}, torch.bfloat16, "head_dim 512 is more than 256"),
         ({"num_heads": 64}, torch.bfloat16, "64 query heads a KV head are more than 32"),
+        (
+            {"is_opt": True},
+            torch.float32,
+            "they have no LayerNorms, learned positions and plain MLPs, which LlamaForCausalLM needs",
+        ),
         ({}, torch.float64, "torch.float64 is not one of torch.float32, torch.bfloat16, torch.float16"),
     ],
 )
