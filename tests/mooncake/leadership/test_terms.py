@@ -61,6 +61,15 @@ class Conductor:
                 ending.cancel()
 
 
+async def leader_and_standby(config: ClusterConfig) -> tuple[Conductor, Conductor]:
+    """A Conductor that leads, and another one that waits."""
+    leader = Conductor(config, A)
+    await leader.terms.get()
+    standby = Conductor(config, B)
+    await standby.waits.get()
+    return leader, standby
+
+
 def end_leases(server: EtcdServer) -> None:
     """As if they had expired."""
 
@@ -135,10 +144,7 @@ async def test_a_standby_takes_over_in_a_full_etcd(
     monkeypatch.setattr(Etcd, "first", counted)
     config = config_of(server)
     async with asyncio.timeout(DEADLINE_S):
-        leader = Conductor(config, A)
-        await leader.terms.get()
-        standby = Conductor(config, B)
-        await standby.waits.get()
+        leader, standby = await leader_and_standby(config)
         fill(server)
         for _ in range(watches.qsize() + 2):
             await watches.get()
@@ -168,10 +174,7 @@ async def test_the_standby_leads_when_the_leader_ends_and_all_learn_of_it(server
 async def test_who_loses_the_lease_leads_no_more_and_stands_by_no_more(server: EtcdServer) -> None:
     config = config_of(server)
     async with asyncio.timeout(DEADLINE_S):
-        leader = Conductor(config, A)
-        await leader.terms.get()
-        standby = Conductor(config, B)
-        await standby.waits.get()
+        leader, standby = await leader_and_standby(config)
         end_leases(server)
         for candidate in (leader, standby):
             with pytest.raises(ExceptionGroup) as error:
