@@ -161,7 +161,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         port = free_port()
         addresses = [f"127.0.0.1:{real.port}", other.address]
         (folder / "envoy.json").write_text(json.dumps(configuration(port, chooses.port, addresses)))
-        command = [envoy(), "-c", folder / "envoy.json", "--concurrency", "1", "--use-dynamic-base-id"]
+        command = [envoy(), "-c", folder / "envoy.json", "--concurrency", "1", "--disable-hot-restart"]
         with (folder / "envoy.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
         stack.callback(process.wait)
