@@ -381,5 +381,5 @@ class Conductor:
         load = heartbeat.decode_load
         if load.num_requests and load.tbt_s is not None:
             tbt_slo_s = self._requests.strictest_tbt_slo_s
-            self._admission.learn_step(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)
+            self._admission.learn_tbt(instance, load.num_requests, load.tbt_s, tbt_slo_s, now_s)
         return self._fronts.tell() if is_resized else []

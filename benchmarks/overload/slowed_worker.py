@@ -38,8 +38,8 @@ def slow_down() -> None:
 
     def slow_decode(self: Executor, batch: Batch, draws: Draws) -> Drawn:
         num_prompt_tokens = sum(batch.query_lens) - len(batch.query_lens)
-        step_s = STEP_S + STEP_REQUEST_S * len(batch.query_lens) + PREFILL_TOKEN_S * num_prompt_tokens
-        end_s = time.monotonic() + step_s
+        iteration_s = STEP_S + STEP_REQUEST_S * len(batch.query_lens) + PREFILL_TOKEN_S * num_prompt_tokens
+        end_s = time.monotonic() + iteration_s
         drawn = decode(self, batch, draws)
         time.sleep(max(0.0, end_s - time.monotonic()))
         return drawn

@@ -147,7 +147,7 @@ class Admission:
         constant_s = self._view.decode_costs.constant_s.item(slot)
         self._view.tbt_correction.learn(predicted_s, tbt_s, constant_s, now_s)
 
-    def learn_step(
+    def learn_tbt(
         self, decode: Instance, batch_size: int, tbt_s: float, tbt_slo_s: float | None, now_s: float
     ) -> None:
         """Record the TBT of all requests of a decode instance that its heartbeat predicts.
@@ -232,12 +232,12 @@ class Admission:
             for slot in slots.tolist()
         )
 
-    def _next_step_s(self) -> float:
+    def _next_iteration_s(self) -> float:
         """Return the mean predicted seconds of an iteration of the decode instances, each with one more
         request."""
         pool = self._view.decode_pool()
         assert pool is not None
-        return float(self._view.next_step_s.dot(pool.members)) / pool.num_instances
+        return float(self._view.next_iteration_s.dot(pool.members)) / pool.num_instances
 
     def _shortest_queue_s(self, priority: int, now_s: float) -> float:
         """Return the seconds until some instance has computed all its prompts that go before one of
@@ -258,14 +258,14 @@ class Admission:
 
         None if some instance decodes nothing then.
         """
-        forecast, step_s = self._forecast, self._next_step_s()
+        forecast, iteration_s = self._forecast, self._next_iteration_s()
         times_s = [known_until_s]
         last_s = min(forecast.last_prefill_s, known_until_s + forecast.decode_s)
         if last_s > known_until_s:
             times_s.append(last_s)
         everything, tbts_s = forecast.everything.less(freed), []
         for time_s in times_s:
-            work = forecast.at(time_s, now_s, step_s).less(freed)
+            work = forecast.at(time_s, now_s, iteration_s).less(freed)
             tbts_s.append(self._tbt_with_s(work, num_tokens, everything.num_requests - work.num_requests))
         return max((tbt_s for tbt_s in tbts_s if tbt_s is not None), default=None)
 

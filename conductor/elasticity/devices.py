@@ -1,7 +1,7 @@
 """The decode instances of a host as Algorithm 1 of BanaServe sees them: devices with modules.
 
 Computing is measured by the tokens that an instance draws, wherever its modules are; here it counts where
-these are. Layers take their part of a step, KV heads their part of its attention.
+these are. Layers take their part of an iteration, KV heads their part of its attention.
 
 Owns: the translation of view and heartbeats into devices. Does not know: which modules move.
 """
@@ -52,8 +52,8 @@ def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules)
     assert slot is not None
     assert instance.heartbeat is not None
     num_requests, num_tokens = view.loads.num_decoding.item(slot), view.loads.num_decoding_tokens.item(slot)
-    step_s = view.decode_costs.predict_s(slot, num_requests, num_tokens)
-    attention = num_tokens * view.decode_costs.second_s.item(slot) / step_s if step_s > 0 else 0.0
+    iteration_s = view.decode_costs.predict_s(slot, num_requests, num_tokens)
+    attention = num_tokens * view.decode_costs.second_s.item(slot) / iteration_s if iteration_s > 0 else 0.0
     num_pages = instance.num_device_pages
     num_bytes = (num_pages - instance.heartbeat.num_free_device_pages) * layout.block_bytes
     transfer_s = num_bytes * view.transfers.costs(slot, 0.0)[1]
@@ -78,4 +78,4 @@ def _device(view: ClusterView, instance: Instance, used: Used, modules: Modules)
         away = Away(place.helper, Used(computed_away, max(0.0, beyond) * used.memory))
     here = used._replace(compute=used.compute - computed_away)
     may_give = not place.are_elsewhere and not modules.owners_at(instance)
-    return Device(instance.name, here, movable if may_give else {}, away, sync_s=step_s), computed_away
+    return Device(instance.name, here, movable if may_give else {}, away, sync_s=iteration_s), computed_away

@@ -107,8 +107,10 @@ class Migrations:
     def _next_tbt_s(self, instance: Instance, tracked: TrackedRequest) -> float:
         view, slot = self._view, self._view.slot_of(instance.name)
         assert slot is not None
-        step_s = view.next_step_s.item(slot) + tracked.placed.num_tokens * view.next_token_s.item(slot)
-        return step_s * view.next_delay.item(slot)
+        iteration_s = view.next_iteration_s.item(slot) + tracked.placed.num_tokens * view.next_token_s.item(
+            slot
+        )
+        return iteration_s * view.next_delay.item(slot)
 
     def _has_room(self, instance: Instance, num_tokens: int) -> bool:
         loads, slot = self._view.loads, self._view.slot_of(instance.name)

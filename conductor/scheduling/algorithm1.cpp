@@ -21,8 +21,8 @@ struct Columns {
     const double *ends_s, *behind_head_s;
     const double *constant_s, *token_s, *pair_s;
     const int64_t* prefill_room_blocks;
-    const double *next_step_s, *next_token_s, *next_delay;
-    const double *step_s, *request_s, *kv_token_s;
+    const double *next_iteration_s, *next_token_s, *next_delay;
+    const double *iteration_s, *request_s, *kv_token_s;
     const int64_t* decode_room_blocks;
     const uint8_t* inlines;
     const int64_t* least_chunk_tokens;
@@ -159,7 +159,7 @@ int64_t select_decoding_instance(const Columns* at, int64_t len, int64_t num_blo
     int64_t d = -1;
     *tbt_s = kNever;
     for (int64_t slot = 0; slot < at->num_slots; slot++) {
-        double next_tbt_s = at->next_delay[slot] * (at->next_step_s[slot] + len * at->next_token_s[slot]);
+        double next_tbt_s = at->next_delay[slot] * (at->next_iteration_s[slot] + len * at->next_token_s[slot]);
         if (has_room_to_decode(*at, slot, num_blocks, refused) && next_tbt_s < *tbt_s) {
             *tbt_s = next_tbt_s;
             d = slot;
@@ -182,13 +182,13 @@ int64_t select_inlining_instance(const Columns* at, int64_t num_depths, int64_t 
         int64_t num_new = prompt->len - prompt->prefix_len(prefix_blocks);
         double num_decoding = at->num_decoding[slot];
         if (num_decoding) {
-            double step_s = at->step_s[slot] + num_decoding * at->request_s[slot] +
+            double iteration_s = at->iteration_s[slot] + num_decoding * at->request_s[slot] +
                             at->num_decoding_tokens[slot] * at->kv_token_s[slot];
-            double left_s = inlining->budget_s - step_s;
+            double left_s = inlining->budget_s - iteration_s;
             int64_t chunk = std::max(prompt->block_size, std::min(at->least_chunk_tokens[slot], num_new));
             if (left_s <= 0 || chunk * (prefill_s / num_new) > left_s) continue;
             double num_chunks = left_s == kNever ? double(num_new) / inlining->mixed_chunk_tokens : prefill_s / left_s;
-            beside_s = std::ceil(num_chunks) * step_s;
+            beside_s = std::ceil(num_chunks) * iteration_s;
         }
         double queue_s = estimate_prefill_queue_time(*at, slot, behind_s, prompt->now_s);
         double load_s = match.num_ssd_blocks(slot) * prompt->load_block_s;

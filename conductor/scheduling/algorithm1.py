@@ -319,7 +319,7 @@ class Scheduler:
         least_s, d = math.inf, None
         for instance in range(view.loads.num_slots):
             tokens_s = request.num_tokens * view.next_token_s.item(instance)
-            tbt_s = view.next_delay.item(instance) * (view.next_step_s.item(instance) + tokens_s)
+            tbt_s = view.next_delay.item(instance) * (view.next_iteration_s.item(instance) + tokens_s)
             if self._has_room_to_decode(instance, request) and tbt_s < least_s:
                 least_s, d = tbt_s, instance
         return None if d is None else (d, least_s)
@@ -356,13 +356,13 @@ class Scheduler:
             num_decoding, beside_s = loads.num_decoding.item(instance), 0.0
             if num_decoding:
                 num_kv_tokens = loads.num_decoding_tokens.item(instance)
-                step_s = costs.predict_s(instance, num_decoding, num_kv_tokens)
-                left_s = budget_s - step_s
+                iteration_s = costs.predict_s(instance, num_decoding, num_kv_tokens)
+                left_s = budget_s - iteration_s
                 chunk = max(prompt.block_size, min(loads.least_chunk_tokens.item(instance), num_new))
                 if left_s <= 0 or chunk * (prefill_s / num_new) > left_s:
                     continue
                 num_chunks = num_new / self._mixed_chunk_tokens if left_s == math.inf else prefill_s / left_s
-                beside_s = math.ceil(num_chunks) * step_s
+                beside_s = math.ceil(num_chunks) * iteration_s
             queue_s = self._estimate_prefill_queue_time(instance, behind_s, now_s)
             load_s = match.num_ssd_blocks_at(instance) * prompt.load_block_s
             delayed_s = (num_decoding + loads.num_prompts.item(instance)) * prefill_s

@@ -126,7 +126,7 @@ class NativeScheduler(Scheduler):
                 view.prefill_costs.first_s,
                 view.prefill_costs.second_s,
                 loads.prefill_room_blocks,
-                view.next_step_s,
+                view.next_iteration_s,
                 view.next_token_s,
                 view.next_delay,
                 view.decode_costs.constant_s,

@@ -237,7 +237,7 @@ class Assignments:
         assignment.stay.end()
         assignment.stay = view.forecast.begin(assignment.request, now_s)
         view.loads.begin_decode(assignment.decode_slot, assignment.num_tokens)
-        self._steps_change(now_s)
+        self._iterations_change(now_s)
 
     def end_decode(self, assignment: Assignment, now_s: float, num_output_tokens: int) -> None:
         """Learn from a request that has all its tokens. To be followed by `release`."""
@@ -277,7 +277,7 @@ class Assignments:
         view.loads.end_decode(assignment.decode_slot, num_tokens, has_begun=True)
         view.decode_changed(assignment.decode_slot)
         view.loads.begin_decode(destination.slot, num_tokens)
-        self._steps_change(now_s)
+        self._iterations_change(now_s)
         instance = destination.instance
         assignment.placement = assignment.placement._replace(prefill=instance, decode=instance)
         assignment.prefill_slot = assignment.decode_slot = destination.slot
@@ -302,13 +302,13 @@ class Assignments:
             view.loads.end_decode(assignment.decode_slot, assignment.num_tokens, has_begun=has_begun)
             view.decode_changed(assignment.decode_slot)
             if has_begun:
-                self._steps_change(now_s)
+                self._iterations_change(now_s)
 
-    def _steps_change(self, now_s: float) -> None:
+    def _iterations_change(self, now_s: float) -> None:
         """Update the forecast's duration of an iteration, now that the batches have changed."""
-        step_s = self._view.mean_step_s()
-        if step_s is not None:
-            self._view.forecast.steps.take(step_s, now_s)
+        iteration_s = self._view.mean_iteration_s()
+        if iteration_s is not None:
+            self._view.forecast.iterations.take(iteration_s, now_s)
 
     def _leave_prefill(self, assignment: Assignment, now_s: float, *, was_computed: bool) -> float | None:
         """Remove the request from the prefill queue, the coming prefixes and its source's traffic.

@@ -78,16 +78,16 @@ class _Occupant:
 class ClusterView:
     """All slots, with what is known of their instances.
 
-    `next_step_s`, `next_token_s` and `next_delay` predict decoding with one more request, for which line 24
-    of Algorithm 1 looks at all slots: an iteration has `next_step_s + n * next_token_s` if its prompt has n
-    tokens, and its TBT is `next_delay` times that.
+    `next_iteration_s`, `next_token_s` and `next_delay` predict decoding with one more request, for which line
+    24 of Algorithm 1 looks at all slots: an iteration has `next_iteration_s + n * next_token_s` if its prompt
+    has n tokens, and its TBT is `next_delay` times that.
 
     Args:
         settings: How the Conductor decides: the balancing threshold, what the forecast predicts.
         profiled: Measured costs of prefill and of decode to begin with; None for generic ones.
     """
 
-    next_step_s: Floats
+    next_iteration_s: Floats
     """Predicted seconds of an iteration with one more request, without the tokens of its prompt."""
     next_token_s: Floats
     """Seconds that each token of the further request's prompt adds."""
@@ -128,7 +128,7 @@ class ClusterView:
     def _set_next(self, rows: Floats) -> None:
         """Bind the attributes `next_...` to the rows of a matrix, whose columns are the slots."""
         self._next = rows
-        self.next_step_s, self.next_token_s, self.next_delay = rows
+        self.next_iteration_s, self.next_token_s, self.next_delay = rows
 
     def instance_at(self, slot: int) -> Instance:
         """Return the instance in this slot."""
@@ -170,7 +170,7 @@ class ClusterView:
         for estimator in (self.prefill_costs, self.decode_costs):
             estimator.reset(slot, instance.kind)
         self.transfers.reset(slot)
-        missing = np.zeros((3, self.loads.num_slots - len(self.next_step_s)))
+        missing = np.zeros((3, self.loads.num_slots - len(self.next_iteration_s)))
         self._set_next(np.append(self._next, missing, axis=1))
         self.decode_changed(slot)
 
@@ -264,7 +264,7 @@ class ClusterView:
             self._decode_pool = DecodePool(num_instances, members, mean_costs, mean_max_batch)
         return self._decode_pool
 
-    def mean_step_s(self) -> float | None:
+    def mean_iteration_s(self) -> float | None:
         """The mean predicted seconds of the decode instances' next iterations; None without any."""
         loads, pool = self.loads, self.decode_pool()
         if pool is None:
@@ -291,12 +291,12 @@ class ClusterView:
         num_others = loads.batch_size.item(slot)
         batched, self.next_delay[slot] = batch_share(num_others + 1, loads.max_batch.item(slot))
         quantities = batched * (num_others + 1), batched * loads.num_kv_tokens.item(slot)
-        step_s, token_s = costs.predict_s(slot, *quantities), costs.second_s.item(slot)
+        iteration_s, token_s = costs.predict_s(slot, *quantities), costs.second_s.item(slot)
         if num_others == 0 and self._occupants[slot].has_stale_decode_costs:
             quickest = costs.quickest_alike(slot, *quantities)
-            step_s = min(step_s, costs.predict_s(quickest, *quantities))
+            iteration_s = min(iteration_s, costs.predict_s(quickest, *quantities))
             token_s = min(token_s, costs.second_s.item(quickest))
-        self.next_step_s[slot], self.next_token_s[slot] = step_s, batched * token_s
+        self.next_iteration_s[slot], self.next_token_s[slot] = iteration_s, batched * token_s
 
     def next_gap_s(self, slot: int, num_tokens: int) -> float:
         """Predict the mean seconds between two tokens of one more request with `num_tokens` of prompt.
@@ -305,7 +305,7 @@ class ClusterView:
         token every r / s iterations.
         """
         batched, _ = batch_share(self.loads.batch_size.item(slot) + 1, self.loads.max_batch.item(slot))
-        return (self.next_step_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
+        return (self.next_iteration_s.item(slot) + num_tokens * self.next_token_s.item(slot)) / batched
 
     def prefill_unchecked_s(self, slot: int, now_s: float) -> float:
         """Return the seconds since a prefill on this instance last allowed a comparison with its predicted
@@ -379,12 +379,12 @@ class ClusterView:
         occupant, loads = self._occupants[slot], self.loads
         before, occupant.decode = occupant.decode, decode
         mixed, mixed_before = decode.mixed, before.mixed
-        num_steps = decode.num_iterations - before.num_iterations
-        num_steps -= mixed.num_iterations - mixed_before.num_iterations
+        num_iterations = decode.num_iterations - before.num_iterations
+        num_iterations -= mixed.num_iterations - mixed_before.num_iterations
         num_tokens = decode.num_tokens - before.num_tokens - mixed.num_tokens + mixed_before.num_tokens
         seconds = decode.forward_s - before.forward_s - mixed.forward_s + mixed_before.forward_s
-        if min(num_steps, num_tokens, seconds) > 0 and loads.num_decoding[slot] > 0:
-            batch_size = num_tokens / num_steps
+        if min(num_iterations, num_tokens, seconds) > 0 and loads.num_decoding[slot] > 0:
+            batch_size = num_tokens / num_iterations
             num_kv_tokens = batch_size * self._mean_decoding_tokens(slot)
-            self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_steps)
+            self.decode_costs.learn(slot, batch_size, num_kv_tokens, seconds / num_iterations)
             occupant.decode_checked_s = now_s

@@ -1,4 +1,4 @@
-"""Predicted durations of prefills and decode steps, learned by instance (Mooncake, section 6.1).
+"""Predicted durations of prefills and iterations of decode, learned by instance (Mooncake, section 6.1).
 
 A cost is a polynomial with three coefficients (`mooncake.messages.costs`). An estimator begins with the
 coefficients of a profile, or with generic ones, and corrects them by recursive least squares on relative
@@ -49,7 +49,7 @@ class Doubt(NamedTuple):
 
 
 PREFILL_DOUBT, DECODE_DOUBT = Doubt(0.15, 0.3), Doubt(0.05, 1.0)
-"""A step is the mean of many iterations, and the time that a request adds to it differs between devices."""
+"""Decode is measured as the mean of many iterations; the time that a request adds differs between devices."""
 
 
 _Covariance = Sequence[float]

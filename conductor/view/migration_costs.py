@@ -25,9 +25,11 @@ class MigrationCost(NamedTuple):
 def num_tokens_so_far(view: ClusterView, request: Request, assignment: Assignment, now_s: float) -> int:
     """Estimate the tokens that a running request has at `now_s`, from the iterations since its decode
     began."""
-    began_steps = assignment.stay.began_steps
-    num_steps = 0 if began_steps is None else int(view.forecast.steps.at(now_s) - began_steps)
-    num_output_tokens = max(request.num_output_tokens, assignment.request.num_output_tokens + num_steps)
+    began_iteration = assignment.stay.began_iteration
+    num_iterations = (
+        0 if began_iteration is None else int(view.forecast.iterations.at(now_s) - began_iteration)
+    )
+    num_output_tokens = max(request.num_output_tokens, assignment.request.num_output_tokens + num_iterations)
     return request.num_prompt_tokens + min(num_output_tokens, request.sampling.max_tokens)
 
 

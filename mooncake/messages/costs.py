@@ -1,7 +1,7 @@
 """The costs of prefill and decode: polynomials with three coefficients (Mooncake, section 6.1).
 
     prefill of n new tokens behind c cached ones    constant + n * token + n * (c + n / 2) * pair
-    one step of b requests with k KV tokens in all  constant + b * request + k * token
+    iteration of b requests with k KV tokens in all constant + b * request + k * token
 
 Owns: these forms, and their fit to measurements. Does not know: how they are measured and used.
 """
@@ -41,14 +41,14 @@ HOLD_SHARE = 0.9
 its way to the client."""
 
 
-def tbt_margin_s(step_s: float, empty_step_s: float) -> float:
+def tbt_margin_s(iteration_s: float, empty_iteration_s: float) -> float:
     """Return the seconds by which a predicted iteration must stay below a TBT SLO.
 
     An iteration is predicted as a mean. The TBT of a request is the mean of its longest gaps, and the one
     before its second token has the transfer of its KVCache in it. How long an iteration without a batch takes
     is known well, so no margin is kept for that part.
     """
-    return TBT_MARGIN * max(0.0, step_s - empty_step_s)
+    return TBT_MARGIN * max(0.0, iteration_s - empty_iteration_s)
 
 
 class BatchShare(NamedTuple):
@@ -101,7 +101,8 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 class Point(NamedTuple):
-    """A measured duration: of new and cached tokens for a prefill, of requests and KV tokens for a step."""
+    """A measured duration: of new and cached tokens for a prefill, of requests and KV tokens for an
+    iteration."""
 
     first: float
     second: float

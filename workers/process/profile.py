@@ -1,7 +1,7 @@
 """The profiler of a device: `python -m workers.process.profile`, started by `mooncake-serve profile`.
 
 It computes as a worker does, without other processes: prompts in passes of `worker.prefill_chunk` tokens
-behind existing KVCache, and steps of batches up to `worker.max_batch`. It reports each duration.
+behind existing KVCache, and iterations of batches up to `worker.max_batch`. It reports each duration.
 
 Owns: the measurements. Does not know: how they are used.
 """
@@ -35,14 +35,14 @@ class PrefillSize(NamedTuple):
     num_cached_tokens: int
 
 
-class StepSize(NamedTuple):
+class DecodeSize(NamedTuple):
     """The size of a measured iteration: `batch_size` requests with `num_context_tokens` each."""
 
     batch_size: int
     num_context_tokens: int
 
 
-def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize | StepSize]:
+def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize | DecodeSize]:
     """Return the sizes to measure, by growing cost, on a device whose KVCache holds `max_tokens` tokens."""
     longest = min(max_tokens, max_position)
     prefills = [
@@ -51,13 +51,13 @@ def grid(max_tokens: int, max_position: int, max_batch: int) -> list[PrefillSize
         for num_new in NEW_TOKENS
         if num_new + num_cached <= longest
     ]
-    steps = [
-        StepSize(batch_size, context)
+    decodes = [
+        DecodeSize(batch_size, context)
         for context in CONTEXT_TOKENS
         for batch_size in BATCH_SIZES
         if batch_size <= max_batch and context < max_position and batch_size * (context + 1) <= max_tokens
     ]
-    return [*prefills, *steps]
+    return [*prefills, *decodes]
 
 
 class Profiler:
@@ -66,7 +66,7 @@ class Profiler:
     def __init__(self, executor: Executor, prefill_chunk: int) -> None:
         self._model, self._kv = executor.model, executor.kv
         self._prefill_chunk = prefill_chunk
-        self.too_long: list[PrefillSize | StepSize] = []
+        self.too_long: list[PrefillSize | DecodeSize] = []
         """Sizes that took too long. Larger sizes are not measured."""
 
     @property
@@ -74,12 +74,12 @@ class Profiler:
         """The number of free device pages."""
         return self._kv.num_free_pages
 
-    def seconds(self, size: PrefillSize | StepSize) -> float | None:
+    def seconds(self, size: PrefillSize | DecodeSize) -> float | None:
         """Return the seconds of the shortest run; None if a smaller size took too long."""
         for other in self.too_long:
             if type(size) is type(other) and size[0] >= other[0] and size[1] >= other[1]:
                 return None
-        passes = self._prefill(size) if isinstance(size, PrefillSize) else [self._step(size)]
+        passes = self._prefill(size) if isinstance(size, PrefillSize) else [self._decode(size)]
         try:
             first_s = self._run(passes)
             if first_s > LONGEST_S:
@@ -98,10 +98,10 @@ class Profiler:
             for begin in begins
         ]
 
-    def _step(self, step: StepSize) -> list[Chunk]:
-        context = step.num_context_tokens
+    def _decode(self, size: DecodeSize) -> list[Chunk]:
+        context = size.num_context_tokens
         num_pages = -(-(context + 1) // self._kv.page_size)
-        return [Chunk([TOKEN_ID], context, self._kv.allocate(num_pages)) for _ in range(step.batch_size)]
+        return [Chunk([TOKEN_ID], context, self._kv.allocate(num_pages)) for _ in range(size.batch_size)]
 
     def _run(self, passes: list[list[Chunk]]) -> float:
         began_s = time.perf_counter()
@@ -130,12 +130,12 @@ async def serve(process: WorkerProcess) -> None:
             report(_measured(size, seconds, executor))
 
 
-def _measured(size: PrefillSize | StepSize, seconds: float, executor: Executor) -> Measured:
+def _measured(size: PrefillSize | DecodeSize, seconds: float, executor: Executor) -> Measured:
     engine, device = executor.engine, executor.device_name
     match size:
         case PrefillSize(num_new_tokens, num_cached_tokens):
             return Measured("prefill", num_new_tokens, num_cached_tokens, seconds, engine, device)
-        case StepSize(batch_size, context):
+        case DecodeSize(batch_size, context):
             return Measured("decode", batch_size, batch_size * (context + 1), seconds, engine, device)
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.tools.simulator.against_real TRACE.jsonl.gz --out FOLDER
 
 Profiles a worker. On the running server, short closed loops tell what the profile of a worker alone cannot:
-what is on the way to a first token besides, how steps vary, how much instances that share these cores slow
-each other down (`calibration`). Then replays a part of the trace with shorter lengths through HTTP
+what is on the way to a first token besides, how iterations vary, how much instances that share these cores
+slow each other down (`calibration`). Then replays a part of the trace with shorter lengths through HTTP
 (`mooncake-bench`), simulates the same requests, and compares. What an earlier call has left in FOLDER is used
 again.
 
@@ -33,7 +33,7 @@ from benchmarks.tools.load.sources import Plan, Run, TraceSource
 from benchmarks.tools.simulator.calibration import LOOPS, Calibration, calibrated
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
 from benchmarks.tools.simulator.cluster.machines.cards import STATED, HardwareCard, ModelCard
-from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
+from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter
 from benchmarks.tools.simulator.cluster.requests import Outcome as Simulated
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import InstanceShape
@@ -182,7 +182,7 @@ def simulate(of: Replay, machine: Calibration) -> Results:
         first_token_s=machine.first_token_s,
         slowdowns=machine.slowdowns,
         join_costs=machine.join_costs,
-        jitter=StepJitter(machine.longest_mean),
+        jitter=IterationJitter(machine.longest_mean),
     )
     limits = Limits(ttft_slo_s=of.ttft_slo_s, tbt_slo_s=of.tbt_slo_s)
     return DisaggregatedCluster(shape, 1, 1, limits, PolicySettings(), max_tokens=1).run(of.requests())

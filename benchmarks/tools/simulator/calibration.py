@@ -1,7 +1,7 @@
 """What a profile of a worker alone does not know of a server: measured by closed loops on the running one.
 
     one by one, short and long prompts   what a first token takes besides computing, how much longer prefills
-                                         and steps take than in the profile, how steps vary
+                                         and iterations take than in the profile, how iterations vary
     several at a time, three lengths     how much longer both take while the other instance computes as well,
                                          and iterations in which a request joins
 
@@ -101,9 +101,11 @@ def calibrated(profiled: tuple[Costs, Costs], outcomes: Mapping[str, Sequence[Ou
     short_ttft_s, long_ttft_s = _mean_ttft_s(short), _mean_ttft_s(long)
     prefill_factor = (long_ttft_s - short_ttft_s) / (long_s - short_s)
     first_token_s = max(0.0, short_ttft_s - prefill_factor * short_s)
-    steps_s = [decode.seconds(1, _mean_context(LOOPS[name])) for name in (SHORT, LONG)]
+    iterations_s = [decode.seconds(1, _mean_context(LOOPS[name])) for name in (SHORT, LONG)]
     gaps_s = [_mean_gap_s(of) for of in (short, long)]
-    decode_factor = fmean(gap_s / step_s for gap_s, step_s in zip(gaps_s, steps_s, strict=True))
+    decode_factor = fmean(
+        gap_s / iteration_s for gap_s, iteration_s in zip(gaps_s, iterations_s, strict=True)
+    )
     ratios = [o.tbt_s / _gap_s(o) for o in (*short, *long) if o.tbt_s is not None]
     busy = [_Busy.of(LOOPS[name], finished[name], decode, decode_factor) for name in BUSY_LOOPS]
     decode_slowdown, join_costs = _fitted(busy)
@@ -129,8 +131,8 @@ class _Busy:
     num_input_tokens: int
     num_decoding: float
     gap_s: float
-    step_s: float
-    """Seconds of a step of so many requests, undisturbed."""
+    iteration_s: float
+    """Seconds of an iteration of so many requests, undisturbed."""
     each_s: float
 
     @classmethod
@@ -140,17 +142,20 @@ class _Busy:
         gap_s = _mean_gap_s(outcomes)
         num_decoding = gap_s * (loop.num_output_tokens - 1) / each_s
         size = max(1.0, num_decoding)
-        step_s = decode_factor * decode.seconds(size, size * _mean_context(loop))
-        return cls(loop.num_input_tokens, num_decoding, gap_s, step_s, each_s)
+        iteration_s = decode_factor * decode.seconds(size, size * _mean_context(loop))
+        return cls(loop.num_input_tokens, num_decoding, gap_s, iteration_s, each_s)
 
 
 def _fitted(busy: Sequence[_Busy]) -> tuple[float, JoinCosts]:
-    """Fit gap = slowdown * step + joins in a gap * (constant + token * length of a prompt), relative errors.
+    """Fit gap = slowdown * iteration + joins in a gap * (constant + token * length of a prompt), relative
+    errors.
 
     A slowdown is at least 1 and a cost at least 0: of the fits without some of the terms the best one that
     keeps to this.
     """
-    rows = np.array([[b.step_s, b.gap_s / b.each_s, b.gap_s / b.each_s * b.num_input_tokens] for b in busy])
+    rows = np.array(
+        [[b.iteration_s, b.gap_s / b.each_s, b.gap_s / b.each_s * b.num_input_tokens] for b in busy]
+    )
     gaps_s = np.array([b.gap_s for b in busy])
     best, least = np.array([1.0, 0.0, 0.0]), math.inf
     for terms in ([0, 1, 2], [0, 1], [0, 2], [0]):

@@ -16,8 +16,8 @@ COLUMNS = ("time_s", "prefill_load", "decode_load", "num_queued", "num_decoding"
 
 class LoadSeries:
     """The `on_second` of a cluster. A load is the mean over the instances of a pool (section 7.1): prefill's
-    is what its queue needs in relation to the TTFT SLO, decode's what a step takes in relation to the TBT
-    SLO."""
+    is what its queue needs in relation to the TTFT SLO, decode's what an iteration takes in relation to the
+    TBT SLO."""
 
     def __init__(self, slos: SLOs) -> None:
         self._ttft_slo_s, self._tbt_slo_s = slos.ttft_s or 1.0, slos.tbt_s or 1.0
@@ -25,11 +25,11 @@ class LoadSeries:
 
     def __call__(self, cluster: DisaggregatedCluster) -> None:
         queued_s = [instance.queued_s for instance in cluster.prefills]
-        step_s = [instance.step_s for instance in cluster.decodes]
+        iteration_s = [instance.iteration_s for instance in cluster.decodes]
         sample = (
             cluster.clock.now_s,
             sum(queued_s) / max(1, len(queued_s)) / self._ttft_slo_s,
-            sum(step_s) / max(1, len(step_s)) / self._tbt_slo_s,
+            sum(iteration_s) / max(1, len(iteration_s)) / self._tbt_slo_s,
             sum(instance.num_queued for instance in cluster.prefills),
             sum(instance.batch.size for instance in cluster.decodes),
         )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.view.forecast.lifetimes import BUCKET_STEPS, Lifetimes
+from conductor.view.forecast.lifetimes import BUCKET_ITERATIONS, Lifetimes
 from conductor.view.forecast.timeline import PromptTotals, Timeline
 from mooncake.config.policies import Overload
 from mooncake.messages.blocks import BlockKey
@@ -42,7 +42,7 @@ class Stay(NamedTuple):
 
     num_tokens: int
     entries: tuple[tuple[Timeline, int], ...]
-    began_steps: float | None = None
+    began_iteration: float | None = None
     """The iteration count when the request's decode began; None before."""
 
     def end(self) -> None:
@@ -51,32 +51,32 @@ class Stay(NamedTuple):
             timeline.remove(bucket, self.num_tokens)
 
 
-class Steps:
+class IterationCount:
     """The mean number of iterations that decode instances have done. A request gets a token from each."""
 
     def __init__(self) -> None:
-        self.step_s = 1.0
-        self._num_steps = self._at_s = 0.0
+        self.iteration_s = 1.0
+        self._num_iterations = self._at_s = 0.0
 
-    def take(self, step_s: float, now_s: float) -> None:
+    def take(self, iteration_s: float, now_s: float) -> None:
         """Set the seconds of an iteration from `now_s` on."""
-        self._num_steps, self._at_s, self.step_s = self.at(now_s), now_s, step_s
+        self._num_iterations, self._at_s, self.iteration_s = self.at(now_s), now_s, iteration_s
 
     def at(self, now_s: float) -> float:
         """Return the number of iterations until `now_s`, which is not before the last change."""
-        return self._num_steps + (now_s - self._at_s) / self.step_s
+        return self._num_iterations + (now_s - self._at_s) / self.iteration_s
 
 
 class Forecast(ABC):
     """The predicted work of decode instances at any time."""
 
     def __init__(self) -> None:
-        self.steps = Steps()
+        self.iterations = IterationCount()
         """The count of iterations, whose duration the caller sets."""
         self.decode_s = math.inf
         """The paper's t_d: the mean seconds for which a request is decoded; infinite before the first one."""
         self._num_decoded = 0
-        self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_STEPS)
+        self._prefills, self._decodes = Timeline(BUCKET_S), Timeline(BUCKET_ITERATIONS)
         """Expected requests by the end of their prefill; decoded ones by a number of iterations."""
 
     @property
@@ -110,8 +110,8 @@ class Forecast(ABC):
         self.decode_s += max(_WEIGHT, 1 / self._num_decoded) * (decode_s - self.decode_s)
 
     @abstractmethod
-    def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
-        """Return the work of all decode instances at `time_s >= now_s`, if iterations take `step_s`
+    def at(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
+        """Return the work of all decode instances at `time_s >= now_s`, if iterations take `iteration_s`
         seconds."""
 
 
@@ -126,27 +126,27 @@ class SystemForecast(Forecast):
         return _entered(request, (self._prefills, prefilled_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        num_steps = self.steps.at(now_s)
-        return _entered(request, (self._decodes, num_steps))._replace(began_steps=num_steps)
+        num_iterations = self.iterations.at(now_s)
+        return _entered(request, (self._decodes, num_iterations))._replace(began_iteration=num_iterations)
 
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
     ) -> None:
         super().learn(request, stay, decode_s, num_output_tokens, now_s)
-        assert stay.began_steps is not None
-        self._lifetimes.learn(self.steps.at(now_s) - stay.began_steps)
+        assert stay.began_iteration is not None
+        self._lifetimes.learn(self.iterations.at(now_s) - stay.began_iteration)
 
-    def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
-        shares_left = self._lifetimes.shares_left((time_s - now_s) / step_s)
-        left = self._decodes.weighted(shares_left, self.steps.at(now_s))
-        return self._joined(time_s, now_s, step_s).plus(left)
+    def at(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
+        shares_left = self._lifetimes.shares_left((time_s - now_s) / iteration_s)
+        left = self._decodes.weighted(shares_left, self.iterations.at(now_s))
+        return self._joined(time_s, now_s, iteration_s).plus(left)
 
-    def _joined(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
+    def _joined(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
         """Return the work of prefills that have ended by `time_s` and are still decoded."""
-        if self._lifetimes.all_last((time_s - now_s) / step_s):
+        if self._lifetimes.all_last((time_s - now_s) / iteration_s):
             return self._prefills.until(time_s)
         ages_s = np.arange(0.0, time_s - now_s + BUCKET_S, BUCKET_S)  # a late prefill is not older
-        return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / step_s), time_s)
+        return self._prefills.weighted(self._lifetimes.shares_as_old(ages_s / iteration_s), time_s)
 
 
 class RequestForecast(Forecast):
@@ -166,9 +166,9 @@ class RequestForecast(Forecast):
         return _entered(request, (self._prefills, prefilled_s), (self._leaves, prefilled_s + decode_s))
 
     def begin(self, request: Request, now_s: float) -> Stay:
-        num_steps = self.steps.at(now_s)
-        end = num_steps + self._lengths.expected(request)
-        return _entered(request, (self._decodes, end))._replace(began_steps=num_steps)
+        num_iterations = self.iterations.at(now_s)
+        end = num_iterations + self._lengths.expected(request)
+        return _entered(request, (self._decodes, end))._replace(began_iteration=num_iterations)
 
     def learn(
         self, request: Request, stay: Stay, decode_s: float, num_output_tokens: int, now_s: float
@@ -176,10 +176,10 @@ class RequestForecast(Forecast):
         super().learn(request, stay, decode_s, num_output_tokens, now_s)
         self._lengths.learn(request, num_output_tokens)
 
-    def at(self, time_s: float, now_s: float, step_s: float) -> PromptTotals:
-        num_steps = self.steps.at(now_s)
+    def at(self, time_s: float, now_s: float, iteration_s: float) -> PromptTotals:
+        num_iterations = self.iterations.at(now_s)
         joined = self._prefills.until(time_s).less(_between(self._leaves, now_s, time_s))
-        ended = _between(self._decodes, num_steps, num_steps + (time_s - now_s) / step_s)
+        ended = _between(self._decodes, num_iterations, num_iterations + (time_s - now_s) / iteration_s)
         return joined.plus(self._decodes.until(math.inf)).less(ended)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from conductor.view.estimators import Floats
 
-BUCKET_STEPS = 2.0
+BUCKET_ITERATIONS = 2.0
 """Iterations of a bucket, the resolution of lengths."""
 _NUM_RECENT = 256
 """Decodes that are remembered."""
@@ -34,19 +34,20 @@ class Lifetimes:
         self._shares: dict[int, Floats] = {}
         """Cached shares by span ahead, computed since the last decode was learned."""
 
-    def learn(self, num_steps: float) -> None:
+    def learn(self, num_iterations: float) -> None:
         """Record the length of a decode that has ended, in iterations."""
-        self._latest.append(int(num_steps / BUCKET_STEPS))
+        self._latest.append(int(num_iterations / BUCKET_ITERATIONS))
         self._lasted = None
         self._shares.clear()
 
-    def shares_left(self, num_steps: float) -> Floats:
-        """Return the share of decodes that go on for at least `num_steps` more iterations, by age in buckets.
+    def shares_left(self, num_iterations: float) -> Floats:
+        """Return the share of decodes that go on for at least `num_iterations` more iterations, by age in
+        buckets.
 
         The last entry is for ages that no decode has reached: such a decode is expected to last for the mean
         length once more.
         """
-        num_later = int(num_steps / BUCKET_STEPS)
+        num_later = int(num_iterations / BUCKET_ITERATIONS)
         shares = self._shares.get(num_later)
         if shares is None:
             if len(self._shares) >= _MOST_LOOKS:
@@ -54,19 +55,19 @@ class Lifetimes:
             shares = self._shares[num_later] = self._left(num_later)
         return shares
 
-    def all_last(self, num_steps: float) -> bool:
-        """Return whether no decode was shorter than `num_steps`."""
+    def all_last(self, num_iterations: float) -> bool:
+        """Return whether no decode was shorter than `num_iterations`."""
         if not self._latest:
             return True
-        lasted, num_buckets = self._count(), int(num_steps / BUCKET_STEPS)
+        lasted, num_buckets = self._count(), int(num_iterations / BUCKET_ITERATIONS)
         return num_buckets < len(lasted) and lasted.item(num_buckets) == len(self._latest)
 
-    def shares_as_old(self, num_steps: Floats) -> Floats:
-        """Return the shares of decodes that last at least `num_steps` iterations.
+    def shares_as_old(self, num_iterations: Floats) -> Floats:
+        """Return the shares of decodes that last at least `num_iterations` iterations.
 
         At least one decode must have ended.
         """
-        lasted, ages = np.append(self._count(), 0.0), (num_steps / BUCKET_STEPS).astype(np.intp)
+        lasted, ages = np.append(self._count(), 0.0), (num_iterations / BUCKET_ITERATIONS).astype(np.intp)
         shares: Floats = lasted[np.minimum(ages, len(lasted) - 1)] / len(self._latest)
         return shares
 

@@ -34,11 +34,11 @@ struct Batch {
 
 template <class T>
 struct Attention {
-    const T* query;               // [tokens, num_heads, D], tokens `query_step` elements apart
-    int64_t query_step;
+    const T* query;               // [tokens, num_heads, D], tokens `query_stride` elements apart
+    int64_t query_stride;
     const T* kv;                  // [pages, num_kv_heads, 2, page_size, D]
-    T* out;                       // [tokens, num_heads, D], tokens `out_step` elements apart
-    int64_t out_step;
+    T* out;                       // [tokens, num_heads, D], tokens `out_stride` elements apart
+    int64_t out_stride;
     float* lse;                   // [tokens, num_heads], or null
 };
 
@@ -47,7 +47,7 @@ template <class T, int D>
 struct Rows {
     const T* first_page;          // this head's part of page 0
     const int32_t* table;
-    int64_t page_step;
+    int64_t page_stride;
     int page_size;
 
     int64_t to_values() const { return int64_t(page_size) * D; }
@@ -66,7 +66,7 @@ struct Block {
         if (block.num_keys == 0) return;
         int page = first / rows.page_size, offset = first % rows.page_size;
         for (int i = 0; i < block.num_keys; i++) {
-            block.keys[i] = rows.first_page + rows.table[page] * rows.page_step + offset * D;
+            block.keys[i] = rows.first_page + rows.table[page] * rows.page_stride + offset * D;
             if (++offset == rows.page_size) offset = 0, page++;
         }
     }
@@ -86,11 +86,11 @@ struct Sequence {
     int window;
     float scale_log2;             // the scale of scores, times log2(e)
     const T* query;               // the first query's first head of the group
-    int64_t query_step;
+    int64_t query_stride;
     T* out;
-    int64_t out_step;
+    int64_t out_stride;
     float* lse;
-    int64_t lse_step;
+    int64_t lse_stride;
 };
 
 // Words of a block's values, as `multiply` wants them: [KEYS / PER_WORD][D] words, unseen ones zero, so that what an

@@ -33,7 +33,7 @@ ALONE void load_tile(const Sequence<T, D>& s, int column, Tile<T, D>& tile) {
     const T* source[COLUMNS];
     for (int i = 0; i < COLUMNS; i++) {
         int c = std::min(column + i, num_columns - 1);
-        source[i] = s.query + c / s.group * s.query_step + c % s.group * D;
+        source[i] = s.query + c / s.group * s.query_stride + c % s.group * D;
         tile.position[i] = float(s.start + c / s.group);
     }
     tile.first = s.start + column / s.group;
@@ -62,14 +62,14 @@ ALONE void store_tile(const Sequence<T, D>& s, int column, const Tile<T, D>& til
             transpose(r);
             for (int i = 0; i < WIDTH && column + v + i < num_columns; i++) {
                 int c = column + v + i;
-                store_floats(s.out + c / s.group * s.out_step + c % s.group * D + d, as_floats(r[i]));
+                store_floats(s.out + c / s.group * s.out_stride + c % s.group * D + d, as_floats(r[i]));
             }
         }
     }
     if (s.lse == nullptr) return;
     for (int i = 0; i < COLUMNS && column + i < num_columns; i++) {
         int c = column + i;
-        s.lse[c / s.group * s.lse_step + c % s.group] =
+        s.lse[c / s.group * s.lse_stride + c % s.group] =
             LN_2 * s.scale_log2 * tile.maximum[i] + logf(tile.total[i]);
     }
 }

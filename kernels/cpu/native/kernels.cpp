@@ -11,8 +11,8 @@
 #include "moved_heads.h"
 
 #define EXPORT(NAME, T)                                                                                                       \
-    extern "C" void attention_##NAME(const T* query, int64_t query_step, const T* kv, T* out, float* lse, const Batch* batch) {\
-        attend_any(Attention<T>{query, query_step, kv, out, int64_t(batch->num_heads) * batch->head_dim, lse}, *batch);       \
+    extern "C" void attention_##NAME(const T* query, int64_t query_stride, const T* kv, T* out, float* lse, const Batch* batch) {\
+        attend_any(Attention<T>{query, query_stride, kv, out, int64_t(batch->num_heads) * batch->head_dim, lse}, *batch);       \
     }                                                                                                                         \
     extern "C" int64_t packed_words_##NAME(int64_t num_columns, int64_t depth) {                                              \
         return count_words(num_columns, depth / PER_WORD<T>);                                                                 \

@@ -37,26 +37,26 @@ INLINE void finish_row(Floats (&c)[TILE_VECTORS], const T* bias, const T* residu
     }
 }
 
-// ROWS rows of x times one panel: [ROWS][PANEL] of y, its rows `step` elements apart like those of the residual.
+// ROWS rows of x times one panel: [ROWS][PANEL] of y, its rows `stride` elements apart like those of the residual.
 template <class T, class OUT, int ROWS, int LINES_AHEAD>
 ALONE void multiply_tile(const T* x, long num_words, const word* panel, const char* ahead, const T* bias, const T* residual, OUT* y,
-                         long step) {
+                         long stride) {
     Floats c[ROWS][TILE_VECTORS];
     UNROLL for (int i = 0; i < ROWS; i++) {
         UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[i][j] = zero();
     }
     multiply<T, LINES_AHEAD>(c, x, num_words, 1, panel, PANEL, num_words, ahead);
     UNROLL for (int i = 0; i < ROWS; i++) {
-        finish_row(c[i], bias, residual == nullptr ? nullptr : residual + i * step, y + i * step);
+        finish_row(c[i], bias, residual == nullptr ? nullptr : residual + i * stride, y + i * stride);
     }
 }
 
 // Where a tile reads and writes.
 template <class T, class OUT>
-struct Place {
+struct Addresses {
     const T *x, *bias, *residual;
     OUT* y;
-    long step;
+    long stride;
 };
 
 // Which lines of each step of the next panel a tile fetches: all tiles of a part together fetch it once.
@@ -72,10 +72,10 @@ struct Ahead {
 
 // A tile of fewer rows than it could have, or of as many.
 template <class T, class OUT, int COUNT, int ROWS = TILE_ROWS>
-INLINE void multiply_up_to(const Place<T, OUT>& at, long num_rows, long num_words, const word* panel, const char* ahead) {
+INLINE void multiply_up_to(const Addresses<T, OUT>& at, long num_rows, long num_words, const word* panel, const char* ahead) {
     if constexpr (ROWS > 0) {
         if (num_rows == ROWS) {
-            multiply_tile<T, OUT, ROWS, COUNT>(at.x, num_words, panel, ahead, at.bias, at.residual, at.y, at.step);
+            multiply_tile<T, OUT, ROWS, COUNT>(at.x, num_words, panel, ahead, at.bias, at.residual, at.y, at.stride);
         } else {
             multiply_up_to<T, OUT, COUNT, ROWS - 1>(at, num_rows, num_words, panel, ahead);
         }
@@ -84,7 +84,7 @@ INLINE void multiply_up_to(const Place<T, OUT>& at, long num_rows, long num_word
 
 // Up to TILE_ROWS rows times one panel, while lines of the `next` one are fetched.
 template <class T, class OUT, int COUNT = LINES>
-INLINE void multiply_few(const Place<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
+INLINE void multiply_few(const Addresses<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
                          const char* next) {
     if (ahead.count == COUNT) {
         multiply_up_to<T, OUT, COUNT>(at, num_rows, num_words, panel, next + ahead.first * num_words * 64);
@@ -95,7 +95,7 @@ INLINE void multiply_few(const Place<T, OUT>& at, long num_rows, const Ahead& ah
 
 // Up to ROWS_AT_ONCE rows times one panel, with tile registers. `num_words` is a multiple of ROWS_AT_ONCE.
 template <class T, class OUT>
-ALONE void multiply_rows_on_tiles(const Place<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
+ALONE void multiply_rows_on_tiles(const Addresses<T, OUT>& at, long num_rows, const Ahead& ahead, long num_words, const word* panel,
                                   const char* next) {
     alignas(64) float sums[ROWS_AT_ONCE<T> * PANEL];
     const char* fetched = next + ahead.first * num_words * 64;
@@ -108,35 +108,35 @@ ALONE void multiply_rows_on_tiles(const Place<T, OUT>& at, long num_rows, const 
     for (long i = 0; i < num_rows; i++) {
         Floats c[TILE_VECTORS];
         UNROLL for (int j = 0; j < TILE_VECTORS; j++) c[j] = load(sums + i * PANEL + j * WIDTH);
-        finish_row(c, at.bias, at.residual == nullptr ? nullptr : at.residual + i * at.step, at.y + i * at.step);
+        finish_row(c, at.bias, at.residual == nullptr ? nullptr : at.residual + i * at.stride, at.y + i * at.stride);
     }
 }
 
 // Up to ROWS_AT_ONCE rows times one panel, while lines of the `next` one are fetched.
 template <class T, class OUT>
-INLINE void multiply_rows(const Place<T, OUT>& at, long num_rows, Ahead ahead, long num_words, const word* panel, const char* next) {
+INLINE void multiply_rows(const Addresses<T, OUT>& at, long num_rows, Ahead ahead, long num_words, const word* panel, const char* next) {
     if constexpr (ON_TILES<T>) {
         if (num_words % ROWS_AT_ONCE<T> == 0) return multiply_rows_on_tiles(at, num_rows, ahead, num_words, panel, next);
     }
     for (long row = 0; row < num_rows; row += TILE_ROWS, ahead.count = 0) {
-        const T* residual = at.residual == nullptr ? nullptr : at.residual + row * at.step;
-        const Place<T, OUT> some = {at.x + row * num_words * PER_WORD<T>, at.bias, residual, at.y + row * at.step, at.step};
+        const T* residual = at.residual == nullptr ? nullptr : at.residual + row * at.stride;
+        const Addresses<T, OUT> some = {at.x + row * num_words * PER_WORD<T>, at.bias, residual, at.y + row * at.stride, at.stride};
         multiply_few(some, std::min<long>(TILE_ROWS, num_rows - row), ahead, num_words, panel, next);
     }
 }
 
 // The same for the last panel, if it is not full: what lies beside its columns is neither read nor written.
 template <class T, class OUT>
-ALONE void multiply_part(const Place<T, OUT>& at, long num_columns, long num_rows, long num_words, const word* panel) {
+ALONE void multiply_part(const Addresses<T, OUT>& at, long num_columns, long num_rows, long num_words, const word* panel) {
     alignas(64) T bias[PANEL] = {}, residual[ROWS_AT_ONCE<T> * PANEL] = {};
     alignas(64) OUT y[ROWS_AT_ONCE<T> * PANEL];
     if (at.bias != nullptr) memcpy(bias, at.bias, num_columns * sizeof(T));
     for (long i = 0; at.residual != nullptr && i < num_rows; i++) {
-        memcpy(residual + i * PANEL, at.residual + i * at.step, num_columns * sizeof(T));
+        memcpy(residual + i * PANEL, at.residual + i * at.stride, num_columns * sizeof(T));
     }
-    const Place<T, OUT> copy = {at.x, at.bias == nullptr ? nullptr : bias, at.residual == nullptr ? nullptr : residual, y, PANEL};
+    const Addresses<T, OUT> copy = {at.x, at.bias == nullptr ? nullptr : bias, at.residual == nullptr ? nullptr : residual, y, PANEL};
     multiply_rows(copy, num_rows, Ahead{0, 0}, num_words, panel, nullptr);
-    for (long i = 0; i < num_rows; i++) memcpy(at.y + i * at.step, y + i * PANEL, num_columns * sizeof(OUT));
+    for (long i = 0; i < num_rows; i++) memcpy(at.y + i * at.stride, y + i * PANEL, num_columns * sizeof(OUT));
 }
 
 // Rows [first, end) times one panel; `next` is the one that this thread needs then.
@@ -176,7 +176,7 @@ ALONE void multiply_all(const Linear<T>& s, const word* packed, long num_rows, O
         for (long row = part.first; row < part.end; row += part.tile_rows()) {
             const long rows = std::min(part.tile_rows(), part.end - row);
             const long first = row * s.num_columns + column;
-            const Place<T, OUT> at = {
+            const Addresses<T, OUT> at = {
                 s.x + row * s.num_words * PER_WORD<T>,
                 s.bias == nullptr ? nullptr : s.bias + column,
                 s.residual == nullptr ? nullptr : s.residual + first,
@@ -219,8 +219,8 @@ ALONE void multiply_gated(const Gated<T>& s, long num_rows, T* y) {
             const T* x = s.x + row * s.num_words * PER_WORD<T>;
             const long rows = std::min(part.tile_rows(), part.end - row);
             const Ahead ahead = part.ahead_of(row);
-            const Place<T, float> left = {x, s.gate_bias == nullptr ? nullptr : gate_bias, nullptr, gates, PANEL};
-            const Place<T, float> right = {x, s.up_bias == nullptr ? nullptr : up_bias, nullptr, ups, PANEL};
+            const Addresses<T, float> left = {x, s.gate_bias == nullptr ? nullptr : gate_bias, nullptr, gates, PANEL};
+            const Addresses<T, float> right = {x, s.up_bias == nullptr ? nullptr : up_bias, nullptr, ups, PANEL};
             multiply_rows(left, rows, ahead, s.num_words, gate, next_gate);
             multiply_rows(right, rows, ahead, s.num_words, up, next_up);
             for (long i = 0; i < rows; i++) {

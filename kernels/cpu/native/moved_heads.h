@@ -80,13 +80,13 @@ struct Exchange {
         wake_other(mailbox->asked);
     }
 
-    // Puts the results behind those of the heads that were not moved, of rows of `out_step`. False if none come.
-    bool take(T* out, long num_tokens, long out_step, long head_dim) const {
+    // Puts the results behind those of the heads that were not moved, of rows of `out_stride`. False if none come.
+    bool take(T* out, long num_tokens, long out_stride, long head_dim) const {
         const uint32_t number = mailbox->asked.load();
         const auto end = Clock::now() + std::chrono::milliseconds(timeout_ms);
         if (!wait_other(*mailbox, mailbox->answered, [=](uint32_t answered) { return answered == number; }, end)) return false;
         const long moved = num_heads * head_dim;
-        for (long t = 0; t < num_tokens; t++) std::copy_n(answers + t * moved, moved, out + (t + 1) * out_step - moved);
+        for (long t = 0; t < num_tokens; t++) std::copy_n(answers + t * moved, moved, out + (t + 1) * out_stride - moved);
         return true;
     }
 };

@@ -266,20 +266,20 @@ INLINE Floats dot(Floats c, Operand<bf16> a, Operand<bf16> b) {
 
 // c[i][j] += sum over k < depth of panel[k][j] * rows[i][k], in the order of k whatever the tile's shape.
 //
-// Steps and depth count words: rows[i][k] is `rows[i * row_step + k * rows_depth_step]`, panel[k][j] a vector at
-// `panel[k * panel_step + j * WIDTH]`. On the way, LINES cache lines for each k are fetched from `ahead` on.
+// Strides and depth count words: rows[i][k] is `rows[i * row_stride + k * rows_depth_stride]`, panel[k][j] a vector at
+// `panel[k * panel_stride + j * WIDTH]`. On the way, LINES cache lines for each k are fetched from `ahead` on.
 template <class T, int LINES = 0, int ROWS, int VECTORS>
-INLINE void multiply(Floats (&c)[ROWS][VECTORS], const void* rows, long row_step, long rows_depth_step,
-                     const void* panel, long panel_step, long depth, const void* ahead = nullptr) {
+INLINE void multiply(Floats (&c)[ROWS][VECTORS], const void* rows, long row_stride, long rows_depth_stride,
+                     const void* panel, long panel_stride, long depth, const void* ahead = nullptr) {
     const char* a = (const char*)rows;
     const word* b = (const word*)panel;
     for (long k = 0; k < depth; k++) {
         UNROLL for (int i = 0; i < LINES; i++) _mm_prefetch((const char*)ahead + (k * LINES + i) * 64, _MM_HINT_T1);
         Operand<T> right[VECTORS];
-        UNROLL for (int j = 0; j < VECTORS; j++) right[j] = Operand<T>::of(load_words(b + k * panel_step + j * WIDTH));
+        UNROLL for (int j = 0; j < VECTORS; j++) right[j] = Operand<T>::of(load_words(b + k * panel_stride + j * WIDTH));
         UNROLL for (int i = 0; i < ROWS; i++) {
             word x;
-            memcpy(&x, a + (i * row_step + k * rows_depth_step) * long(sizeof(word)), sizeof x);
+            memcpy(&x, a + (i * row_stride + k * rows_depth_stride) * long(sizeof(word)), sizeof x);
             Operand<T> left = Operand<T>::of(broadcast(x));
             UNROLL for (int j = 0; j < VECTORS; j++) c[i][j] = dot(c[i][j], right[j], left);
         }

@@ -58,18 +58,18 @@ struct TileRegisters<bf16> {
 };
 
 // sums[i][j] = sum over k < depth of rows[i][k] * panel[k][j], plus what was in `sums` if ADDS, for as many i as the
-// registers have rows, and VECTORS * TILE_SIDE columns. Depth, a multiple of TILE_SIDE, and the steps of rows and panel
-// count words. Calls `before_step(k)` every TILE_SIDE words.
+// registers have rows, and VECTORS * TILE_SIDE columns. Depth, a multiple of TILE_SIDE, and the strides of rows and
+// panel count words. Calls `before_step(k)` every TILE_SIDE words.
 template <int VECTORS, bool ADDS, class F = void (*)(long)>
-INLINE void multiply_tiles(const void* rows, long row_step, const word* panel, long panel_step, long depth, float* sums,
-                           long sums_step, F before_step = [](long) {}) {
+INLINE void multiply_tiles(const void* rows, long row_stride, const word* panel, long panel_stride, long depth, float* sums,
+                           long sums_stride, F before_step = [](long) {}) {
     static_assert(VECTORS <= 4 && WIDTH == TILE_SIDE);
     constexpr long bytes = sizeof(word);
     if constexpr (ADDS) {
-        _tile_loadd(0, sums, sums_step * bytes);
-        if constexpr (VECTORS > 1) _tile_loadd(1, sums + WIDTH, sums_step * bytes);
-        if constexpr (VECTORS > 2) _tile_loadd(2, sums + 2 * WIDTH, sums_step * bytes);
-        if constexpr (VECTORS > 3) _tile_loadd(3, sums + 3 * WIDTH, sums_step * bytes);
+        _tile_loadd(0, sums, sums_stride * bytes);
+        if constexpr (VECTORS > 1) _tile_loadd(1, sums + WIDTH, sums_stride * bytes);
+        if constexpr (VECTORS > 2) _tile_loadd(2, sums + 2 * WIDTH, sums_stride * bytes);
+        if constexpr (VECTORS > 3) _tile_loadd(3, sums + 3 * WIDTH, sums_stride * bytes);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -77,28 +77,28 @@ INLINE void multiply_tiles(const void* rows, long row_step, const word* panel, l
         _tile_zero(3);
     }
     for (long k = 0; k < depth; k += TILE_SIDE) {
-        const word* right = panel + k * panel_step;
+        const word* right = panel + k * panel_stride;
         before_step(k);
-        _tile_loadd(4, (const char*)rows + k * bytes, row_step * bytes);
-        _tile_loadd(5, right, panel_step * bytes);
+        _tile_loadd(4, (const char*)rows + k * bytes, row_stride * bytes);
+        _tile_loadd(5, right, panel_stride * bytes);
         _tile_dpbf16ps(0, 4, 5);
         if constexpr (VECTORS > 1) {
-            _tile_loadd(5, right + WIDTH, panel_step * bytes);
+            _tile_loadd(5, right + WIDTH, panel_stride * bytes);
             _tile_dpbf16ps(1, 4, 5);
         }
         if constexpr (VECTORS > 2) {
-            _tile_loadd(5, right + 2 * WIDTH, panel_step * bytes);
+            _tile_loadd(5, right + 2 * WIDTH, panel_stride * bytes);
             _tile_dpbf16ps(2, 4, 5);
         }
         if constexpr (VECTORS > 3) {
-            _tile_loadd(5, right + 3 * WIDTH, panel_step * bytes);
+            _tile_loadd(5, right + 3 * WIDTH, panel_stride * bytes);
             _tile_dpbf16ps(3, 4, 5);
         }
     }
-    _tile_stored(0, sums, sums_step * bytes);
-    if constexpr (VECTORS > 1) _tile_stored(1, sums + WIDTH, sums_step * bytes);
-    if constexpr (VECTORS > 2) _tile_stored(2, sums + 2 * WIDTH, sums_step * bytes);
-    if constexpr (VECTORS > 3) _tile_stored(3, sums + 3 * WIDTH, sums_step * bytes);
+    _tile_stored(0, sums, sums_stride * bytes);
+    if constexpr (VECTORS > 1) _tile_stored(1, sums + WIDTH, sums_stride * bytes);
+    if constexpr (VECTORS > 2) _tile_stored(2, sums + 2 * WIDTH, sums_stride * bytes);
+    if constexpr (VECTORS > 3) _tile_stored(3, sums + 3 * WIDTH, sums_stride * bytes);
 }
 #else
 template <int VECTORS, bool ADDS, class F = void (*)(long)>

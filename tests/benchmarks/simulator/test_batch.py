@@ -5,23 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost, tbt_s
+from benchmarks.tools.simulator.cluster.batch import Batch, IterationCost, Member, tbt_s
 
-COST = StepCost(0.02, 1e-8)
+COST = IterationCost(0.02, 1e-8)
 
 
-def test_many_steps_take_as_long_as_one_after_the_other() -> None:
-    one_by_one_s = sum(COST.steps_s(1_000_000 + 30 * step, 30, 1) for step in range(500))
-    assert COST.steps_s(1_000_000, 30, 500) == pytest.approx(one_by_one_s, rel=1e-12)
+def test_many_iterations_take_as_long_as_one_after_the_other() -> None:
+    one_by_one_s = sum(COST.iterations_s(1_000_000 + 30 * iteration, 30, 1) for iteration in range(500))
+    assert COST.iterations_s(1_000_000, 30, 500) == pytest.approx(one_by_one_s, rel=1e-12)
 
 
 @given(st.integers(1, 200), st.integers(0, 10**7), st.integers(1, 5000), st.floats(0.01, 0.99))
-def test_steps_begun_by_a_time_are_those_that_end_after_it(
-    size: int, num_kv_tokens: int, num_steps: int, part: float
+def test_iterations_begun_by_a_time_are_those_that_end_after_it(
+    size: int, num_kv_tokens: int, num_iterations: int, part: float
 ) -> None:
-    ended_s = COST.steps_s(num_kv_tokens, size, num_steps - 1) if num_steps > 1 else 0.0
-    step_s = COST.steps_s(num_kv_tokens + size * (num_steps - 1), size, 1)
-    assert COST.steps_by(num_kv_tokens, size, ended_s + part * step_s) == num_steps
+    ended_s = COST.iterations_s(num_kv_tokens, size, num_iterations - 1) if num_iterations > 1 else 0.0
+    iteration_s = COST.iterations_s(num_kv_tokens + size * (num_iterations - 1), size, 1)
+    assert COST.iterations_by(num_kv_tokens, size, ended_s + part * iteration_s) == num_iterations
 
 
 def test_a_batch_does_not_end_a_member_that_has_gone_to_another_one() -> None:
@@ -29,7 +29,7 @@ def test_a_batch_does_not_end_a_member_that_has_gone_to_another_one() -> None:
     source.add(member, 0.0)
     source.add(Member(1, 100, 50), 0.0)
     source.remove(member)
-    destination.add(member, 0.0)  # its last step has the same number in both
+    destination.add(member, 0.0)  # its last iteration has the same number in both
     assert source.advance(30, 1.0) == []
     assert destination.advance(30, 1.0) == [member]
 
@@ -59,10 +59,10 @@ def test_gaps_of_each_member_add_up_to_its_time(seed: int) -> None:
             batch.stall(seconds)
             now_s += seconds
         if batch.size:
-            num_steps = rng.randrange(1, batch.num_steps_to_first_end() + 1)
-            seconds = COST.steps_s(batch.num_kv_tokens, batch.size, num_steps)
+            num_iterations = rng.randrange(1, batch.num_iterations_to_first_end() + 1)
+            seconds = COST.iterations_s(batch.num_kv_tokens, batch.size, num_iterations)
             now_s += seconds
-            for member in batch.advance(num_steps, seconds):
+            for member in batch.advance(num_iterations, seconds):
                 ended[member] = now_s
         if batch.size and rng.random() < 0.3:
             preempted = batch.newest()
@@ -84,7 +84,7 @@ def test_num_kv_tokens_is_the_sum_over_the_members() -> None:
     batch.remove(members[2])
     assert (batch.num_kv_tokens, members[2].num_tokens, members[2].num_left) == (210, 310, 20)
     batch.add(members[2], 1.0)
-    assert batch.num_steps_to_first_end() == 10
+    assert batch.num_iterations_to_first_end() == 10
 
 
 def test_tbt_is_the_mean_of_the_longest_tenth_of_the_gaps() -> None:

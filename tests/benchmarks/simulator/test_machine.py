@@ -8,7 +8,7 @@ from benchmarks.tools.simulator.against_real import Row
 from benchmarks.tools.simulator.calibration import BUSY_LOOPS, LONG, LOOPS, SHORT, calibrated
 from benchmarks.tools.simulator.cluster.batch import tbt_s
 from benchmarks.tools.simulator.cluster.cluster import DisaggregatedCluster
-from benchmarks.tools.simulator.cluster.machines.machine import Machine, StepJitter
+from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter, Machine
 from benchmarks.tools.simulator.cluster.requests import Results
 from benchmarks.tools.simulator.cluster.shape import NO_JOIN_COSTS, JoinCosts
 from conductor.settings import Limits, PolicySettings
@@ -88,10 +88,10 @@ def test_instances_slow_each_other_only_while_both_compute() -> None:
 
 
 def test_jitter_keeps_the_mean_and_makes_the_longest_tenth_longer() -> None:
-    gaps = StepJitter(1.35).applied([(20_000, 0.02)])
+    gaps = IterationJitter(1.35).applied([(20_000, 0.02)])
     assert np.mean([seconds for _, seconds in gaps]) == pytest.approx(0.02, rel=0.01)
     assert tbt_s(gaps) == pytest.approx(1.35 * 0.02, rel=0.01)
-    assert tbt_s(StepJitter(1.0).applied([(1000, 0.02)])) == pytest.approx(0.02)
+    assert tbt_s(IterationJitter(1.0).applied([(1000, 0.02)])) == pytest.approx(0.02)
 
 
 def simulated(slowdowns: tuple[float, float] | None = None, join_costs: JoinCosts = NO_JOIN_COSTS) -> Results:

@@ -30,10 +30,10 @@ def test_a_transfer_that_is_longer_than_the_computation_shows() -> None:
 
 def test_one_request_alone_takes_its_prefill_and_its_iterations() -> None:
     found = pairs().performance(SIZES, 1)
-    prefill_s, step_s = PREFILL.seconds(1000, 500_000), DECODE.seconds(1, 1050.5)
-    assert found.tpot_s == pytest.approx(step_s)
+    prefill_s, iteration_s = PREFILL.seconds(1000, 500_000), DECODE.seconds(1, 1050.5)
+    assert found.tpot_s == pytest.approx(iteration_s)
     assert found.ttft_s == pytest.approx(prefill_s)
-    assert found.output_tokens_per_s == pytest.approx(101 / (prefill_s + 100 * step_s))
+    assert found.output_tokens_per_s == pytest.approx(101 / (prefill_s + 100 * iteration_s))
 
 
 def test_requests_queue_where_prefill_is_full() -> None:

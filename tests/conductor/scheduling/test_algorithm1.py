@@ -61,7 +61,7 @@ def any_view(draw: np.random.Generator) -> ClusterView:
     ]
     for column in (
         *costs,
-        view.next_step_s,
+        view.next_iteration_s,
         view.next_token_s,
         transfers.in_flight_bytes,
         transfers.ordered_bytes,
@@ -151,7 +151,7 @@ def test_arrays_are_read_where_they_are_after_an_instance_has_come_and_another_g
     view.add(first, 0.0)
     assert compiled.select_decoding_instance(Decoding(1, 1, [])) == (
         0,
-        view.next_step_s[0] + view.decode_costs.second_s[0],
+        view.next_iteration_s[0] + view.decode_costs.second_s[0],
     )
     view.add(second, 0.0)
     view.loads.assign_decode(0, 100)

@@ -233,9 +233,9 @@ def test_a_step_takes_what_those_in_the_batches_take(view: ClusterView) -> None:
         for _ in range(4):
             view.loads.assign_decode(slot(view, name), 8)
             view.loads.begin_decode(slot(view, name), 8)
-    assert view.mean_step_s() == pytest.approx(0.02 + 4 * 0.01)
+    assert view.mean_iteration_s() == pytest.approx(0.02 + 4 * 0.01)
     view.loads.set_awaiting_turn(slot(view, "d0"), 2)
-    assert view.mean_step_s() == pytest.approx(0.02 + 3 * 0.01), "two wait for their turn"
+    assert view.mean_iteration_s() == pytest.approx(0.02 + 3 * 0.01), "two wait for their turn"
 
 
 def test_a_stage_without_an_slo_or_instances_has_no_load(view: ClusterView) -> None:

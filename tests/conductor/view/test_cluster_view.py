@@ -38,20 +38,20 @@ def learned(view: ClusterView, slot: int) -> Costs:
 
 def test_a_step_is_that_of_the_decoded_requests_not_of_queued_prompts() -> None:
     view, instance, slot = new_view()
-    step_s = DECODE_COSTS.seconds(4, 4 * SHORT)
+    iteration_s = DECODE_COSTS.seconds(4, 4 * SHORT)
     for num_beats in range(1, 30):
         view.loads.assign_decode(slot, LONG)
-        stats = DecodeStats(10 * num_beats, 40 * num_beats, forward_s=10 * num_beats * step_s)
+        stats = DecodeStats(10 * num_beats, 40 * num_beats, forward_s=10 * num_beats * iteration_s)
         view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats), 0.0)
     assert learned(view, slot) == pytest.approx(DECODE_COSTS)
 
 
 def test_iterations_that_carried_prompts_teach_nothing_about_decode() -> None:
     view, instance, slot = new_view()
-    step_s = DECODE_COSTS.seconds(4, 4 * SHORT)
+    iteration_s = DECODE_COSTS.seconds(4, 4 * SHORT)
     for num_beats in range(1, 30):
         mixed = MixedIterations(5 * num_beats, 20 * num_beats, 1.0 * num_beats, 500 * num_beats)
-        pure_s = 10 * num_beats * step_s
+        pure_s = 10 * num_beats * iteration_s
         stats = DecodeStats(15 * num_beats, 60 * num_beats, pure_s + mixed.forward_s, mixed=mixed)
         view.learn(instance, Heartbeat(4, 0, 50, {}, decode=stats), 0.0)
     assert learned(view, slot) == pytest.approx(DECODE_COSTS)
@@ -65,7 +65,7 @@ def test_a_refusal_is_by_the_batch_of_the_decoded_requests() -> None:
     assert learned(view, slot) == pytest.approx(DECODE_COSTS)
 
 
-def test_steps_of_requests_that_have_all_ended_teach_nothing() -> None:
+def test_iterations_of_requests_that_have_all_ended_teach_nothing() -> None:
     view, instance, slot = new_view()
     for _ in range(4):
         view.loads.end_decode(slot, SHORT, has_begun=True)

@@ -88,8 +88,10 @@ class DoubleCheck:
         """Return the predicted TBT in seconds of requests that share the batch; None while too little is
         known."""
         batched, delay = batch_share(num_requests, self._max_batch)
-        step_s = self._predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
-        return None if step_s is None else delay * step_s
+        iteration_s = self._predictors.tbt.predict_s(
+            round(batched * num_requests), round(batched * num_kv_tokens)
+        )
+        return None if iteration_s is None else delay * iteration_s
 
     def _refusal(self, sequence: Sequence, others: Iterable[Sequence]) -> TooSlowError | None:
         """Return why the sequence cannot join now; None if it can.

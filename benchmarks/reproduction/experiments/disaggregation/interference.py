@@ -40,28 +40,30 @@ SYSTEMS = {
 def run(trace: Trace, folder: Path) -> Outcome:
     """Steps beside prefills, then goodput."""
     costs = Roofline(MODELS[MODEL], HARDWARE[NODE])
-    step_s = costs.iteration_s((), RUNNING) + RUNNING * CONTEXT * costs.kv_token_s
-    rows: list[list[str | float | None]] = [["alone", 1000 * ALONE_S, 1000 * step_s, 1.0, 1.0]]
+    iteration_s = costs.iteration_s((), RUNNING) + RUNNING * CONTEXT * costs.kv_token_s
+    rows: list[list[str | float | None]] = [["alone", 1000 * ALONE_S, 1000 * iteration_s, 1.0, 1.0]]
 
     def beside(what: str, published_ms: float, seconds: float) -> None:
-        rows.append([what, published_ms, 1000 * seconds, published_ms / (1000 * ALONE_S), seconds / step_s])
+        rows.append(
+            [what, published_ms, 1000 * seconds, published_ms / (1000 * ALONE_S), seconds / iteration_s]
+        )
 
     for num_tokens, published_ms in PUBLISHED_BESIDE_MS.items():
-        seconds = step_s + costs.iteration_s([PromptShare(num_tokens, 0)], 0)
+        seconds = iteration_s + costs.iteration_s([PromptShare(num_tokens, 0)], 0)
         beside(f"a prompt of {num_tokens:,} before it", published_ms, seconds)
     for num_tokens, published_ms in PUBLISHED_CHUNKED_MS.items():
         share = PromptShare(num_tokens - RUNNING, PROMPT // 2)
         seconds = costs.iteration_s([share], RUNNING) + RUNNING * CONTEXT * costs.kv_token_s
         beside(f"{num_tokens:,} tokens, some of them of a prompt", published_ms, seconds)
     header = ["a step of decoding", "published, ms", "ours, ms", "published, by alone", "ours, by alone"]
-    return Outcome([Table(header, rows), _goodputs(costs, step_s)])
+    return Outcome([Table(header, rows), _goodputs(costs, iteration_s)])
 
 
-def _goodputs(costs: Roofline, step_s: float) -> Table:
+def _goodputs(costs: Roofline, iteration_s: float) -> Table:
     """Return goodputs with the published SLOs, and with the same multiples of what one request takes."""
     prefill_s = costs.iteration_s([PromptShare(INPUT, 0)], 0)
     ttft_s = TTFT_SLO_S / (INPUT / PREFILL_TOKENS_PER_S) * prefill_s
-    tbt_s = TBT_SLO_S / ALONE_S * step_s
+    tbt_s = TBT_SLO_S / ALONE_S * iteration_s
     slos = [(TTFT_SLO_S, TBT_SLO_S), (ttft_s, tbt_s)]
     workload = workloads.of_synthetic(
         SyntheticLoad(1.0, (float(INPUT),), (float(OUTPUT),)), SEED, MOST_REQUESTS

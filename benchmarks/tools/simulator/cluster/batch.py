@@ -1,11 +1,12 @@
-"""A running batch of continuous batching, advanced many steps at a time.
+"""A running batch of continuous batching, advanced many iterations at a time.
 
-While nobody joins or leaves, step i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i * size)`, so
-the time of n steps is a sum in closed form, and so is the number of steps that have begun by a given time.
-What a request has waited for each of its tokens is kept as runs of steps, not token by token.
+While nobody joins or leaves, iteration i of a run takes `fixed_s + kv_token_s * (num_kv_tokens + i * size)`,
+so the time of n iterations is a sum in closed form, and so is the number of iterations that have begun by a
+given time. What a request has waited for each of its tokens is kept as runs of iterations, not token by
+token.
 
-Owns: who is in the batch, how many steps it has made, the times between tokens. Does not know: the clock, why
-somebody joins.
+Owns: who is in the batch, how many iterations it has made, the times between tokens. Does not know: the
+clock, why somebody joins.
 """
 
 import heapq
@@ -32,34 +33,34 @@ class Member:
     left_s: float = 0.0
     """Time of its latest token before it joined."""
     gaps: Gaps = field(default_factory=list)
-    joined_step: int = 0
+    joined_iteration: int = 0
     first_run: int = 0
     waited_s: float = 0.0
 
     @property
-    def last_step(self) -> int:
-        """The step that draws its last token."""
-        return self.joined_step + self.num_left
+    def last_iteration(self) -> int:
+        """The iteration that draws its last token."""
+        return self.joined_iteration + self.num_left
 
 
-class StepCost(NamedTuple):
-    """The cost of a step of a batch as it is: a fixed part, and one for each token of KVCache."""
+class IterationCost(NamedTuple):
+    """The cost of an iteration of a batch as it is: a fixed part, and one for each token of KVCache."""
 
     fixed_s: float
     kv_token_s: float
 
-    def steps_s(self, num_kv_tokens: int, size: int, num_steps: int) -> float:
-        """Seconds of so many steps."""
-        num_grown = size * num_steps * (num_steps - 1) / 2
-        return num_steps * (self.fixed_s + self.kv_token_s * num_kv_tokens) + self.kv_token_s * num_grown
+    def iterations_s(self, num_kv_tokens: int, size: int, num_iterations: int) -> float:
+        """Seconds of so many iterations."""
+        num_grown = size * num_iterations * (num_iterations - 1) / 2
+        return num_iterations * (self.fixed_s + self.kv_token_s * num_kv_tokens) + self.kv_token_s * num_grown
 
-    def steps_by(self, num_kv_tokens: int, size: int, seconds: float) -> int:
-        """How many steps have begun before `seconds` have passed; at least one."""
+    def iterations_by(self, num_kv_tokens: int, size: int, seconds: float) -> int:
+        """How many iterations have begun before `seconds` have passed; at least one."""
         first_s = self.fixed_s + self.kv_token_s * num_kv_tokens
         half_growth_s = self.kv_token_s * size / 2
         linear_s = first_s - half_growth_s
-        num_steps = 2 * seconds / (linear_s + math.sqrt(linear_s**2 + 4 * half_growth_s * seconds))
-        return max(1, math.ceil(num_steps - 1e-9))
+        num_iterations = 2 * seconds / (linear_s + math.sqrt(linear_s**2 + 4 * half_growth_s * seconds))
+        return max(1, math.ceil(num_iterations - 1e-9))
 
 
 class Batch:
@@ -67,12 +68,12 @@ class Batch:
 
     def __init__(self) -> None:
         self.num_kv_tokens = 0
-        self.num_steps = 0
+        self.num_iterations = 0
         self._members: dict[Member, None] = {}
         self._leaving: list[tuple[int, int, Member]] = []
-        """Members by last step; removed ones are still among them."""
+        """Members by last iteration; removed ones are still among them."""
         self._runs: Gaps = []
-        """(steps, seconds of each); without steps: a stall"""
+        """(iterations, seconds of each); without iterations: a stall"""
         self._num_dropped_runs = 0
 
     @property
@@ -83,31 +84,31 @@ class Batch:
         return member in self._members
 
     def add(self, member: Member, now_s: float) -> None:
-        """Make a member part of the next step."""
-        member.joined_step = self.num_steps
+        """Make a member part of the next iteration."""
+        member.joined_iteration = self.num_iterations
         member.first_run = self._num_dropped_runs + len(self._runs)
         member.waited_s = now_s - member.left_s
         self.num_kv_tokens += member.num_tokens
         self._members[member] = None
-        heapq.heappush(self._leaving, (member.last_step, member.number, member))
+        heapq.heappush(self._leaving, (member.last_iteration, member.number, member))
 
-    def num_steps_to_first_end(self) -> int:
-        """Return the steps until a member has all tokens. The batch must not be empty."""
+    def num_iterations_to_first_end(self) -> int:
+        """Return the iterations until a member has all tokens. The batch must not be empty."""
         while not self._is_leaving(*self._leaving[0]):
             heapq.heappop(self._leaving)
-        return self._leaving[0][0] - self.num_steps
+        return self._leaving[0][0] - self.num_iterations
 
     def stall(self, seconds: float) -> None:
         """Delay the next token of every member."""
         self._runs.append((0, seconds))
 
-    def advance(self, num_steps: int, seconds: float) -> list[Member]:
-        """Make so many steps in so many seconds. Returns the members that have all tokens now."""
-        self._runs.append((num_steps, seconds / num_steps))
-        self.num_steps += num_steps
-        self.num_kv_tokens += num_steps * self.size
+    def advance(self, num_iterations: int, seconds: float) -> list[Member]:
+        """Make so many iterations in so many seconds. Returns the members that have all tokens now."""
+        self._runs.append((num_iterations, seconds / num_iterations))
+        self.num_iterations += num_iterations
+        self.num_kv_tokens += num_iterations * self.size
         ended = []
-        while self._leaving and self._leaving[0][0] <= self.num_steps:
+        while self._leaving and self._leaving[0][0] <= self.num_iterations:
             entry = heapq.heappop(self._leaving)
             if self._is_leaving(*entry):
                 self.remove(entry[2])
@@ -119,7 +120,7 @@ class Batch:
     def remove(self, member: Member) -> None:
         """Remove a member with what it has. It may join again."""
         self._add_gaps(member)
-        num_drawn = self.num_steps - member.joined_step
+        num_drawn = self.num_iterations - member.joined_iteration
         member.num_tokens += num_drawn
         member.num_left -= num_drawn
         self.num_kv_tokens -= member.num_tokens
@@ -127,27 +128,27 @@ class Batch:
 
     def _add_gaps(self, member: Member) -> None:
         waited_s = member.waited_s
-        for num_steps, seconds in self._runs[member.first_run - self._num_dropped_runs :]:
-            if num_steps == 0:
+        for num_iterations, seconds in self._runs[member.first_run - self._num_dropped_runs :]:
+            if num_iterations == 0:
                 waited_s += seconds
                 continue
             if waited_s:
                 member.gaps.append((1, seconds + waited_s))
-                num_steps, waited_s = num_steps - 1, 0.0
-            if num_steps:
-                member.gaps.append((num_steps, seconds))
+                num_iterations, waited_s = num_iterations - 1, 0.0
+            if num_iterations:
+                member.gaps.append((num_iterations, seconds))
 
     def num_left_of(self, member: Member) -> int:
         """Tokens that a member has still to draw."""
-        num_drawn = self.num_steps - member.joined_step if member in self else 0
+        num_drawn = self.num_iterations - member.joined_iteration if member in self else 0
         return member.num_left - num_drawn
 
     def newest(self) -> Member:
         """Return the member that is preempted first."""
         return max(self._members, key=lambda member: member.number)
 
-    def _is_leaving(self, last_step: int, number: int, member: Member) -> bool:
-        return member in self and member.last_step == last_step
+    def _is_leaving(self, last_iteration: int, number: int, member: Member) -> bool:
+        return member in self and member.last_iteration == last_iteration
 
     def _drop_old_runs(self) -> None:
         newest = self._num_dropped_runs + len(self._runs)

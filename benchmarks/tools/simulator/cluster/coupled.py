@@ -11,7 +11,7 @@ Owns: one coupled instance. Does not know: which requests it gets.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
+from benchmarks.tools.simulator.cluster.batch import Batch, IterationCost, Member
 from benchmarks.tools.simulator.cluster.cache import Reservation, SimulatedPool
 from benchmarks.tools.simulator.cluster.decoding import BatchRunner
 from benchmarks.tools.simulator.cluster.machines.clock import Clock
@@ -54,7 +54,7 @@ class CoupledInstance:
         self._max_batch, self._chunk_tokens = max_batch, chunk_tokens
         self._max_prefill_tokens = max_prefill_tokens
         self.batch = Batch()
-        self._runner = BatchRunner(clock, self._step_cost, self.batch, self._run_ended)
+        self._runner = BatchRunner(clock, self._iteration_cost, self.batch, self._run_ended)
         self._waiting: list[SimulatedRequest] = []
         self._prompts: list[CoupledSequence] = []
         self._sequence_of: dict[Member, CoupledSequence] = {}
@@ -65,8 +65,8 @@ class CoupledInstance:
         """The number of requests that have not ended."""
         return len(self._waiting) + len(self._prompts) + self.batch.size
 
-    def _step_cost(self) -> StepCost:
-        return StepCost(self._costs.iteration_s((), self.batch.size), self._costs.kv_token_s)
+    def _iteration_cost(self) -> IterationCost:
+        return IterationCost(self._costs.iteration_s((), self.batch.size), self._costs.kv_token_s)
 
     def submit(self, request: SimulatedRequest) -> None:
         """Takes a request."""
@@ -158,7 +158,7 @@ class CoupledInstance:
         else:
             self._leave([sequence.member])
 
-    def _run_ended(self, num_steps: int, seconds: float, ended: list[Member]) -> None:
+    def _run_ended(self, num_iterations: int, seconds: float, ended: list[Member]) -> None:
         self._leave(ended)
         self._iterate()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tools.simulator.cluster.batch import Member, tbt_s
-from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
+from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS, TraceRequest
 from mooncake.messages.blocks import KEY_BYTES, BlockKey
 
@@ -86,7 +86,7 @@ class Results:
     not count as output.
     """
 
-    def __init__(self, jitter: StepJitter | None = None) -> None:
+    def __init__(self, jitter: IterationJitter | None = None) -> None:
         self._jitter = jitter
         self._columns: dict[str, array[Any]] = {name: array("d") for name in _TIMES}
         self._columns |= {name: array("q") for name in _COUNTS}

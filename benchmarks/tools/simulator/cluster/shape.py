@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.tools.simulator.cluster.machines.cards import STATED, Efficiencies, HardwareCard, ModelCard
 from benchmarks.tools.simulator.cluster.machines.costs import Costs
-from benchmarks.tools.simulator.cluster.machines.machine import StepJitter
+from benchmarks.tools.simulator.cluster.machines.machine import IterationJitter
 from benchmarks.tools.traces.request import BLOCK_TOKENS
 from mooncake.config.policies import EvictionPolicy
 from mooncake.errors import ConfigError
@@ -57,7 +57,7 @@ class InstanceShape:
     slowdowns: tuple[float, float] | None = None
     """Slowdowns of prefill and decode while others compute, if all instances share one machine."""
     join_costs: JoinCosts = NO_JOIN_COSTS
-    jitter: StepJitter | None = None
+    jitter: IterationJitter | None = None
 
     @property
     def layout(self) -> KVLayout:

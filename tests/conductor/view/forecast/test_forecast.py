@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from conductor.view.forecast.forecast import (
     BUCKET_S,
     Forecast,
+    IterationCount,
     OutputLengths,
     RequestForecast,
-    Steps,
     SystemForecast,
 )
 from conductor.view.forecast.timeline import PromptTotals, Timeline
@@ -69,81 +69,85 @@ def request(num_tokens: int, kind: str = "a", max_tokens: int = 1000) -> Request
     return Request("r", [1] * num_tokens, [kind.encode()], SamplingParams(max_tokens), "front")
 
 
-STEP_S = 0.1
+ITERATION_S = 0.1
 F = TypeVar("F", bound=Forecast)
 
 
 def having_learned(forecast: F, *seconds: float, kind: str = "a") -> F:
-    """Decodes that have ended, all with steps of `STEP_S`."""
-    forecast.steps.take(STEP_S, 0.0)
+    """Decodes that have ended, all with iterations of `ITERATION_S`."""
+    forecast.iterations.take(ITERATION_S, 0.0)
     for decode_s in seconds:
         stay = forecast.begin(request(1, kind), 0.0)
         stay.end()
-        forecast.learn(request(1, kind), stay, decode_s, round(decode_s / STEP_S), decode_s)
+        forecast.learn(request(1, kind), stay, decode_s, round(decode_s / ITERATION_S), decode_s)
     return forecast
 
 
 def test_prefills_join_and_decodes_leave() -> None:
     forecast = having_learned(SystemForecast(), 8.0)
-    forecast.expect(request(100), 10.0, STEP_S)
-    forecast.expect(request(200), 17.5, STEP_S)
+    forecast.expect(request(100), 10.0, ITERATION_S)
+    forecast.expect(request(200), 17.5, ITERATION_S)
     decoded = forecast.begin(request(1000), 5.0)
-    assert forecast.at(9.0, 9.0, STEP_S) == PromptTotals(1, 1000)
-    assert forecast.at(11.0, 9.0, STEP_S) == PromptTotals(2, 1100)
-    assert forecast.at(14.0, 9.0, STEP_S) == PromptTotals(1, 100)
-    assert forecast.at(17.7, 9.0, STEP_S) == PromptTotals(2, 300)
-    assert forecast.at(19.0, 9.0, STEP_S) == PromptTotals(1, 200), "the first one has been decoded by then"
+    assert forecast.at(9.0, 9.0, ITERATION_S) == PromptTotals(1, 1000)
+    assert forecast.at(11.0, 9.0, ITERATION_S) == PromptTotals(2, 1100)
+    assert forecast.at(14.0, 9.0, ITERATION_S) == PromptTotals(1, 100)
+    assert forecast.at(17.7, 9.0, ITERATION_S) == PromptTotals(2, 300)
+    assert forecast.at(19.0, 9.0, ITERATION_S) == PromptTotals(1, 200), (
+        "the first one has been decoded by then"
+    )
     decoded.end()
-    assert forecast.at(19.0, 16.0, STEP_S) == PromptTotals(2, 300), "it has not even begun: it is late"
+    assert forecast.at(19.0, 16.0, ITERATION_S) == PromptTotals(2, 300), "it has not even begun: it is late"
 
 
-def test_a_batch_that_grows_makes_steps_longer_and_no_answer() -> None:
+def test_a_batch_that_grows_makes_iterations_longer_and_no_answer() -> None:
     forecast = having_learned(SystemForecast(), 8.0)
     forecast.begin(request(1), 10.0)
-    forecast.steps.take(2 * STEP_S, 14.0)
-    assert forecast.at(20.0, 18.5, 2 * STEP_S) == PromptTotals(1, 1), "of 80 steps it has had 62"
-    assert forecast.at(23.0, 18.5, 2 * STEP_S) == PromptTotals(0, 0)
-    assert forecast.at(20.0, 20.0, STEP_S) == PromptTotals(1, 1)
-    assert forecast.at(21.7, 20.0, STEP_S) == PromptTotals(0, 0), "of steps that become shorter again"
+    forecast.iterations.take(2 * ITERATION_S, 14.0)
+    assert forecast.at(20.0, 18.5, 2 * ITERATION_S) == PromptTotals(1, 1), "of 80 iterations it has had 62"
+    assert forecast.at(23.0, 18.5, 2 * ITERATION_S) == PromptTotals(0, 0)
+    assert forecast.at(20.0, 20.0, ITERATION_S) == PromptTotals(1, 1)
+    assert forecast.at(21.7, 20.0, ITERATION_S) == PromptTotals(0, 0), (
+        "of iterations that become shorter again"
+    )
 
 
-def test_steps_are_counted_at_the_pace_of_their_time() -> None:
-    steps = Steps()
-    steps.take(0.5, 10.0)
-    before = steps.at(10.0)
-    steps.take(0.25, 12.0)
-    assert steps.at(12.0) - before == pytest.approx(4)
-    assert steps.at(13.0) - before == pytest.approx(8)
+def test_iterations_are_counted_at_the_pace_of_their_time() -> None:
+    iterations = IterationCount()
+    iterations.take(0.5, 10.0)
+    before = iterations.at(10.0)
+    iterations.take(0.25, 12.0)
+    assert iterations.at(12.0) - before == pytest.approx(4)
+    assert iterations.at(13.0) - before == pytest.approx(8)
 
 
 def test_no_request_leaves_before_a_decode_has_ended() -> None:
     forecast = SystemForecast()
     forecast.begin(request(10), 0.0)
-    assert forecast.at(1e6, 1.0, STEP_S) == PromptTotals(1, 10)
+    assert forecast.at(1e6, 1.0, ITERATION_S) == PromptTotals(1, 10)
 
 
 def test_of_those_that_are_as_old_as_many_leave_as_did_lately() -> None:
     forecast = having_learned(SystemForecast(), 2.0, 2.0, 10.0, 30.0)
     forecast.begin(request(100), 0.0)
-    assert forecast.at(1.0, 0.0, STEP_S) == PromptTotals(1, 100)
-    assert forecast.at(5.0, 0.0, STEP_S) == pytest.approx(PromptTotals(0.5, 50))
-    assert forecast.at(20.0, 5.0, STEP_S) == pytest.approx(
+    assert forecast.at(1.0, 0.0, ITERATION_S) == PromptTotals(1, 100)
+    assert forecast.at(5.0, 0.0, ITERATION_S) == pytest.approx(PromptTotals(0.5, 50))
+    assert forecast.at(20.0, 5.0, ITERATION_S) == pytest.approx(
         PromptTotals(0.5, 50)
     )  # it was none of the short ones
-    assert forecast.at(40.0, 20.0, STEP_S) == PromptTotals(0, 0)
+    assert forecast.at(40.0, 20.0, ITERATION_S) == PromptTotals(0, 0)
     # Longer than any: it may last as long again as they did on average, 11 s.
-    assert forecast.at(45.0, 40.0, STEP_S) == pytest.approx(
+    assert forecast.at(45.0, 40.0, ITERATION_S) == pytest.approx(
         PromptTotals(1 - 5 / 11, 100 * (1 - 5 / 11)), rel=0.05
     )
-    assert forecast.at(52.0, 40.0, STEP_S) == PromptTotals(0, 0)
+    assert forecast.at(52.0, 40.0, ITERATION_S) == PromptTotals(0, 0)
 
 
 def test_of_prefills_that_will_have_ended_long_before_only_long_answers_are_left() -> None:
     forecast = having_learned(SystemForecast(), 2.0, 2.0, 2.0, 30.0)
     for second in range(10):
-        forecast.expect(request(100), 100.05 + second, STEP_S)
-    assert forecast.at(109.5, 100.0, STEP_S) == pytest.approx(PromptTotals(2 + 8 / 4, 400))
-    assert forecast.at(99.0, 90.0, STEP_S) == PromptTotals(0, 0), "none of them will have ended"
+        forecast.expect(request(100), 100.05 + second, ITERATION_S)
+    assert forecast.at(109.5, 100.0, ITERATION_S) == pytest.approx(PromptTotals(2 + 8 / 4, 400))
+    assert forecast.at(99.0, 90.0, ITERATION_S) == PromptTotals(0, 0), "none of them will have ended"
 
 
 def test_t_d_is_a_mean_of_the_latest() -> None:
@@ -155,10 +159,10 @@ def test_t_d_is_a_mean_of_the_latest() -> None:
 
 @pytest.mark.parametrize("forecast", [SystemForecast(), RequestForecast()])
 def test_a_request_that_is_not_expected_any_more_is_no_load(forecast: Forecast) -> None:
-    for stay in (forecast.expect(request(100), 10.0, STEP_S), forecast.begin(request(9), 3.0)):
+    for stay in (forecast.expect(request(100), 10.0, ITERATION_S), forecast.begin(request(9), 3.0)):
         stay.end()
     for time_s in (3.0, 10.05, 50.0):
-        assert forecast.at(time_s, 3.0, STEP_S) == PromptTotals(0, 0)
+        assert forecast.at(time_s, 3.0, ITERATION_S) == PromptTotals(0, 0)
 
 
 def test_long_answers_stay_and_short_ones_leave() -> None:
@@ -167,18 +171,18 @@ def test_long_answers_stay_and_short_ones_leave() -> None:
     having_learned(forecast, *[50.0] * 10, kind="long")
     forecast.begin(request(100, "short"), 60.0)
     forecast.begin(request(200, "long"), 60.0)
-    forecast.expect(request(400, "long"), 90.0, STEP_S)
-    assert forecast.at(60.5, 60.5, STEP_S) == PromptTotals(2, 300)
-    assert forecast.at(61.5, 60.5, STEP_S) == PromptTotals(1, 200)
-    assert forecast.at(91.0, 60.5, STEP_S) == PromptTotals(2, 600)
-    assert forecast.at(111.0, 60.5, STEP_S) == PromptTotals(1, 400)
+    forecast.expect(request(400, "long"), 90.0, ITERATION_S)
+    assert forecast.at(60.5, 60.5, ITERATION_S) == PromptTotals(2, 300)
+    assert forecast.at(61.5, 60.5, ITERATION_S) == PromptTotals(1, 200)
+    assert forecast.at(91.0, 60.5, ITERATION_S) == PromptTotals(2, 600)
+    assert forecast.at(111.0, 60.5, ITERATION_S) == PromptTotals(1, 400)
 
 
 def test_what_is_longer_than_most_of_its_kind_stays() -> None:
     forecast = having_learned(RequestForecast(), *[1.0] * 10)
     forecast.begin(request(100), 20.0)
-    assert forecast.at(21.5, 20.5, STEP_S) == PromptTotals(0, 0)
-    assert forecast.at(31.5, 21.5, STEP_S) == PromptTotals(1, 100)
+    assert forecast.at(21.5, 20.5, ITERATION_S) == PromptTotals(0, 0)
+    assert forecast.at(31.5, 21.5, ITERATION_S) == PromptTotals(1, 100)
 
 
 def test_lengths_are_those_of_the_kind_once_it_is_known() -> None:
@@ -205,8 +209,8 @@ def test_at_no_time_is_there_more_than_everything(
         if begins:
             forecast.begin(request(num_tokens), at_s)
         else:
-            forecast.expect(request(num_tokens), at_s, STEP_S)
-    most, work = forecast.everything, forecast.at(now_s + later_s, now_s, STEP_S)
+            forecast.expect(request(num_tokens), at_s, ITERATION_S)
+    most, work = forecast.everything, forecast.at(now_s + later_s, now_s, ITERATION_S)
     assert most == PromptTotals(len(entries), sum(num_tokens for _, num_tokens, _ in entries))
     assert work.num_requests <= most.num_requests + 1e-9
     assert work.num_tokens <= most.num_tokens + 1e-6

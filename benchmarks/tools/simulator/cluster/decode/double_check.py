@@ -16,8 +16,10 @@ class DoubleCheck:
     def tbt_s(self, num_requests: int, num_kv_tokens: int) -> float | None:
         """Return the predicted TBT of requests that share the batch; None while too little is known."""
         batched, delay = batch_share(num_requests, self._max_batch)
-        step_s = self._predictors.tbt.predict_s(round(batched * num_requests), round(batched * num_kv_tokens))
-        return None if step_s is None else delay * step_s
+        iteration_s = self._predictors.tbt.predict_s(
+            round(batched * num_requests), round(batched * num_kv_tokens)
+        )
+        return None if iteration_s is None else delay * iteration_s
 
     def too_slow_s(self, slo_s: float | None, num_others: int, num_kv_tokens: int) -> float | None:
         """Return the predicted TBT of a request beside others if it exceeds the SLO (None: no limit)."""

@@ -9,7 +9,7 @@ Owns: the batch and its iterations. Does not know: who placed requests here, pre
 from collections import deque
 from collections.abc import Callable
 
-from benchmarks.tools.simulator.cluster.batch import Batch, Member, StepCost
+from benchmarks.tools.simulator.cluster.batch import Batch, IterationCost, Member
 from benchmarks.tools.simulator.cluster.decode.arrivals import Arrivals
 from benchmarks.tools.simulator.cluster.decode.double_check import DoubleCheck
 from benchmarks.tools.simulator.cluster.decode.inlining import InlinedPrompts, Mixed
@@ -52,7 +52,7 @@ class DecodeInstance:
         self._joining_s = 0.0
         """Seconds that the next iteration takes longer, for those who join it."""
         self.batch = Batch()
-        self._runner = BatchRunner(node.clock, self._step_cost, self.batch, self._run_ended)
+        self._runner = BatchRunner(node.clock, self._iteration_cost, self.batch, self._run_ended)
         if node.machine is not None:
             node.machine.on_change[node.name] = self._runner.cut
         self.predictors = IterationPredictors()
@@ -76,7 +76,7 @@ class DecodeInstance:
         self.busy_s = 0.0
         """Seconds of iterations."""
         self.migrating = Migrating(self, find_request)
-        self._between_steps: list[Callable[[], None]] = []
+        self._between_iterations: list[Callable[[], None]] = []
         self._tails: list[tuple[Sequence, int]] = []
         """Requests that have moved here, each with the tokens that it has on the device."""
 
@@ -100,8 +100,8 @@ class DecodeInstance:
         return self.capacity_tokens - self.batch.num_kv_tokens - num_others
 
     @property
-    def step_s(self) -> float:
-        """What a step of the batch takes now; 0 without a batch."""
+    def iteration_s(self) -> float:
+        """What an iteration of the batch takes now; 0 without a batch."""
         if not self.batch.size:
             return 0.0
         costs = self.node.costs
@@ -151,7 +151,7 @@ class DecodeInstance:
         return num_next <= self._max_batch and self.num_free_tokens >= num_tokens + num_next
 
     def _run(self) -> None:
-        actions, self._between_steps = self._between_steps, []
+        actions, self._between_iterations = self._between_iterations, []
         for action in actions:
             action()
         while self._waiting and self.has_room(self._waiting[0].member.num_tokens):
@@ -185,9 +185,9 @@ class DecodeInstance:
         joining_s, self._joining_s = self._joining_s, 0.0
         return joining_s
 
-    def _step_cost(self) -> StepCost:
+    def _iteration_cost(self) -> IterationCost:
         factor, costs = self.node.factor, self.node.costs
-        return StepCost(factor * costs.iteration_s((), self.batch.size), factor * costs.kv_token_s)
+        return IterationCost(factor * costs.iteration_s((), self.batch.size), factor * costs.kv_token_s)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -200,13 +200,13 @@ class DecodeInstance:
         sequence.member.left_s = self.node.clock.now_s
         self._sequences.leave(sequence)
 
-    def _run_ended(self, num_steps: int, seconds: float, ended: list[Member]) -> None:
+    def _run_ended(self, num_iterations: int, seconds: float, ended: list[Member]) -> None:
         size = self.batch.size + len(ended)
         num_ended_tokens = sum(member.num_tokens for member in ended)
         num_kv_tokens = self.batch.num_kv_tokens + num_ended_tokens
-        self.predictors.observe(size, num_kv_tokens, 0, seconds / num_steps)
-        self._num_iterations += num_steps
-        self._num_tokens += num_steps * size
+        self.predictors.observe(size, num_kv_tokens, 0, seconds / num_iterations)
+        self._num_iterations += num_iterations
+        self._num_tokens += num_iterations * size
         self._computed_for(seconds)
         self._leave(ended)
         self._turns.take()
@@ -279,9 +279,9 @@ class DecodeInstance:
         """The request of an attempt that is here."""
         return self._sequences.get(ref)
 
-    def between_steps(self, action: Callable[[], None]) -> None:
+    def between_iterations(self, action: Callable[[], None]) -> None:
         """Call `action` when no iteration is in flight, before the next one."""
-        self._between_steps.append(action)
+        self._between_iterations.append(action)
         if self._runner.is_running:
             self._runner.cut()
         elif not self._is_mixed:

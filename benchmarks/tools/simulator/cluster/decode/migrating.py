@@ -62,13 +62,13 @@ class Migrating:
         """Receive an order of the Conductor. What is about a request that has ended is dropped."""
         match order:
             case PreCopy():
-                self._instance.between_steps(partial(self._pre_copy, order))
+                self._instance.between_iterations(partial(self._pre_copy, order))
             case HandOver(ref):
-                self._instance.between_steps(partial(self._hand_over, ref))
+                self._instance.between_iterations(partial(self._hand_over, ref))
             case Prepare():
                 self._prepare(order)
             case TakeOver():
-                self._instance.between_steps(partial(self._take_over, order))
+                self._instance.between_iterations(partial(self._take_over, order))
 
     def abort(self, ref: Ref) -> None:
         """Forget a request that was to come. Idempotent."""
@@ -97,7 +97,7 @@ class Migrating:
             return
         num_drawn = self._instance.num_drawn(sequence)
         num_tokens = sequence.request.num_input_tokens + num_drawn
-        seconds = (order.num_tokens + 1 - num_tokens) * self._instance.step_s
+        seconds = (order.num_tokens + 1 - num_tokens) * self._instance.iteration_s
         if seconds > 0:
             self._node.clock.after(seconds, self.receive, order)
             return

@@ -1,7 +1,7 @@
 """What an iteration takes: by roofline from cards, or from a profile of real workers.
 
 An iteration computes *shares* of prompts and one token for each running request. Both cost models are affine
-in the KV tokens that the running requests hold, so many decoding steps in a row have a closed form (see
+in the KV tokens that the running requests hold, so many decoding iterations in a row have a closed form (see
 `batch`).
 
 Owns: seconds of computing. Does not know: queues, networks, who computes.
@@ -25,7 +25,7 @@ class Costs(Protocol):
     """Seconds on one instance."""
 
     kv_token_s: float
-    """Seconds that one more token of KVCache adds to a step of decoding."""
+    """Seconds that one more token of KVCache adds to an iteration of decoding."""
     profiled: tuple[Polynomial, Polynomial]
     """Costs of prefill and decode that measuring them tells the Conductor."""
 
@@ -67,7 +67,7 @@ class Profiled:
     """Polynomials, as `mooncake-serve profile` fits them to a real worker (mooncake.messages.costs):
 
     prefill of n new tokens behind c cached ones: c0 + c1 * n + c2 * n * (c + n / 2), where prompts share a
-    pass its c0 counts once; one step of b requests with k KV tokens: c0 + c1 * b + c2 * k.
+    pass its c0 counts once; one iteration of b requests with k KV tokens: c0 + c1 * b + c2 * k.
     """
 
     def __init__(self, prefill: Polynomial, decode: Polynomial) -> None:

@@ -1,8 +1,8 @@
-"""What instances on one machine do to each other, and what a real machine does to every step.
+"""What instances on one machine do to each other, and what a real machine does to every iteration.
 
 Where instances have machines of their own, as in all clusters made from cards, there is none of this.
 
-Owns: who computes beside whom, how steps vary. Does not know: what is computed.
+Owns: who computes beside whom, how iterations vary. Does not know: what is computed.
 """
 
 import math
@@ -47,8 +47,8 @@ class Machine:
                 on_change()
 
 
-class StepJitter:
-    """Lognormal factors of steps, with mean 1. `longest_mean`: that of the longest tenth of them."""
+class IterationJitter:
+    """Lognormal factors of iterations, with mean 1. `longest_mean`: that of the longest tenth of them."""
 
     def __init__(self, longest_mean: float) -> None:
         self._sigma = _sigma_of(longest_mean)
