@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvstore.client.connections import Place, PoolConnection
+from kvstore.client.connections import PoolConnection, PoolURL
 from kvstore.client.mapped import MappedConnection, Mapping
 from kvstore.client.streamed import StreamedConnection
 from kvstore.protocol.calls import SPOKEN, Connect
@@ -38,9 +38,9 @@ Answer = TypeVar("Answer")
 class Unreachable(Exception):
     """A pool does not answer now, or has other blocks or another key than before. The message says why."""
 
-    def __init__(self, place: Place, reason: Exception) -> None:
+    def __init__(self, url: PoolURL, reason: Exception) -> None:
         super().__init__(str(reason))
-        self.place = place
+        self.url = url
         self.reason = reason
 
 
@@ -54,7 +54,7 @@ class Backend:
 
     def __init__(
         self,
-        place: Place,
+        url: PoolURL,
         key: ClusterKey | None,
         fingerprint: str | None,
         layout: KVLayout | None,
@@ -62,7 +62,7 @@ class Backend:
         *,
         formats_anew: bool = False,
     ) -> None:
-        self.place = place
+        self.url = url
         self._formats_anew = formats_anew
         self._key = key
         self.fingerprint = fingerprint
@@ -91,7 +91,7 @@ class Backend:
             connection = self._open(self._timeout_s, may_format=may_format)
         except OSError as error:
             self._lost = error
-            raise Unreachable(self.place, error) from error
+            raise Unreachable(self.url, error) from error
         self.fingerprint, self.layout = connection.fingerprint, connection.layout
         self._idle.append(connection)
 
@@ -115,7 +115,7 @@ class Backend:
                 self._discard(connection, unsettled=True)
                 if is_new or isinstance(error, TimeoutError):
                     self._lose(error)
-                    raise Unreachable(self.place, error) from error
+                    raise Unreachable(self.url, error) from error
                 self._discard_idle()
             except BaseException:
                 self._discard(connection)
@@ -164,10 +164,10 @@ class Backend:
             self._num_unsettled -= was_unsettled
         try:
             connect = Connect(0, self.fingerprint, self.layout, serial, may_format, *SPOKEN)
-            if self.place.tcp is not None:
+            if self.url.tcp is not None:
                 assert self._key is not None
-                return StreamedConnection.open(self.place, connect, timeout_s, self._key)
-            connection = MappedConnection.open(self.place, connect, timeout_s, self._mapping)
+                return StreamedConnection.open(self.url, connect, timeout_s, self._key)
+            connection = MappedConnection.open(self.url, connect, timeout_s, self._mapping)
         except BaseException:
             with self._lock:
                 self._free_serials.append(serial)
@@ -182,7 +182,7 @@ class Backend:
         if self._lost is not None and (attempt := self._try_again(patiently)) is not None:
             attempt.join(2 * _RECONNECT_TIMEOUT_S if patiently else _MOMENT_S)
         if (lost := self._lost) is not None:
-            raise Unreachable(self.place, lost)
+            raise Unreachable(self.url, lost)
         try:
             return self._idle.pop()
         except IndexError:
@@ -191,7 +191,7 @@ class Backend:
             return self._open(self._timeout_s, may_format=self._formats_anew)
         except (OSError, MooncakeError) as error:
             self._lose(error)
-            raise Unreachable(self.place, error) from error
+            raise Unreachable(self.url, error) from error
 
     def _try_again(self, patiently: bool) -> threading.Thread | None:
         """Start an attempt to reconnect if one is due. Returns the thread to wait for; None without one."""
@@ -221,10 +221,10 @@ class Backend:
     def _lose(self, error: Exception) -> None:
         if isinstance(error, MismatchError):
             if not isinstance(self._lost, MismatchError):
-                log.error("the pool at %s holds other blocks now and is not used: %s", self.place.text, error)
+                log.error("the pool at %s holds other blocks now and is not used: %s", self.url.text, error)
         elif isinstance(error, ConfigError):
             if not isinstance(self._lost, ConfigError):
-                log.error("the pool at %s is not used: %s", self.place.text, error)
+                log.error("the pool at %s is not used: %s", self.url.text, error)
         elif self._lost is None and not self._is_closed:
             log.warning("pool lost, its blocks count as not there: %s", error)
         self._retry_at_s = time.monotonic() + RETRY_S
@@ -285,7 +285,7 @@ class Backends:
 
 
 def connect_all(
-    places: Sequence[Place],
+    urls: Sequence[PoolURL],
     key: ClusterKey | None,
     fingerprint: str | None,
     layout: KVLayout | None,
@@ -293,7 +293,7 @@ def connect_all(
     *,
     formats_anew: bool,
 ) -> tuple[Backends, str, KVLayout]:
-    """Connect to the pools at `places`, some of which may be lost.
+    """Connect to the pools at `urls`, some of which may be lost.
 
     Returns the pools, and their common fingerprint and layout.
 
@@ -303,8 +303,8 @@ def connect_all(
     """
     backends, lost = [], []
     may_format = fingerprint is not None and layout is not None
-    for place in places:
-        backend = Backend(place, key, fingerprint, layout, timeout_s, formats_anew=formats_anew)
+    for url in urls:
+        backend = Backend(url, key, fingerprint, layout, timeout_s, formats_anew=formats_anew)
         backends.append(backend)
         try:
             backend.connect(may_format=may_format)
@@ -333,6 +333,6 @@ def no_answer(lost: Sequence[Unreachable]) -> PoolError | MismatchError | Config
         if isinstance(error.reason, ConfigError):
             return ConfigError(str(error))
         if isinstance(reason := error.reason, MismatchError):
-            advice = f"the pool at {error.place.text} holds other blocks than this client; connect again"
+            advice = f"the pool at {error.url.text} holds other blocks than this client; connect again"
             return MismatchError(reason.what, reason.ours, reason.theirs, advice)
     return PoolError(f"no pool answers: {'; '.join(dict.fromkeys(map(str, lost)))}")

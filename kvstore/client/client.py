@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvstore.client.arguments import bytes_of, checked_layers
 from kvstore.client.backends import Backend, Backends, Unreachable, connect_all, no_answer
-from kvstore.client.connections import CopyLayers, Place, PoolConnection, key_for
+from kvstore.client.connections import CopyLayers, PoolConnection, PoolURL, key_for
 from kvstore.client.leases import Lease
 from kvstore.client.mapped import MappedConnection
 from kvstore.client.replicas import Replicas, change_replica
@@ -106,14 +106,14 @@ class KVCachePool:
             raise ConfigError(
                 f"a timeout of {timeout_s} s; it must be positive, at most {LONGEST_WAIT_S:g} s"
             )
-        places = [Place.parse(address) for address in addresses]
-        key = key_for(places, key_file)
-        return cls(*connect_all(places, key, fingerprint, layout, timeout_s, formats_anew=formats_anew))
+        urls = [PoolURL.parse(address) for address in addresses]
+        key = key_for(urls, key_file)
+        return cls(*connect_all(urls, key, fingerprint, layout, timeout_s, formats_anew=formats_anew))
 
     @property
     def addresses(self) -> list[str]:
         """The addresses given to `connect`, in the order in which the pools are asked."""
-        return [backend.place.text for backend in self._backends.all]
+        return [backend.url.text for backend in self._backends.all]
 
     # -- blocks -----------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class KVCachePool:
         """Lease blocks of pools on this host, to be read in place without a copy (see `Lease`), for `ttl_s`
         seconds."""
         self._check(keys)
-        local = Backends([backend for backend in self._backends.all if backend.place.tcp is None])
+        local = Backends([backend for backend in self._backends.all if backend.url.tcp is None])
         if not local.all:
             raise PoolError("blocks can be leased only from a pool on this host (unix:...); get copies them")
         lease = Lease(keys)

@@ -63,15 +63,15 @@ _TIMEVAL = struct.Struct("@ll")
 _LEAST_TIMEOUT_US = 1000  # the kernel takes 0 for "for ever"
 
 
-class Place(NamedTuple):
-    """The address at which a pool listens: a Unix socket, or a host and port."""
+class PoolURL(NamedTuple):
+    """The address of a pool as text and parsed: a Unix socket, or a host and port."""
 
     text: str
     unix_path: str | None
     tcp: tuple[str, int] | None
 
     @classmethod
-    def parse(cls, text: str) -> "Place":
+    def parse(cls, text: str) -> "PoolURL":
         """Return the address in `unix:/path`, `tcp://host:port` or `tcp://[IPv6]:port`. Raises
         ConfigError."""
         if text.startswith("unix:") and len(text) > len("unix:"):
@@ -86,12 +86,12 @@ class Place(NamedTuple):
         )
 
 
-def key_for(places: Sequence[Place], key_file: Path | str | None) -> ClusterKey | None:
-    """Return the cluster key in `key_file`; None if all places are on this host.
+def key_for(urls: Sequence[PoolURL], key_file: Path | str | None) -> ClusterKey | None:
+    """Return the cluster key in `key_file`; None if all pools are on this host.
 
     Raises ConfigError if a key is needed and missing.
     """
-    remote = [place.text for place in places if place.tcp is not None]
+    remote = [url.text for url in urls if url.tcp is not None]
     if not remote:
         return None
     if key_file is None:
@@ -116,8 +116,8 @@ class PoolConnection(ABC):
     num_pages: int
     """The number of pages of the pool's DRAM."""
 
-    def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
-        self.place = place
+    def __init__(self, sock: socket.socket, url: PoolURL, serial: int, timeout_s: float) -> None:
+        self.url = url
         self.serial = serial
         self.is_open = True
         self._sock = sock
@@ -162,13 +162,13 @@ class PoolConnection(ABC):
                 raise self._broken(str(error)) from None
             if isinstance(answer, Detached):
                 self.is_open = False
-                raise PoolError(f"{self.place.text} ended the session: {answer.reason}")
+                raise PoolError(f"{self.url.text} ended the session: {answer.reason}")
             if self._await_space is not None and answer.call_id == self._await_space.call_id:
                 self._await_space = None
             if answer.call_id != call.call_id:
                 continue  # of a call that was given up
             if isinstance(answer, CallFailed):
-                raise answer.error(f"this client and the pool at {self.place.text} must agree")
+                raise answer.error(f"this client and the pool at {self.url.text} must agree")
             if not isinstance(answer, expected):
                 raise self._broken(f"{type(answer).__name__} to {type(call).__name__}")
             return answer
@@ -266,15 +266,15 @@ class PoolConnection(ABC):
 
     def _silent(self, option: int) -> TimeoutError:
         """Return the error of a timeout that has passed."""
-        return TimeoutError(f"{self.place.text} has been silent for {self._timeouts_s[option]:g} s")
+        return TimeoutError(f"{self.url.text} has been silent for {self._timeouts_s[option]:g} s")
 
     def _gone(self, reason: object) -> ConnectionResetError:
-        return ConnectionResetError(f"{self.place.text} is gone: {reason}")
+        return ConnectionResetError(f"{self.url.text} is gone: {reason}")
 
     def _broken(self, what: str) -> PoolError:
         """End the session, and return the error of a peer that has broken the protocol."""
         self.is_open = False
-        return PoolError(f"{self.place.text} answered what it should not: {what}")
+        return PoolError(f"{self.url.text} answered what it should not: {what}")
 
 
 _connections: "weakref.WeakSet[PoolConnection]" = weakref.WeakSet()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvstore.client.connections import CopyLayers, Place, PoolConnection, RemoteCall
+from kvstore.client.connections import CopyLayers, PoolConnection, PoolURL, RemoteCall
 from kvstore.pool.pages import PageState
 from kvstore.pool.segment import Segment
 from kvstore.protocol.answers import Connected, Done, FromPool, Leased
@@ -83,8 +83,8 @@ class Mapping:
 class MappedConnection(PoolConnection):
     """A client's session over a Unix socket, with the pool's segment mapped. Made by `open`."""
 
-    def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
-        super().__init__(sock, place, serial, timeout_s)
+    def __init__(self, sock: socket.socket, url: PoolURL, serial: int, timeout_s: float) -> None:
+        super().__init__(sock, url, serial, timeout_s)
         self.mapping: Mapping
         self._buffer = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._fds: list[int] | None = None
@@ -94,24 +94,24 @@ class MappedConnection(PoolConnection):
 
     @classmethod
     def open(
-        cls, place: Place, connect: Connect, timeout_s: float, known: Mapping | None
+        cls, url: PoolURL, connect: Connect, timeout_s: float, known: Mapping | None
     ) -> "MappedConnection":
-        """Connect to the pool at `place`, and map its segment, unless `known` maps it already.
+        """Connect to the pool at `url`, and map its segment, unless `known` maps it already.
 
         Raises OSError if nothing answers or no descriptor is left, else the error with which the pool
         refuses.
         """
-        assert place.unix_path is not None
+        assert url.unix_path is not None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection = cls(sock, place, connect.serial, timeout_s)
+        connection = cls(sock, url, connect.serial, timeout_s)
         try:
             set_up(sock)
             try:
-                sock.connect(place.unix_path)
+                sock.connect(url.unix_path)
             except BlockingIOError:
-                raise TimeoutError(f"{place.text} accepts no connection within {timeout_s:g} s") from None
+                raise TimeoutError(f"{url.text} accepts no connection within {timeout_s:g} s") from None
             except OSError as error:
-                raise ConnectionRefusedError(f"nobody listens at {place.text}: {error}") from None
+                raise ConnectionRefusedError(f"nobody listens at {url.text}: {error}") from None
             connection._greet(connect, known)
         except BaseException:
             connection.close()
@@ -123,7 +123,7 @@ class MappedConnection(PoolConnection):
         try:
             connected = self.call(connect, Connected)
             if len(fds) != 1:
-                raise PoolError(f"{self.place.text} passed {len(fds)} descriptors, expected its segment's")
+                raise PoolError(f"{self.url.text} passed {len(fds)} descriptors, expected its segment's")
             self.mapping = known if known is not None and known.file == _file_of(fds[0]) else Mapping(fds[0])
         finally:
             self._fds = None

@@ -11,7 +11,7 @@ from itertools import compress
 import msgspec
 import numpy as np
 
-from kvstore.client.connections import CopyLayers, Place, PoolConnection, RemoteCall
+from kvstore.client.connections import CopyLayers, PoolConnection, PoolURL, RemoteCall
 from kvstore.protocol.answers import Connected, Done, FromRemotePool, GotBlocks, Located, Stats
 from kvstore.protocol.calls import Connect, GetBlocks, GetStats, Lookup, Notice, PutBlocks
 from kvstore.protocol.frames import SMALL_BYTES, FrameBuffer, encode_frame
@@ -32,29 +32,29 @@ _LOOKUP_BYTES = 1 << 20
 class StreamedConnection(PoolConnection):
     """A client's session over TCP, with blocks behind the messages. Made by `open`."""
 
-    def __init__(self, sock: socket.socket, place: Place, serial: int, timeout_s: float) -> None:
-        super().__init__(sock, place, serial, timeout_s)
+    def __init__(self, sock: socket.socket, url: PoolURL, serial: int, timeout_s: float) -> None:
+        super().__init__(sock, url, serial, timeout_s)
         self._frames = FrameBuffer()
         self._payload_bytes = 0
         """Bytes behind the last message."""
 
     @classmethod
-    def open(cls, place: Place, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":
-        """Return a connection to the pool at `place`, after both sides have proved that they know `key`.
+    def open(cls, url: PoolURL, connect: Connect, timeout_s: float, key: ClusterKey) -> "StreamedConnection":
+        """Return a connection to the pool at `url`, after both sides have proved that they know `key`.
 
         Raises OSError if nothing answers, ConfigError if the pool has another key, else the error with which
         it refuses.
         """
-        assert place.tcp is not None
+        assert url.tcp is not None
         try:
-            sock = socket.create_connection(place.tcp, timeout_s)
+            sock = socket.create_connection(url.tcp, timeout_s)
         except TimeoutError:
-            raise TimeoutError(f"{place.text} accepts no connection within {timeout_s:g} s") from None
+            raise TimeoutError(f"{url.text} accepts no connection within {timeout_s:g} s") from None
         except OSError as error:
-            raise ConnectionRefusedError(f"cannot connect to {place.text}: {error}") from None
+            raise ConnectionRefusedError(f"cannot connect to {url.text}: {error}") from None
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = cls(sock, place, connect.serial, timeout_s)
+        connection = cls(sock, url, connect.serial, timeout_s)
         try:
             connection._prove(key, timeout_s)
             connected = connection.call(connect, Connected)
@@ -76,9 +76,7 @@ class StreamedConnection(PoolConnection):
         self.notify(visitor.greeting)
         while (room := self._room_for_message()) is not None:
             if time.monotonic() > due_s:
-                raise TimeoutError(
-                    f"{self.place.text} has not proved within {timeout_s:g} s that it is a pool"
-                )
+                raise TimeoutError(f"{self.url.text} has not proved within {timeout_s:g} s that it is a pool")
             self._frames.received(self._receive_some(room))
         try:
             challenge = _CHALLENGE_DECODER.decode(self._frames.take_message()[0])
@@ -87,7 +85,7 @@ class StreamedConnection(PoolConnection):
         proof = visitor.answer(challenge)
         if proof is None:
             raise ConfigError(
-                f"the pool at {self.place.text} has another cluster key than this client (key id"
+                f"the pool at {self.url.text} has another cluster key than this client (key id"
                 f" {key.key_id}); give as key_file a copy of the key that the pool's node was started with"
             )
         self._frames.trust()

@@ -20,7 +20,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.client.client import KVCachePool
-from kvstore.client.connections import Place
+from kvstore.client.connections import PoolURL
 from kvstore.client.leases import Lease
 from mooncake.errors import ConfigError, MismatchError, MooncakeError
 from mooncake.messages.blocks import KEY_BYTES, BlockKey, KVLayout
@@ -242,7 +242,7 @@ class _Pools:
         self._addresses: list[str] = [pool] if isinstance(pool, str) else pool or []
         if not self._addresses:
             raise ConfigError("adapter_params: pool is missing: unix:/path/of.sock or tcp://host:port")
-        self.has_local = any(Place.parse(address).tcp is None for address in self._addresses)
+        self.has_local = any(PoolURL.parse(address).tcp is None for address in self._addresses)
         self._key_file = params.get("key_file")
         self._lock = threading.Lock()
         self._client: KVCachePool | None = None

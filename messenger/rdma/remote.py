@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
-from messenger.transport.transports import SourcePlace, Transport, expect_payload
+from messenger.transport.transports import SourceLayers, Transport, expect_payload
 from messenger.wire.checksums import address_of, layer_checksums
 from messenger.wire.messages import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from mooncake.errors import TransferError
@@ -95,8 +95,8 @@ class RdmaReadInlet:
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)
 
-    async def place(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    async def fill(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         slices, keys = [], []
         for source, view in zip(sources, views, strict=True):
@@ -106,8 +106,8 @@ class RdmaReadInlet:
         await self._endpoint.read(slices, keys)
         return [layer_checksums(view, layer_bytes) for view in views]
 
-    def place_now(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    def fill_now(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> None:
         """Return None, as reads by the device always take a while."""
 
@@ -126,13 +126,13 @@ class RdmaWriteInlet:
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)
 
-    async def place(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    async def fill(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        return self.place_now(sources, views, layer_bytes)
+        return self.fill_now(sources, views, layer_bytes)
 
-    def place_now(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    def fill_now(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         return [layer_checksums(view, layer_bytes) for view in views]
 

@@ -236,7 +236,7 @@ class IncomingLane:
             if write.is_placed:
                 self._complete(placing, num_bytes)
                 return None
-            checksums = self._inlet.place_now(placing.entries, placing.views, layer_bytes)
+            checksums = self._inlet.fill_now(placing.entries, placing.views, layer_bytes)
         except BaseException:
             placing.abandon()
             raise
@@ -248,7 +248,7 @@ class IncomingLane:
 
     async def _receive(self, placing: PendingWrite, num_bytes: int) -> None:
         with self._deadline:
-            checksums = await self._inlet.place(placing.entries, placing.views, placing.layer_bytes)
+            checksums = await self._inlet.fill(placing.entries, placing.views, placing.layer_bytes)
         self._placing = None
         self._placed(placing, checksums, num_bytes)
 

@@ -60,7 +60,7 @@ class AnswerHandler:
         Returns None, without any effect, if the payload must be awaited.
         """
         views = self._views_of(found, payload_bytes)
-        checksums = self._inlet.place_now(found.blocks, views, self._outstanding.fetches[0].layer_bytes)
+        checksums = self._inlet.fill_now(found.blocks, views, self._outstanding.fetches[0].layer_bytes)
         if checksums is None:
             return None
         return self._found(found, views, checksums)
@@ -69,7 +69,7 @@ class AnswerHandler:
         """Complete the oldest fetch when its whole payload has arrived. Returns as `found_now`."""
         views = self._views_of(found, payload_bytes)
         layer_bytes = self._outstanding.fetches[0].layer_bytes
-        return self._found(found, views, await self._inlet.place(found.blocks, views, layer_bytes))
+        return self._found(found, views, await self._inlet.fill(found.blocks, views, layer_bytes))
 
     def moved(self, request: Request, *, received: bool) -> None:
         """Count all bytes of a request as moved."""

@@ -100,15 +100,15 @@ class Path(NamedTuple):
     """A path to a messenger: a transport, and the address at which the messenger listens."""
 
     transport: Transport
-    place: str | tuple[str, int]
+    address: str | tuple[str, int]
     nic: str | None = None
     """The device of this side through which the bytes go; None: the kernel chooses."""
     is_standby: bool = False
     """Whether the path carries requests only while no other path is up."""
 
     def __str__(self) -> str:
-        place = self.place if isinstance(self.place, str) else f"{self.place[0]}:{self.place[1]}"
-        return f"{self.transport} {place}" if self.nic is None else f"{self.transport} {self.nic} {place}"
+        address = self.address if isinstance(self.address, str) else f"{self.address[0]}:{self.address[1]}"
+        return f"{self.transport} {address}" if self.nic is None else f"{self.transport} {self.nic} {address}"
 
 
 class Remedy(Enum):
@@ -152,7 +152,7 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
     Raises OSError, or TransferError for an invalid address or a peer without the same TLS.
     """
     try:
-        family, address = await _resolved(path.place)
+        family, address = await _resolved(path.address)
     except ValueError as error:
         raise TransferError(str(error)) from None
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -177,14 +177,14 @@ async def connect(path: Path, tls: Tls | None) -> Stream:
     return stream
 
 
-async def _resolved(place: str | tuple[str, int]) -> tuple[int, str | tuple[str, int]]:
+async def _resolved(named: str | tuple[str, int]) -> tuple[int, str | tuple[str, int]]:
     """Return the family and address of a socket at a path, or at a host and port.
 
     Raises OSError, ValueError.
     """
-    if isinstance(place, str):
-        return socket.AF_UNIX, place
-    host, port = place
+    if isinstance(named, str):
+        return socket.AF_UNIX, named
+    host, port = named
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:  # a name
@@ -193,7 +193,7 @@ async def _resolved(place: str | tuple[str, int]) -> tuple[int, str | tuple[str,
     return family, (address, port)
 
 
-class SourcePlace(Protocol):
+class SourceLayers(Protocol):
     """The interface of the sender's description of some layers of a block: `WriteEntry` or `FoundBlock`."""
 
     @property
@@ -215,16 +215,16 @@ class Inlet(Protocol):
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         """Check that the payload fits a frame with `num_bytes` of layers. Raises TransferError."""
 
-    async def place(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    async def fill(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         """Fill `views`, each some layers of a block, and return the xxh3-64 checksums of the received
         layers."""
 
-    def place_now(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    def fill_now(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
-        """Fill `views` without waiting, and return as `place`; None if that is impossible, so that `place`
+        """Fill `views` without waiting, and return as `fill`; None if that is impossible, so that `fill`
         must be called."""
 
     async def discard(self, payload_bytes: int) -> None:
@@ -256,13 +256,13 @@ class ShmInlet:
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(0, payload_bytes)
 
-    async def place(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    async def fill(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
-        return self.place_now(sources, views, layer_bytes)
+        return self.fill_now(sources, views, layer_bytes)
 
-    def place_now(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    def fill_now(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         checksums = []
         for source, view in zip(sources, views, strict=True):
@@ -293,8 +293,8 @@ class TcpInlet:
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         expect_payload(num_bytes, payload_bytes)
 
-    def place_now(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    def fill_now(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
         stream = self._stream
         num_bytes = sum(map(len, views))
@@ -317,8 +317,8 @@ class TcpInlet:
             return None
         return self._take_checksums()
 
-    async def place(
-        self, sources: Sequence[SourcePlace], views: Sequence[memoryview], layer_bytes: int
+    async def fill(
+        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         if not self._arrivals:
             await self._stream.receive_into(views)

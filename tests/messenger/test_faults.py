@@ -415,7 +415,7 @@ async def test_a_lane_that_comes_later_abandons_the_lost_ones_too(tmp_path: Path
         a, b = node.proxy(), node.proxy()
         a.plans.append(Plan(stall_up_at=600_000))
         peer = await node.peer(2)
-        lane_a = next(lane for lane in peer.lanes if lane.path.place == a.endpoint)
+        lane_a = next(lane for lane in peer.lanes if lane.path.address == a.endpoint)
         node.pages.grant(1, range(8))
         b.black_hole(up=True, down=False)
         write = asyncio.create_task(node.write(1, range(8), peer=peer))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvstore.client.connections import Place, key_for
+from kvstore.client.connections import PoolURL, key_for
 from mooncake.config.spelling import did_you_mean
 from mooncake.errors import ConfigError
 
@@ -46,7 +46,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True):
             reason, _, place = str(error).partition(" - at `$.")
             raise ConfigError(f"{SECTION}: {place.rstrip('`')}: {reason}") from None
         try:
-            key_for([Place.parse(address) for address in settings.addresses], settings.key_file)
+            key_for([PoolURL.parse(address) for address in settings.addresses], settings.key_file)
         except ConfigError as error:
             raise ConfigError(f"{SECTION}: {error}") from None
         return settings

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvstore.client import mapped
 from kvstore.client.client import KVCachePool
-from kvstore.client.connections import Place
+from kvstore.client.connections import PoolURL
 from kvstore.protocol.calls import Commit, Connect
 from mooncake.errors import ConfigError, MismatchError, PoolError, PoolFullError
 from mooncake.messages.blocks import BlockKey, KVLayout
@@ -259,7 +259,7 @@ def test_block_that_was_replaced_while_it_was_copied_is_not_taken_for_the_old_on
     pools: Pools, monkeypatch: pytest.MonkeyPatch, half_written: bool
 ) -> None:
     pool = pools.start(num_pages=1)
-    place = Place.parse(pool.unix)
+    url = PoolURL.parse(pool.unix)
     copy_layers = mapped.copy_layers
 
     def be_slow(source: memoryview, target: memoryview, layer_bytes: int) -> bytes:
@@ -279,7 +279,7 @@ def test_block_that_was_replaced_while_it_was_copied_is_not_taken_for_the_old_on
 
     with pool.client() as client:
         keys = store(client, 1)
-        writer = mapped.MappedConnection.open(place, Connect(0, FINGERPRINT, LAYOUT, 1 << 20), 10, None)
+        writer = mapped.MappedConnection.open(url, Connect(0, FINGERPRINT, LAYOUT, 1 << 20), 10, None)
         monkeypatch.setattr(mapped, "_COPY_LEASE_S", 0.01)
         monkeypatch.setattr(mapped, "copy_layers", be_slow)
         out = buffers(1, LAYOUT.layer_bytes)

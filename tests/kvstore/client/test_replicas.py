@@ -8,7 +8,7 @@ import pytest
 from kvstore.client import replicas
 from kvstore.client.backends import Backend
 from kvstore.client.client import KVCachePool
-from kvstore.client.connections import Place
+from kvstore.client.connections import PoolURL
 from mooncake.errors import PoolError
 from mooncake.messages.pools import MessengerAddress
 from tests.kvstore.nodes import FINGERPRINT, LAYOUT
@@ -101,7 +101,7 @@ def test_the_same_pool_by_two_doors_holds_one_copy(pools: list[Pool]) -> None:
 
 
 def test_copies_go_to_other_hosts_first_and_leave_crowded_ones_first() -> None:
-    backend = Backend(Place.parse("unix:/nowhere"), None, None, None, 1)
+    backend = Backend(PoolURL.parse("unix:/nowhere"), None, None, None, 1)
 
     def pool(name: str, host: str) -> replicas._Pool:
         return replicas._Pool(backend, MessengerAddress(name, 1, host, "", (), ("", "")), False)
