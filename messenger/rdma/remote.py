@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from messenger.rdma.endpoint import Endpoint
 from messenger.rdma.errors import RdmaError
 from messenger.rdma.memory import RdmaMemory
-from messenger.transport.transports import SourceLayers, Transport, expect_payload
+from messenger.transport.transports import Inlet, SourceLayers, Transport
 from messenger.wire.checksums import address_of, layer_checksums
 from messenger.wire.messages import Expose, Exposed, ExposedPage, FoundBlock, Message, Write
 from mooncake.errors import TransferError
@@ -83,17 +83,14 @@ class RemotePages:
             opened.cancel()
 
 
-class RdmaReadInlet:
+class RdmaReadInlet(Inlet):
     """The inlet that reads found blocks into this side's segment."""
 
-    transport, has_payload, is_mapped = Transport.RDMA, False, False
+    transport = Transport.RDMA
 
     def __init__(self, endpoint: Endpoint, memory: RdmaMemory) -> None:
         self._endpoint = endpoint
         self._memory = memory
-
-    def check(self, num_bytes: int, payload_bytes: int) -> None:
-        expect_payload(0, payload_bytes)
 
     async def fill(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
@@ -111,30 +108,16 @@ class RdmaReadInlet:
     ) -> None:
         """Return None, as reads by the device always take a while."""
 
-    async def discard(self, payload_bytes: int) -> None:
-        expect_payload(0, payload_bytes)
 
-
-class RdmaWriteInlet:
+class RdmaWriteInlet(Inlet):
     """The receiver's inlet for writes by RDMA.
 
     The bytes are in place before the frame arrives, so they are only verified.
     """
 
-    transport, has_payload, is_mapped = Transport.RDMA, False, False
-
-    def check(self, num_bytes: int, payload_bytes: int) -> None:
-        expect_payload(0, payload_bytes)
-
-    async def fill(
-        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
-    ) -> list[bytes]:
-        return self.fill_now(sources, views, layer_bytes)
+    transport = Transport.RDMA
 
     def fill_now(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         return [layer_checksums(view, layer_bytes) for view in views]
-
-    async def discard(self, payload_bytes: int) -> None:
-        expect_payload(0, payload_bytes)

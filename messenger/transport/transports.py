@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from messenger.transport.pacing import begin_unpaced
 from messenger.transport.stream import TURN_BYTES, Stream
@@ -200,41 +200,47 @@ class SourceLayers(Protocol):
     def source_offset(self) -> int: ...
 
 
-class Inlet(Protocol):
-    """The receiving end of one connection's payload.
+class Inlet:
+    """The receiving end of one connection, whose bytes come beside the connection.
 
     The asking side has an `Outlet` beside it (`messenger.sender.outlet`).
     """
 
-    transport: Transport
-    has_payload: bool
+    transport: ClassVar[Transport]
+    has_payload: ClassVar[bool] = False
     """Whether bytes follow their frame over the connection, in both directions."""
-    is_mapped: bool
+    is_mapped: ClassVar[bool] = False
     """Whether each side has mapped the other's segment."""
 
     def check(self, num_bytes: int, payload_bytes: int) -> None:
         """Check that the payload fits a frame with `num_bytes` of layers. Raises TransferError."""
+        expect_payload(0, payload_bytes)
 
     async def fill(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
         """Fill `views`, each some layers of a block, and return the xxh3-64 checksums of the received
         layers."""
+        checksums = self.fill_now(sources, views, layer_bytes)
+        assert checksums is not None, "an inlet that cannot fill at once has a `fill` of its own"
+        return checksums
 
     def fill_now(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes] | None:
         """Fill `views` without waiting, and return as `fill`; None if that is impossible, so that `fill`
         must be called."""
+        raise NotImplementedError
 
     async def discard(self, payload_bytes: int) -> None:
         """Receive and drop an unwanted payload. Raises TransferError if the frame must not have one."""
+        expect_payload(0, payload_bytes)
 
 
-class ShmInlet:
+class ShmInlet(Inlet):
     """The inlet that copies out of the peer's segment, which it maps. Takes ownership of `fd`."""
 
-    transport, has_payload, is_mapped = Transport.SHM, False, True
+    transport, is_mapped = Transport.SHM, True
 
     def __init__(
         self, stream: Stream, fd: int | None, segment_bytes: int | None, *, is_writable: bool = False
@@ -253,14 +259,6 @@ class ShmInlet:
         finally:
             os.close(fd)  # the mapping stays
 
-    def check(self, num_bytes: int, payload_bytes: int) -> None:
-        expect_payload(0, payload_bytes)
-
-    async def fill(
-        self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
-    ) -> list[bytes]:
-        return self.fill_now(sources, views, layer_bytes)
-
     def fill_now(
         self, sources: Sequence[SourceLayers], views: Sequence[memoryview], layer_bytes: int
     ) -> list[bytes]:
@@ -276,14 +274,11 @@ class ShmInlet:
             self._stream.moved(len(view) // _COPYING_SPEED)
         return checksums
 
-    async def discard(self, payload_bytes: int) -> None:
-        expect_payload(0, payload_bytes)
 
-
-class TcpInlet:
+class TcpInlet(Inlet):
     """The inlet that receives from the stream straight into the pages."""
 
-    transport, has_payload, is_mapped = Transport.TCP, True, False
+    transport, has_payload = Transport.TCP, True
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
