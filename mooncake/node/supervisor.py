@@ -123,6 +123,8 @@ class Child:
         self.is_ready, self.num_missed_beats, self._hung = False, None, False
         self.last_lines.clear()
         num_oom_kills_before = num_oom_kills()
+        # Not a pipe of the process object, which would stay open for as long as a grandchild holds it.
+        output_read, output_write = os.pipe()
         status_read, status_write = os.pipe()
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -130,27 +132,30 @@ class Child:
             self.spec.module,
             self.spec.name,  # for people who look at processes
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=output_write,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(status_write, *self.spec.pass_fds),
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which ends them all
             env={**os.environ, STATUS_FD_VARIABLE: str(status_write), LOG_LEVEL_VARIABLE: self._log_level},
         )
+        os.close(output_write)
         os.close(status_write)
         if self._signal is not None:
             self._send(self._signal)  # it came while the process was being started
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         # stdin stays open: its end tells the child that the supervisor is gone.
         # Grows even when the clock is set back.
         self._incarnation = max(self._incarnation + 1, time.time_ns())
         life = Life(self._incarnation, self.end)
         self.process.stdin.write(self.spec.config(life).encode() + b"\n")
         queue: asyncio.Queue[Status | str | None] = asyncio.Queue()
-        status_reader = await _pipe_reader(status_read)
-        async with asyncio.TaskGroup() as readers:
-            readers.create_task(_forward(self.process.stdout, queue, _text))
-            readers.create_task(_forward(status_reader, queue, _status))
+        async with (
+            _reading(output_read) as output,
+            _reading(status_read) as statuses,
+            asyncio.TaskGroup() as readers,
+        ):
+            readers.create_task(_forward(output, queue, _text))
+            readers.create_task(_forward(statuses, queue, _status))
             for _ in range(2):
                 while (item := await queue.get()) is not None:
                     if isinstance(item, Alive):
@@ -362,11 +367,17 @@ def _state(pid: int) -> str:
     return "gone"
 
 
-async def _pipe_reader(descriptor: int) -> asyncio.StreamReader:
+@contextlib.asynccontextmanager
+async def _reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
+    """Make a context with a reader of a pipe. The pipe is closed behind it, even if it has not ended."""
     reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(descriptor, "rb"))
-    return reader
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb")
+    )
+    try:
+        yield reader
+    finally:
+        transport.close()
 
 
 async def _forward(

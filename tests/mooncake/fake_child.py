@@ -33,6 +33,7 @@ class FakeConfig(BaseModel):
         "is-killed-while-it-starts",
         "fault",
         "leave",
+        "leave-a-grandchild",
     ]
     lives_file: str
     previous_end: ProcessEnd | None = None
@@ -84,6 +85,10 @@ async def serve(config: FakeConfig) -> None:
         if config.behaviour == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         signal.sigtimedwait([signal.SIGUSR1], 60)
+    if config.behaviour == "leave-a-grandchild":
+        nothing = asyncio.subprocess.DEVNULL
+        grandchild = await asyncio.create_subprocess_exec("sleep", "1000", stdin=nothing)
+        print(f"grandchild {grandchild.pid}", flush=True)
     try:
         await asyncio.Event().wait()
     finally:

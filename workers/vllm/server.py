@@ -227,7 +227,8 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request,
 
 @contextlib.asynccontextmanager
 async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
-    """Make a context in which a server runs. Its body begins when the server answers.
+    """Make a context in which a server runs. Its body begins when the server answers, and behind it all of
+    the server's processes have ended.
 
     Raises EngineLostError if the server ends before that.
     """
@@ -254,6 +255,7 @@ async def running(process: WorkerProcess) -> AsyncIterator[VllmServer]:
             yield server
     finally:
         child.stdin.close()
+        await child.wait()
         kv_events.close()
 
 

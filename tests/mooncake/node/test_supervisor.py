@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -329,3 +330,20 @@ def test_a_child_that_does_not_stop_is_killed_in_time(
     assert code == 0
     [pid] = lives(tmp_path, "a")
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_grandchild_that_holds_a_pipe_leaves_nothing_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transports that are open when the loop is closed fail when they are collected."""
+    monkeypatch.setattr(supervisor, "STOP_GRACE_S", 0.05)
+    monkeypatch.setattr(supervisor, "KILL_GRACE_S", 0.05)
+    failures = list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", failures.append)
+    children = [child("a", "leave-a-grandchild", tmp_path)]
+    code, output = supervise(children, ["grandchild"], capsys)
+    assert code == 0
+    os.kill(int(re.findall(r"grandchild (\d+)", output)[0]), signal.SIGKILL)
+    del children
+    gc.collect()
+    assert failures == []
