@@ -15,7 +15,11 @@ class NoRoomError(MooncakeError):
 
 
 class EngineLostError(MooncakeError):
-    """The engine of an instance, which is a separate process, has ended or gives invalid answers."""
+    """The engine of an instance, which is a separate process, has ended, hangs or gives invalid answers."""
+
+
+class AnswerLostError(MooncakeError):
+    """The engine has not completed an answer, and goes on: another attempt may succeed."""
 
 
 class ModulesStayError(MooncakeError):

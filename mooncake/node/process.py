@@ -121,7 +121,7 @@ def child_main(
         with asyncio.Runner(loop_factory=functools.partial(loop_factory, config)) as runner:
             runner.run(_run(serve(config)))
     except* (ConfigError, ModelError, MismatchError) as errors:
-        message = _first_message(errors)
+        message = first_message(errors)
         report(Fatal(message))
         log_writer.finish()
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -148,7 +148,7 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _first_message(errors: BaseExceptionGroup[BaseException]) -> str:
+def first_message(errors: BaseExceptionGroup[BaseException]) -> str:
     """Return the message of the first error in nested task groups."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from kvstore.client.worker_client import WorkerClient
 from mooncake.errors import ConfigError, PoolError
 from workers.engine.tensor_parallel import RankLost
-from workers.errors import SessionLostError
+from workers.errors import EngineLostError, SessionLostError
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
     """Make a context with a group of tasks, one of which watches the messenger of `pool`.
 
-    Raises one error, however many tasks fail: `SessionLostError`, or `ConfigError` for an error that another
-    session would have as well.
+    Raises one error, however many tasks fail: `SessionLostError`, or an error that another session would have
+    as well, `ConfigError` or `EngineLostError`.
     """
     ended_by: Exception | None = None
     try:
@@ -30,7 +30,7 @@ async def session_tasks(pool: WorkerClient) -> AsyncIterator[asyncio.TaskGroup]:
             yield group
     except* (SessionLostError, PoolError, RankLost) as errors:
         ended_by = SessionLostError(str(_first_of(errors)))
-    except* ConfigError as errors:
+    except* (ConfigError, EngineLostError) as errors:
         ended_by = _first_of(errors)
     # Not raised above: before Python 3.11.4 it would be wrapped in a group again, which nobody expects.
     if ended_by is not None:

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import httpx
 import msgspec
@@ -23,7 +24,7 @@ from mooncake.errors import RequestError
 from mooncake.messages.requests import Request, SamplingParams
 from mooncake.node.process import Progress, report
 from mooncake.node.process_config import WorkerProcess
-from workers.errors import EngineLostError
+from workers.errors import AnswerLostError, EngineLostError
 from workers.vllm.command import MODEL, Computing, event_endpoints, serve_command
 from workers.vllm.kv_events import KVEventFollower
 from workers.vllm.processes import groups_below, members
@@ -32,6 +33,7 @@ from workers.vllm.pulse import Pulse
 _POLL_S = 0.2
 _CONNECT_S = 5.0
 _EVENT = "data: "
+_END = "data: [DONE]"
 _SERVED = {
     *("max_tokens", "min_tokens", "stop_token_ids", "logit_bias"),
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -53,9 +55,15 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
 class _Event(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_Choice] = []
     usage: _Usage | None = None
+    error: _Error | None = None
+    """The reason why vLLM has given up the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,8 @@ class VllmServer:
 
         `request` has the parameters. The server stops when the iterator is closed.
 
-        Raises RequestError if the server refuses the request, EngineLostError if its answer is invalid.
+        Raises RequestError if the server refuses the request. Raises AnswerLostError if it does not complete
+        the answer, EngineLostError if its engine is not healthy either.
         """
         body = completion_body(request, token_ids, num_tokens)
         clock = asyncio.get_running_loop().time
@@ -123,21 +132,27 @@ class VllmServer:
             ) as answer:
                 if answer.status_code != httpx.codes.OK:
                     text = (await answer.aread()).decode(errors="replace")
-                    error = RequestError if answer.is_client_error else EngineLostError
+                    error = RequestError if answer.is_client_error else AnswerLostError
                     raise error(f"vLLM answers {answer.status_code}: {text[:300]}")
+                is_complete = False
                 async for line in answer.aiter_lines():
-                    if not line.startswith(_EVENT + "{"):
-                        continue
-                    event = msgspec.json.decode(line.removeprefix(_EVENT), type=_Event)
                     self._pulse.moved(clock())
-                    if event.choices and event.choices[0].token_ids:
-                        yield Output(event.choices[0].token_ids)
-                    elif event.usage is not None and event.usage.prompt_tokens_details is not None:
-                        yield Output([], event.usage.prompt_tokens_details.cached_tokens)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise EngineLostError(f"vLLM does not answer: {type(error).__name__} {error}") from None
+                    is_complete |= line == _END
+                    if (output := _output_of(line)) is not None:
+                        yield output
+                if not is_complete:
+                    raise AnswerLostError("vLLM's answer breaks off")
+        except AnswerLostError as lost:
+            await self._raise_lost(str(lost))
+        except (httpx.HTTPError, msgspec.MsgspecError) as lost:
+            await self._raise_lost(f"vLLM does not answer: {type(lost).__name__} {lost}")
         finally:
             self._pulse.ended()
+
+    async def _raise_lost(self, reason: str) -> NoReturn:
+        """Raise AnswerLostError, or EngineLostError if the engine is not healthy."""
+        error = AnswerLostError if await _is_ready(self._http) else EngineLostError
+        raise error(reason)
 
     async def load(self) -> EngineLoad:
         """Return the engine's load once the server answers and none of its processes is stopped.
@@ -167,6 +182,20 @@ class VllmServer:
             if not any(process.is_stopped for process in processes):
                 return
             await asyncio.sleep(_POLL_S)
+
+
+def _output_of(line: str) -> Output | None:
+    """Return the output in a line of an answer; None without one. Raises AnswerLostError."""
+    if not line.startswith(_EVENT) or line == _END:
+        return None
+    event = msgspec.json.decode(line.removeprefix(_EVENT), type=_Event)
+    if event.error is not None:
+        raise AnswerLostError(f"vLLM has given up an answer: {event.error.message}")
+    if event.choices and event.choices[0].token_ids:
+        return Output(event.choices[0].token_ids)
+    if event.usage is not None and event.usage.prompt_tokens_details is not None:
+        return Output([], event.usage.prompt_tokens_details.cached_tokens)
+    return None
 
 
 def _load_of(text: str) -> EngineLoad:

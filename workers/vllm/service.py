@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 
 from mooncake.errors import PoolError
 from mooncake.leadership.leaders import following
 from mooncake.model.checkpoint import kv_layout, open_checkpoint
-from mooncake.node.process import child_main
+from mooncake.node.process import child_main, first_message
 from mooncake.node.process_config import WorkerProcess
 from mooncake.tracing.opening import open_tracer
-from workers.errors import SessionLostError
+from workers.errors import EngineLostError, SessionLostError
 from workers.process.metrics_listener import ListenerState, listening
 from workers.process.retirement import Retirement, end
 from workers.process.returning import say_returning
@@ -60,5 +61,15 @@ async def serve(process: WorkerProcess) -> None:
                 await asyncio.sleep(_RETRY_S)
 
 
+def main() -> None:
+    """Run this process. The loss of vLLM ends it with one line: what there is to say is in vLLM's own log."""
+    lost = None
+    try:
+        child_main(WorkerProcess, serve)
+    except* EngineLostError as errors:
+        lost = first_message(errors)
+    sys.exit(lost)
+
+
 if __name__ == "__main__":
-    child_main(WorkerProcess, serve)
+    main()

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.errors import ConfigError, PoolError
 from workers.engine.tensor_parallel import RankLost
-from workers.errors import SessionLostError
+from workers.errors import EngineLostError, SessionLostError
 from workers.process.session_tasks import end_beside, session_tasks
 
 LOST, REFUSED = SessionLostError("stage 1 is gone"), ConfigError("the conductor refused p")
@@ -55,14 +55,16 @@ async def test_whoever_is_lost_ends_a_session_with_one_error(error: Exception) -
             await ending
 
 
-async def test_what_another_session_would_not_mend_counts_more_than_who_is_lost() -> None:
+@pytest.mark.parametrize("error", [REFUSED, EngineLostError("vLLM has ended")])
+async def test_what_another_session_would_not_mend_counts_more_than_who_is_lost(error: Exception) -> None:
     for ending in (
-        session(fails(REFUSED)),
-        session(fails(LOST), fails(REFUSED)),
-        session(fails(LOST), body=REFUSED),
-        session(fails(LOST, REFUSED)),
+        session(fails(error)),
+        session(fails(error), fails(error)),
+        session(fails(LOST), fails(error)),
+        session(fails(LOST), body=error),
+        session(fails(LOST, error)),
     ):
-        with pytest.raises(ConfigError, match="refused p"):
+        with pytest.raises(type(error), match=str(error)):
             await ending
 
 

@@ -1,14 +1,24 @@
 """What a vLLM server is asked for, and what it is not."""
 
+import asyncio
+from typing import cast
+
+import httpx
 import msgspec
 import pytest
 
 from mooncake.errors import RequestError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.requests import Request, SamplingParams, SpanContext
-from workers.vllm.server import check_served, completion_body, trace_headers
+from workers.errors import AnswerLostError, EngineLostError
+from workers.vllm.kv_events import KVEventFollower
+from workers.vllm.server import Output, VllmServer, check_served, completion_body, trace_headers
 
 ROOT = root_key("f" * 32, "secret")
+TOKEN = 'data: {"choices": [{"token_ids": [7]}]}'
+USAGE = 'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 64}}}'
+ERROR = 'data: {"error": {"message": "EngineCore has met an issue", "code": 500}}'
+DONE = "data: [DONE]"
 
 
 def request(num_output_tokens: int = 0, **sampling: object) -> Request:
@@ -63,3 +73,45 @@ def test_everything_else_is_served() -> None:
     sampling = request(temperature=0.7, top_p=0.9, top_k=5, seed=3, min_p=0.1, logit_bias={1: 2.0}).sampling
     check_served(sampling)
     assert msgspec.json.encode(completion_body(request(), [1, 2], 1))
+
+
+def server(lines: list[str], *, status: int = 200, is_healthy: bool = True) -> VllmServer:
+    """A server that answers each completion with these lines; without any the connection breaks."""
+
+    async def answer(asked: httpx.Request) -> httpx.Response:
+        if asked.url.path == "/health":
+            return httpx.Response(200 if is_healthy else 503)
+        if not lines:
+            raise httpx.RemoteProtocolError("the peer has closed the connection")
+        return httpx.Response(status, text="\n\n".join([*lines, ""]))
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://vllm")
+    child = cast(asyncio.subprocess.Process, None)
+    return VllmServer(http, child, cast(KVEventFollower, None), None)
+
+
+async def outputs_of(one: VllmServer) -> list[Output]:
+    return [output async for output in one.complete(request(), [1, 2], 2)]
+
+
+async def test_an_answer_brings_its_tokens_and_then_what_was_cached() -> None:
+    assert await outputs_of(server([TOKEN, TOKEN, USAGE, DONE])) == [Output([7]), Output([7]), Output([], 64)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "reason"),
+    [
+        ([TOKEN, ERROR, DONE], 200, "vLLM has given up an answer: EngineCore has met an issue"),
+        ([TOKEN, USAGE], 200, "vLLM's answer breaks off"),
+        ([TOKEN, "data: {"], 200, "vLLM does not answer: DecodeError"),
+        ([], 200, "vLLM does not answer: RemoteProtocolError"),
+        (["EngineCore has met an issue"], 500, "vLLM answers 500: EngineCore has met an issue"),
+    ],
+)
+@pytest.mark.parametrize("is_healthy", [True, False])
+async def test_an_answer_that_is_not_complete_is_lost_alone_or_with_its_engine(
+    lines: list[str], status: int, reason: str, is_healthy: bool
+) -> None:
+    lost = AnswerLostError if is_healthy else EngineLostError
+    with pytest.raises(lost, match=reason):
+        await outputs_of(server(lines, status=status, is_healthy=is_healthy))
