@@ -8,9 +8,9 @@
              ──> WAITING, INTERRUPTED (they have not)
     RESERVING, PREFILLING, DECODING ──> WAITING (retry)
                                     ──> INTERRUPTED ──> WAITING (retry; the output may have begun)
-    every state that is not an end  ──> ABORTED, REJECTED, FAILED
+    every state that is not an end  ──> ABORTED, REJECTED, REFUSED, FAILED
 
-Invariant: every accepted request reaches exactly one of the four ends, once.
+Invariant: every accepted request reaches exactly one of the five ends, once.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from mooncake.messages.requests import Ref, Request
 
 
 class RequestState(Enum):
-    """The states of a request. The last four are ends."""
+    """The states of a request. The last five are ends."""
 
     RESUMING = auto()  # an earlier Conductor had it, and its instances may tell that they still do
     WAITING = auto()  # no pair has room for it, or none is registered
@@ -35,13 +35,16 @@ class RequestState(Enum):
     FINISHED = auto()
     ABORTED = auto()  # its client or front does not want it any more
     REJECTED = auto()  # rejected before its client has got anything
+    REFUSED = auto()  # its instance does not serve what it asks for
     FAILED = auto()
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python
 
 
 PLACED = frozenset({RequestState.RESERVING, RequestState.PREFILLING, RequestState.DECODING})
-_CUT_SHORT = frozenset({RequestState.ABORTED, RequestState.REJECTED, RequestState.FAILED})
+_CUT_SHORT = frozenset(
+    {RequestState.ABORTED, RequestState.REJECTED, RequestState.REFUSED, RequestState.FAILED}
+)
 _ENDS = _CUT_SHORT | {RequestState.FINISHED}
 OPEN_STATES = tuple(state for state in RequestState if state not in _ENDS)
 _RETRIES = frozenset({RequestState.WAITING, RequestState.INTERRUPTED})

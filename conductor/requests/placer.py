@@ -329,20 +329,17 @@ class Placer:
         return self._requests.cut_short(tracked, RequestState.ABORTED, now_s)
 
     def fail(
-        self,
-        tracked: TrackedRequest,
-        reason: str,
-        now_s: float,
-        *,
-        may_retry: bool = False,
-        is_refused: bool = False,
+        self, tracked: TrackedRequest, reason: str, now_s: float, *, may_retry: bool = False
     ) -> list[Effect]:
-        """End a request that cannot be finished. `may_retry`: the request did not cause the failure.
-
-        `is_refused`: the request asks for something that is not served.
-        """
+        """End a request that cannot be finished. `may_retry`: the request did not cause the failure."""
         effects = self._requests.cut_short(tracked, RequestState.FAILED, now_s)
-        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry, is_refused))]
+        return [*effects, Effect(tracked.front, Failed(tracked.request_id, reason, may_retry))]
+
+    def refuse(self, tracked: TrackedRequest, reason: str, param: str | None, now_s: float) -> list[Effect]:
+        """End a request that asks for something that its instance does not serve, by its field `param`."""
+        effects = self._requests.cut_short(tracked, RequestState.REFUSED, now_s)
+        failed = Failed(tracked.request_id, reason, is_refused=True, param=param)
+        return [*effects, Effect(tracked.front, failed)]
 
     def tell_rejected(
         self, front: bytes, request_id: str, reason: Reason, message: str, retry_after_s: float | None = None

@@ -249,7 +249,7 @@ class Requests:
     def cut_short(self, tracked: TrackedRequest, state: RequestState, now_s: float) -> list[Effect]:
         """End the request, and return the orders to stop for its instances.
 
-        `state` is ABORTED, REJECTED or FAILED.
+        `state` is ABORTED, REJECTED, REFUSED or FAILED.
         """
         effects = self.end_migration(tracked, MigrationOutcome.ENDED)
         effects += self._leave_pair(tracked, now_s)

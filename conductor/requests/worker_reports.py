@@ -130,7 +130,7 @@ class WorkerReports:
             case DecodeRefused():
                 return self._on_refused(tracked, sender, message, now_s)
             case WorkFailed(is_refused=True):
-                return self._placer.fail(tracked, message.reason, now_s, is_refused=True)
+                return self._placer.refuse(tracked, message.reason, message.param, now_s)
             case WorkFailed():
                 return self._on_work_failed(tracked, message.reason, message.retryable, now_s)
         return []  # also a duplicate of a step already taken

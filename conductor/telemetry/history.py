@@ -37,7 +37,8 @@ QUEUED, RESERVING, PREFILLING, INLINED = "queued", "reserving", "prefilling", "i
 TRANSFERRING, LOADING, DECODING = "transferring", "loading", "decoding"
 STEPS = (QUEUED, RESERVING, PREFILLING, INLINED, TRANSFERRING, LOADING, DECODING)
 """The steps of a request between two moments of its timeline; `loading`: its KVCache has arrived."""
-FINISHED, ABORTED, FAILED, REJECTED = "finished", "aborted", "failed", "rejected"
+ENDS = FINISHED, ABORTED, FAILED, REJECTED, REFUSED = "finished", "aborted", "failed", "rejected", "refused"
+"""The ways in which a request ends."""
 
 
 class Moment(NamedTuple):
@@ -114,9 +115,7 @@ class History:
     changes: InstanceChanges = field(default_factory=InstanceChanges)
     num_rejected: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(map(str, Reason), 0)))
     """Rejections by reason."""
-    num_ended: Counter[str] = field(
-        default_factory=lambda: Counter(dict.fromkeys((FINISHED, ABORTED, FAILED, REJECTED), 0))
-    )
+    num_ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(ENDS, 0)))
     """Requests by the way they ended."""
     step_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEPS, 0.0))
     """The seconds that requests have spent in each step."""
@@ -236,8 +235,8 @@ class History:
             case Ended(request_id, num_output_tokens) if timeline := self.live.get(request_id):
                 timeline.num_output_tokens = num_output_tokens
                 self._end(timeline, Moment(now_s, FINISHED))
-            case Failed(request_id, reason) if timeline := self.live.get(request_id):
-                self._end(timeline, Moment(now_s, FAILED, note=reason))
+            case Failed(request_id, reason) as failed if timeline := self.live.get(request_id):
+                self._end(timeline, Moment(now_s, REFUSED if failed.is_refused else FAILED, note=reason))
             case Rejected(request_id, reason, status, text) if timeline := self.live.get(request_id):
                 self._reject(
                     FailedRequest(now_s, request_id, reason, status, text, timeline.num_prompt_tokens)

@@ -16,7 +16,7 @@ import msgspec
 from conductor.effects import Effect, ToConductor
 from conductor.policy import Conductor
 from conductor.requests.migration import Migration
-from conductor.telemetry.history import ABORTED, FAILED, QUEUED, REJECTED, RESERVING, RequestTimeline
+from conductor.telemetry.history import ABORTED, FAILED, QUEUED, REFUSED, REJECTED, RESERVING, RequestTimeline
 from conductor.view.decision_stats import MigrationOutcome
 from conductor.view.placement import Placement
 from mooncake.messages.fronts import Continue, Rejected, Resume, Submit
@@ -139,7 +139,7 @@ def _request_span(timeline: RequestTimeline, traced: _Traced) -> EndedSpan:
             )
             for moment in timeline.moments
         ],
-        error=last.note if last.step in (FAILED, REJECTED) else "",
+        error=last.note if last.step in (FAILED, REJECTED, REFUSED) else "",
         parts=[*_placings(timeline, traced), *traced.migrations],
     )
 

@@ -177,13 +177,14 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     """The report that an accepted request could not be finished.
 
     `may_retry`: the request is not the cause, and may be sent again. `is_refused`: the request asks for
-    something that is not served.
+    something that is not served. `param` is as in `WorkFailed`.
     """
 
     request_id: str
     message: str
     may_retry: bool = False
     is_refused: bool = False
+    param: str | None = None
 
 
 class Interrupted(msgspec.Struct, tag=True, frozen=True):

@@ -175,7 +175,8 @@ class DecodeRefused(msgspec.Struct, tag="Refused", frozen=True):
 class WorkFailed(msgspec.Struct, tag=True, frozen=True):
     """The report that an attempt has failed. `retryable`: another attempt may succeed.
 
-    `is_refused`: none can, as the request asks for something that the instance does not serve.
+    `is_refused`: none can, as the request asks for something that the instance does not serve. `param` is
+    the field of the API that asks for it, or `grammar`, for which several fields ask; None if it is unknown.
 
     From the destination of a migration: the request stays where it is.
     """
@@ -184,6 +185,7 @@ class WorkFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
     retryable: bool
     is_refused: bool = False
+    param: str | None = None
 
 
 # -- Conductor -> worker ----------------------------------------------------------------------------

@@ -33,6 +33,8 @@ NEW = {
     "InstanceStatus.num_device_pages": "As `heads`.",
     "WorkFailed.is_refused": "An older Conductor gives the request up, as it is not retryable.",
     "Failed.is_refused": "An older front answers 500, as it did before.",
+    "WorkFailed.param": "An older Conductor passes on no name of a field.",
+    "Failed.param": "An older front names no field in its answer.",
     "Candidate.fit": "An older Conductor stands by unchecked, as it did before.",
 }
 """Messages, fields and values that the last release does not know, and why it is right that it ignores the

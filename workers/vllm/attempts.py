@@ -53,8 +53,11 @@ class Attempts:
             if self.pool.closed.is_set():
                 return  # the session ends, and with it all that the Conductor has placed here
             log.warning("%s failed: %s", ref.request_id, error)
-            is_refused = isinstance(error, RequestError)
-            await self.send(WorkFailed(ref, str(error), retryable=not is_refused, is_refused=is_refused))
+            if isinstance(error, RequestError):
+                failed = WorkFailed(ref, str(error), retryable=False, is_refused=True, param=error.param)
+            else:
+                failed = WorkFailed(ref, str(error), retryable=True)
+            await self.send(failed)
 
     @contextlib.contextmanager
     def _recorded(self, order: Order) -> Iterator[None]:

@@ -39,8 +39,10 @@ _SERVED = {
     *("temperature", "top_p", "top_k", "min_p", "seed"),
 }
 """The fields of `SamplingParams` that `completion_body` passes on."""
-_API_NAMES = {"num_logprobs": "logprobs", "grammar": "response_format, or a tool call that needs a grammar,"}
+_API_NAMES = {"num_logprobs": "logprobs"}
 """The names that clients know, of fields that have another one there."""
+_GRAMMAR = "response_format, or a tool call that needs a grammar,"
+"""The fields that ask for a grammar, in words, as a grammar is no field itself."""
 
 
 class _Choice(msgspec.Struct):
@@ -248,7 +250,9 @@ def check_served(sampling: SamplingParams) -> None:
     plain = SamplingParams(sampling.max_tokens)
     for name in SamplingParams.__struct_fields__:
         if name not in _SERVED and getattr(sampling, name) != getattr(plain, name):
-            raise RequestError(f"{_API_NAMES.get(name, name)} is not served by vLLM's instances")
+            param = _API_NAMES.get(name, name)
+            shown = _GRAMMAR if name == "grammar" else param
+            raise RequestError(f"{shown} is not served by vLLM's instances", param=param)
 
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, and for each look at metrics

@@ -139,6 +139,8 @@ class Generation:
             self._lost = event
             if isinstance(event.error, OverloadedError):
                 self._metrics.choice_rejected(self._now() - self._arrived_s)
+            if event.error.param == "grammar" and self._job.grammar is not None:
+                event.error.param = self._job.grammar.field
             raise event.error
         plain = choice.text.plain
         if plain is None or event.finish_reason is not None:

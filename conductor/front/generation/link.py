@@ -282,8 +282,9 @@ class Link:
                         waiting.set_result(answer)
                 case Interrupted(request_id):
                     await self._continue(request_id)
-                case Failed(request_id, message, is_refused=True):
-                    self._end(request_id, RequestError(message))
+                case Failed(request_id, message, is_refused=True, param=param):
+                    code = None if param is None else "unsupported_parameter"
+                    self._end(request_id, RequestError(message, param=param, code=code))
                 case Failed(request_id, message, may_retry):
                     error = UnavailableError if may_retry else GenerationFailedError
                     self._end(request_id, error(message))

@@ -253,8 +253,10 @@ class FakeCluster:
     async def reject(self, request: Request, status: int, message: str, retry_after_s: float | None) -> None:
         await self.to_front(Rejected(request.request_id, "max_waiting", status, message, retry_after_s))
 
-    async def fail(self, request: Request, message: str, *, is_refused: bool = False) -> None:
-        await self.to_front(Failed(request.request_id, message, is_refused=is_refused))
+    async def fail(
+        self, request: Request, message: str, *, is_refused: bool = False, param: str | None = None
+    ) -> None:
+        await self.to_front(Failed(request.request_id, message, is_refused=is_refused, param=param))
 
     async def send_tokens(
         self,

@@ -55,9 +55,10 @@ from tests.conductor.small_cluster import (
 def test_a_request_that_an_instance_refuses_is_not_tried_again() -> None:
     conductor = new_conductor()
     conductor.handle(FRONT, Submit(request()), 1.0)
-    refusal = WorkFailed(ref(), "logit_bias is not served", retryable=False, is_refused=True)
+    reason, param = "logit_bias is not served", "logit_bias"
+    refusal = WorkFailed(ref(), reason, retryable=False, is_refused=True, param=param)
     effects = conductor.handle(D0, refusal, 1.1)
-    assert Effect(FRONT, Failed("r", "logit_bias is not served", is_refused=True)) in effects
+    assert Effect(FRONT, Failed("r", reason, is_refused=True, param=param)) in effects
     assert not any(isinstance(effect.message, Reserve | Prefill) for effect in effects)
 
 

@@ -148,7 +148,16 @@ def test_a_client_that_goes_ends_the_timeline_once(cluster: Watched) -> None:
     cluster.hear(FRONT, Cancel("r"), 5.0)
     cluster.hear(D0, Finished(ref(), FinishReason.STOP, 5), 6.0)
     assert cluster.steps()[-1][:2] == (5.0, "aborted")
-    assert cluster.history.num_ended == {"finished": 0, "aborted": 1, "failed": 0, "rejected": 0}
+    assert +cluster.history.num_ended == {"aborted": 1}
+
+
+@pytest.mark.parametrize(("is_refused", "end"), [(False, "failed"), (True, "refused")])
+def test_a_refusal_is_no_failure(cluster: Watched, is_refused: bool, end: str) -> None:
+    cluster.hear(FRONT, Submit(request()), 1.0)
+    cluster.hear(D0, WorkFailed(ref(), "logprobs", retryable=False, is_refused=is_refused), 2.0)
+    last = cluster.timeline().last
+    assert (last.step, last.note) == (end, "logprobs")
+    assert +cluster.history.num_ended == {end: 1}
 
 
 def test_rejections_are_kept_with_their_reason() -> None:

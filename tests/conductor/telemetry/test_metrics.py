@@ -90,7 +90,7 @@ def test_ends_and_steps_of_requests_are_told() -> None:
         history.observe(FRONT, message, conductor.handle(FRONT, message, now_s), now_s)
     cancel = Cancel("a")
     history.observe(FRONT, cancel, conductor.handle(FRONT, cancel, 5.0), 5.0)
-    for outcome, expected in {"rejected": 2, "aborted": 1, "finished": 0, "failed": 0}.items():
+    for outcome, expected in {"rejected": 2, "aborted": 1, "refused": 0, "failed": 0}.items():
         assert registry.get_sample_value("mooncake_ended_requests_total", {"outcome": outcome}) == expected
     for step, (num, seconds) in {"queued": (3, 0), "reserving": (1, 5), "decoding": (0, 0)}.items():
         assert registry.get_sample_value("mooncake_request_steps_total", {"step": step}) == num

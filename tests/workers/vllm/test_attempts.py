@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.errors import MooncakeError
+from mooncake.errors import MooncakeError, RequestError
 from mooncake.messages.requests import Ref, Request, SamplingParams
 from mooncake.messages.workers import Reserve, WorkFailed
 from workers.errors import AnswerLostError
@@ -43,3 +43,8 @@ async def test_a_lost_answer_may_be_tried_again_and_is_one_line_in_the_log(
     failed = await failure(AnswerLostError("vLLM's answer breaks off"))
     assert failed == WorkFailed(REF, "vLLM's answer breaks off", retryable=True)
     assert [record.getMessage() for record in caplog.records] == ["r failed: vLLM's answer breaks off"]
+
+
+async def test_a_refusal_names_the_field_that_asks_for_too_much() -> None:
+    failed = await failure(RequestError("not reached"), presence_penalty=0.5)
+    assert (failed.retryable, failed.is_refused, failed.param) == (False, True, "presence_penalty")

@@ -200,7 +200,7 @@ function drawRequests(state) {
     const pick = () => show(request.id);
     const link = element("button", { class: "link", type: "button" }, request.id);
     const ended = request.is_over ? seconds(request.last_s - request.submitted_s) : "";
-    const kind = ["failed", "rejected"].includes(request.step) ? "bad" : "";
+    const kind = ["failed", "rejected", "refused"].includes(request.step) ? "bad" : "";
     return element("tr", { onclick: pick, class: request.id === shownRequest ? "shown" : "" },
       cell(clock(request.submitted_s)), cell(link, "id"), cell(request.step, kind),
       cell(request.prefill), cell(request.decode), number(request.num_prompt_tokens),
@@ -243,9 +243,9 @@ function draw(state) {
   // Prefill before decode, as a request goes.
   state.instances.sort((a, b) => b.role.localeCompare(a.role) || a.name.localeCompare(b.name, "en", { numeric: true }));
   byId("model").textContent = state.model;
-  const { finished, aborted, failed, rejected } = state.num_ended;
+  const { finished, aborted, failed, rejected, refused } = state.num_ended;
   byId("totals").textContent =
-    `${finished} finished, ${aborted} aborted, ${failed} failed, ${rejected} rejected`;
+    `${finished} finished, ${aborted} aborted, ${failed} failed, ${rejected} rejected, ${refused} refused`;
   drawInstances(state);
   drawStrips(state);
   drawMoves(state);

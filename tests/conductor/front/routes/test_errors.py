@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from typing import Any
 
 import httpx
 import openai
@@ -38,14 +39,24 @@ def test_failure_before_the_first_token_is_a_500(front: Running, client: openai.
             client.chat.completions.create(model=MODEL_NAME, messages=HI, stream=stream)
 
 
-def test_what_an_instance_does_not_serve_is_a_400(front: Running, client: openai.OpenAI) -> None:
+@pytest.mark.parametrize(
+    ("told", "param"), [("logit_bias", "logit_bias"), ("grammar", "response_format"), (None, None)]
+)
+def test_what_an_instance_does_not_serve_is_a_400_that_names_the_field(
+    front: Running, client: openai.OpenAI, told: str | None, param: str | None
+) -> None:
     async def refuse(cluster: FakeCluster, request: Request) -> None:
-        await cluster.fail(request, "logit_bias is not served", is_refused=True)
+        await cluster.fail(request, "it is not served", is_refused=True, param=told)
 
     front.cluster.behaviour = refuse
+    wanted: Any = {"type": "json_object"}
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match="logit_bias is not served"):
-            client.chat.completions.create(model=MODEL_NAME, messages=HI, stream=stream)
+        with pytest.raises(openai.BadRequestError, match="it is not served") as caught:
+            client.chat.completions.create(
+                model=MODEL_NAME, messages=HI, stream=stream, response_format=wanted
+            )
+        error = caught.value
+        assert (error.param, error.code) == (param, None if param is None else "unsupported_parameter")
 
 
 def test_failure_after_the_first_token_is_an_error_event(front: Running, client: openai.OpenAI) -> None:
