@@ -15,7 +15,7 @@ from mooncake.messages.requests import FinishReason, Ref, Request
 from mooncake.messages.workers import Decode, Finished, Prefilled, Reserve, Reserved
 from workers.errors import EngineLostError
 from workers.vllm.attempts import Attempts
-from workers.vllm.meter import StepMeter
+from workers.vllm.meter import DecodeMeter
 
 Emit = Callable[[list[tuple[str, TokenOutput]]], Awaitable[None]]
 
@@ -33,7 +33,7 @@ class VllmDecode:
         self._server, self._pool, self._send = attempts.server, attempts.pool, attempts.send
         self._orders: dict[Ref, asyncio.Future[Decode]] = {}
         self.num_requests = 0
-        self.meter = StepMeter()
+        self.meter = DecodeMeter()
 
     def reserve(self, order: Reserve) -> None:
         """Begin a request."""
@@ -72,6 +72,7 @@ class VllmDecode:
 
     async def _receive_and_generate(self, order: Reserve) -> None:
         ref, answer = order.ref, _Answer(order.ref, order.request)
+        self.meter.num_not_inlined += 1
         self._orders[ref] = asyncio.get_running_loop().create_future()
         reservation = await self._reserved(order.request)
         try:
@@ -118,6 +119,7 @@ class VllmDecode:
                     self.meter.drew(answer.ref, len(output.token_ids), asyncio.get_running_loop().time())
                     await self._take(answer, output.token_ids)
                 if output.token_ids and tells_first:
+                    self.meter.num_inlined += 1
                     await self._send(Prefilled(answer.ref, output.token_ids[0], answer.num_cached_tokens))
                     tells_first = False
 

@@ -1,20 +1,24 @@
-"""The counter of vLLM's steps by the tokens that arrive, from which the Conductor learns the duration of a
-step.
+"""The counters of what vLLM decodes: its steps by the tokens that arrive, from which the Conductor learns the
+duration of a step, and prompts.
 
 Owns: counters. Does not know: their readers.
 """
 
-from mooncake.messages.heartbeats import DecodeStats
+from mooncake.messages.heartbeats import DecodeStats, MixedIterations
 from mooncake.messages.requests import Ref
 
 
-class StepMeter:
-    """The totals of the steps of one session.
+class DecodeMeter:
+    """The totals of one session.
 
     A step brings each request one output. So a second output of a request begins the next step.
     """
 
     def __init__(self) -> None:
+        self.num_inlined = self.num_not_inlined = 0
+        """Prompts that vLLM has computed beside decoding, and those of prefill instances."""
+        self._num_prompt_tokens = self._num_computed = 0
+        """Prompt tokens that vLLM has computed beside decoding, and all since its start."""
         self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._in_step: dict[Ref, int] = {}
@@ -40,7 +44,21 @@ class StepMeter:
         if not self._in_step:
             self._began_s = None
 
+    def computed(self, num_tokens: int, *, as_decode: bool) -> None:
+        """Record that vLLM has computed this many prompt tokens since its start. `as_decode`: those since the
+        record before were computed beside decoding."""
+        if as_decode:
+            self._num_prompt_tokens += num_tokens - self._num_computed
+        self._num_computed = num_tokens
+
     @property
     def stats(self) -> DecodeStats:
         """The totals in the form of heartbeats."""
-        return DecodeStats(self._num_steps, self._num_tokens, self._seconds)
+        return DecodeStats(
+            self._num_steps,
+            self._num_tokens,
+            self._seconds,
+            num_inlined=self.num_inlined,
+            num_not_inlined=self.num_not_inlined,
+            mixed=MixedIterations(num_prompt_tokens=self._num_prompt_tokens),
+        )

@@ -32,6 +32,7 @@ from workers.vllm.pulse import Pulse
 
 _POLL_S = 0.2
 _CONNECT_S = 5.0
+_BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 _EVENT = "data: "
 _END = "data: [DONE]"
 _SERVED = {
@@ -85,6 +86,8 @@ class EngineLoad:
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_pages: int = 0
+    num_computed_tokens: int = 0
+    """The prompt tokens that the engine has computed since its start."""
 
 
 def trace_headers(request: Request) -> dict[str, str]:
@@ -203,17 +206,20 @@ def _output_of(line: str) -> Output | None:
 def _load_of(text: str) -> EngineLoad:
     """Return the load in a text of Prometheus metrics."""
     values: dict[str, float] = {}
-    num_pages = 0
+    num_pages = num_computed_tokens = 0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             values[sample.name] = sample.value
             if sample.name == "vllm:cache_config_info":
                 num_pages = int(sample.labels.get("num_gpu_blocks", "0"))
+            elif sample.name == _BY_SOURCE and sample.labels.get("source") == "local_compute":
+                num_computed_tokens = int(sample.value)
     return EngineLoad(
         int(values.get("vllm:num_requests_running", 0)),
         int(values.get("vllm:num_requests_waiting", 0)),
         values.get("vllm:kv_cache_usage_perc", 0.0),
         num_pages,
+        num_computed_tokens,
     )
 
 

@@ -14,7 +14,7 @@ from mooncake.messages.kv_events import KVStored
 from mooncake.messages.migration import HandOver, PreCopy, Prepare, TakeOver
 from mooncake.messages.pools import Capacity, PoolShard, PoolStats
 from mooncake.messages.requests import Held
-from mooncake.messages.workers import SPOKEN, Abort, Decode, Prefill, Register, Reserve, WorkFailed
+from mooncake.messages.workers import SPOKEN, Abort, Decode, Prefill, Register, Reserve, Role, WorkFailed
 from mooncake.node.process_config import WorkerProcess
 from workers.execution.device_name import CPUINFO, processor_name
 from workers.execution.jobs import Jobs
@@ -96,6 +96,7 @@ class VllmSession:
                 arrival_timeout_s = self._process.config.messenger.arrival_timeout_s
                 self._prefill = VllmPrefill(attempts)
                 self._decode = VllmDecode(attempts, arrival_timeout_s, link.emit)
+                self._decode.meter.computed(self._load.num_computed_tokens, as_decode=False)
                 group.create_task(self._server.ended())
                 group.create_task(self._server.kv_events.follow(self._tell_cached))
                 group.create_task(link.beat(self._registration, self._take_held, self._heartbeat))
@@ -159,6 +160,8 @@ class VllmSession:
         Without one this instance is silent, and counts as lost.
         """
         load = self._load = await self._server.load()
+        meter = self._decode.meter
+        meter.computed(load.num_computed_tokens, as_decode=self._status.role is not Role.PREFILL)
         return Heartbeat(
             num_running=load.num_running,
             num_waiting=load.num_waiting,
@@ -166,6 +169,6 @@ class VllmSession:
             pools=pools,
             num_prefill_tokens=dict(self._prefill.num_tokens),
             prefill_s=self._prefill.seconds,
-            decode=self._decode.meter.stats,
+            decode=meter.stats,
             decode_load=DecodeLoad(num_requests=self._decode.num_requests),
         )

@@ -25,6 +25,9 @@ vllm:num_requests_waiting{engine="0"} 2.0
 vllm:kv_cache_usage_perc{engine="0"} 0.25
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{num_gpu_blocks="80"} 1.0
+# TYPE vllm:prompt_tokens_by_source counter
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 700.0
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} 128.0
 """
 SHORT_S = 0.2
 
@@ -61,7 +64,9 @@ async def test_a_stopped_process_is_waited_for(guard: asyncio.subprocess.Process
         await server(guard, SHORT_S).load()
     loading = asyncio.create_task(server(guard, None).load())
     os.killpg(group, signal.SIGCONT)
-    assert await loading == EngineLoad(num_running=3, num_waiting=2, kv_usage=0.25, num_pages=80)
+    assert await loading == EngineLoad(
+        num_running=3, num_waiting=2, kv_usage=0.25, num_pages=80, num_computed_tokens=700
+    )
 
 
 async def test_a_server_that_does_not_answer_is_lost(guard: asyncio.subprocess.Process) -> None:
