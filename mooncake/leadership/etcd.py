@@ -173,13 +173,18 @@ class Etcd:
     # -- one call -----------------------------------------------------------------------------------
 
     async def _ask(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
-        await self._log_in()
+        with contextlib.suppress(_OldLoginError):
+            return await self._ask_logged_in(path, body, timeout_s)
+        self._token = None
         try:
-            return await self._ask_members(path, body, timeout_s)
-        except _OldLoginError:
+            return await self._ask_logged_in(path, body, timeout_s)
+        except _OldLoginError as error:
             self._token = None
-            await self._log_in()
-            return await self._ask_members(path, body, timeout_s)
+            raise UnreachableError(f"etcd forgets logins at once: {error}") from None
+
+    async def _ask_logged_in(self, path: str, body: dict[str, Any], timeout_s: float | None) -> Any:
+        await self._log_in()
+        return await self._ask_members(path, body, timeout_s)
 
     async def _log_in(self) -> None:
         if self._login is not None and self._token is None:

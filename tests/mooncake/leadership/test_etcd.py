@@ -95,6 +95,28 @@ async def test_what_is_no_etcd_is_refused(tmp_path: Path) -> None:
                 await etcd.grant(1, 60)
 
 
+async def test_a_login_that_is_old_at_once_is_for_later(tmp_path: Path) -> None:
+    """As while users or roles change."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        old = b'{"message": "etcdserver: revision of auth store is old", "code": 3}'
+        status, body = (b"200 OK", b'{"token": "t"}') if b"/authenticate" in asked else (b"400 Bad", old)
+        writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+        writer.close()
+
+    (tmp_path / "password").write_text("shine")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        config = ClusterConfig(
+            etcd_endpoints=[f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"],
+            etcd_user="moon",
+            etcd_password_file=tmp_path / "password",
+        )
+        async with Etcd(config) as etcd:
+            with pytest.raises(UnreachableError, match="revision of auth store is old"):
+                await etcd.keep_alive(1)
+
+
 def enable_logins(url: str) -> None:
     """A user `moon` with the password `shine`, who may use the keys under /moon/."""
 
