@@ -53,8 +53,11 @@ def context_caches(front: FrontState) -> APIRouter:
             await _compute_for_client(front, job, request)
             caches.find(key, cache.id, _now())  # or it has been deleted
             await _keep(front, cache, new.ttl_s)
-        except BaseException:
-            caches.remove(cache)
+        except BaseException as error:
+            if cache.expires_s is not None or isinstance(error, asyncio.CancelledError):
+                await caches.delete(cache)  # it is stored, or may be
+            else:
+                caches.remove(cache)
             raise
         return JSONResponse(_shown(cache, front))
 

@@ -1,5 +1,6 @@
 """Context caches as clients see them, and what the cluster is asked to keep."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,6 +14,8 @@ import pytest
 
 from conductor.front.caches.cache_file import SCHEMA, CacheFile
 from conductor.front.caches.context_caches import Beginning, CacheUse, ContextCache, ContextCaches
+from conductor.front.errors import UnavailableError
+from conductor.front.generation.link import Link
 from mooncake.errors import NotStoredError, RequestError
 from mooncake.messages.blocks import block_keys, root_key
 from mooncake.messages.costs import Costs
@@ -353,6 +356,24 @@ def test_what_cannot_be_stored_is_refused(front: Running, monkeypatch: pytest.Mo
         assert call(front, "GET", "/old").json()["expires_at"] == made["expires_at"]
     assert len(front.cluster.contexts) == 1
     assert call(front, "POST", body={"name": "new", "prompt": "a" * 20}).status_code == 200
+
+
+@pytest.mark.parametrize("error", [UnavailableError("the conductor is gone"), asyncio.CancelledError()])
+def test_a_cache_of_which_its_client_is_not_told_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Something fails between the store and the answer: the Conductor goes, or the server ends."""
+
+    async def fail(*_: object) -> None:
+        raise error
+
+    with running_front(tmp_path, byte_model()) as front:
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "tell", fail)
+            assert call(front, "POST", body={"name": "n", "prompt": "a" * 20}).status_code == 503
+        assert call(front, "GET").json()["data"] == []
+    with running_front(tmp_path, byte_model()) as front:
+        assert call(front, "GET").json()["data"] == []
 
 
 def test_a_restarted_conductor_is_told_of_them_again(front: Running) -> None:
