@@ -64,6 +64,9 @@ class OfferedLoad(NamedTuple):
     mean_output_tokens: float
     window_s: float
     """Seconds for which the load has been the same, as far as is known."""
+    is_over: bool = False
+    """Whether the requests were a burst: in a second of the later half of `window_s` came less than a quarter
+    of the mean."""
 
     @property
     def mean_kv_tokens(self) -> float:
@@ -119,6 +122,8 @@ class Demand:
         seconds = max(now_s - self._began_s, 1.0)
         num_requests = sum(of.num_requests for of in self._arrivals)
         num_outputs = sum(of.num_requests * means[of.kind] for of in self._arrivals)
+        half_s = math.ceil(now_s - seconds / 2)
+        num_late = sum(of.num_requests for of in self._arrivals if of.second >= half_s)
         return OfferedLoad(
             num_requests / seconds,
             sum(of.prefill_s for of in self._arrivals) / seconds,
@@ -126,6 +131,7 @@ class Demand:
             sum(of.num_prompt_tokens for of in self._arrivals) / max(1, num_requests),
             num_outputs / max(1, num_requests),
             seconds,
+            is_over=num_late * seconds < 0.25 * num_requests * (now_s - half_s),
         )
 
     def _forget(self, began_s: float) -> float:

@@ -182,7 +182,8 @@ class Rebalancer:
 
     def _is_known(self, load: OfferedLoad) -> bool:
         num_arrivals = load.num_requests * load.window_s
-        return load.window_s >= _LEAST_WINDOW_S and num_arrivals >= _FEWEST_ARRIVALS
+        is_seen = load.window_s >= _LEAST_WINDOW_S and num_arrivals >= _FEWEST_ARRIVALS
+        return is_seen and not load.is_over
 
     # -- which change -------------------------------------------------------------------------------
 

@@ -96,6 +96,19 @@ def test_an_instance_changes_its_role_and_gets_prompts_in_the_new_one() -> None:
     assert {decision.change.instance for decision in rebalancer.decisions} == switched
 
 
+@pytest.mark.parametrize("phase_s", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_single_burst_moves_no_role(phase_s: float) -> None:
+    """What has come is placed by then, and nothing more comes."""
+    cluster = SmallCluster(1, 2, Limits(), PolicySettings(has_rebalancing=True))
+    cluster.now_s = phase_s
+    for number in range(14):
+        cluster.submit(f"r{number}", 8000)
+        cluster.finish(f"r{number}", 3)
+    for _ in range(60):
+        cluster.pass_second()
+    assert cluster.orders(SwitchRole) == []
+
+
 def flood(cluster: SmallCluster) -> set[str]:
     """Offer more prompts than one instance computes. Returns the instances that become prefill ones."""
     number = 0

@@ -49,6 +49,29 @@ def test_a_step_is_seen_within_seconds(seed: int, factor: float) -> None:
     assert load.prefill_s == pytest.approx(1.6 * factor, rel=0.6)
 
 
+@pytest.mark.parametrize("phase_s", [number / 20 for number in range(20)])
+def test_a_burst_is_over_when_no_more_requests_come(phase_s: float) -> None:
+    """Be it in one second of the clock or in two."""
+    for wait_s in (3.0, 3.25, 3.5, 3.75, 4.0, 4.5, 5.0, 6.0, 9.0):
+        demand = Demand()
+        for number in range(14):
+            demand.arrived(200, 100, 0.8, 10.0 + phase_s + number / 140)
+        load = demand.load([], 10.0 + phase_s + wait_s)
+        assert load is not None
+        assert load.is_over or not load.num_requests
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_load_that_goes_on_is_not_over(seed: int) -> None:
+    demand, rng, ends = Demand(), random.Random(seed), list[bool]()
+    for second in range(100, 160):
+        offer(demand, rng, second, second + 1, 5.0, 0.2)
+        load = demand.load([], second + 1.0)
+        assert load is not None
+        ends.append(load.is_over)
+    assert sum(ends[2:]) <= 3
+
+
 def test_many_requests_in_a_second_are_counted_for_the_whole_window() -> None:
     demand, rng = Demand(), random.Random(1)
     for second in range(40):
