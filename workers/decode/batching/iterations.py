@@ -280,7 +280,7 @@ class Iterations:
             self._num_idle_calls += 1
             call = self._executor.submit(lambda: self._begin_or_go_on(loop))
             self._calls.append(call)
-            call.add_done_callback(lambda _: self._after_call(loop))
+            call.add_done_callback(lambda ended: self._after_call(ended, loop))
 
     def _begin_or_go_on(self, loop: asyncio.AbstractEventLoop) -> Iteration | None:
         """Begin the planned iteration, or go on with the oldest one whose helper has answered.
@@ -317,8 +317,12 @@ class Iterations:
     def _may_begin(self, iteration: Iteration) -> bool:
         return len(self._at_helper) < _MOST_AT_HELPER and iteration.before not in self._at_helper
 
-    def _after_call(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._planned is None:  # else it begins now, and must not be taken back
+    def _after_call(self, call: "Future[Iteration | None]", loop: asyncio.AbstractEventLoop) -> None:
+        """Have a turn taken if nothing is planned, or if the call has failed: `receive` raises its error.
+
+        Otherwise the planned iteration begins now, and must not be taken back.
+        """
+        if self._planned is None or call.exception() is not None:
             loop.call_soon_threadsafe(self._on_turn)
 
 

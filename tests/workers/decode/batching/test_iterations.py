@@ -44,7 +44,7 @@ class FakeExecutor:
         self._thread = ThreadPoolExecutor(1)
         self.record = PassRecord()
         self.may_go_on = threading.Semaphore(0)
-        self.loses_helper = False
+        self.loses_helper = self.fails = False
         self.sent: list[list[int]] | None = None
         """Tokens of the passes that a helper of some layers has got; None without one."""
         self.batches: list[tuple[list[int], list[int]]] = []
@@ -73,6 +73,8 @@ class FakeExecutor:
         assert self.may_go_on.acquire(timeout=DEADLINE_S)
         if self.loses_helper:
             raise HelperLost
+        if self.fails:
+            raise MemoryError
         tokens = torch.tensor(batch.token_ids)
         rows = torch.arange(len(tokens))
         logits = torch.zeros(len(tokens), 100)
@@ -293,6 +295,27 @@ async def test_two_halves_of_a_batch_take_turns_where_a_helper_has_layers(
     lab.executor.may_go_on.release(2)
     await lab.iterations.close()
     assert [len(iteration.sequences) for iteration in lab.iterations.receive()] == [2, 1]
+
+
+async def test_an_iteration_that_fails_is_received_although_the_planned_one_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(iterations, "_PLANNING_S", DEADLINE_S)
+    lab, a, b = Lab(), sequence(0, 10, 20), sequence(1, 10, 40)
+    lab.executor.sent, lab.executor.fails = [], True
+    for number, one in enumerate((a, b)):
+        assert lab.iterations.receive() == []
+        lab.iterations.plan(decoded(one))
+        await lab.until_sent(1 + number)
+    await lab.until_computing(1)
+    assert lab.iterations.receive() == []
+    lab.iterations.plan(decoded(a))
+    lab.turn.clear()
+    lab.executor.may_go_on.release(9)
+    await asyncio.wait_for(lab.turn.wait(), DEADLINE_S)
+    with pytest.raises(MemoryError):
+        lab.iterations.receive()
+    await lab.iterations.close()
 
 
 async def test_the_only_sequence_waits_for_its_token_from_the_helper() -> None:
