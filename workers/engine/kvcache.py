@@ -4,6 +4,7 @@ Owns: device memory of pages and which of them are free. Does not know: the owne
 pool of host memory.
 """
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ class DeviceKVCache:
         """Pages while all modules are here."""
         self.num_usable_pages = num_pages
         """Pages that are free, or are used here: neither lent nor closed."""
-        self.num_lent_pages = 0
+        self._lent: set[int] = set()
+        """Pages that are lent. Whoever gives memory back, or takes it early, holds `_memory_lock`."""
+        self._memory_lock = threading.Lock()
         self.dtype, self.device = dtype, torch.device(device)
         self.moved: MovedHeads | None = None
         self.hosted: HostedLayers | None = None
@@ -110,6 +113,11 @@ class DeviceKVCache:
         return self.moved is not None or self.hosted is not None
 
     @property
+    def num_lent_pages(self) -> int:
+        """The number of pages whose memory is lent."""
+        return len(self._lent)
+
+    @property
     def layer_shape(self) -> tuple[int, ...]:
         """The shape of a layer's pages in this process, without moved heads."""
         return tuple(self._tensors[0].shape)
@@ -125,7 +133,8 @@ class DeviceKVCache:
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in layers]
 
     def take_memory(self) -> None:
-        """Have the operating system allocate the memory of all pages on a CPU, in order. Blocking.
+        """Have the operating system allocate the memory of all pages on a CPU that are not lent, in order.
+        Blocking.
 
         Otherwise the first pass that uses a huge page waits for it in each layer. The allocation runs at a
         quarter of the possible speed, as others compute meanwhile, and ends when the pages get other memory.
@@ -141,8 +150,12 @@ class DeviceKVCache:
                 return
 
     def _populate(self, start: int) -> None:
+        end = start + HUGE_PAGE_BYTES
         for layer in self._tensors:
-            populate(layer.view(-1).view(torch.uint8)[start : start + HUGE_PAGE_BYTES])
+            page_bytes = layer[0].nbytes
+            with self._memory_lock:
+                if self._lent.isdisjoint(range(start // page_bytes, -(-end // page_bytes))):
+                    populate(layer.view(-1).view(torch.uint8)[start:end])
 
     @property
     def num_free_pages(self) -> int:
@@ -228,16 +241,18 @@ class DeviceKVCache:
         for page in pages:
             self._is_free[page] = False
         self.num_usable_pages -= num_pages
-        self.num_lent_pages += num_pages
-        for run in _runs(pages):
-            for tensor in self._tensors:
-                give_back(tensor[run.start : run.stop])
+        with self._memory_lock:
+            self._lent.update(pages)
+            for run in _runs(pages):
+                for tensor in self._tensors:
+                    give_back(tensor[run.start : run.stop])
         return pages
 
     def end_loan(self, pages: list[int]) -> None:
         """Free pages that were lent."""
         self.num_usable_pages += len(pages)
-        self.num_lent_pages -= len(pages)
+        with self._memory_lock:
+            self._lent.difference_update(pages)
         self.free(pages)
 
     def allocate(self, num_pages: int) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu.memory import HUGE_PAGE_BYTES
+from tests.kernels.cpu.test_memory import resident_bytes
 from workers.engine import kvcache
 from workers.engine.kvcache import DeviceKVCache, OutOfPages
 from workers.engine.spec import ModelSpec
@@ -76,6 +77,18 @@ def test_lent_pages_are_the_last_ones_and_their_memory_is_given_back() -> None:
         kv.lend(4)
     kv.end_loan(lent)
     assert (kv.num_usable_pages, kv.num_free_pages) == (8, 6)
+
+
+def test_memory_that_is_taken_early_is_not_that_of_lent_pages() -> None:
+    spec = ModelSpec("LlamaForCausalLM", 32, 16, 16, 4, 2, 1, 64, 64)
+    kv = DeviceKVCache(spec, range(2), num_pages=1024, page_size=16, dtype=torch.float32)
+    lent = kv.lend(300)
+    kv.take_memory()
+    for layer in kv.layers:
+        pages = kv.layer(layer)
+        assert resident_bytes(pages[lent[0] :].reshape(-1).view(torch.uint8)) == 0
+        assert resident_bytes(pages[:512].reshape(-1).view(torch.uint8)) == 4 << 20
+    kv.end_loan(lent)
 
 
 def test_pages_keep_their_numbers_and_use_in_another_arrangement(kv: DeviceKVCache) -> None:
