@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.library import Library
-from kernels.cpu.mailbox import COUNTERS_BYTES, HelperLost, Mailbox, aligned
+from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
 NUM_SLOTS = 3
@@ -86,11 +86,10 @@ class LayersOwner(_LayersMailbox):
 
     def __init__(self, library: Library, memory: torch.Tensor, shape: LayersShape, timeout_s: float) -> None:
         super().__init__(library, memory, shape)
-        self._timeout_s = timeout_s
-        self._asked: dict[int, tuple[int, int]] = {}
-        """Numbers of tokens and layers of the passes that were not taken yet."""
+        self._timeout_ms = c_int64(round(1000 * timeout_s))
+        self._asked: dict[int, int] = {}
+        """Numbers of tokens of the passes that were not taken yet."""
         self._num_passes = 0
-        self._is_lost = False
 
     def ask(
         self,
@@ -123,7 +122,7 @@ class LayersOwner(_LayersMailbox):
         if any(asked % NUM_SLOTS == number % NUM_SLOTS for asked in self._asked):
             raise ValueError(f"pass {number} needs a slot whose answer has not been taken")
         self._num_passes = number
-        self._asked[number] = len(hidden), len(layers)
+        self._asked[number] = len(hidden)
         write_pass(self._ints(number), layers, query_lens, kv_lens, page_tables, page_size)
         self._rows(number, len(hidden)).copy_(hidden)
         self._code.begin_pass(self._address)
@@ -132,13 +131,11 @@ class LayersOwner(_LayersMailbox):
     def take(self, number: int) -> torch.Tensor:
         """Return the hidden states behind the layers of a pass, `[T, hidden_size]`. Blocks.
 
-        Raises HelperLost, for each later pass too, as it may need the KVCache of the lost one.
+        Raises HelperLost, for each later pass too.
         """
-        num_tokens, num_layers = self._asked.pop(number)
-        timeout_ms = c_int64(round(1000 * self._timeout_s * num_layers))
-        if self._is_lost or not self._code.await_answer(self._address, c_uint32(number), timeout_ms):
-            self._is_lost = True
-            raise HelperLost("the helper that has some of the layers does not answer")
+        num_tokens = self._asked.pop(number)
+        if self.is_closed or not self._code.await_answer(self._address, c_uint32(number), self._timeout_ms):
+            raise self.lost()
         return self._rows(number, num_tokens).clone()
 
 

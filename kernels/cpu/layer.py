@@ -21,7 +21,7 @@ from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.elementwise import MULTIPLE, Slots
 from kernels.cpu.library import Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
-from kernels.cpu.mailbox import HelperLost
+from kernels.cpu.mailbox import Mailbox
 from kernels.cpu.moved_heads import HeadsOwner
 from kernels.head_norms import HeadNorms
 
@@ -134,7 +134,7 @@ class Layer:
             weights.eps,
         )
         self._address = ctypes.addressof(self._struct)
-        self._layers = library.function("layers", self.dtype, c_void_p, c_int64, *[c_void_p] * 5)
+        self._layers = library.function("layers", self.dtype, c_void_p, c_int64, *[c_void_p] * 6)
         self._attention_half = library.function("attention_half", self.dtype, *[c_void_p] * 7)
         self._mlp_half = library.function("mlp_half", self.dtype, c_void_p, c_int64, *[c_void_p] * 3)
 
@@ -238,11 +238,13 @@ def run_layers(
     slots: Slots,
     workspace: torch.Tensor,
     moved: HeadsOwner | None = None,
+    owner: Mailbox | None = None,
 ) -> torch.Tensor:
     """Return `hidden` [T, hidden_size] after these layers, each with its pages and attention.
 
     With `moved` a helper has the last heads, and the pass has been described to it; pages and attention have
-    the others. Otherwise as `Layer.__call__`. Raises HelperLost.
+    the others. With `owner` they are computed for another process, which is told of each layer. Otherwise as
+    `Layer.__call__`. Raises HelperLost.
     """
     first, pages, attention = layers[0]
     first._check_pass(hidden, pages, attention, slots, workspace, moved)
@@ -263,13 +265,14 @@ def run_layers(
         ctypes.addressof(structs),
         len(layers),
         None if moved is None else moved.address,
+        None if owner is None else owner.counters_address,
         slots.address,
         hidden.data_ptr(),
         out.data_ptr(),
         workspace.data_ptr(),
     )
     if not is_written and moved is not None:
-        raise HelperLost("the helper that has some of the heads does not answer")
+        raise moved.lost()
     _check_written(is_written, pages, slots)
     return out
 

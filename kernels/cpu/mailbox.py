@@ -26,6 +26,8 @@ class Mailbox:
             raise ValueError(f"expected {size_bytes} bytes, got {memory.dtype} {list(memory.shape)}")
         self._memory, self._code = memory, library.code
         self._address = c_void_p(memory.data_ptr())
+        self.counters_address = memory.data_ptr()
+        """Address of the counters, for C++ code."""
 
     @property
     def is_closed(self) -> bool:
@@ -35,6 +37,14 @@ class Mailbox:
     def close(self) -> None:
         """End the exchange for both sides: a waiting side stops waiting. Idempotent."""
         self._code.close_mailbox(self._address)
+
+    def lost(self) -> HelperLost:
+        """End the exchange, as the helper has not answered: a later pass may need the KVCache of this one.
+
+        Returns the error to raise.
+        """
+        self.close()
+        return HelperLost("the helper that has some of the heads or layers does not answer")
 
 
 def aligned(num_bytes: int) -> int:

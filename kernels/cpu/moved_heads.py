@@ -114,8 +114,10 @@ class HeadsOwner(_HeadsMailbox):
     ) -> None:
         """Describe the next pass over these layers to the helper.
 
-        Raises ValueError for a pass that is too long.
+        Raises ValueError for a pass that is too long, and HelperLost after the loss of an earlier one.
         """
+        if self.is_closed:
+            raise self.lost()
         shape, nums_pages = self.shape, [-(-kv_len // page_size) for kv_len in kv_lens]
         num_sequences, num_tokens, num_pages = len(query_lens), sum(query_lens), sum(nums_pages)
         if (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.hosted_layers import LayersOwner
+from kernels.cpu.hosted_layers import LayersHelper, LayersOwner
 from kernels.cpu.memory import HUGE_PAGE_BYTES, give_back, huge_zeros, populate
 from kernels.cpu.moved_heads import HeadsOwner
 from kernels.kv_copy import gather_pages, scatter_pages
@@ -77,12 +77,14 @@ class DeviceKVCache:
         kv_heads: range | None = None,
         window: int | None = None,
         memory: Sequence[torch.Tensor] | None = None,
+        owner: LayersHelper | None = None,
     ) -> None:
         """Make a cache with all pages free.
 
-        `memory`: tensors that have the pages of these layers; None allocates new ones.
+        `memory`: tensors that have the pages of these layers; None allocates new ones. `owner`: the exchange
+        with the instance for whose sequences the pages are, if that is another one.
         """
-        self.spec, self.layers = spec, layers
+        self.spec, self.layers, self.owner = spec, layers, owner
         self.window = window if window is not None and window < len(layers) else None
         """Number of layers that have memory at a time; None: every layer has its own."""
         self.kv_heads = range(spec.num_kv_heads) if kv_heads is None else kv_heads

@@ -15,7 +15,7 @@ from mooncake.messages.migration import LayerRange
 from mooncake.messages.quantities import Count, PositiveCount
 from mooncake.node.mapping import HUGE_PAGE_BYTES, MappedFile
 
-LINK_VERSION = 2
+LINK_VERSION = 3
 """Version of these messages, of the memory's layout and of what is exchanged there."""
 LONGEST_MESSAGE_BYTES = 1 << 16
 

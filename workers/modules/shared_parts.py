@@ -104,10 +104,17 @@ class _Layers:
     def host(self, fd: int) -> Hosted:
         mailbox, pages = self.memory.map(fd)
         own = self._kv
-        kv = DeviceKVCache(
-            own.spec, self._layers, self._num_pages, own.page_size, own.dtype, own.device, memory=pages
-        )
         helper = LayersHelper(self._model.library, mailbox, self._shape, own.page_size)
+        kv = DeviceKVCache(
+            own.spec,
+            self._layers,
+            self._num_pages,
+            own.page_size,
+            own.dtype,
+            own.device,
+            memory=pages,
+            owner=helper,
+        )
         return _HostedLayers(helper, self._model, kv)
 
 

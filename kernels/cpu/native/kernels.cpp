@@ -43,8 +43,8 @@
         return rotate_and_write(qkv, kv, *slots, *pages, HeadNorms<T>{query_norm, key_norm, eps});                            \
     }                                                                                                                         \
     extern "C" int layers_##NAME(const LayerOfPass<T>* layers, int64_t num_layers, const Exchange<T>* exchange,               \
-                                 const Slots* slots, const T* hidden, T* out, T* workspace) {                                 \
-        return run_layers(layers, num_layers, exchange, *slots, hidden, out, workspace);                                      \
+                                 Mailbox* owner, const Slots* slots, const T* hidden, T* out, T* workspace) {                 \
+        return run_layers(layers, num_layers, exchange, owner, *slots, hidden, out, workspace);                               \
     }                                                                                                                         \
     extern "C" int host_layers_##NAME(Mailbox* mailbox, uint32_t number, const HostedLayer<T>* layers, int64_t num_layers,    \
                                       const int64_t* pages, const int64_t* offsets, int64_t num_tokens, const T* asked,       \

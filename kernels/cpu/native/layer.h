@@ -74,14 +74,15 @@ struct LayerOfPass {
     T* kv;
 };
 
-// Layers, both halves of each with its residual. `hidden` may be `out`.
+// Layers, both halves of each with its residual. `hidden` may be `out`. `owner`, which may be null, is told of each layer.
 template <class T>
-bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Exchange<T>* exchange, const Slots& slots, const T* hidden, T* out,
-                T* workspace) {
+bool run_layers(const LayerOfPass<T>* layers, long num_layers, const Exchange<T>* exchange, Mailbox* owner, const Slots& slots,
+                const T* hidden, T* out, T* workspace) {
     for (long i = 0; i < num_layers; i++, hidden = out) {
         const LayerOfPass<T>& layer = layers[i];
         if (!run_attention(*layer.weights, *layer.batch, exchange, slots, hidden, layer.kv, hidden, out, workspace)) return false;
         run_mlp(*layer.weights, slots.num_tokens, out, out, out, workspace);
+        if (owner != nullptr) owner->computed.fetch_add(1);
     }
     return true;
 }

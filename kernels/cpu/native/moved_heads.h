@@ -16,20 +16,21 @@ constexpr auto EXCHANGE_PATIENCE = std::chrono::microseconds(50);
 // A waiter looks so often whether the other side has closed, should its wake have been missed.
 constexpr timespec EXCHANGE_LOOK = {0, 100'000'000};
 
-// The beginning of the shared memory. Only the owner counts up `begun` and `asked`, only the helper `answered`.
+// The beginning of the shared memory. Only the owner counts up `begun` and `asked`, only the helper `answered` and `computed`.
 struct Mailbox {
     alignas(64) std::atomic<uint32_t> begun;     // passes that are described
     alignas(64) std::atomic<uint32_t> asked;     // layers
     alignas(64) std::atomic<uint32_t> answered;  // layers: equal to `asked`, or one less
     alignas(64) std::atomic<uint32_t> closed;    // 1 when one side has ended the exchange
+    alignas(64) std::atomic<uint32_t> computed;  // layers of passes that are answered as a whole
 };
 
 // Unlike in idle_cores.h the waiter is in another process.
 INLINE void wake_other(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-// False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`.
+// False when the exchange is closed, or `end` is over, before `is_due` holds for what is in `word`. `is_due` may put `end` off.
 template <class F>
-bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due, Clock::time_point end = Clock::time_point::max()) {
+bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due, const Clock::time_point& end = Clock::time_point::max()) {
     const auto began = Clock::now();
     for (uint32_t value; !is_due(value = word.load(std::memory_order_acquire));) {
         const auto now = Clock::now();
@@ -43,11 +44,20 @@ bool wait_other(Mailbox& mailbox, std::atomic<uint32_t>& word, F is_due, Clock::
     return true;
 }
 
-// False when the exchange is closed, or the time is over, before so many passes are answered as a whole (hosted_layers.py).
+// False when the exchange is closed, or the helper takes that time for a layer, before so many passes are answered as a whole
+// (hosted_layers.py).
 inline bool wait_answer(Mailbox& mailbox, uint32_t number, int64_t timeout_ms) {
     const uint32_t num_ahead = mailbox.begun.load() - number;  // passes behind this one, which may be answered too
-    const auto is_answered = [=](uint32_t answered) { return answered - number <= num_ahead; };
-    return wait_other(mailbox, mailbox.answered, is_answered, Clock::now() + std::chrono::milliseconds(timeout_ms));
+    const auto layer_end = [=] { return Clock::now() + std::chrono::milliseconds(timeout_ms); };
+    auto end = layer_end();
+    uint32_t computed = mailbox.computed.load();
+    const auto is_answered = [&](uint32_t answered) {
+        const uint32_t before = computed;
+        computed = mailbox.computed.load();
+        if (computed != before) end = layer_end();
+        return answered - number <= num_ahead;
+    };
+    return wait_other(mailbox, mailbox.answered, is_answered, end);
 }
 
 inline void close_exchange(Mailbox& mailbox) {

@@ -1,6 +1,7 @@
 """The mailbox of hosted layers: passes are answered in order, some at a time, and not for ever."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,14 +13,18 @@ from kernels.cpu.hosted_layers import NUM_SLOTS, LayersHelper, LayersOwner, Laye
 from kernels.cpu.mailbox import HelperLost
 from tests.deadline import DEADLINE_S
 from tests.kernels.cpu.isas import SUPPORTED, library_of
+from tests.kernels.cpu.test_layer import COMPUTED_BYTE
 
 PAGE_SIZE, HIDDEN = 8, 16
 SHAPE = LayersShape(num_tokens=6, num_sequences=3, num_pages=8, hidden_size=HIDDEN, dtype=torch.float32)
 LAYERS = range(2, 5)
 
 
-def mailbox(timeout_s: float = DEADLINE_S) -> tuple[LayersOwner, LayersHelper]:
-    library, memory = library_of(SUPPORTED[0]), torch.zeros(SHAPE.size_bytes, dtype=torch.uint8)
+def mailbox(
+    timeout_s: float = DEADLINE_S, memory: torch.Tensor | None = None
+) -> tuple[LayersOwner, LayersHelper]:
+    library = library_of(SUPPORTED[0])
+    memory = torch.zeros(SHAPE.size_bytes, dtype=torch.uint8) if memory is None else memory
     return (
         LayersOwner(library, memory, SHAPE, timeout_s),
         LayersHelper(library, memory, SHAPE, PAGE_SIZE),
@@ -50,10 +55,12 @@ def hosting(helper: LayersHelper, may_answer: threading.Semaphore) -> Iterator[l
         assert not thread.is_alive()
 
 
-def ask(owner: LayersOwner, query_lens: list[int], kv_lens: list[int], value: float) -> int:
+def ask(
+    owner: LayersOwner, query_lens: list[int], kv_lens: list[int], value: float, layers: range = LAYERS
+) -> int:
     tables = [np.arange(-(-kv_len // PAGE_SIZE) + 1) for kv_len in kv_lens]  # a page more than is used
     hidden = torch.full((sum(query_lens), HIDDEN), value)
-    return owner.ask(LAYERS, query_lens, kv_lens, tables, PAGE_SIZE, hidden)
+    return owner.ask(layers, query_lens, kv_lens, tables, PAGE_SIZE, hidden)
 
 
 def test_passes_are_answered_in_their_order_while_others_are_in_flight() -> None:
@@ -84,6 +91,44 @@ def test_a_pass_without_a_helper_ends_when_the_mailbox_is_closed_or_time_is_over
     with pytest.raises(HelperLost):
         closed.take(ask(closed, [1], [1], 0.0))
     timer.join()
+
+
+def test_a_helper_that_stands_still_costs_the_time_of_a_layer_whatever_the_layers() -> None:
+    owner, helper = mailbox(timeout_s=0.01)
+    began_s = time.monotonic()
+    with pytest.raises(HelperLost):
+        owner.take(ask(owner, [1], [1], 0.0, range(3000)))
+    assert time.monotonic() - began_s < 15
+    assert helper.is_closed
+
+
+def test_a_pass_may_take_longer_than_a_layer_while_the_helper_computes() -> None:
+    memory, timeout_s = torch.zeros(SHAPE.size_bytes, dtype=torch.uint8), 0.5
+    owner, helper = mailbox(timeout_s, memory)
+    num_computed = memory.view(torch.int32)[COMPUTED_BYTE // 4 :][:1]
+
+    def host() -> None:
+        helper.await_pass()
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 2 * timeout_s:
+            num_computed.add_(1)
+        helper.answer()
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    assert torch.equal(owner.take(ask(owner, [1], [1], 3.0)), torch.full((1, HIDDEN), 3.0))
+    thread.join(DEADLINE_S)
+
+
+def test_a_late_answer_behind_a_lost_one_is_not_taken() -> None:
+    owner, helper = mailbox(timeout_s=0.01)
+    first, second = ask(owner, [1], [1], 0.0), ask(owner, [1], [1], 0.0)
+    with pytest.raises(HelperLost):
+        owner.take(first)
+    for _ in range(2):
+        helper.answer()
+    with pytest.raises(HelperLost):
+        owner.take(second)
 
 
 def test_a_pass_that_is_longer_than_the_mailbox_is_refused() -> None:

@@ -8,15 +8,18 @@ import torch
 
 from kernels.cpu.attention import AttentionShape, PagedAttention
 from kernels.cpu.elementwise import Elementwise, Slots
-from kernels.cpu.layer import Layer, PackedLayerWeights
+from kernels.cpu.layer import Layer, PackedLayerWeights, run_layers
 from kernels.cpu.library import Isa, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
+from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox
 from kernels.head_norms import HeadNorms
 from tests.kernels.cpu.isas import DTYPES, SUPPORTED, library_of, on_every_isa, random
 
 HEADS = AttentionShape(4, 2, 64, 0.125)
 HIDDEN, INNER, NUM_TOKENS = 48, 80, 11
 KV_SHAPE = (3, 2, 2, 8, 64)
+COMPUTED_BYTE = 256
+"""Offset of the counter of computed layers in a mailbox."""
 
 
 def weights(library: Library, dtype: torch.dtype) -> PackedLayerWeights:
@@ -84,6 +87,20 @@ def test_a_half_has_the_bits_of_its_parts_without_the_residual(isa: Isa, dtype: 
     workspace.fill_(float("nan"))
     transformed = w.down(w.gated(each.rms_norm(hidden, w.post_norm, w.eps)))
     assert torch.equal(layer.mlp_half(hidden, workspace), transformed)
+
+
+def test_the_owner_of_a_pass_is_told_of_each_layer() -> None:
+    library = library_of(SUPPORTED[0])
+    layer, (attention, slots) = Layer(library, weights(library, torch.float32), HEADS), batch(library)
+    memory = torch.zeros(COUNTERS_BYTES, dtype=torch.uint8)
+    run_layers(
+        [(layer, torch.zeros(KV_SHAPE), attention)] * 3,
+        torch.zeros(NUM_TOKENS, HIDDEN),
+        slots,
+        torch.zeros(NUM_TOKENS * layer.workspace_elements),
+        owner=Mailbox(library, memory, COUNTERS_BYTES),
+    )
+    assert memory.view(torch.int32)[COMPUTED_BYTE // 4] == 3
 
 
 class TestRefuses:

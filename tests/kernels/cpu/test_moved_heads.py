@@ -56,11 +56,19 @@ def slots() -> Slots:
     return Slots(angles.cos(), angles.sin(), torch.from_numpy(np.concatenate(pages)), offsets)
 
 
+def shape_of(dtype: torch.dtype) -> MailboxShape:
+    return MailboxShape(sum(QUERY_LENS), len(QUERY_LENS), NUM_PAGES, MOVED, dtype)
+
+
 def mailbox(
-    library: Library, pages: Pages, dtype: torch.dtype, timeout_s: float = DEADLINE_S
+    library: Library,
+    pages: Pages,
+    dtype: torch.dtype,
+    timeout_s: float = DEADLINE_S,
+    memory: torch.Tensor | None = None,
 ) -> tuple[HeadsOwner, HeadsHelper]:
-    shape = MailboxShape(sum(QUERY_LENS), len(QUERY_LENS), NUM_PAGES, MOVED, dtype)
-    memory = torch.zeros(shape.size_bytes, dtype=torch.uint8)
+    shape = shape_of(dtype)
+    memory = torch.zeros(shape.size_bytes, dtype=torch.uint8) if memory is None else memory
     helper = HeadsHelper(library, memory, shape, pages.moved, WINDOWS)
     return HeadsOwner(library, memory, shape, timeout_s), helper
 
@@ -138,6 +146,20 @@ def test_a_pass_without_a_helper_ends_when_the_mailbox_is_closed_or_time_is_over
     timer.join()
 
 
+def test_a_helper_that_goes_on_after_its_loss_gets_no_pass() -> None:
+    layers, pages = Layers(library_of(SUPPORTED[0]), torch.float32), Pages(torch.float32)
+    memory = torch.zeros(shape_of(torch.float32).size_bytes, dtype=torch.uint8)
+    owner, helper = mailbox(layers.library, pages, torch.float32, 0.05, memory)
+    with pytest.raises(HelperLost):
+        layers.run(pages.kept, owner)
+    with hosting(helper):
+        end_s = time.monotonic() + DEADLINE_S
+        while not memory[ANSWERED_BYTE]:  # the layer that it was asked for before
+            assert time.monotonic() < end_s
+        with pytest.raises(HelperLost):
+            layers.run(pages.kept, owner)
+
+
 def test_a_pass_that_is_given_up_does_not_disturb_the_next_one() -> None:
     layers, pages = Layers(library_of(SUPPORTED[0]), torch.float32), Pages(torch.float32)
     expected = layers.run(pages.whole)
@@ -150,7 +172,7 @@ def test_a_pass_that_is_given_up_does_not_disturb_the_next_one() -> None:
 @pytest.mark.parametrize("answered", [-1, 2, 1 << 31])
 def test_another_number_than_that_of_the_layer_is_no_answer(answered: int) -> None:
     layers, pages = Layers(library_of(SUPPORTED[0]), torch.float32), Pages(torch.float32)
-    shape = MailboxShape(sum(QUERY_LENS), len(QUERY_LENS), NUM_PAGES, MOVED, torch.float32)
+    shape = shape_of(torch.float32)
     memory = torch.zeros(shape.size_bytes, dtype=torch.uint8)
     memory.view(torch.int64)[ANSWERED_BYTE // 8] = answered & 0xFFFFFFFF
     with pytest.raises(HelperLost):

@@ -106,7 +106,7 @@ class CpuLayers:
             (self._layers[layer], kv.layer(layer), self._attention(layer, batch, heads)) for layer in layers
         ]
         workspace = batch.workspace(of_pass[0][0].workspace_elements)
-        return run_layers(of_pass, hidden, batch.slots, workspace, helped)
+        return run_layers(of_pass, hidden, batch.slots, workspace, helped, kv.owner)
 
     def attention(self, layer: int, hidden: torch.Tensor, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
         """Return the output of attention `[T, hidden_size]`, without the residual `hidden`.
