@@ -132,7 +132,6 @@ class DecodeRunner:
             chunk_limits.most + max_batch,
             max_batch,
             helper_timeout_s,
-            predictors.tbt,
             lambda: self.most_pages,
             self._call_off,
         )

@@ -31,14 +31,15 @@ class IterationTime(NamedTuple):
 
 
 class WithoutHelper:
-    """The iterations of an instance while all is there; `predictor` learns from them."""
+    """The iterations of an instance while all is there, whatever its helpers have taken between them."""
 
-    def __init__(self, predictor: TBTPredictor) -> None:
-        self._predictor = predictor
+    def __init__(self) -> None:
+        self._predictor = TBTPredictor()
         self._sizes: deque[tuple[int, int]] = deque(maxlen=_NUM_COMPARED)
 
     def ended(self, iteration: IterationTime) -> None:
         """Note an iteration."""
+        self._predictor.observe(iteration.num_decoded, iteration.num_kv_tokens, iteration.seconds)
         self._sizes.append((iteration.num_decoded, iteration.num_kv_tokens))
 
     def pace(self) -> "HelperPace":

@@ -28,7 +28,6 @@ from workers.decode.migration.helper_pace import HelperPace, IterationTime, With
 from workers.decode.migration.kvcache_move import KVCacheMove
 from workers.decode.migration.moves_meter import MovesMeter
 from workers.decode.sequence import Sequence
-from workers.decode.tbt_slo.tbt import TBTPredictor
 from workers.engine.kvcache import HostedLayers, MovedHeads
 from workers.errors import ModulesStayError, SessionLostError
 from workers.execution.executor import Executor
@@ -54,8 +53,8 @@ class ModuleMoves:
     """The modules of one instance, `name`. Orders are carried out in `run`, one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
-    layer is lost. `predictor` learns what iterations take. `most_pages` returns how many pages a request here
-    may need; `call_off` gives up a request that is to move here and is not decoded yet.
+    layer is lost. `most_pages` returns how many pages a request here may need; `call_off` gives up a request
+    that is to move here and is not decoded yet.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class ModuleMoves:
         most_tokens: int,
         max_batch: int,
         timeout_s: float,
-        predictor: TBTPredictor,
         most_pages: Callable[[], int],
         call_off: Callable[[Sequence], Awaitable[None]],
     ) -> None:
@@ -83,7 +81,7 @@ class ModuleMoves:
         """Whether the helper is lost, and not all is here again."""
         self._held_s: float | None = None
         """Time from which on no iteration begins, by the performance counter; None: they do."""
-        self._without_helper, self._pace = WithoutHelper(predictor), HelperPace.unknown()
+        self._without_helper, self._pace = WithoutHelper(), HelperPace.unknown()
         self.meter = MovesMeter()
         self._turn_taken = asyncio.Event()
         self.place = ModulesPlace()

@@ -91,6 +91,17 @@ async def test_an_owner_ends_although_its_helper_stands_still(
         await until(lambda: not pair.host.num_hosted)
 
 
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Helpers of heads take so much longer for each pass."""
+    host = HeadsHelper.host
+
+    def slowly(helper: HeadsHelper, described: HostedPass) -> None:
+        time.sleep(seconds)
+        host(helper, described)
+
+    monkeypatch.setattr(HeadsHelper, "host", slowly)
+
+
 async def test_a_slow_helper_has_nothing_after_a_while(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,13 +109,7 @@ async def test_a_slow_helper_has_nothing_after_a_while(
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await tokens_of(pair.begin("stays", 250, pair.owner).answer)
         await pair.move(1)
-        host = HeadsHelper.host
-
-        def slowly(helper: HeadsHelper, described: HostedPass) -> None:
-            time.sleep(0.02)
-            host(helper, described)
-
-        monkeypatch.setattr(HeadsHelper, "host", slowly)
+        slow_down(monkeypatch, 0.02)
         decoded = pair.begin("moved", 250, pair.owner)
         await until(lambda: not pair.owner.decode.modules.are_elsewhere)
         assert not decoded.answer.ended.is_set()
@@ -116,3 +121,22 @@ async def test_a_slow_helper_has_nothing_after_a_while(
         assert stats.num_moves == {"moved": 1, "slow": 1}
         assert sum(stats.num_pauses) == 2
         assert stats.copied_bytes > 0
+
+
+async def test_a_helper_is_not_compared_with_the_one_before(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await tokens_of(pair.begin("stays", 250, pair.owner).answer)
+        monkeypatch.setattr(helper_pace, "WINDOW_S", 100 * DEADLINE_S)
+        slow_down(monkeypatch, 0.01)
+        await pair.move(1)
+        for number in range(3):
+            assert await tokens_of(pair.begin(f"before-{number}", 250, pair.owner).answer) == expected
+        await pair.move(0)
+        monkeypatch.setattr(helper_pace, "WINDOW_S", 0.0)
+        await pair.move(1)
+        decoded = pair.begin("moved", 250, pair.owner)
+        assert await tokens_of(decoded.answer) == expected
+        await until(lambda: not pair.owner.decode.modules.are_elsewhere)
+        assert pair.owner.decode.moves.num_moves == {"moved": 2, "back": 1, "slow": 1}

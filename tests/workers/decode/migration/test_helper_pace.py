@@ -10,23 +10,17 @@ from workers.decode.migration.helper_pace import (
     IterationTime,
     WithoutHelper,
 )
-from workers.decode.tbt_slo.tbt import TBTPredictor
 
 STEP_S = 0.1
 
 
 def pace(most_decoded: int = 8) -> HelperPace:
     """Of a helper that has come when iterations of up to so many sequences took `STEP_S`."""
-    predictor = TBTPredictor()
-    without = WithoutHelper(predictor)
+    without = WithoutHelper()
     for number in range(300):
         num_decoded = 1 + number % most_decoded
-        predictor.observe(num_decoded, 100 * num_decoded, STEP_S)
         without.ended(IterationTime(num_decoded, 100 * num_decoded, STEP_S, None))
-    with_helper = without.pace()
-    for _ in range(300):
-        predictor.observe(4, 400, 10 * STEP_S)  # it goes on learning, and must not matter
-    return with_helper
+    return without.pace()
 
 
 def verdicts(
