@@ -11,7 +11,7 @@ class SessionLostError(MooncakeError):
 
 
 class NoRoomError(MooncakeError):
-    """An instance has no room now for a request that should migrate to it."""
+    """An instance has no room for a request now, or cannot compute its prompt."""
 
 
 class EngineLostError(MooncakeError):

@@ -218,7 +218,7 @@ class Bench:
             async with asyncio.TaskGroup() as jobs:
                 stage = Stage(self._executor, self.pool, transfers)
                 queue = PrefillQueue(self._setup.prefill_chunk)
-                runner = PrefillRunner(stage, queue, answers.put, Jobs(jobs))
+                runner = PrefillRunner(stage, queue, answers.put, Jobs(jobs), lambda: "")
                 loop = group.create_task(runner.run())
                 for tokens in prompts:
                     started_s = time.perf_counter()

@@ -22,9 +22,8 @@ from kernels.cpu.library import Library
 from kernels.cpu.mailbox import COUNTERS_BYTES, Mailbox, aligned
 from kernels.cpu.passes import HostedPass, described_bytes, read_pass, write_pass
 
-NUM_SLOTS = 3
-"""Passes in the mailbox at the same time: two micro-batches of a decode pipeline, and a prompt's layer
-between them."""
+NUM_SLOTS = 2
+"""Passes in the mailbox at the same time: the two micro-batches of a decode pipeline."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,8 +72,14 @@ class DecodeLab(MiniCluster):
         super().__init__(*args)  # type: ignore[arg-type]
         self._decoded: dict[str, Decoded] = {}
         self._said: dict[Ref, asyncio.Queue[Said]] = defaultdict(asyncio.Queue)
+        self.prefills_at: InstanceUnderTest | None = None
+        """Computes the prompts that are not inlined; None: the first instance."""
         self.time_left_s: float | None = None
         """With a TBT SLO first tokens of prompts that are not inlined may be held for so long."""
+
+    @property
+    def _prefill(self) -> InstanceUnderTest:
+        return self.prefills_at or self.instances[0]
 
     @property
     def decodes(self) -> list[InstanceUnderTest]:
@@ -119,9 +125,9 @@ class DecodeLab(MiniCluster):
             case Reserved(ref=ref, grant=grant):
                 decoded = self._decoded[ref.request_id]
                 if not decoded.inline:
-                    self.instances[0].obey(Prefill(ref, decoded.request, grant))
+                    self._prefill.obey(Prefill(ref, decoded.request, grant))
             case Prefilled(ref, first_token, num_cached_tokens, logprobs):
-                if instance is self.instances[0]:
+                if instance is self._prefill:
                     order = Decode(ref, first_token, num_cached_tokens, logprobs, self.time_left_s)
                     self._decoded[ref.request_id].at.obey(order)
             case PreCopied() | Prepared() | HandedOver() | Finished() | WorkFailed():

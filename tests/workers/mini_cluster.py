@@ -143,7 +143,9 @@ class InstanceUnderTest:
         transfers = LayerTransfers(cluster.copies(kv, pool.segment), overlap=sizes.layerwise_overlap)
         stage = Stage(self.executor, pool, transfers, followers=followers, tracer=cluster.spans)  # type: ignore[arg-type]
         queue = PrefillQueue(sizes.prefill_chunk, block_size=sizes.block_size)
-        self.prefill = PrefillRunner(stage, queue, send, self.prefill_jobs)
+        self.prefill = PrefillRunner(
+            stage, queue, send, self.prefill_jobs, lambda: self.decode.why_no_prompts
+        )
         self.decode = DecodeRunner(
             self.executor,
             pool,
@@ -157,6 +159,7 @@ class InstanceUnderTest:
             FINGERPRINT,
             DEADLINE_S,
             cluster.beat,
+            lambda: bool(self.prefill_jobs.refs),
             followers,
             cluster.spans,  # type: ignore[arg-type]
         )

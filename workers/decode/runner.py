@@ -72,7 +72,8 @@ class DecodeRunner:
 
     `emit` takes pairs of (front's endpoint, output) of one iteration. `transfers` are this runner's own;
     they end with `run`. `tracer` gets spans of requests. A helper of this model that takes
-    `helper_timeout_s` for a layer is lost. `beat` sends a heartbeat.
+    `helper_timeout_s` for a layer is lost. `beat` sends a heartbeat. `has_prompts` returns whether prompts of
+    `Prefill` orders are here.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class DecodeRunner:
         fingerprint: str,
         helper_timeout_s: float,
         beat: Callable[[], Awaitable[None]],
+        has_prompts: Callable[[], bool],
         followers: Followers | None = None,
         tracer: "Tracer | None" = None,
     ) -> None:
@@ -133,6 +135,7 @@ class DecodeRunner:
             max_batch,
             helper_timeout_s,
             lambda: self.most_pages,
+            has_prompts,
             self._call_off,
         )
         self._source = MigrationSource(self._batch, self._blocks, self._sequences, changed, pool.closed, send)
@@ -181,6 +184,15 @@ class DecodeRunner:
     def modules(self) -> ModulesPlace:
         """The place of this instance's modules."""
         return self._module_moves.place
+
+    @property
+    def why_no_prompts(self) -> str:
+        """The reason why no `Prefill` order can be carried out; empty if one can.
+
+        A move switches layers and heads between two iterations, and would do so in the midst of its pass.
+        """
+        helper = self.modules.helper
+        return f"heads or layers of it are at {helper}, or move" if helper else ""
 
     @property
     def moves(self) -> MovesStats:

@@ -227,11 +227,9 @@ class DecoderModel:
         """Compute layer `layer` of the whole model over `hidden` [T, hidden_size]; return the same shape.
 
         Writes the batch's keys and values of this layer to their pages. Those of earlier tokens must be
-        there. A layer that a helper has is computed there. Raises HelperLost.
+        there. No helper has anything of the model.
         """
-        if kv.hosted is not None and layer in kv.hosted.layers:
-            number = _ask(kv.hosted, range(layer, layer + 1), hidden, batch)
-            return kv.hosted.owner.take(number)
+        assert not kv.is_helped, "only whole passes go through a helper"
         return self.forward_layers(range(layer, layer + 1), hidden, batch, kv)
 
     @torch.inference_mode()
@@ -282,7 +280,10 @@ class DecoderModel:
             return None
         before = range(self.layers.start, hosted.layers.start)
         hidden = self.forward_layers(before, self.embed(batch), batch, kv)
-        return PassAtHelper(hosted, _ask(hosted, hosted.layers, hidden, batch))
+        number = hosted.owner.ask(
+            hosted.layers, batch.query_lens, batch.kv_lens, batch.page_tables, batch.page_size, hidden
+        )
+        return PassAtHelper(hosted, number)
 
     @torch.inference_mode()
     def receive_from_helper(self, sent: PassAtHelper, batch: Batch, kv: DeviceKVCache) -> torch.Tensor:
@@ -294,9 +295,3 @@ class DecoderModel:
         behind = range(hosted.layers.stop, self.layers.stop)
         hidden = self.forward_layers(behind, hosted.owner.take(number), batch, kv)
         return self.logits(hidden[batch.last_rows])
-
-
-def _ask(hosted: HostedLayers, layers: range, hidden: torch.Tensor, batch: Batch) -> int:
-    return hosted.owner.ask(
-        layers, batch.query_lens, batch.kv_lens, batch.page_tables, batch.page_size, hidden
-    )

@@ -18,7 +18,7 @@ from mooncake.errors import GrammarError, MooncakeError, TransferError
 from mooncake.messages.requests import Held, HeldStep, Ref
 from mooncake.messages.workers import Prefill, Prefilled, WorkFailed
 from workers.engine.kvcache import OutOfPages
-from workers.errors import SessionLostError
+from workers.errors import NoRoomError, SessionLostError
 from workers.execution.draws import FirstToken
 from workers.execution.jobs import Jobs
 from workers.groups.stage_messages import AboutJob, FirstDrawn, StageFailed, Unusable
@@ -33,13 +33,15 @@ Send = Callable[[Prefilled | WorkFailed], Awaitable[None]]
 class PrefillRunner:
     """A prefill instance's runner. It answers each `Prefill` order with `Prefilled` or `WorkFailed`.
 
-    `stage` ends with `run`.
+    `stage` ends with `run`. `why_not` returns why no prompt is computed now; empty if prompts are.
     """
 
-    def __init__(self, stage: Stage, queue: PrefillQueue, send: Send, jobs: Jobs) -> None:
+    def __init__(
+        self, stage: Stage, queue: PrefillQueue, send: Send, jobs: Jobs, why_not: Callable[[], str]
+    ) -> None:
         self._stage, self._queue = stage, queue
         self._send = send
-        self._jobs = jobs
+        self._jobs, self._why_not = jobs, why_not
         self._job_of: dict[QueuedPrompt, PrefillJob] = {}
         self._job_ids = itertools.count(1)
         self._admitting: list[QueuedPrompt] = []
@@ -103,6 +105,8 @@ class PrefillRunner:
         self.num_waiting += 1
         self._unanswered.add(order.ref)
         try:
+            if reason := self._why_not():
+                raise NoRoomError(reason)
             await self._prefill(order)
         except SessionLostError:
             raise  # a stage is gone: this worker leaves, and what it had is placed again

@@ -172,6 +172,7 @@ class LeaderSession:
             self._prefill_queue(prefill_chunk),
             self._link.tell,
             self._prefill_jobs,
+            lambda: self._decode.why_no_prompts,
         )
         self._decode = DecodeRunner(
             self._executor,
@@ -186,6 +187,7 @@ class LeaderSession:
             self._fingerprint,
             config.conductor.peer_timeout_s,
             self._link.beat_now,
+            lambda: bool(self._prefill_jobs.refs),
             self._followers,
             self._tracer,
         )

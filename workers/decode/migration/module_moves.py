@@ -53,8 +53,9 @@ class ModuleMoves:
     """The modules of one instance, `name`. Orders are carried out in `run`, one after the other.
 
     `most_tokens` is the largest number of new tokens of an iteration. A helper that takes `timeout_s` for a
-    layer is lost. `most_pages` returns how many pages a request here may need; `call_off` gives up a request
-    that is to move here and is not decoded yet.
+    layer is lost. `most_pages` returns how many pages a request here may need; `has_prompts` whether passes
+    outside of the batch use pages, of which none may begin while `place` names a helper. `call_off` gives up
+    a request that is to move here and is not decoded yet.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class ModuleMoves:
         max_batch: int,
         timeout_s: float,
         most_pages: Callable[[], int],
+        has_prompts: Callable[[], bool],
         call_off: Callable[[Sequence], Awaitable[None]],
     ) -> None:
         self._name, self._fingerprint = name, fingerprint
         self._executor, self._batch, self._transfers, self._loop = executor, batch, transfers, loop
         self._most_tokens, self._max_batch, self._timeout_s = most_tokens, max_batch, timeout_s
-        self._most_pages, self._call_off = most_pages, call_off
+        self._most_pages, self._has_prompts, self._call_off = most_pages, has_prompts, call_off
         self._orders: asyncio.Queue[PlaceModules | _Lost | _Slow] = asyncio.Queue()
         self._link: HelperLink | None = None
         self._is_lost = False
@@ -167,6 +169,8 @@ class ModuleMoves:
             raise ModulesStayError(f"{self.place.what} are at {self.place.helper}")
         if self._executor.kv.num_lent_pages:
             raise ModulesStayError(f"{self._name} has KV heads or layers of others itself")
+        if self._has_prompts():
+            raise ModulesStayError(f"{self._name} still computes prompts that other instances decode")
         self._tell(helper=order.helper)
         try:
             link = await self._move_to(order)

@@ -30,6 +30,7 @@ from tests.workers.modules_lab import (
     until,
     wide_model,
 )
+from tests.workers.prefill.test_cutting_in import Held
 from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
 from workers.decode.migration import module_moves
@@ -262,6 +263,28 @@ async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
         assert await running == expected
         await pair.move(num_heads)
         assert await answers(pair, "again", 4) == expected
+
+
+async def test_modules_and_passes_of_prompts_of_other_instances_wait_for_each_other(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await tokens_of(pair.begin("stays", 20, pair.helper, 40, inline=False).answer)
+        pair.lab.prefills_at = pair.owner
+        prompt = Held(pair.owner.executor)
+        decoded = pair.begin("prompt", 20, pair.helper, 40, inline=False)
+        await prompt.reached()  # in the middle of its layers
+        place = await pair.place(1)
+        assert place.error == "d0 still computes prompts that other instances decode"
+        prompt.let_go()
+        assert await tokens_of(decoded.answer) == expected
+        await until(lambda: not pair.owner.prefill_jobs.refs)
+        await pair.move(1)
+        late = pair.begin("late", 20, pair.helper, 40, inline=False)
+        reason = "heads or layers of it are at d1, or move"
+        assert await pair.lab.next_said(late.ref) == WorkFailed(late.ref, reason, retryable=True)
+        pair.lab.abort(late)
+        await pair.move(0)
 
 
 class Copies:
