@@ -77,7 +77,7 @@ class HelperLink:
         except (OSError, TimeoutError, IndexError) as error:
             sock.close()
             raise ModulesStayError(
-                f"the helper does not answer at {path}: {error or type(error).__name__}"
+                f"the helper does not answer at {path}: {str(error) or type(error).__name__}"
             ) from None
         except BaseException:
             sock.close()

@@ -207,6 +207,9 @@ class ModuleMoves:
             if link.is_lost:
                 raise ModulesStayError(f"{order.helper} was lost before the move was complete")
             await self._switch(move, copied)
+        except ModulesStayError:
+            await link.end()  # so that the helper does not refuse the next order for this one
+            raise
         except BaseException:
             link.close()
             raise

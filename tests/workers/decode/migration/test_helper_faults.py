@@ -1,6 +1,7 @@
 """Helpers that stand still and go on, and slow ones."""
 
 import asyncio
+import socket
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.workers.gate import Brake
 from tests.workers.mini_cluster import tokens_of
 from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, paired, prepared, until, wide_model
 from workers.decode.migration import helper_pace
+from workers.modules import helper_link
 
 pytestmark = pytest.mark.cluster
 
@@ -73,6 +75,24 @@ async def test_a_helper_that_was_stopped_writes_to_no_page_that_is_another_reque
         assert await move.finish()
         assert await tokens_of(other.answer) == expected
         await until(lambda: kv.num_free_pages == kv.num_usable_pages == NUM_PAGES)
+
+
+async def test_a_helper_that_stands_still_when_it_is_asked_costs_one_refusal(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        await pair.lose_helper()
+        with monkeypatch.context() as patches, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            await asyncio.to_thread(Path(pair.path).unlink)
+            silent.bind(pair.path)
+            silent.listen()
+            patches.setattr(helper_link, "_ANSWER_TIMEOUT_S", 0.01)
+            place = await pair.place(1)
+            assert place.error == f"the helper does not answer at {pair.path}: TimeoutError"
+            assert not place.are_elsewhere
+        await pair.restart_helper()
+        await pair.move(1)
+        await pair.move(0)
 
 
 async def test_an_owner_ends_although_its_helper_stands_still(

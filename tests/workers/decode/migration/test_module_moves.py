@@ -287,6 +287,22 @@ async def test_modules_and_passes_of_prompts_of_other_instances_wait_for_each_ot
         await pair.move(0)
 
 
+async def test_an_order_behind_a_refused_one_finds_the_helper_free(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        looks = iter([1000])
+        monkeypatch.setattr(module_moves, "available_bytes", lambda: next(looks, None))
+        begun = pair.begin("runs", 60, pair.owner)
+        await until(lambda: bool(begun.answer.tokens))
+        pair.order(1)
+        place = await pair.place(1)
+        assert (place.error, place.num_heads) == ("", 1)
+        assert pair.owner.decode.moves.num_moves == {"refused": 1, "moved": 1}
+        await tokens_of(begun.answer)
+        await pair.move(0)
+
+
 class Copies:
     """The numbers of pages that moves have copied, beside iterations and between them."""
 
