@@ -1,4 +1,5 @@
-"""Owner or helper ends at each step of a move: every answer is right, and nothing stays held."""
+"""Owner or helper ends, clients go or requests migrate at each step of a move: every answer is right, and
+nothing stays held."""
 
 import asyncio
 import random
@@ -12,9 +13,9 @@ import transformers
 
 from mooncake.messages.migration import LayerRange
 from tests.kvstore.nodes import DEADLINE_S
-from tests.workers.decode_lab import Decoded, StartDecodeLab
+from tests.workers.decode_lab import Decoded, Move, StartDecodeLab
 from tests.workers.mini_cluster import tokens_of
-from tests.workers.modules_lab import NUM_PAGES, Pair, Part, paired, until, wide_model
+from tests.workers.modules_lab import NUM_PAGES, WITH_A_THIRD, Pair, Part, paired, until, wide_model
 from workers.decode.batch_loop import BatchLoop
 from workers.decode.migration import module_moves
 from workers.decode.migration.kvcache_move import KVCacheMove
@@ -112,11 +113,14 @@ def cases(num_quick: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
+SOME_CASES = pytest.mark.parametrize(
     "chosen",
     [CASES[:NUM_QUICK], pytest.param(CASES[NUM_QUICK:], marks=pytest.mark.soak)],
     ids=["some", "the others"],
 )
+
+
+@SOME_CASES
 async def test_a_helper_that_ends_at_a_step_costs_no_answer(
     start_decode_lab: StartDecodeLab, tmp_path: Path, chosen: list[tuple[tuple[str, str], Part]]
 ) -> None:
@@ -156,3 +160,76 @@ async def test_an_owner_that_ends_at_a_step_leaves_nothing_behind(
             await asyncio.wait([moving])
         await until(lambda: not pair.host.num_hosted)
         assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+
+
+@SOME_CASES
+async def test_clients_that_go_at_a_step_cost_no_other_answer(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, chosen: list[tuple[tuple[str, str], Part]]
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = [await tokens_of(decoded.answer) for decoded in begin(pair, "alone")]
+        for number, (step, part) in enumerate(chosen):
+            begun = begin(pair, f"{number}")
+
+            async def leave(begun: list[Decoded] = begun) -> None:
+                for decoded in begun[1::2]:
+                    pair.lab.abort(decoded)
+
+            steps = Steps(step, leave)
+            with steps.watched():
+                await there_and_back(pair, steps, part)
+                await until(lambda steps=steps: steps.is_over)
+            assert not pair.owner.decode.modules.are_elsewhere
+            assert [await tokens_of(decoded.answer) for decoded in begun[::2]] == expected[::2]
+            await until(lambda: pair.owner.executor.kv.num_free_pages == NUM_PAGES)
+            assert pair.helper.executor.kv.num_free_pages == NUM_PAGES
+
+
+@SOME_CASES
+async def test_requests_that_come_and_go_at_a_step_have_their_answers(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, chosen: list[tuple[tuple[str, str], Part]]
+) -> None:
+    async with paired(start_decode_lab, tmp_path, WITH_A_THIRD) as pair:
+        lab, third = pair.lab, pair.lab.decodes[2]
+        expected = [await tokens_of(decoded.answer) for decoded in begin(pair, "alone")]
+        for number, (step, part) in enumerate(chosen):
+            stay_or_go = begin(pair, f"{number}")
+            comes = pair.begin(f"{number}-comes", 60, third, 5)
+            await until(lambda comes=comes: bool(comes.answer.tokens))
+            moving = list[asyncio.Task[object]]()
+
+            async def migrate(
+                goes: Decoded = stay_or_go[4],
+                comes: Decoded = comes,
+                moving: list[asyncio.Task[object]] = moving,
+            ) -> None:
+                moves = Move(lab, goes, third), Move(lab, comes, pair.owner)
+                moving.extend(lab.group.create_task(move.run()) for move in moves)
+
+            steps = Steps(step, migrate)
+            with steps.watched():
+                await there_and_back(pair, steps, part)
+                await until(lambda steps=steps: steps.is_over)
+            await asyncio.wait(moving)
+            assert not pair.owner.decode.modules.are_elsewhere
+            assert [await tokens_of(decoded.answer) for decoded in stay_or_go] == expected
+            assert await tokens_of(comes.answer) == expected[0]
+            await until(lambda: pair.owner.executor.kv.num_free_pages == NUM_PAGES)
+
+
+@pytest.mark.parametrize("part", PARTS, ids=["heads", "layers"])
+async def test_an_order_that_comes_twice_is_carried_out_once(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, part: Part
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = [await tokens_of(decoded.answer) for decoded in begin(pair, "alone")]
+        begun = begin(pair, "moved")
+        pair.order(part)
+        place = await pair.place(part)
+        assert place.are_elsewhere
+        assert place.error == f"{place.what} are at d1"
+        pair.order(0)
+        place = await pair.place(0)
+        assert (place.are_elsewhere, place.error) == (False, "")
+        assert pair.owner.decode.moves.num_moves == {"moved": 1, "refused": 1, "back": 1}
+        assert [await tokens_of(decoded.answer) for decoded in begun] == expected
