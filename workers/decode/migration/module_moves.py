@@ -270,7 +270,9 @@ class ModuleMoves:
 
     async def _end_hosting(self, outcome: str) -> None:
         self.meter.ended(outcome)
-        if self._link is not None:
+        if self._link is not None and self._is_lost:
+            self._link.close()  # a helper that stands still says no more
+        elif self._link is not None:
             await self._link.end()
         self._link, self._is_lost = None, False
         self._tell(helper="", num_heads=0, layers=None)

@@ -95,6 +95,21 @@ async def test_a_helper_that_stands_still_when_it_is_asked_costs_one_refusal(
         await pair.move(0)
 
 
+async def test_the_end_of_a_helper_that_stands_still_is_not_waited_for(
+    start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(helper_link, "_END_TIMEOUT_S", 100 * DEADLINE_S)
+    async with paired(start_decode_lab, tmp_path) as pair:
+        pair.owner.decode._module_moves._timeout_s = 0.05
+        await pair.move(1)
+        helper = Stopped(monkeypatch)
+        decoded = pair.begin("stopped", 20, pair.owner)
+        await until(lambda: not pair.owner.decode.modules.are_elsewhere)
+        assert len(await tokens_of(decoded.answer)) == 20
+        helper.go_on()
+        await until(lambda: not pair.host.num_hosted)
+
+
 async def test_an_owner_ends_although_its_helper_stands_still(
     start_decode_lab: StartDecodeLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
