@@ -138,6 +138,13 @@ class Layer:
         self._attention_half = library.function("attention_half", self.dtype, *[c_void_p] * 7)
         self._mlp_half = library.function("mlp_half", self.dtype, c_void_p, c_int64, *[c_void_p] * 3)
 
+    @property
+    def packed(self) -> list[torch.Tensor]:
+        """The memory of the matrices."""
+        weights = self._weights
+        matrices = (weights.qkv, weights.o, weights.gated.gate, weights.gated.up, weights.down)
+        return [matrix.packed for matrix in matrices]
+
     def __call__(
         self,
         hidden: torch.Tensor,

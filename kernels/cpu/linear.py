@@ -50,8 +50,9 @@ class PackedLinear:
         count = library.function("packed_words", self.dtype, c_int64, c_int64)
         count.restype = c_int64
         pack = library.function("pack", self.dtype, c_void_p, c_int64, c_int64, c_void_p)
-        self._packed = (memory or HugeMemory()).zeros((count(*weight.shape),), torch.int32)
-        self.address = self._packed.data_ptr()
+        self.packed = (memory or HugeMemory()).zeros((count(*weight.shape),), torch.int32)
+        """The memory of the matrix."""
+        self.address = self.packed.data_ptr()
         self.bias_address = None if bias is None else bias.data_ptr()
         pack(weight.data_ptr(), self.out_features, self.in_features, self.address)
 

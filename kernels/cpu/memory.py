@@ -6,6 +6,7 @@ Owns: the allocation. Does not know: what is stored.
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Iterable
 
 import torch
 
@@ -44,14 +45,43 @@ def populate(memory: torch.Tensor) -> None:
 
 
 def give_back(memory: torch.Tensor) -> None:
-    """Return the whole pages under contiguous `memory` of `huge_zeros` to the system.
+    """Return the whole pages under contiguous `memory` of this process alone to the system.
 
     Their content is zeros from then on, and they take memory again when they are written.
     """
-    first = -(-memory.data_ptr() // _MEMORY_PAGE_BYTES) * _MEMORY_PAGE_BYTES
-    end = memory.data_ptr() + memory.numel() * memory.element_size()
+    _give_back(*_span(memory))
+
+
+def give_back_all(tensors: Iterable[torch.Tensor]) -> None:
+    """Return the whole pages under tensors of a `HugeMemory` to the system, for good.
+
+    Neighbours are returned as one range: a huge page takes memory until all of it is returned.
+    """
+    run: tuple[int, int] | None = None
+    for first, end in sorted(map(_span, tensors)):
+        if run is not None and _aligned(run[1]) == first:
+            run = run[0], end
+            continue
+        if run is not None:
+            _give_back(*run)
+        run = first, end
+    if run is not None:
+        _give_back(*run)
+
+
+def _span(memory: torch.Tensor) -> tuple[int, int]:
+    """Return the first address of contiguous `memory`, and the one behind it."""
+    return memory.data_ptr(), memory.data_ptr() + memory.nbytes
+
+
+def _give_back(first: int, end: int) -> None:
+    first = -(-first // _MEMORY_PAGE_BYTES) * _MEMORY_PAGE_BYTES
     if end - first >= _MEMORY_PAGE_BYTES:
         _libc.madvise(first, (end - first) // _MEMORY_PAGE_BYTES * _MEMORY_PAGE_BYTES, _MADV_DONTNEED)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class HugeMemory:
@@ -63,7 +93,7 @@ class HugeMemory:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return zeros on the CPU whose address is a multiple of 64 bytes."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        taken = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        taken = _aligned(num_bytes)
         if taken > len(self._free):
             self._free = huge_zeros((max(taken, _CHUNK_BYTES),), torch.uint8)
         result = self._free[:num_bytes].view(dtype).view(shape)

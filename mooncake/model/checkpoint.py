@@ -100,6 +100,19 @@ class Checkpoint:
         )
 
 
+def check_unchanged(checkpoint: Checkpoint) -> None:
+    """Check that the weights on disk are still those that `checkpoint` was opened with. Raises ModelError."""
+    match checkpoint.kind:
+        case CheckpointKind.SAFETENSORS:
+            now = _open_directory(checkpoint.path, checkpoint.name, "auto")
+        case CheckpointKind.GGUF:
+            now = _open_gguf(checkpoint.path, checkpoint.name, "auto")
+        case CheckpointKind.DUMMY:
+            return
+    if now.weights_digest != checkpoint.weights_digest:
+        raise ModelError(f"{checkpoint.path} is another checkpoint than when it was opened")
+
+
 def kv_layout(checkpoint: Checkpoint, block_size: int, dtype: KVDtype) -> KVLayout:
     """Return the layout of the whole model's KVCache blocks; `block_size` in tokens."""
     model = checkpoint.model

@@ -243,7 +243,7 @@ class MiniCluster:
 
     def executors(self) -> list[Executor]:
         """Those of an instance, one a rank."""
-        sizes, models = self.sizes, [self.model]
+        sizes, models = self.sizes, [self._loaded(None)]
         if sizes.num_ranks > 1:
             models = [self._loaded(shard) for shard in ThreadGroup(sizes.num_ranks).shards]
         return [
@@ -258,6 +258,7 @@ class MiniCluster:
                     kv_heads=model.kv_heads,
                 ),
                 self.grammars,
+                refill=lambda weights: weights.load(self._weights.items()),
             )
             for model in models
         ]

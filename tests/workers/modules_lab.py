@@ -110,6 +110,7 @@ class Pair:
         await asyncio.wait([self.owner.decoding])
         await until(lambda: not self.owner.is_busy)
         self.owner.executor.kv.reset()
+        self.owner.executor.load_freed_layers()
 
     def begin(
         self, name: str, max_tokens: int, at: InstanceUnderTest, num_tokens: int = 8, *, inline: bool = True

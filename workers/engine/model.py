@@ -10,7 +10,7 @@ meet. Callers that load or store KVCache between layers (section 5.2) write the 
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -84,6 +84,8 @@ class DecoderModel:
         self.computed_by = self._name()
         self.idle_cores: frozenset[int] = frozenset()
         """Cores on which the model computes while other processes leave them idle."""
+        self.freed_layers = range(0)
+        """The layers whose weights have been freed, and cannot be computed here."""
         self._computed: Layers | None = None
         self._positions: torch.Tensor | None = None
         self._triton: TritonLayers | None = None
@@ -181,6 +183,43 @@ class DecoderModel:
         weights = Weights(self.spec, self.layers, self.dtype, self.device, self._part)
         weights.init_dummy(seed)
         self._prepare(weights)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of memory that the weights of a layer take, where a helper can have it
+        (`why_not_helped`)."""
+        return self._cpu_layers.layer_bytes
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of memory that it takes to load the weights of freed layers again."""
+        return len(self.freed_layers) * self.layer_bytes if self.freed_layers else 0
+
+    def free_layers(self, layers: range) -> None:
+        """Return the memory of these layers' weights to the system. Nothing computes the layers now, nor
+        before `load_freed_layers`."""
+        assert not self.freed_layers
+        self._cpu_layers.free_layers(layers)
+        self.freed_layers = layers
+
+    @torch.inference_mode()
+    def load_freed_layers(self, fill: Callable[[Weights], None]) -> None:
+        """Load the weights of freed layers again, other layers may compute meanwhile. Blocking.
+
+        `fill` fills the weights that it gets. If it raises an error, the layers stay freed.
+        """
+        if self.freed_layers:
+            weights = Weights(
+                self.spec, self.freed_layers, self.dtype, self.device, self._part, has_ends=False
+            )
+            fill(weights)
+            self._cpu_layers.load_layers(weights)
+            self.freed_layers = range(0)
+
+    @property
+    def _cpu_layers(self) -> CpuLayers:
+        assert isinstance(self._computed, CpuLayers), self.why_not_helped
+        return self._computed
 
     def _prepare(self, weights: Weights) -> None:
         self._graphs = None

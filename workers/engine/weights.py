@@ -117,11 +117,20 @@ class Weights:
     """
 
     def __init__(
-        self, spec: ModelSpec, layers: range, dtype: torch.dtype, device: torch.device, part: RankPart
+        self,
+        spec: ModelSpec,
+        layers: range,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: RankPart,
+        *,
+        has_ends: bool = True,
     ) -> None:
+        """Without `has_ends` these are the weights of the layers alone, without embedding and head."""
         self.spec, self.dtype, self.device, self.part = spec, dtype, device, part
         self._slots: dict[str, _Slot] = {}  # by Hugging Face name
-        is_first, is_last = layers.start == 0, layers.stop == spec.num_layers
+        is_first = has_ends and layers.start == 0
+        is_last = has_ends and layers.stop == spec.num_layers
         self.layers = {layer: self._layer(layer) for layer in layers}
         self.embedding: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None

@@ -17,6 +17,7 @@ from mooncake.model.grammar import Grammars, GrammarState
 from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel, PassAtHelper
+from workers.engine.weights import Weights
 from workers.execution.device_name import device_name
 from workers.execution.draws import Drawn, Draws
 from workers.execution.jobs import wait_to_end
@@ -41,15 +42,17 @@ class Executor:
         kv: DeviceKVCache,
         grammars: Grammars | None = None,
         record: PassRecord | None = None,
+        refill: Callable[[Weights], None] | None = None,
     ) -> None:
         """Start the device thread.
 
-        Without `grammars` no request may have a grammar. `record` gets the requests of each pass.
+        Without `grammars` no request may have a grammar. `record` gets the requests of each pass. `refill`
+        fills weights from the model's checkpoint or raises ModelError; without it no layer may be freed.
         """
         self.model = model
         self.kv = kv
         self.record = record or PassRecord()
-        self._grammars = grammars
+        self._grammars, self._refill = grammars, refill
         self._thread = ThreadPoolExecutor(1, "device", _use, (kv.device,))
         self._ahead: deque[torch.cuda.Event] = deque()
         """Marks behind the latest layers of prefill that the device was given."""
@@ -71,6 +74,12 @@ class Executor:
     def device_name(self) -> str:
         """The name of the GPU or processor. Instances with the same name are equally fast."""
         return device_name(self.kv.device)
+
+    def load_freed_layers(self) -> None:
+        """Load the weights of layers that had been freed, on the caller's thread. Raises ModelError."""
+        if self.model.freed_layers:
+            assert self._refill is not None
+            self.model.load_freed_layers(self._refill)
 
     async def run(self, call: Callable[[], T], on_cancel: Callable[[], None] | None = None) -> T:
         """Make `call` on the device thread, and return its result.

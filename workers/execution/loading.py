@@ -3,6 +3,7 @@
 Owns: the choices made once at start. Does not know: later computations.
 """
 
+import functools
 import os
 import threading
 
@@ -12,7 +13,7 @@ from mooncake.config.sections import KVCacheConfig
 from mooncake.errors import ConfigError, ModelError
 from mooncake.messages.blocks import DTYPE_BYTES, KVDtype, KVLayout
 from mooncake.messages.workers import Role
-from mooncake.model.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind
+from mooncake.model.checkpoint import DUMMY_SEED, Checkpoint, CheckpointKind, check_unchanged
 from mooncake.model.grammar import Grammars
 from mooncake.model.tokenizer import load_vocabulary
 from mooncake.node.process import Progress, report
@@ -24,7 +25,7 @@ from workers.engine.process_group import shard_of
 from workers.engine.spec import ModelSpec, UnsupportedModel
 from workers.engine.tensor_parallel import kv_heads_of
 from workers.engine.warm_up import warm_up
-from workers.engine.weights import WeightsError
+from workers.engine.weights import Weights, WeightsError
 from workers.execution.executor import Executor
 from workers.execution.model_spec import spec_of
 from workers.execution.pass_record import PassRecord
@@ -73,7 +74,19 @@ def load_executor(
     threading.Thread(target=kv.take_memory, name="kvcache-memory", daemon=True).start()
     grammars = Grammars(lambda: load_vocabulary(checkpoint))
     grammars.prepare()
-    return Executor(model, kv, grammars, record)
+    return Executor(model, kv, grammars, record, functools.partial(refill, checkpoint))
+
+
+def refill(checkpoint: Checkpoint, weights: Weights) -> None:
+    """Fill the weights of layers that had been loaded from `checkpoint` before. Raises ModelError."""
+    check_unchanged(checkpoint)
+    try:
+        if checkpoint.kind is CheckpointKind.DUMMY:
+            weights.init_dummy(DUMMY_SEED)
+        else:
+            weights.load(iter_weights(checkpoint, weights.layers, lambda _done, _all: None, has_ends=False))
+    except WeightsError as error:
+        raise ModelError(f"{checkpoint.name}: {error}") from None
 
 
 def _on_device(

@@ -4,7 +4,7 @@ Owns: safetensors (memory-mapped) and GGUF (dequantized) -> torch tensors under 
 know: which tensors a model needs, their device or final dtype.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import gguf
@@ -23,37 +23,38 @@ Progress = Callable[[int, int], None]
 
 
 def iter_weights(
-    checkpoint: Checkpoint, layers: range, on_progress: Progress
+    checkpoint: Checkpoint, layers: Collection[int], on_progress: Progress, *, has_ends: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of `layers`, and the weights outside any layer, as (Hugging Face name, CPU tensor).
+    """Yield the weights of `layers`, and (`has_ends`) those outside any layer, as (Hugging Face name, CPU
+    tensor).
 
     safetensors keep their dtype and alias the mapped file, so nothing is read before it is used; GGUF tensors
     are float32. `on_progress(done, total)` counts the wanted tensors' bytes on disk, once each is consumed.
     Raises ModelError for a damaged file, and for a DUMMY checkpoint, which has no weights.
     """
+
+    def is_wanted(name: str) -> bool:
+        match = LAYER_NAME.match(name)
+        return has_ends if match is None else int(match[1]) in layers
+
     match checkpoint.kind:
         case CheckpointKind.SAFETENSORS:
-            return _iter_safetensors(checkpoint, layers, on_progress)
+            return _iter_safetensors(checkpoint, is_wanted, on_progress)
         case CheckpointKind.GGUF:
-            return _iter_gguf(read_gguf_header(checkpoint.path), layers, on_progress)
+            return _iter_gguf(read_gguf_header(checkpoint.path), is_wanted, on_progress)
         case CheckpointKind.DUMMY:
             raise ModelError(
                 f"{checkpoint.path} was opened with load_format dummy; it has no weights to read"
             )
 
 
-def _wanted(name: str, layers: range) -> bool:
-    match = LAYER_NAME.match(name)
-    return match is None or int(match[1]) in layers
-
-
 def _iter_safetensors(
-    checkpoint: Checkpoint, layers: range, on_progress: Progress
+    checkpoint: Checkpoint, is_wanted: Callable[[str], bool], on_progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     wanted: dict[Path, dict[str, int]] = {}
     for path in checkpoint.weight_files:
         tensors = read_safetensors_header(path).tensors
-        wanted[path] = {name: entry.size_bytes for name, entry in tensors.items() if _wanted(name, layers)}
+        wanted[path] = {name: entry.size_bytes for name, entry in tensors.items() if is_wanted(name)}
     total_bytes = sum(sum(sizes.values()) for sizes in wanted.values())
     done_bytes = 0
     for path, sizes in wanted.items():
@@ -68,10 +69,10 @@ def _iter_safetensors(
 
 
 def _iter_gguf(
-    header: GGUFHeader, layers: range, on_progress: Progress
+    header: GGUFHeader, is_wanted: Callable[[str], bool], on_progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
     named = [(hf_tensor_name(tensor.name), tensor) for tensor in header.tensors.values()]
-    wanted = [(name, tensor) for name, tensor in named if name is not None and _wanted(name, layers)]
+    wanted = [(name, tensor) for name, tensor in named if name is not None and is_wanted(name)]
     total_bytes = sum(tensor.size_bytes for _, tensor in wanted)
     done_bytes = 0
     for name, tensor in wanted:

@@ -83,6 +83,7 @@ class LeaderSession:
 
         Raises `SessionLostError`, or `ConfigError` when the Conductor refuses this worker.
         """
+        await asyncio.to_thread(self._executor.load_freed_layers)  # those of the session before
         await await_leader(self._leaders)
         pool = await WorkerClient.connect(
             self._process.messenger_socket,

@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-from kernels.cpu.memory import HugeMemory, huge_zeros, populate
+from kernels.cpu.memory import HugeMemory, give_back_all, huge_zeros, populate
 
 
 def test_memory_begins_with_a_huge_page_and_is_zero() -> None:
@@ -45,3 +45,21 @@ def test_populated_memory_is_there_before_it_is_used_and_keeps_its_content() -> 
     assert resident_bytes(memory) == 8 << 20
     assert memory[5] == 7
     assert memory.sum() == 7
+
+
+def test_neighbours_are_given_back_with_the_memory_page_that_they_share() -> None:
+    memory = HugeMemory()
+    tensors = [memory.zeros((3_000_001,), torch.uint8).fill_(7) for _ in range(4)]
+    chunk = memory_pages(tensors[1].data_ptr(), tensors[3].data_ptr())
+    assert resident_bytes(chunk) == len(chunk)
+    give_back_all([tensors[2], tensors[1]])
+    assert not resident_bytes(chunk)
+    assert (tensors[0] == 7).all()
+    assert (tensors[3] == 7).all()
+    give_back_all([])
+
+
+def memory_pages(first: int, end: int) -> torch.Tensor:
+    """Return the whole pages of memory in a range of addresses, which must not be used afterwards."""
+    first, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    return torch.frombuffer((ctypes.c_char * (end - first)).from_address(first), dtype=torch.uint8)

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mooncake.errors import ModelError
-from mooncake.model.checkpoint import CheckpointKind, kv_layout, open_checkpoint
+from mooncake.model.checkpoint import CheckpointKind, check_unchanged, kv_layout, open_checkpoint
 from tests.deadline import DEADLINE_S
 from tests.tiny_config import CONFIG
 from tests.tiny_gguf import FFN, HIDDEN, tiny_tensors, write_tiny_gguf
@@ -367,3 +367,21 @@ def test_architecture_comes_before_everything_else(tmp_path: Path, load_format: 
 def test_sliding_window_in_which_a_token_sees_nothing(tmp_path: Path, window: int) -> None:
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     assert f"sliding_window is {window}" in error_of(write_model(tmp_path, **mistral))
+
+
+def test_a_checkpoint_that_changes_after_it_was_opened(tmp_path: Path) -> None:
+    directory, file = write_model(tmp_path / "model"), write_tiny_gguf(tmp_path / "tiny.gguf")
+    opened = [
+        open_checkpoint(str(directory)),
+        open_checkpoint(str(file)),
+        open_checkpoint(str(directory), "dummy"),
+    ]
+    for checkpoint in opened:
+        check_unchanged(checkpoint)
+    save_file({"a": np.zeros((4, 8), np.float32)}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match="model is another checkpoint than when it was opened"):
+        check_unchanged(opened[0])
+    file.unlink()
+    with pytest.raises(ModelError, match=r"tiny\.gguf"):
+        check_unchanged(opened[1])
+    check_unchanged(opened[2])

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from mooncake.config.settings import load_config
 from mooncake.errors import ModelError
@@ -14,6 +15,7 @@ from mooncake.model.grammar import Vocabulary
 from mooncake.node.process_config import WorkerProcess
 from mooncake.security.keys import ClusterKey
 from tests.tiny_tokenizer import IM_END_ID, tiny_backend
+from workers.engine.batch import Chunk
 from workers.execution import loading
 from workers.execution.loading import load_executor
 
@@ -77,3 +79,15 @@ def test_a_damaged_tokenizer_is_told_of_with_the_first_grammar(tmp_path: Path) -
     executor = load_executor(checkpoint, kv_layout(checkpoint, 32, "bfloat16"), process)
     with pytest.raises(ModelError, match="no tokenizer that can be loaded"):
         asyncio.run(executor.follow('start: "a"'))
+
+
+def test_freed_layers_are_loaded_from_the_checkpoint_while_it_is_the_same(tmp_path: Path) -> None:
+    config = {**SMALL, "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 512}
+    checkpoint, process = process_of(tmp_path, config, "1MiB")
+    executor = load_executor(checkpoint, kv_layout(checkpoint, 32, "bfloat16"), process)
+    model, pages = executor.model, executor.kv.allocate(1)
+    batch = executor.prepare([Chunk([5, 6, 7], 0, pages)])
+    expected = model.forward(batch, executor.kv)
+    model.free_layers(range(1, 3))
+    executor.load_freed_layers()
+    assert torch.equal(model.forward(batch, executor.kv), expected)

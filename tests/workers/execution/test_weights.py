@@ -186,3 +186,10 @@ def test_default_model_is_bit_for_bit_what_transformers_loads() -> None:
             assert torch.equal(tensor, reference[name]), name
             compared += 1
     assert compared == 2 * 9 + 2
+
+
+def test_some_layers_come_without_what_is_outside_all_layers(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    names = [name for name, _ in iter_weights(checkpoint, {1: None}, lambda *_: None, has_ends=False)]
+    assert names == ["model.layers.1.mlp.up_proj.weight"]

@@ -2,7 +2,8 @@
 
 Requests go on meanwhile: pages that no iteration writes any more are copied first; then, between two
 iterations, the rest. They also come back when the helper is lost: what it hosted is still mapped here, and
-an iteration that it left unanswered is computed again.
+an iteration that it left unanswered is computed again. The weights of layers at a helper are freed, so that
+there is memory for more pages, and are loaded from the checkpoint again before the layers come back.
 
 Owns: the order of these steps, what is where. Does not know: why something moves, what a pass exchanges.
 """
@@ -14,10 +15,12 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 import msgspec
 
+from mooncake.errors import ModelError
 from mooncake.messages.migration import ModulesPlace, PlaceModules
 from mooncake.node.segments import available_bytes
 from workers.decode.batch_loop import BatchLoop
@@ -198,8 +201,7 @@ class ModuleMoves:
             self._most_tokens,
             self._max_batch,
         )
-        wanted_pages = math.floor(kv.num_own_pages / (1 - share_of(request, model)))
-        request = msgspec.structs.replace(request, wanted_pages=wanted_pages)
+        request = msgspec.structs.replace(request, wanted_pages=self._most_pages_without(request))
         link = await HelperLink.connect(order.socket, request, model, kv, self._timeout_s, self.lost)
         try:
             move = self._begin(link.num_pages, link.helped)
@@ -207,6 +209,8 @@ class ModuleMoves:
             if link.is_lost:
                 raise ModulesStayError(f"{order.helper} was lost before the move was complete")
             await self._switch(move, copied)
+            if isinstance(link.helped, HostedLayers):
+                await _in_thread(model.free_layers, link.helped.layers)
         except ModulesStayError:
             await link.end()  # so that the helper does not refuse the next order for this one
             raise
@@ -214,6 +218,16 @@ class ModuleMoves:
             link.close()
             raise
         return link
+
+    def _most_pages_without(self, request: HostModules) -> int:
+        """Return how many pages fit, with this part elsewhere, into the memory of all pages and of the
+        weights that go."""
+        kv, model = self._executor.kv, self._executor.model
+        num_pages = Fraction(kv.num_own_pages)
+        if request.layers is not None:
+            page_bytes = len(kv.layers) * kv.layer(kv.layers.start)[0].nbytes
+            num_pages += Fraction(request.layers.count * model.layer_bytes, page_bytes)
+        return math.floor(num_pages / (1 - share_of(request, model)))
 
     async def _take_back(self, why: str) -> None:
         """Have all here, as the helper is too slow."""
@@ -239,15 +253,12 @@ class ModuleMoves:
             )
         move = self._begin(kv.num_own_pages, None)
         try:
-            async with asyncio.timeout(_FREEING_TIMEOUT_S):
-                await self._free_beyond(kv.num_own_pages)
-        except TimeoutError:
+            await self._free_in_time(kv.num_own_pages)
+            await self._load_weights()
+        except ModulesStayError:
             if not self._is_lost:
                 kv.reopen()
-            raise ModulesStayError(
-                f"pages beyond the {kv.num_own_pages} that there are without a helper were not freed in "
-                f"{_FREEING_TIMEOUT_S:g} s"
-            ) from None
+            raise
         await self._switch(move, await self._pre_copy(move))
         await self._end_hosting(outcome)
 
@@ -261,9 +272,10 @@ class ModuleMoves:
         await self._loop.quiet()
         await self._free_beyond(kv.num_own_pages)
         try:
-            move = KVCacheMove(kv, kv.num_own_pages, None)
-        except OSError as error:
-            raise SessionLostError(f"{reason}, but there is no memory for them: {error}") from None
+            move = self._begin(kv.num_own_pages, None)
+            await self._load_weights()
+        except ModulesStayError as error:
+            raise SessionLostError(f"{reason}, but cannot be: {error}") from None
         await self._switch(move, set())
         await self._end_hosting("lost")
         self._tell(is_moving=False, error=reason)
@@ -276,6 +288,17 @@ class ModuleMoves:
             await self._link.end()
         self._link, self._is_lost = None, False
         self._tell(helper="", num_heads=0, layers=None)
+
+    async def _free_in_time(self, num_pages: int) -> None:
+        """Have the pages from `num_pages` on freed. Raises ModulesStayError if that takes too long."""
+        try:
+            async with asyncio.timeout(_FREEING_TIMEOUT_S):
+                await self._free_beyond(num_pages)
+        except TimeoutError:
+            raise ModulesStayError(
+                f"pages beyond the {num_pages} that there are without a helper were not freed in "
+                f"{_FREEING_TIMEOUT_S:g} s"
+            ) from None
 
     async def _free_beyond(self, num_pages: int) -> None:
         """Have the pages from `num_pages` on freed: running sequences that have some are preempted, and those
@@ -290,19 +313,30 @@ class ModuleMoves:
                 await self._call_off(sequence)
             await self._turn_taken.wait()
 
+    async def _load_weights(self) -> None:
+        """Have the weights of all layers here. Raises ModulesStayError."""
+        try:
+            await _in_thread(self._executor.load_freed_layers)
+        except ModelError as error:
+            raise ModulesStayError(f"the weights of {self.place.what} cannot be loaded: {error}") from None
+
     def _begin(self, num_pages: int, helped: MovedHeads | HostedLayers | None) -> KVCacheMove:
-        """Begin a move, if there is memory for it. Raises ModulesStayError."""
+        """Begin a move, if there is memory for it, and for the weights of layers that come back. Raises
+        ModulesStayError."""
         try:
             move = KVCacheMove(self._executor.kv, num_pages, helped)
         except OSError as error:
             raise ModulesStayError(f"no memory for {num_pages} pages beside those in use: {error}") from None
         num_used = len(self._executor.kv.used_pages())
+        weight_bytes = self._executor.model.freed_bytes
         needed_bytes = move.page_bytes * min(num_pages, num_used + round(_GROWTH_SHARE * num_pages))
+        needed_bytes += weight_bytes
         free_bytes = available_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ModulesStayError(
-                f"no memory to copy {num_used} pages in use, and those that come: {needed_bytes // _MIB} MiB,"
-                f" of which {free_bytes // _MIB} MiB are available"
+                f"no memory to copy {num_used} pages in use, for those that come, and for weights"
+                f" ({weight_bytes // _MIB} MiB): {needed_bytes // _MIB} MiB, of which"
+                f" {free_bytes // _MIB} MiB are available"
             )
         return move
 
@@ -314,7 +348,7 @@ class ModuleMoves:
         while num_rounds < _MOST_ROUNDS:
             full = self._batch.full_pages() - copied
             if len(full) > _FEW_PAGES:
-                await _in_thread(move, sorted(full_page.page for full_page in full))
+                await _in_thread(move.copy, sorted(full_page.page for full_page in full))
                 copied |= full
                 num_rounds += 1
             elif self._batch.num_loading_pages > _FEW_PAGES and loop.time() < deadline_s:
@@ -335,7 +369,7 @@ class ModuleMoves:
                 await self._loop.quiet()
                 needless = {full_page.page for full_page in copied & self._batch.full_pages()}
                 needless |= self._batch.unwritten_pages()
-                await _in_thread(move, [page for page in kv.used_pages() if page not in needless])
+                await _in_thread(move.copy, [page for page in kv.used_pages() if page not in needless])
                 given_up = move.complete()
             finally:
                 self._resume()
@@ -368,6 +402,6 @@ class _Slow(NamedTuple):
     why: str
 
 
-async def _in_thread(move: KVCacheMove, pages: list[int]) -> None:
-    """Copy pages, beside the event loop and to the end, even if the caller is cancelled."""
-    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(move.copy, pages)))
+async def _in_thread(call: Callable[..., None], *arguments: object) -> None:
+    """Make a call beside the event loop and to the end, even if the caller is cancelled."""
+    await wait_to_end(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))

@@ -16,7 +16,7 @@ from kernels.cpu.elementwise import MULTIPLE, Elementwise
 from kernels.cpu.layer import Layer, PackedLayerWeights, run_layers
 from kernels.cpu.library import DTYPES, Library
 from kernels.cpu.linear import GatedLinear, PackedLinear
-from kernels.cpu.memory import HugeMemory
+from kernels.cpu.memory import HugeMemory, give_back, give_back_all
 from kernels.head_norms import HeadNorms
 from workers.engine import weights as plain
 from workers.engine.batch import Batch
@@ -49,11 +49,30 @@ class CpuLayers:
         num_heads, num_kv_heads = len(weights.part.heads), len(weights.part.kv_heads)
         self._heads = AttentionShape(num_heads, num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
         self._elementwise = Elementwise(library, weights.dtype)
-        self._layers = {layer: self._pack(weights.layers.pop(layer)) for layer in list(weights.layers)}
+        self._layers: dict[int, Layer] = {}
+        self.load_layers(weights)
         self._final_norm = weights.final_norm
         self._head = None if weights.lm_head is None else self._linear(weights.lm_head, None)
         is_tied = weights.embedding is weights.lm_head
         self._embedding = None if is_tied else weights.embedding
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a layer's matrices, the same for all layers."""
+        return sum(packed.nbytes for packed in next(iter(self._layers.values())).packed)
+
+    def load_layers(self, weights: plain.Weights) -> None:
+        """Take the layers out of `weights`, whose memory goes back to the system."""
+        for layer in list(weights.layers):
+            plain_layer = weights.layers.pop(layer)
+            self._layers[layer] = self._pack(plain_layer)
+            for matrix in (plain_layer.qkv, plain_layer.o, plain_layer.gate_up, plain_layer.down):
+                give_back(matrix)  # malloc would keep it
+
+    def free_layers(self, layers: range) -> None:
+        """Return the memory of consecutive layers to the system. Nothing computes them now."""
+        freed = [self._layers.pop(layer) for layer in layers]
+        give_back_all(packed for layer in freed for packed in layer.packed)
 
     def _pack(self, weights: plain.LayerWeights) -> Layer:
         norms = None

@@ -1,15 +1,17 @@
 """Modules that go to a helper and come back while requests run: every answer is that of modules that stay."""
 
 import asyncio
+import contextlib
 import errno
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from mooncake.errors import ModelError
 from mooncake.messages.migration import LayerRange
 from mooncake.messages.requests import SamplingParams
 from mooncake.messages.workers import WorkFailed
@@ -35,6 +37,8 @@ from tests.workers.references import prompt_of
 from tests.workers.test_grammars import GRAMMAR
 from workers.decode.migration import module_moves
 from workers.decode.migration.kvcache_move import KVCacheMove
+from workers.engine.weights import Weights
+from workers.errors import SessionLostError
 
 pytestmark = pytest.mark.cluster
 WISHES = (
@@ -119,6 +123,67 @@ async def test_the_owner_has_room_for_more_tokens_and_the_helper_for_fewer(
         assert not pair.owner.decode.meter.stats.num_preemptions
         await pair.move(0)
         assert owner.num_usable_pages == helper.num_free_pages == NUM_PAGES
+
+
+async def test_the_weights_of_layers_that_are_away_leave_their_memory_to_pages(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        kv, model = pair.owner.executor.kv, pair.owner.executor.model
+        [expected] = await answers(pair, "stays", 1)
+        await pair.move(LayerRange(2, 3))
+        assert model.freed_layers == range(2, 3)
+        # As many as the helper lends: more than fit into the memory of the owner's pages alone.
+        assert kv.num_usable_pages == 3 * (NUM_PAGES - NUM_PAGES // 4) > NUM_PAGES * 3 // 2
+        await pair.move(0)
+        assert not model.freed_layers
+        assert kv.num_usable_pages == NUM_PAGES
+        assert await answers(pair, "back", 1) == [expected]
+
+
+@contextlib.contextmanager
+def lost_checkpoint(pair: Pair) -> Iterator[None]:
+    """A context in which the owner's weights cannot be loaded."""
+
+    def fail(weights: Weights) -> None:
+        raise ModelError("the checkpoint is gone")
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(pair.owner.executor, "_refill", fail)
+        yield
+
+
+async def test_layers_stay_away_while_their_weights_cannot_be_loaded(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await answers(pair, "stays", 4)
+        await pair.move(LayerRange(1, 3))
+        num_pages = pair.owner.executor.kv.num_usable_pages
+        running = asyncio.create_task(answers(pair, "moves", 4))
+        with lost_checkpoint(pair):
+            place = await pair.place(0)
+        assert place.error == "the weights of layers 1:3 cannot be loaded: the checkpoint is gone"
+        assert place.layers == LayerRange(1, 3)
+        assert pair.owner.executor.kv.num_usable_pages == num_pages
+        assert await running == expected
+        await pair.move(0)
+        assert await answers(pair, "back", 4) == expected
+
+
+async def test_a_session_ends_if_the_weights_of_a_lost_helpers_layers_cannot_be_loaded(
+    start_decode_lab: StartDecodeLab, tmp_path: Path
+) -> None:
+    async with paired(start_decode_lab, tmp_path) as pair:
+        expected = await answers(pair, "stays", 1)
+        await pair.move(LayerRange(1, 3))
+        moves = pair.owner.decode._module_moves
+        with lost_checkpoint(pair):
+            moves._hold()
+            with pytest.raises(SessionLostError, match="but cannot be: the weights of layers 1:3 cannot be"):
+                await moves._come_back("lost, and here again")
+        await moves._come_back("lost, and here again")
+        assert await answers(pair, "later", 1) == expected
 
 
 async def beyond_own_pages(pair: Pair, part: Part) -> tuple[list[list[int]], list[Decoded]]:
@@ -235,33 +300,36 @@ async def test_modules_stay_away_if_pages_are_not_freed_in_time(
 
 
 @pytest.mark.parametrize("lacking", ["free memory", "addresses"])
-@pytest.mark.parametrize("num_heads", [1, 0], ids=["leaving", "coming back"])
+@pytest.mark.parametrize("is_leaving", [True, False], ids=["leaving", "coming back"])
+@PARTS
 async def test_without_memory_for_both_arrangements_modules_stay_where_they_are(
     start_decode_lab: StartDecodeLab,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     lacking: str,
-    num_heads: int,
+    part: Part,
+    *,
+    is_leaving: bool,
 ) -> None:
     def no_layers(num_pages: int, num_heads: int) -> list[torch.Tensor]:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     async with paired(start_decode_lab, tmp_path) as pair:
         expected = await answers(pair, "stays", 4)
-        if not num_heads:
-            await pair.move(1)
+        if not is_leaving:
+            await pair.move(part)
         running = asyncio.create_task(answers(pair, "moves", 4))
         with monkeypatch.context() as patches:
             if lacking == "addresses":
                 patches.setattr(pair.owner.executor.kv, "new_layers", no_layers)
             else:
                 patches.setattr(module_moves, "available_bytes", lambda: 1000)
-            place = await pair.place(num_heads)
+            place = await pair.place(part if is_leaving else 0)
         assert place.error.startswith("no memory ")
-        assert place.num_heads == 1 - num_heads
-        await until(lambda: pair.host.num_hosted == ({} if num_heads else {"d0": 1}))
+        assert (place.num_heads, place.layers) == fields(0 if is_leaving else part)
+        await until(lambda: bool(pair.host.num_hosted) is not is_leaving)
         assert await running == expected
-        await pair.move(num_heads)
+        await pair.move(part if is_leaving else 0)
         assert await answers(pair, "again", 4) == expected
 
 

@@ -15,6 +15,7 @@ from workers.engine.batch import Batch, Chunk
 from workers.engine.kvcache import DeviceKVCache
 from workers.engine.model import DecoderModel
 from workers.engine.spec import ModelSpec
+from workers.engine.weights import WeightsError
 from workers.execution.model_spec import model_spec
 
 PROMPT_LENS = (150, 37, 1, 65)
@@ -191,6 +192,25 @@ def test_stages_give_the_logits_of_the_whole_model() -> None:
             hidden = stage.forward_layer(layer, hidden, batch, kv)
     assert hidden is not None
     assert torch.equal(stage.logits(hidden[-1:]), run(whole, [text], 512)[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_bias"])
+@pytest.mark.parametrize("layers", [range(2), range(1, 3)], ids=["with the first", "with the last"])
+def test_freed_layers_compute_the_same_bits_when_they_have_been_loaded_again(
+    family: str, layers: range
+) -> None:
+    model, texts = load(family), greedy_by_transformers(family)
+    state, expected = reference(family).state_dict(), run(model, texts, 512)[0]
+    model.free_layers(layers)
+    assert (model.freed_layers, model.freed_bytes) == (layers, 2 * model.layer_bytes)
+    with pytest.raises(KeyError):
+        run(model, texts, 512)
+    with pytest.raises(WeightsError, match="tensors are missing"):
+        model.load_freed_layers(lambda weights: weights.load([]))
+    assert model.freed_layers == layers
+    model.load_freed_layers(lambda weights: weights.load(state.items()))
+    assert (model.freed_layers, model.freed_bytes) == (range(0), 0)
+    assert torch.equal(run(model, texts, 512)[0], expected)
 
 
 def test_a_model_that_the_kernels_cannot_compute_is_computed_by_torch_with_a_warning(
